@@ -1,0 +1,111 @@
+"""Stillhouse distills large language models: any teacher into any student, without materialising logits.
+
+The names here are loaded when they are first used, so that `import stillhouse` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "CrossEntropy": "stillhouse.objective",
+    "Chosen": "stillhouse.objective",
+    "DenseLogits": "stillhouse.objective",
+    "Distill": "stillhouse.objective",
+    "Entropy": "stillhouse.objective",
+    "FullVocab": "stillhouse.objective",
+    "ObjectiveOutput": "stillhouse.objective",
+    "OutputHead": "stillhouse.objective",
+    "PolicyGradient": "stillhouse.objective",
+    "Sampled": "stillhouse.objective",
+    "SampledKL": "stillhouse.objective",
+    "TopK": "stillhouse.objective",
+    "VocabShard": "stillhouse.objective",
+    "alpha_beta": "stillhouse.objective",
+    "forward_kl": "stillhouse.objective",
+    "jsd": "stillhouse.objective",
+    "linear_log_probs": "stillhouse.objective",
+    "linear_objective": "stillhouse.objective",
+    "logits_objective": "stillhouse.objective",
+    "parse_divergence": "stillhouse.objective",
+    "reverse_kl": "stillhouse.objective",
+    "skew_forward_kl": "stillhouse.objective",
+    "skew_reverse_kl": "stillhouse.objective",
+    "total_variation": "stillhouse.objective",
+    "Decoder": "stillhouse.models",
+    "OutputProcessor": "stillhouse.models",
+    "load_config": "stillhouse.config",
+}
+
+if TYPE_CHECKING:
+    from stillhouse.config import load_config
+    from stillhouse.models import Decoder, OutputProcessor
+    from stillhouse.objective import (
+        Chosen,
+        CrossEntropy,
+        DenseLogits,
+        Distill,
+        Entropy,
+        FullVocab,
+        ObjectiveOutput,
+        OutputHead,
+        PolicyGradient,
+        Sampled,
+        SampledKL,
+        TopK,
+        VocabShard,
+        alpha_beta,
+        forward_kl,
+        jsd,
+        linear_log_probs,
+        linear_objective,
+        logits_objective,
+        parse_divergence,
+        reverse_kl,
+        skew_forward_kl,
+        skew_reverse_kl,
+        total_variation,
+    )
+
+__all__ = [
+    "Chosen",
+    "CrossEntropy",
+    "Decoder",
+    "DenseLogits",
+    "Distill",
+    "Entropy",
+    "FullVocab",
+    "ObjectiveOutput",
+    "OutputHead",
+    "OutputProcessor",
+    "PolicyGradient",
+    "Sampled",
+    "SampledKL",
+    "TopK",
+    "VocabShard",
+    "alpha_beta",
+    "forward_kl",
+    "jsd",
+    "linear_log_probs",
+    "linear_objective",
+    "load_config",
+    "logits_objective",
+    "parse_divergence",
+    "reverse_kl",
+    "skew_forward_kl",
+    "skew_reverse_kl",
+    "total_variation",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'stillhouse' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

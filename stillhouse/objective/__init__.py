@@ -1,0 +1,51 @@
+"""Objectives of post-training as weighted sums of terms, computed from hidden states and an output head.
+
+Torch only. Start with `linear_objective`; `reference.dense_objective` is the same in plain autograd.
+"""
+
+from stillhouse.objective.divergence import (
+    Divergence,
+    alpha_beta,
+    forward_kl,
+    jsd,
+    parse_divergence,
+    reverse_kl,
+    skew_forward_kl,
+    skew_reverse_kl,
+    total_variation,
+)
+from stillhouse.objective.fused import ObjectiveOutput, linear_log_probs, linear_objective, logits_objective
+from stillhouse.objective.head import OutputHead
+from stillhouse.objective.signals import Chosen, DenseLogits, FullVocab, Sampled, Signal, TopK
+from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, PolicyGradient, SampledKL, Term
+from stillhouse.objective.vocab import VocabShard
+
+__all__ = [
+    "Chosen",
+    "CrossEntropy",
+    "DenseLogits",
+    "Distill",
+    "Divergence",
+    "Entropy",
+    "FullVocab",
+    "ObjectiveOutput",
+    "OutputHead",
+    "PolicyGradient",
+    "Sampled",
+    "SampledKL",
+    "Signal",
+    "Term",
+    "TopK",
+    "VocabShard",
+    "alpha_beta",
+    "forward_kl",
+    "jsd",
+    "linear_log_probs",
+    "linear_objective",
+    "logits_objective",
+    "parse_divergence",
+    "reverse_kl",
+    "skew_forward_kl",
+    "skew_reverse_kl",
+    "total_variation",
+]

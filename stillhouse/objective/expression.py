@@ -1,0 +1,89 @@
+"""The little grammar of objectives: a sum of named parts with coefficients and arguments.
+
+    0.3*cross_entropy + 0.7*jsd(0.5)
+    0.9*forward_kl + 0.1*skew_reverse_kl(alpha=0.1)
+
+The text is read with Python's own parser and only sums, products with a number, names and calls with
+literal arguments are accepted; nothing is evaluated.
+"""
+
+import ast
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One summand: `coefficient * name(*arguments, **keywords)`."""
+
+    coefficient: float
+    name: str
+    arguments: tuple[float | bool, ...] = ()
+    keywords: tuple[tuple[str, float | bool], ...] = ()
+
+    def call(self, make: Callable[..., Made]) -> Made:
+        """What `make` returns for the arguments; a wrong number or name of arguments is a ValueError."""
+        try:
+            return make(*self.arguments, **dict(self.keywords))
+        except TypeError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+
+
+def parse_sum(text: str) -> list[Part]:
+    """The summands of an expression, in order. Raises ValueError with the offending piece of the text."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ValueError(
+            f"cannot read {text!r}: expected a sum such as '0.3*cross_entropy + 0.7*jsd(0.5)'"
+        ) from error
+    return [_part(node, sign, text) for node, sign in _summands(tree.body, 1.0)]
+
+
+def unknown_name(name: str, known: Iterable[str]) -> ValueError:
+    """The error for a name outside the grammar, with the nearest right one."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ValueError(f"unknown name {name!r}{hint} (known: {', '.join(known)})")
+
+
+def _summands(node: ast.expr, sign: float) -> list[tuple[ast.expr, float]]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        right_sign = sign if isinstance(node.op, ast.Add) else -sign
+        return _summands(node.left, sign) + _summands(node.right, right_sign)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+        return _summands(node.operand, -sign)
+    return [(node, sign)]
+
+
+def _part(node: ast.expr, sign: float, text: str) -> Part:
+    coefficient = 1.0
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        number, node = (node.left, node.right) if _is_number(node.left) else (node.right, node.left)
+        coefficient = _literal(number, text)
+    if isinstance(node, ast.Name):
+        return Part(sign * coefficient, node.id)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        arguments = tuple(_literal(argument, text) for argument in node.args)
+        keywords = tuple((str(keyword.arg), _literal(keyword.value, text)) for keyword in node.keywords)
+        return Part(sign * coefficient, node.func.id, arguments, keywords)
+    raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected number*name or number*name(arguments)")
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant | ast.UnaryOp)
+
+
+def _literal(node: ast.expr, text: str) -> float | bool:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        value = None
+    if not isinstance(value, int | float):
+        raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a number")
+    return value

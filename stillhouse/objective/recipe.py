@@ -1,0 +1,128 @@
+"""A run's objective as one expression: `0.3*cross_entropy + 0.7*jsd(0.5) + 1e-4*z_loss`.
+
+The grammar of `parse_divergence` with three more names: `cross_entropy(label_smoothing=…)`, `z_loss` and `entropy`
+(a bonus has a negative coefficient). All divergences of the sum become one term, so that they share one pass over
+the tile; its name in metrics is their expression.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stillhouse.objective.divergence import DIVERGENCES, Divergence
+from stillhouse.objective.expression import Part, parse_sum, unknown_name
+from stillhouse.objective.signals import Signal
+from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run minimises, free of any batch."""
+
+    cross_entropy: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    divergence: Divergence | None = None
+    divergence_scale: float = 1.0
+    entropy: float | None = None
+    temperature: float = 1.0
+    scale_by_temperature_squared: bool = False
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.divergence is not None
+
+    def terms(self, labels_T: Tensor, signal: Signal | None) -> list[Term]:
+        """The terms for one batch. `signal` is None only where no term needs a teacher."""
+        terms: list[Term] = []
+        if self.cross_entropy is not None:
+            # a term's scale multiplies all of its value, the expression gives z-loss a coefficient of its own
+            z_loss = self.z_loss / self.cross_entropy
+            terms.append(CrossEntropy(labels_T, self.cross_entropy, self.label_smoothing, z_loss))
+        if self.divergence is not None:
+            assert signal is not None
+            terms.append(
+                Distill(
+                    signal, self.divergence, self.divergence_scale, self.temperature, self.scale_by_temperature_squared
+                )
+            )
+        if self.entropy is not None:
+            terms.append(Entropy(self.entropy, self.temperature))
+        return terms
+
+    def in_words(self) -> str:
+        """One sentence for the head of a run."""
+        parts = []
+        if self.cross_entropy is not None:
+            smoothed = f" (label smoothing {self.label_smoothing:g})" if self.label_smoothing else ""
+            parts.append(_times(self.cross_entropy, f"cross-entropy{smoothed}"))
+        if self.z_loss:
+            parts.append(_times(self.z_loss, "z-loss"))
+        if self.divergence is not None:
+            factor = f"·τ², τ = {self.temperature:g}" if self.scale_by_temperature_squared else ""
+            parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
+        if self.entropy is not None:
+            parts.append(_times(self.entropy, "entropy"))
+        return " + ".join(parts).replace("+ −", "− ")
+
+
+def parse_recipe(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> Recipe:
+    """The objective of an expression. Raises ValueError for what is unknown, doubled, or has no positive weight."""
+    own: dict[str, Part] = {}
+    divergences: list[Part] = []
+    for part in parse_sum(text):
+        if part.name in DIVERGENCES:
+            divergences.append(part)
+        elif part.name not in ("cross_entropy", "z_loss", "entropy"):
+            raise unknown_name(part.name, [*DIVERGENCES, "cross_entropy", "z_loss", "entropy"])
+        elif part.name in own:
+            raise ValueError(f"{part.name} comes twice in {text!r}; expected one coefficient for it")
+        else:
+            own[part.name] = part
+    _check_coefficients(own, text)
+    divergence, divergence_scale = _sum_of(divergences)
+    return Recipe(
+        cross_entropy=own["cross_entropy"].coefficient if "cross_entropy" in own else None,
+        label_smoothing=own["cross_entropy"].call(_label_smoothing) if "cross_entropy" in own else 0.0,
+        z_loss=own["z_loss"].coefficient if "z_loss" in own else 0.0,
+        divergence=divergence,
+        divergence_scale=divergence_scale,
+        entropy=own["entropy"].coefficient if "entropy" in own else None,
+        temperature=temperature,
+        scale_by_temperature_squared=scale_by_temperature_squared,
+    )
+
+
+def _check_coefficients(own: dict[str, Part], text: str) -> None:
+    for name in ("cross_entropy", "z_loss"):
+        if name in own and not own[name].coefficient > 0:
+            raise ValueError(f"{own[name].coefficient:g}*{name} in {text!r}: expected a positive coefficient")
+    if "z_loss" in own and "cross_entropy" not in own:
+        raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
+    for name in ("z_loss", "entropy"):
+        if name in own and (own[name].arguments or own[name].keywords):
+            raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
+
+
+def _label_smoothing(label_smoothing: float = 0.0) -> float:
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"cross_entropy(label_smoothing={label_smoothing}): expected 0 ≤ label_smoothing < 1")
+    return label_smoothing
+
+
+def _sum_of(parts: list[Part]) -> tuple[Divergence | None, float]:
+    """One divergence and its scale: a single one keeps its coefficient outside, so that its value reads unscaled."""
+    if not parts:
+        return None, 1.0
+    made: list[Divergence] = [part.call(DIVERGENCES[part.name]) for part in parts]
+    first = parts[0].coefficient * made[0]  # refuses a weight that is not positive
+    if len(parts) == 1:
+        return made[0], parts[0].coefficient
+    for part, divergence in zip(parts[1:], made[1:], strict=True):
+        first = first + part.coefficient * divergence
+    return first, 1.0
+
+
+def _times(coefficient: float, what: str) -> str:
+    sign = "−" if coefficient < 0 else ""
+    return what if coefficient == 1 else f"{sign}{abs(coefficient):g} × {what}"

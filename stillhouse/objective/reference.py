@@ -1,0 +1,129 @@
+"""The objective in plain autograd: all logits at once, no slope, no chunk. Slow, short, and right in float64.
+
+`dense_objective` has the signature of `linear_objective`; tests hold the fast path against it. It shares the
+divergences' values with the fast path (which have textbook formulas of their own in the tests) and none of its
+gradients. T tokens, V vocabulary, K ids per token.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.divergence import Divergence
+from stillhouse.objective.fused import ObjectiveOutput, unique_names
+from stillhouse.objective.head import OutputHead, common_vocabulary
+from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
+from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
+
+
+def dense_objective(
+    hidden_TD: Tensor,
+    head: OutputHead,
+    terms: Sequence[Term],
+    *,
+    weights_T: Tensor | None = None,
+    normalizer: float | Tensor = 1.0,
+    valid_index: Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> ObjectiveOutput:
+    """What `linear_objective` gives, from logits of all tokens; its metrics hold the terms' values and `tokens` only.
+
+    `chunk_tokens` changes nothing; `valid_index` only says which rows have weight 1 where `weights_T` is left out.
+    """
+    teacher_heads = [each for term in terms for signal in term.signals() for each in signal.heads()]
+    vocabulary = common_vocabulary([head, *teacher_heads])
+    dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
+    logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
+    weights_T = _weights(weights_T, valid_index, logits_TV)
+    loss, metrics, per_token = logits_TV.new_zeros(()), {"tokens": (weights_T != 0).sum().to(dtype)}, {}
+    for name, term in zip(unique_names(terms), terms, strict=True):
+        own_T = weights_T if term.weights_T is None else weights_T * term.weights_T.to(dtype)
+        value_T = _value(term, logits_TV, vocabulary)
+        value_T = torch.where(own_T == 0, torch.zeros_like(value_T), value_T)
+        loss = loss + term.scale * (own_T * value_T).sum()
+        metrics[name] = (own_T * value_T).sum().detach()
+        per_token[name] = value_T.detach()
+    return ObjectiveOutput(loss / normalizer, metrics, per_token)
+
+
+def _weights(weights_T: Tensor | None, valid_index: Tensor | None, logits_TV: Tensor) -> Tensor:
+    if weights_T is not None:
+        return weights_T.to(logits_TV.dtype)
+    if valid_index is not None:
+        return logits_TV.new_zeros(len(logits_TV)).index_fill(0, valid_index, 1.0)
+    return logits_TV.new_ones(len(logits_TV))
+
+
+def _logits(hidden: Tensor, head: OutputHead, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    bias = None if head.bias is None else head.bias.to(dtype)
+    whole = OutputHead(head.weight_VD.to(dtype), bias, scale=head.scale, softcap=head.softcap)
+    return whole.logits(hidden.to(dtype))[:, :vocabulary]
+
+
+def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
+    match term:
+        case CrossEntropy():
+            return _cross_entropy(term, logits_TV)
+        case Entropy():
+            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
+            return -(log_q_TV.exp() * log_q_TV.masked_fill(log_q_TV == -math.inf, 0)).sum(1)
+        case Distill():
+            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
+            value_T = _distill(term.signal, term.divergence, log_q_TV, term.temperature, vocabulary)
+            return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
+    raise TypeError(f"no reference for {type(term).__name__}")
+
+
+def _cross_entropy(term: CrossEntropy, logits_TV: Tensor) -> Tensor:
+    value_T = torch.nn.functional.cross_entropy(
+        logits_TV,
+        term.labels_T.masked_fill(term.labels_T < 0, -100).long(),
+        reduction="none",
+        label_smoothing=term.label_smoothing,
+    )
+    z_T = torch.logsumexp(logits_TV, 1).square()
+    return value_T + term.z_loss * torch.where(term.labels_T >= 0, z_T, torch.zeros_like(z_T))
+
+
+def _distill(signal: Signal, divergence: Divergence, log_q_TV: Tensor, temperature: float, vocabulary: int) -> Tensor:
+    match signal:
+        case FullVocab() | DenseLogits():
+            with torch.no_grad():
+                logits_TV = (
+                    signal.logits_TV.to(log_q_TV.dtype)
+                    if isinstance(signal, DenseLogits)
+                    else _logits(signal.hidden_TE, signal.head, vocabulary, log_q_TV.dtype)
+                )
+                log_p_TV = torch.log_softmax(logits_TV / temperature, 1)
+            return divergence.value(log_p_TV, log_q_TV).sum(1)
+        case SparseSignal():
+            return torch.stack([_sparse_row(signal, t, divergence, log_q_TV[t]) for t in range(len(log_q_TV))])
+        case Sampled():
+            present = (signal.ids_TM >= 0) & (signal.ids_TM < vocabulary)
+            log_q_TM = log_q_TV.gather(1, signal.ids_TM.masked_fill(~present, 0).long())
+            return -torch.where(present, signal.weights_TM.to(log_q_TV.dtype) * log_q_TM, 0).sum(1)
+    raise TypeError(f"no reference for {type(signal).__name__}")
+
+
+def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_V: Tensor) -> Tensor:
+    """One token, one outcome at a time: plain Python sets and lists."""
+    log_p_of = {}
+    for entry, each in enumerate(signal.ids_TK[token].tolist()):
+        if 0 <= each < len(log_q_V) and each not in log_p_of:
+            log_p_of[each] = signal.log_probs_TK[token, entry].detach().to(log_q_V.dtype)
+    if not log_p_of:
+        return log_q_V.new_zeros(())
+    ids = torch.tensor(list(log_p_of), device=log_q_V.device)
+    log_p_K, log_q_K = torch.stack(list(log_p_of.values())), log_q_V[ids]
+    if signal.tail == "renormalize":
+        log_p_K, log_q_K = torch.log_softmax(log_p_K, 0), torch.log_softmax(log_q_K, 0)
+    value = divergence.value(log_p_K, log_q_K).sum()
+    outside = torch.ones_like(log_q_V, dtype=torch.bool).index_fill(0, ids, False)
+    if signal.tail != "bucket" or not outside.any():
+        return value
+    log_q_tail = torch.logsumexp(log_q_V[outside], 0, keepdim=True)
+    row = slice(token, token + 1)
+    log_p_tail = teacher_tail(signal.rows(row), log_p_K[None], log_q_tail.detach())
+    return value + divergence.value(log_p_tail, log_q_tail).sum()
