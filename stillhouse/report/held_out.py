@@ -1,0 +1,92 @@
+"""Held-out text shaded by how far the student is from the teacher at each token.
+
+A shade stands for a range of KL in nats, each twice the one before, the same in every report: two runs can be held
+side by side. Tokens are shown as they are, and what has no shape (newlines, tabs, control characters) gets a mark.
+"""
+
+import bisect
+from dataclasses import dataclass
+
+from stillhouse.report.reading import Document, HeldOut, Token
+
+# Lower ends of the shades above the first, in nats. The style sheet has a colour for each: --kl-0 … --kl-8.
+SHADES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+
+_MARKS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+
+
+@dataclass(frozen=True)
+class ShadedToken:
+    shade: int | None  # None: not part of what is learned, or not predicted by anything
+    pieces: list[tuple[str, str]]  # (text, mark): one of them is empty, or both belong to one character
+    target: bool
+
+
+@dataclass(frozen=True)
+class ShadedDocument:
+    source: str
+    tokens: list[ShadedToken]
+    targets: int
+    mean_kl: float | None  # nats per token, over the targets
+
+
+def shade_documents(held_out: HeldOut) -> list[ShadedDocument]:
+    return [_shade_document(document) for document in held_out.documents]
+
+
+def shade(kl: float) -> int:
+    return bisect.bisect_right(SHADES, kl)
+
+
+def readouts(held_out: HeldOut) -> list[list[list[object]]]:
+    """What the page shows of a token when it is pointed at: [label, KL, teacher's top, student's top]."""
+    return [[_readout(token) for token in document.tokens] for document in held_out.documents]
+
+
+def label(text: str) -> str:
+    """A token's text on one line, with its spaces visible."""
+    marked = "".join("␣" if character == " " else _mark(character) or character for character in text)
+    return marked or "∅"
+
+
+def _shade_document(document: Document) -> ShadedDocument:
+    divergences = [token.kl for token in document.tokens if token.target and token.kl is not None]
+    return ShadedDocument(
+        source=document.source,
+        tokens=[_shade_token(token) for token in document.tokens],
+        targets=sum(token.target for token in document.tokens),
+        mean_kl=sum(divergences) / len(divergences) if divergences else None,
+    )
+
+
+def _shade_token(token: Token) -> ShadedToken:
+    shaded = token.target and token.kl is not None
+    return ShadedToken(shade(token.kl) if shaded else None, _pieces(token.text), token.target)  # type: ignore[arg-type]
+
+
+def _pieces(text: str) -> list[tuple[str, str]]:
+    """The text cut at characters that need a mark. Newlines and tabs keep their effect beside it."""
+    if not text:
+        return [("", "∅")]
+    pieces = [("", "")]
+    for character in text:
+        mark = _mark(character)
+        if mark:
+            pieces.append((character if character in "\n\t" else "", mark))
+        elif pieces[-1][1]:
+            pieces.append((character, ""))
+        else:
+            pieces[-1] = (pieces[-1][0] + character, "")
+    return [piece for piece in pieces if piece != ("", "")]
+
+
+def _mark(character: str) -> str:
+    if character in _MARKS:
+        return _MARKS[character]
+    return chr(0x2400 + ord(character)) if ord(character) < 0x20 else ""  # the control pictures, in the same order
+
+
+def _readout(token: Token) -> list[object]:
+    kl = None if token.kl is None else float(f"{token.kl:.4g}")
+    sides = [[[label(text), round(p, 5)] for text, p in side] for side in (token.teacher, token.student)]
+    return [label(token.text), kl, *sides]

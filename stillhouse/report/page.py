@@ -1,0 +1,230 @@
+"""Writing the page: the figures on top, the charts, the shaded text and the tables, put into the template."""
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from stillhouse.report.curves import NATS, Drawing, draw
+from stillhouse.report.held_out import SHADES, readouts, shade_documents
+from stillhouse.report.reading import Run, read_run
+
+ASSETS = Path(__file__).parent / "assets"
+COLOURS = 8  # the style sheet's --run-0 … --run-7
+
+_DATA_LABELS = {
+    "read": "documents read",
+    "kept": "documents kept",
+    "skipped": "skipped: malformed",
+    "without_target": "dropped: no token to predict",
+    "cut_documents": "cut to the length limit",
+    "cut_tokens": "tokens cut off",
+    "target_tokens": "tokens to predict",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the summary: for each run its text, or None where the run does not say."""
+
+    name: str
+    unit: str
+    texts: list[str | None]
+
+
+def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> Path:
+    """Write `run_dir/report.html`, one self-contained page, and return its path.
+
+    Args:
+        run_dir: the folder of a run, finished or not.
+        compare: folders of other runs, drawn into the same charts under their folders' names; at most 7.
+
+    Raises:
+        ValueError: a folder holds no run, a file in one is malformed, or the runs are too many or given twice.
+    """
+    paths = [Path(run_dir), *map(Path, compare)]
+    if len(paths) > COLOURS:
+        raise ValueError(f"got {len(compare)} runs to compare; at most {COLOURS - 1} can be told apart in one chart")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}")
+    page = render([read_run(path) for path in paths])
+    target = paths[0] / "report.html"
+    partial = target.with_name(target.name + ".partial")
+    # A token's text may hold half of a surrogate pair, which UTF-8 cannot say: a browser shows it as U+FFFD.
+    partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
+    os.replace(partial, target)
+    return target
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page of the first run, beside the others."""
+    run = runs[0]
+    drawings = draw(runs)
+    names = run_names([one.path for one in runs])
+    scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js")}
+    return _template().render(
+        run=run,
+        names=names,
+        title=title(run),
+        objective=objective(run),
+        figures=figures(runs),
+        groups=_groups(drawings),
+        documents=shade_documents(run.held_out) if run.held_out else [],
+        shades=SHADES,
+        data_table=data_table(run.data or {}),
+        data_notes=data_notes(run.data or {}),
+        environment=[(key, _plain(value)) for key, value in (run.environment or {}).items() if key != "objective"],
+        embedded=_embedded(run, names, drawings),
+        styles=[_asset("uplot.min.css"), _asset("report.css")],
+        scripts=scripts,
+        policy=_policy(scripts.values()),
+    )
+
+
+def _template() -> Template:
+    loader = FileSystemLoader(ASSETS)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("report.html.jinja")
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Folder names, with as many of their parents as it takes to tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    depth = 1
+    while len({one[-depth:] for one in parts}) < len(parts):
+        depth += 1
+    return ["/".join(one[-depth:]) for one in parts]
+
+
+def title(run: Run) -> str:
+    """`student ← teacher`, by the last part of a path, or a hub id as it is."""
+    student, teacher = (_model_name(run.config.get(side)) for side in ("student", "teacher"))
+    if not student:
+        return run.path.resolve().name
+    return f"{student} ← {teacher}" if teacher else student
+
+
+def objective(run: Run) -> str:
+    """The objective in words where the run has said it, else its expression."""
+    if run.environment and run.environment.get("objective"):
+        return str(run.environment["objective"])
+    section = run.config.get("objective")
+    return str(section.get("loss", "")) if isinstance(section, dict) else ""
+
+
+def figures(runs: Sequence[Run]) -> list[Figure]:
+    last = [run.lines[-1] if run.lines else None for run in runs]
+    steps = [f"{line.step:,}" if line else None for line in last]
+    tokens = [_count(line.values.get("tokens")) if line else None for line in last]
+    seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
+    return [
+        Figure("Held-out cross-entropy", NATS, _change(runs, "eval/cross_entropy", ".3f")),
+        Figure("Held-out forward KL", NATS, _change(runs, "eval/forward_kl", ".3f")),
+        Figure("Held-out agreement", "top 1", _change(runs, "eval/agreement", ".1f", scale=100, sign=" %")),
+        Figure("Tokens", "predicted in training", tokens),
+        Figure("Steps", "of the optimizer", steps),
+        Figure("Time", "", seconds),
+    ]
+
+
+def _change(runs: Sequence[Run], key: str, form: str, *, scale: float = 1, sign: str = "") -> list[str | None]:
+    pairs = [run.first_and_last(key) for run in runs]
+    return [" → ".join(f"{scale * value:{form}}{sign}" for value in pair) if pair else None for pair in pairs]
+
+
+def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The data reports side by side: (names of the splits, rows of label and a value for each)."""
+    reports = {name: report for name, report in data.items() if isinstance(report, dict)}
+    counts = dict.fromkeys(key for report in reports.values() for key in report if not _is_note(report[key]))
+    rows = [
+        (_DATA_LABELS.get(key, _words(key)), [_plain(report.get(key, "")) for report in reports.values()])
+        for key in counts
+    ]
+    return list(reports), rows
+
+
+def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the data reports say in lists, such as the first reasons for skips, and what stands outside of them."""
+    notes = [(name, value) for name, value in data.items() if not isinstance(value, dict)]
+    for name, report in data.items():
+        if isinstance(report, dict):
+            notes += [(f"{name}, {_words(key)}", value) for key, value in report.items() if _is_note(value)]
+    return [(name, _plain(value)) for name, value in notes if value not in (None, [], {}, "")]
+
+
+def _is_note(value: object) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _groups(drawings: list[Drawing]) -> dict[str, list[tuple[int, Drawing]]]:
+    """The charts under their headings, each with its place in the embedded data."""
+    groups: dict[str, list[tuple[int, Drawing]]] = {}
+    for index, drawing in enumerate(drawings):
+        groups.setdefault(drawing.chart.group, []).append((index, drawing))
+    return groups
+
+
+def _embedded(run: Run, names: list[str], drawings: list[Drawing]) -> dict[str, object]:
+    charts = [
+        {"log": one.log, "percent": one.chart.percent, "sides": list(one.chart.keys), "series": one.series}
+        for one in drawings
+    ]
+    return {"runs": names, "charts": charts, "documents": readouts(run.held_out) if run.held_out else []}
+
+
+def _policy(scripts: Iterable[str]) -> str:
+    """A Content-Security-Policy under which the page loads nothing, and runs no script but its own two."""
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+
+
+def _asset(name: str) -> Markup:
+    """A style sheet or script of ours, to be put into the page unescaped."""
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))
+
+
+def _model_name(section: object) -> str:
+    name = str(section.get("model") or "") if isinstance(section, dict) else ""
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return Path(name).name if is_path else name
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return "\n".join(map(_plain, value))
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+
+
+def _count(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"
+
+
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

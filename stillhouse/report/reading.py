@@ -1,0 +1,182 @@
+"""What a run folder says: metrics.jsonl, config.yaml, environment.json, data.json and tokens.json as typed values.
+
+A run that was killed may lack any file but metrics.jsonl, and its last line may be cut short: what is missing is
+listed in `Run.notes`, for the page to say. Everything else that does not fit is an error with the file and the place.
+"""
+
+import itertools
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+# What the page lacks without the file.
+OPTIONAL_FILES = {
+    "config.yaml": "the run's configuration and its models' names",
+    "environment.json": "versions, machine and date",
+    "data.json": "what was read, cut and skipped",
+    "tokens.json": "the held-out text, which the last evaluation writes",
+}
+
+
+class Token(BaseModel):
+    """One token of a held-out document, and the two distributions that predicted it.
+
+    `kl` is KL(teacher, student) in nats over the full vocabulary; None for a document's first token, which nothing
+    predicts. `teacher` and `student` are (token text, probability), most probable first.
+    """
+
+    text: str
+    target: bool
+    kl: float | None
+    teacher: list[tuple[str, float]]
+    student: list[tuple[str, float]]
+
+
+class Document(BaseModel):
+    source: str
+    tokens: list[Token]
+
+
+class HeldOut(BaseModel):
+    """tokens.json: held-out documents as the student of `step` saw them."""
+
+    step: int
+    documents: list[Document]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of metrics.jsonl: `values` by metric, None for a number that is not finite."""
+
+    step: float
+    values: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, with its lines in step order."""
+
+    path: Path
+    lines: list[Line]
+    config_text: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    held_out: HeldOut | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def first_and_last(self, key: str) -> tuple[float, float] | None:
+        """The first and the last finite value of a metric, or None where there is none."""
+        values = [value for line in self.lines if (value := line.values.get(key)) is not None]
+        return (values[0], values[-1]) if values else None
+
+
+def read_run(path: Path) -> Run:
+    """Everything the page needs of a run folder.
+
+    Raises:
+        ValueError: there is no metrics.jsonl, or a file is malformed (with file and line, or file and key).
+    """
+    lines, notes = read_metrics(path / "metrics.jsonl")
+    missing = [name for name in OPTIONAL_FILES if not (path / name).is_file()]
+    notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in missing]
+    config_text, config = _read_config(path / "config.yaml")
+    return Run(
+        path=path,
+        lines=lines,
+        config_text=config_text,
+        config=config,
+        environment=_read_object(path / "environment.json"),
+        data=_read_object(path / "data.json"),
+        held_out=_read_held_out(path / "tokens.json"),
+        notes=notes,
+    )
+
+
+def read_metrics(path: Path) -> tuple[list[Line], list[str]]:
+    """The lines of a metrics.jsonl, and notes for the page.
+
+    Only a last line without its newline may be unreadable: that is how a killed run ends, and it is left out.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent} holds no run: it has no metrics.jsonl. Give the `out` folder of a run.")
+    *complete, rest = path.read_bytes().split(b"\n")
+    lines = [_parse_line(raw, f"{path}:{number}") for number, raw in enumerate(complete, start=1)]
+    notes = []
+    if rest:
+        try:
+            lines.append(_parse_line(rest, f"{path}:{len(complete) + 1}"))
+        except ValueError:
+            notes.append(f"The last line of {path.name} is incomplete and left out: the run was stopped writing it.")
+    if not lines:
+        notes.append(f"{path.name} has no line yet, so there is no curve.")
+    for number, (before, line) in enumerate(itertools.pairwise(lines), start=2):
+        if line.step < before.step:
+            raise ValueError(
+                f"{path}:{number}: step {line.step} follows step {before.step}; steps must not decrease. "
+                "Two runs have written to this folder: cut the file or run again into a new one."
+            )
+    return lines, notes
+
+
+def _parse_line(raw: bytes, place: str) -> Line:
+    try:
+        line = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{place}: not a JSON object ({error})") from error
+    if not isinstance(line, dict) or not _is_number(line.get("step")) or not math.isfinite(line["step"]):
+        raise ValueError(f'{place}: expected an object with a number "step", got {raw[:80].decode(errors="replace")}')
+    for key, value in line.items():
+        if value is not None and not _is_number(value):
+            raise ValueError(f"{place}: {key} is {value!r}; expected a number or null")
+    step = line.pop("step")
+    return Line(
+        step, {key: value if value is not None and math.isfinite(value) else None for key, value in line.items()}
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
+    if not path.is_file():
+        return None, {}
+    text = path.read_text(encoding="utf-8")
+    try:
+        config = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a mapping of sections, got {type(config).__name__}")
+    return text, config
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_held_out(path: Path) -> HeldOut | None:
+    value = _read_object(path)
+    if value is None:
+        return None
+    try:
+        return HeldOut.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{path}: {key}: {first['msg'].lower()}, got {first['input']!r:.60}") from error

@@ -1,0 +1,174 @@
+"""`stillhouse check`: everything that a run does before its first update, shown.
+
+Models, tokenizer, template, data, and one step with its peak memory and each term's gradient norm; no weight is
+changed and no file is written.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from stillhouse.config import RunConfig
+from stillhouse.data import Batch, Documents
+from stillhouse.models import Decoder
+from stillhouse.objective import ObjectiveOutput
+from stillhouse.objective.recipe import Recipe
+from stillhouse.train.finite import stop_unless_finite
+from stillhouse.train.folder import resumable
+from stillhouse.train.session import Session, data_reports, prepare
+from stillhouse.train.step import clip_gradients, forward_backward, summed_metrics
+
+#: characters of the sample document that are shown
+_SAMPLE = 600
+
+
+def check(config: RunConfig) -> None:
+    """Print the findings. Raises what the run itself would raise, before it has cost anything."""
+    resume = resumable(config)
+    session = prepare(config)
+    for line in _lines(session, resume):
+        print(line)
+
+
+def _lines(session: Session, resume: Path | None) -> Iterator[str]:
+    config, plan = session.config, session.plan
+    yield _row("student", _model_line(session.student))
+    if session.teacher is not None:
+        yield _row("teacher", _model_line(session.teacher.decoder))
+    same = "" if session.teacher is None else ", the same for both"
+    yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {session.tokenizer_hash[:12]}{same}")
+    yield from (_row("warning", warning) for warning in session.warnings)
+    for which, report in data_reports(session).items():
+        yield _row(f"data {which}", report.summary())
+    if session.evaluation is None:
+        yield _row("data eval", "none held out: no held-out figures")
+    yield _row("packing", f"{len(session.train):,} sequences, {session.train.fill:.0%} full")
+    yield _row(
+        "steps",
+        f"{plan.steps:,} of {plan.sequences_per_step} sequences (at most {config.data.max_tokens:,} tokens each), "
+        f"{plan.rows_per_micro_batch} to a micro-batch",
+    )
+    yield _row("run folder", f"{config.out}: {f'resumes from {resume.name}' if resume else 'a new run'}")
+    yield _row("sample", f"{session.train.documents.sources[0]}, what is to be predicted in ⟦ ⟧:")
+    yield _sample(session, session.train.documents)
+    yield from _step_lines(session)
+
+
+def _model_line(decoder: Decoder) -> str:
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    dtype = str(next(decoder.parameters()).dtype).removeprefix("torch.")
+    tied = ", tied" if decoder.tied else ""
+    return (
+        f"{type(decoder.pretrained).__name__}, {parameters:,} parameters, {dtype}, "
+        f"head of {decoder.vocabulary_rows:,} rows{tied}"
+    )
+
+
+def _sample(session: Session, documents: Documents) -> str:
+    """The first document as the student sees it, targets in brackets."""
+    ids, targets = documents.tokens(0), documents.targets(0)
+    text, inside = "", False
+    for start, stop in _runs(targets.tolist()):
+        inside = bool(targets[start])
+        piece = session.tokenizer.decode(ids[start:stop].tolist())
+        text += f"⟦{piece}⟧" if inside else piece
+    return text[:_SAMPLE] + ("…" if len(text) > _SAMPLE else "")
+
+
+def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The borders of stretches of equal values."""
+    start = 0
+    for place in range(1, len(values) + 1):
+        if place == len(values) or values[place] != values[start]:
+            yield start, place
+            start = place
+
+
+def _step_lines(session: Session) -> Iterator[str]:
+    """One step without its update: time, peak memory, loss, and what each term contributes to the gradient."""
+    batches = [
+        session.train.batch(rows).to(session.device) for rows in session.plan.micro_batches(session.train, 0)
+    ]
+    parameters = [each for each in session.student.parameters() if each.requires_grad]
+    with PeakMemory(session.device) as memory:
+        started = time.monotonic()
+        outputs = _pass(session, session.recipe, batches)
+        norm = float(clip_gradients(parameters, 0.0))
+        seconds = time.monotonic() - started
+    sums = summed_metrics(outputs)
+    stop_unless_finite(session, 1, batches, outputs, sums["loss"], norm)
+    optimizer_bytes = 2 * sum(each.numel() * each.element_size() for each in parameters)
+    tokens = sum(batch.input_ids_BS.numel() for batch in batches)
+    yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {sums['loss']:.4f}, gradient norm {norm:.4g}")
+    yield _row("peak memory", f"{memory.in_words()}; the optimizer will add {optimizer_bytes / 2**30:.2f} GiB")
+    for name, recipe in _single_terms(session.recipe):
+        session.student.zero_grad(set_to_none=True)
+        _pass(session, recipe, batches)
+        yield _row(f"  {name}", f"gradient norm {float(clip_gradients(parameters, 0.0)):.4g}")
+    session.student.zero_grad(set_to_none=True)
+
+
+def _pass(session: Session, recipe: Recipe, batches: Sequence[Batch]) -> list[ObjectiveOutput]:
+    return forward_backward(
+        session.student,
+        session.teacher,
+        batches,
+        recipe,
+        precision=session.precision(),
+        chunk_tokens=session.config.objective.chunk_tokens,
+    )
+
+
+def _single_terms(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """The recipe with one of its terms at a time, scales kept."""
+    none = replace(recipe, cross_entropy=None, z_loss=0.0, divergence=None, entropy=None)
+    if recipe.cross_entropy is not None:
+        yield "cross_entropy", replace(none, cross_entropy=recipe.cross_entropy, z_loss=recipe.z_loss)
+    if recipe.divergence is not None:
+        yield str(recipe.divergence), replace(none, divergence=recipe.divergence)
+    if recipe.entropy is not None:
+        yield "entropy", replace(none, entropy=recipe.entropy)
+
+
+class PeakMemory:
+    """The highest memory in use while it is entered: of the GPU, or of the process where Linux tells."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.peak_bytes: int | None = None
+        self.before_bytes = 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before_bytes = torch.cuda.memory_allocated(self.device)
+        elif Path("/proc/self/clear_refs").exists():
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the resident set
+            self.before_bytes = _status_bytes("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        elif Path("/proc/self/clear_refs").exists():
+            self.peak_bytes = _status_bytes("VmHWM")
+
+    def in_words(self) -> str:
+        if self.peak_bytes is None:
+            return "not measured on this system"
+        added = self.peak_bytes - self.before_bytes
+        return f"{self.peak_bytes / 2**30:.2f} GiB, {added / 2**30:.2f} GiB of it by this step"
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(key)
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<16}{value}"

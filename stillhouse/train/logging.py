@@ -1,0 +1,120 @@
+"""What a run says while it runs: metrics.jsonl always, a live line on a terminal, TensorBoard where asked for."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from stillhouse.train.checkpoint import Progress
+
+#: seconds between printed lines where there is no terminal to redraw one on
+_PLAIN_EVERY = 10.0
+
+
+class RunLog:
+    """Writes every step's figures; a context manager that closes its files."""
+
+    def __init__(self, folder: Path, progress: Progress, steps: int, track: Sequence[str]):
+        self._file = _continue_file(folder / "metrics.jsonl", progress.step)
+        self._seconds_before, self._started = progress.seconds, time.monotonic()
+        self._first, self._steps = progress.step, steps
+        self._bar = tqdm(
+            total=steps, initial=progress.step, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr
+        )
+        self._printed = -math.inf
+        self._board = _tensorboard(folder, progress.step) if "tensorboard" in track else None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, earlier sessions of it included."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    def train(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        self._write(step, tokens, metrics)
+        parts = [
+            f"{key.removeprefix('loss/').removesuffix('_nats_per_token')} {value:.4f}"
+            for key, value in metrics.items()
+            if key.startswith("loss/")
+        ]
+        line = ", ".join([*parts, f"{metrics['speed/tokens_per_second']:,.0f} tokens/s"])
+        self._bar.update(step - self._bar.n)
+        self._bar.set_postfix_str(line, refresh=False)
+        if self._bar.disable and (time.monotonic() - self._printed >= _PLAIN_EVERY or step == self._steps):
+            self._printed = time.monotonic()
+            print(f"step {step}/{self._steps}: {line}, {self._remaining(step)} left", flush=True)
+
+    def evaluation(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        self._write(step, tokens, metrics)
+        figures = ", ".join(
+            f"{key.removeprefix('eval/').replace('_', ' ')} {value:.4f}"
+            for key, value in metrics.items()
+            if key != "eval/tokens"
+        )
+        self.say(f"step {step}: held-out {figures}")
+
+    def say(self, line: str) -> None:
+        """A line above the live one."""
+        if self._bar.disable:
+            print(line, flush=True)
+        else:
+            self._bar.write(line)
+
+    def _write(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        record = {"step": step, "tokens": tokens, "seconds": round(self.seconds, 3), **metrics}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key, value in metrics.items():
+                self._board.add_scalar(key, value, step)
+
+    def _remaining(self, step: int) -> str:
+        """The time left, at the pace of this session."""
+        done = step - self._first
+        seconds = (time.monotonic() - self._started) / max(1, done) * (self._steps - step)
+        return tqdm.format_interval(seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _continue_file(path: Path, step: int) -> Any:
+    """The file to append to, after the lines that came later than the checkpoint have been cut off.
+
+    A line that a killed process left unfinished is later than any checkpoint.
+    """
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(line + "\n" for line in kept) if step else "")
+        os.replace(partial, path)
+    return path.open("a")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return math.inf
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'") from error
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)

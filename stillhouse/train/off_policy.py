@@ -1,0 +1,98 @@
+"""The loop on a fixed dataset: the teacher speaks about the data's own tokens.
+
+It reads top to bottom; what a step is stands in `step.py`, what it sees in `schedule.py`.
+"""
+
+import time
+from pathlib import Path
+
+from stillhouse.train.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
+from stillhouse.train.evaluation import evaluate
+from stillhouse.train.finite import stop_unless_finite
+from stillhouse.train.folder import RunFolder
+from stillhouse.train.logging import RunLog
+from stillhouse.train.schedule import learning_rate
+from stillhouse.train.session import Session
+from stillhouse.train.step import (
+    clip_gradients,
+    forward_backward,
+    make_optimizer,
+    optimizer_step,
+    summed_metrics,
+    valid_tokens,
+)
+
+
+def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Progress:
+    """Run every step that is left; returns how far the run is then. The student holds the final weights.
+
+    Raises ValueError at a loss or gradient that is not finite, before it is applied.
+    """
+    config, plan, student = session.config, session.plan, session.student
+    settings = config.train
+    optimizer = make_optimizer(
+        student,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
+    progress = load_checkpoint(resume, student, optimizer) if resume is not None else Progress()
+    with RunLog(folder.path, progress, plan.steps, config.track) as log:
+        if progress.step == 0 and session.evaluation is not None:
+            progress.metrics = evaluate(session)
+            log.evaluation(0, 0, progress.metrics)
+        for step in range(progress.step, plan.steps):
+            started = time.monotonic()
+            batches = [
+                session.train.batch(rows).to(session.device) for rows in plan.micro_batches(session.train, step)
+            ]
+            outputs = forward_backward(
+                student,
+                session.teacher,
+                batches,
+                session.recipe,
+                precision=session.precision(),
+                chunk_tokens=config.objective.chunk_tokens,
+            )
+            norm = float(clip_gradients(student.parameters(), settings.clip or 0.0))
+            sums = summed_metrics(outputs)
+            stop_unless_finite(session, step + 1, batches, outputs, sums["loss"], norm)
+            rate = learning_rate(settings, plan.steps, step)
+            optimizer_step(optimizer, rate)
+
+            progress.step, progress.tokens = step + 1, progress.tokens + int(sums["tokens"])
+            seconds = time.monotonic() - started
+            inputs = sum(int(batch.input_ids_BS.numel()) for batch in batches)
+            log.train(progress.step, progress.tokens, _train_metrics(sums, rate, norm, inputs / seconds))
+            last = progress.step == plan.steps
+            saving = _due(progress.step, config.checkpoint.every) or last
+            if session.evaluation is not None and (_due(progress.step, config.eval.every) or saving):
+                progress.metrics = evaluate(session)
+                log.evaluation(progress.step, progress.tokens, progress.metrics)
+            if saving:
+                progress.seconds = log.seconds
+                save_checkpoint(folder.checkpoints, progress, student, optimizer, session.tokenizer)
+                prune(folder.checkpoints, config.checkpoint.keep, config.checkpoint.best)
+    return progress
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _train_metrics(sums: dict[str, float], rate: float, norm: float, speed: float) -> dict[str, float]:
+    """A step's log record: terms in nats per target token, each unscaled, and their scaled total."""
+    tokens = max(1.0, sums["tokens"])
+    known = {"student_entropy": "_nats", "teacher_entropy": "_nats", "agreement": "", "teacher_mass": ""}
+    metrics = {"loss/total_nats_per_token": sums["loss"]}
+    for name, value in sums.items():
+        if name in known:
+            metrics[f"train/{name}{known[name]}"] = value / tokens
+        elif name not in ("loss", "tokens"):
+            metrics[f"loss/{name}_nats_per_token"] = value / tokens
+    return metrics | {
+        "train/learning_rate": rate,
+        "train/gradient_norm": norm,
+        "speed/tokens_per_second": speed,
+    }

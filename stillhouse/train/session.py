@@ -1,0 +1,180 @@
+"""Everything a run needs, made ready in the order in which mistakes are cheapest to find.
+
+The objective's expression, then the tokenizers, then the data, then the models: a misspelt divergence shows in a
+second, a teacher of another tokenizer before any weight is read.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.data import (
+    DataReport,
+    Documents,
+    PackedSequences,
+    check_same_tokenizer,
+    check_vocabulary,
+    load_documents,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
+from stillhouse.models import Decoder, check_document_length, check_finite_weights
+from stillhouse.objective.recipe import Recipe, parse_recipe
+from stillhouse.teachers import LocalTeacher
+from stillhouse.train.schedule import Plan, make_plan
+
+
+@dataclass
+class Session:
+    """One run, ready to start. `evaluation` is None where none was asked for, `teacher` where none was given."""
+
+    config: RunConfig
+    recipe: Recipe
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_hash: str
+    train: PackedSequences
+    evaluation: PackedSequences | None
+    plan: Plan
+    student: Decoder
+    teacher: LocalTeacher | None
+    warnings: list[str] = field(default_factory=list)
+
+    def precision(self) -> torch.autocast:
+        """The autocast of a run: bfloat16 products over float32 master weights, or nothing."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+
+
+def prepare(config: RunConfig) -> Session:
+    """Load and check everything. Raises ConfigError for the configuration, ValueError for what it points to.
+
+    Prints the resolved objective first of all: what a run minimises is known before anything is loaded.
+    """
+    recipe = parse_objective(config)
+    print(in_words(config, recipe), flush=True)
+    device = choose_device(config.device)
+    torch.manual_seed(config.seed)
+    tokenizer, warnings = load_tokenizers(config)
+    train_documents, evaluation_documents = load_data(config.data, config.objective, tokenizer)
+    train = PackedSequences(train_documents, max_tokens=config.data.max_tokens, seed=config.seed)
+    evaluation = None
+    if evaluation_documents is not None:
+        evaluation = PackedSequences(
+            evaluation_documents, max_tokens=config.data.max_tokens, seed=config.seed, shuffle=False
+        )
+    student, teacher = load_models(config, device)
+    for which, decoder in (("student", student), ("teacher", teacher.decoder if teacher else None)):
+        if decoder is not None:
+            warnings += check_vocabulary(tokenizer, decoder.vocabulary_rows, which)
+            train_documents.check_ids(decoder.vocabulary_rows, which)
+            check_document_length(decoder, config.data.max_tokens, which)
+    return Session(
+        config=config,
+        recipe=recipe,
+        device=device,
+        tokenizer=tokenizer,
+        tokenizer_hash=tokenizer_fingerprint(tokenizer),
+        train=train,
+        evaluation=evaluation,
+        plan=make_plan(config.train, len(train), config.data.max_tokens),
+        student=student,
+        teacher=teacher,
+        warnings=warnings,
+    )
+
+
+def parse_objective(config: RunConfig) -> Recipe:
+    """The recipe of `objective.loss`, for which there is a teacher if it needs one."""
+    objective = config.objective
+    try:
+        recipe = parse_recipe(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
+    except ValueError as error:
+        raise ConfigError("objective.loss", str(error)) from error
+    if recipe.needs_teacher and config.teacher is None:
+        raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
+    return recipe
+
+
+def in_words(config: RunConfig, recipe: Recipe) -> str:
+    """The resolved objective: the first line that a run prints."""
+    teacher = f" ← {config.teacher.model}" if config.teacher else ""
+    over = "over the full vocabulary, " if recipe.needs_teacher else ""
+    return (
+        f"minimise {recipe.in_words()}, {over}temperature {recipe.temperature:g}, "
+        f"mean over {'all' if config.objective.tokens == 'all' else 'completion'} tokens of each step: "
+        f"{config.student.model}{teacher}"
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError("device", f"'{name}': expected auto, cpu, cuda or cuda:<number>") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", f"'{name}': this machine has no CUDA device; expected auto or cpu")
+    return device
+
+
+def load_tokenizers(config: RunConfig) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """The student's tokenizer, after the teacher's has been found to be the same."""
+    student = config.student
+    tokenizer = load_tokenizer(student.model, student.revision, student.trust_remote_code)
+    if config.teacher is None:
+        return tokenizer, []
+    teacher = config.teacher
+    other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
+    return tokenizer, check_same_tokenizer(tokenizer, other)
+
+
+def load_data(
+    data: DataConfig, objective: ObjectiveConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Documents, Documents | None]:
+    """The documents to train on and the held-out ones."""
+
+    def load(source: str) -> Documents:
+        return load_documents(
+            source, tokenizer, max_tokens=data.max_tokens, tokens=objective.tokens, on_error=data.on_error
+        )
+
+    train = load(data.train)
+    if isinstance(data.eval, str):
+        return train, load(data.eval)
+    return train.split(data.eval) if data.eval else (train, None)
+
+
+def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, LocalTeacher | None]:
+    """Student and teacher on the device, their weights finite."""
+    student = _load("student", config.student, device)
+    if config.train.activation_checkpointing:
+        student.gradient_checkpointing_enable()
+    student.train()
+    if config.teacher is None:
+        return student, None
+    return student, LocalTeacher(_load("teacher", config.teacher, device))
+
+
+def data_reports(session: Session) -> dict[str, DataReport]:
+    """What became of the records of each split."""
+    reports = {"train": session.train.documents.report}
+    if session.evaluation is not None:
+        reports["eval"] = session.evaluation.documents.report
+    return reports
+
+
+def _load(which: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
+    decoder = Decoder.from_pretrained(
+        model.model,
+        revision=model.revision,
+        dtype=model.dtype,
+        attention=model.attention,
+        trust_remote_code=model.trust_remote_code,
+        device=device,
+    )
+    check_finite_weights(decoder, which)
+    return decoder

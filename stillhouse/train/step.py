@@ -1,0 +1,113 @@
+"""One optimizer step: forward and backward over its micro-batches, then the update.
+
+Every micro-batch's loss is a sum over its tokens divided by the number of valid tokens of the whole step, so that
+neither the loss nor the gradient depends on how the step was cut. T tokens of a micro-batch, flattened.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillhouse.data import Batch
+from stillhouse.models import Decoder
+from stillhouse.objective import ObjectiveOutput, OutputHead, Term, linear_objective
+from stillhouse.objective.recipe import Recipe
+from stillhouse.teachers import Teacher
+
+
+@dataclass(frozen=True)
+class ObjectiveContext:
+    """What the output processor needs beside hidden states and head."""
+
+    terms: Sequence[Term]
+    batch: Batch
+    normalizer: float
+    chunk_tokens: int | None = None
+
+
+def objective_processor(
+    *, hidden_states: Tensor, head: OutputHead, context: ObjectiveContext, depth: int = 0
+) -> ObjectiveOutput:
+    """The output processor of training and evaluation: the weighted terms over the batch's valid rows."""
+    return linear_objective(
+        hidden_states.flatten(0, -2),
+        head,
+        context.terms,
+        weights_T=context.batch.weights_T,
+        valid_index=context.batch.valid_index,
+        normalizer=context.normalizer,
+        chunk_tokens=context.chunk_tokens,
+    )
+
+
+def forward_backward(
+    student: Decoder,
+    teacher: Teacher | None,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    *,
+    precision: torch.autocast,
+    chunk_tokens: int | None = None,
+) -> list[ObjectiveOutput]:
+    """Add the step's gradient to the student's parameters. Returns each micro-batch's output, its loss detached."""
+    normalizer = valid_tokens(batches)
+    outputs = []
+    for batch in batches:
+        with precision:
+            signal = teacher.signal(batch) if teacher is not None and recipe.needs_teacher else None
+            context = ObjectiveContext(recipe.terms(batch.labels_T, signal), batch, normalizer, chunk_tokens)
+            output: ObjectiveOutput = student(
+                batch.input_ids_BS, batch.position_ids_BS, processor=objective_processor, context=context
+            )
+        output.loss.backward()
+        outputs.append(ObjectiveOutput(output.loss.detach(), output.metrics, output.per_token))
+    return outputs
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """The update, and gradients back to none."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """The norm of the whole gradient, before it is scaled down to `limit` (0: left as it is)."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
+    if limit:
+        nn.utils.clip_grads_with_norm_(held, limit, norm)
+    return norm
+
+
+def valid_tokens(batches: Sequence[Batch]) -> int:
+    """Targets of the step: what its losses are divided by. At least 1, so that a step without any is an exact 0."""
+    return max(1, sum(batch.valid_tokens for batch in batches))
+
+
+def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
+    """The micro-batches' metric sums added up, and their losses under `loss`. Waits for the device once."""
+    sums: dict[str, Any] = defaultdict(float)
+    for output in outputs:
+        sums["loss"] += output.loss.double()
+        for name, value in output.metrics.items():
+            sums[name] += value.double()
+    values = torch.stack(list(sums.values())).tolist()
+    return dict(zip(sums, values, strict=True))
+
+
+def make_optimizer(
+    student: Decoder, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float
+) -> torch.optim.AdamW:
+    """AdamW. Matrices decay; vectors (norms and biases) do not."""
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [each for each in trained if each.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [each for each in trained if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
