@@ -1,0 +1,252 @@
+"""The command line: parses first, imports heavy things after, so that `--help` answers at once.
+
+Exit codes: 0 done, 1 the work failed, 2 the call or the configuration is wrong, 130 interrupted (see `run`).
+"""
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from stillhouse import __version__
+
+if TYPE_CHECKING:
+    from stillhouse.config import RunConfig
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FLAGS = {
+    "student.model": "--student",
+    "teacher.model": "--teacher",
+    "data.train": "--data",
+    "data.eval": "--eval",
+    "objective.loss": "--loss",
+    "out": "--out",
+}
+EXAMPLE = "stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
+
+RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def main() -> None:
+    """The entry point of `stillhouse` and of `python -m stillhouse`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; the one place where errors become a line on stderr.
+
+    A ValueError or OSError is a failure that the user can do something about; STILLHOUSE_TRACEBACK=1 also shows
+    where it arose. Any other exception is a mistake of ours and keeps its traceback.
+    """
+    try:
+        cli.main(list(arguments), prog_name="stillhouse", standalone_mode=False)
+    except click.ClickException as error:
+        return _report(error, _usage(error), error.exit_code)
+    except click.Abort as abort:
+        if not isinstance(abort.__cause__, KeyboardInterrupt):  # click turns any EOFError into an Abort, too
+            raise
+        return _interrupted(arguments)
+    except (ValueError, OSError) as error:
+        from stillhouse.config import ConfigError, MissingKeyError
+
+        if not isinstance(error, ConfigError):
+            return _report(error, str(error) or type(error).__name__, FAILED)
+        missing = [FLAGS[part.key] for part in error.parts if isinstance(part, MissingKeyError) and part.key in FLAGS]
+        hint = f"\n(in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
+        return _report(error, str(error) + hint, USAGE)
+    return 0
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="stillhouse %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Distill a large language model into another one, with the exact divergence.
+
+    \b
+    stillhouse demo                          see it work, in minutes, without a download
+    stillhouse check run.yaml                try everything out before a long run
+    stillhouse distill run.yaml train.learning_rate=2e-5
+    stillhouse report runs/a
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def configured(command: Command) -> Command:
+    """The arguments of a command that takes a run's configuration: a file, options, overrides."""
+    for parameter in reversed(
+        [
+            click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]..."),
+            click.option("--teacher", metavar="MODEL", help="Model to imitate: hub id or folder (teacher.model)."),
+            click.option("--student", metavar="MODEL", help="Model to train: hub id or folder (student.model)."),
+            click.option("--data", metavar="SOURCE", help="JSONL, Parquet, folder or hub id (data.train)."),
+            click.option("--eval", metavar="SOURCE|SHARE", help="Held-out data, or a share of --data (data.eval)."),
+            click.option("--loss", metavar="SUM", help="Such as 0.3*cross_entropy + 0.7*jsd(0.5) (objective.loss)."),
+            click.option("--out", metavar="DIR", help="Folder of the run (out)."),
+        ]
+    ):
+        command = parameter(command)
+    return command
+
+
+@cli.command()
+@configured
+def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
+    """Train a student on a teacher.
+
+    CONFIG is a YAML file. Options come over the file, overrides over both. The same command
+    goes on with an interrupted run.
+
+    \b
+    stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B \\
+        --data train.jsonl --out runs/a
+    stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
+    """
+    config = _load(arguments, flags)
+    _quiet_libraries()
+    from stillhouse.report import write_report
+    from stillhouse.train.run import distill
+
+    click.echo(f"report: {write_report(distill(config))}")
+
+
+@cli.command()
+@configured
+def check(arguments: tuple[str, ...], **flags: str | None) -> None:
+    """Dry run of a configuration.
+
+    Models, tokenizers, data and one step with its memory and gradients; nothing is kept.
+
+    \b
+    stillhouse check run.yaml
+    stillhouse check run.yaml train.micro_batch_tokens=16384
+    """
+    config = _load(arguments, flags)
+    _quiet_libraries()
+    from stillhouse.train.check import check
+
+    check(config)
+
+
+@cli.command()
+@click.argument("run_dir", type=RUN_DIR)
+@click.option("--compare", type=RUN_DIR, multiple=True, help="Another run to draw into the same curves; repeatable.")
+def report(run_dir: Path, compare: tuple[Path, ...]) -> None:
+    """Write a run's report.
+
+    One self-contained HTML page in RUN_DIR; prints its path.
+
+    \b
+    stillhouse report runs/a
+    stillhouse report runs/a --compare runs/b
+    """
+    from stillhouse.report import write_report
+
+    click.echo(write_report(run_dir, compare))
+
+
+@cli.command()
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/demo"), show_default=True,
+    help="Folder for the demo's runs.",
+)  # fmt: skip
+def demo(out: Path) -> None:
+    """See it work, in minutes.
+
+    Distills a small student from the teacher that comes along, beside the same student without one.
+
+    \b
+    stillhouse demo --out runs/demo
+    """
+    _quiet_libraries()
+    from stillhouse.demo.run import demo
+
+    demo(out)
+
+
+def _quiet_libraries() -> None:
+    """The bars that transformers draws while it reads and writes weights would cut through a run's live line."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+def _load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
+    """The configuration of a command's file, options and overrides."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    if not arguments and not given:
+        raise click.UsageError(f"a configuration file or options are needed, for example\n  {EXAMPLE}", _context())
+    files = [argument for argument in arguments if not _is_override(argument)]
+    if len(files) > 1:
+        raise click.UsageError(f"got {len(files)} configuration files, expected one: {', '.join(files)}", _context())
+    if files and not Path(files[0]).exists():
+        raise click.UsageError(
+            f"{files[0]!r} is neither a file nor an override: expected a YAML file or key=value", _context()
+        )
+    from stillhouse.config import load_config
+
+    overrides = [argument for argument in arguments if _is_override(argument)]
+    return load_config(files[0] if files else None, overrides, settings=_settings(given))
+
+
+def _is_override(argument: str) -> bool:
+    """`train.steps=3` is one, `runs/lr=3/config.yaml` is a path."""
+    key, sign, _ = argument.partition("=")
+    return bool(sign) and "/" not in key and os.sep not in key
+
+
+def _settings(given: dict[str, str]) -> dict[str, Any]:
+    """The options as a layer of the configuration; their values are text, but a share is a number."""
+    settings: dict[str, Any] = {}
+    for key, flag in FLAGS.items():
+        name = flag.removeprefix("--")
+        if name in given:
+            section, _, field = key.rpartition(".")
+            target = settings.setdefault(section, {}) if section else settings
+            target[field] = _number_or_text(given[name]) if name == "eval" else given[name]
+    return settings
+
+
+def _number_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _context() -> click.Context:
+    return click.get_current_context()
+
+
+def _usage(error: click.ClickException) -> str:
+    message = error.format_message()
+    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
+        message += f" (an override has no dashes: {error.option_name.lstrip('-')}=...)"
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        message += f"\nsee `{error.ctx.command_path} --help`"
+    return message
+
+
+def _interrupted(arguments: Sequence[str]) -> int:
+    again = f"`{shlex.join(['stillhouse', *arguments])}`"
+    if arguments[:1] == ["distill"]:
+        again += " goes on from the run's last checkpoint (checkpoint.resume: auto)"
+    else:
+        again += " starts again"
+    click.echo(f"interrupted; {again}", err=True)
+    return INTERRUPTED
+
+
+def _report(error: Exception, message: str, code: int) -> int:
+    if os.environ.get("STILLHOUSE_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    click.echo(f"error: {message}", err=True)
+    return code

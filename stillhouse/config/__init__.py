@@ -1,0 +1,33 @@
+"""A run's configuration: one strict, torch-free class per section, and the way from YAML and overrides to it.
+
+`load_config` reads, `dump_config` writes back, `RunConfig` is the whole, and each component gets its own section.
+The keys are a contract; `docs/config.md` lists them and is generated from here.
+"""
+
+from stillhouse.config.checkpoint import CheckpointConfig
+from stillhouse.config.data import DataConfig
+from stillhouse.config.errors import ConfigError, MissingKeyError
+from stillhouse.config.evaluation import EvalConfig
+from stillhouse.config.loading import dump_config, load_config
+from stillhouse.config.objective import ObjectiveConfig
+from stillhouse.config.parallel import ParallelConfig
+from stillhouse.config.run import RunConfig
+from stillhouse.config.student import StudentConfig
+from stillhouse.config.teacher import TeacherConfig
+from stillhouse.config.train import TrainConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "MissingKeyError",
+    "ObjectiveConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "StudentConfig",
+    "TeacherConfig",
+    "TrainConfig",
+    "dump_config",
+    "load_config",
+]

@@ -1,0 +1,82 @@
+"""From pydantic's errors to one line each: the key, what was given, what was expected."""
+
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from stillhouse.config.errors import ConfigError, MissingKeyError
+from stillhouse.config.keys import section_of, unknown_key
+from stillhouse.config.section import Section
+from stillhouse.config.words import describe
+
+
+def explain(error: ValidationError, given: Mapping[str, Any], model: type[Section]) -> ConfigError:
+    """One error for all that pydantic found in `given`, in the order of the keys."""
+    found: dict[str | None, ConfigError] = {}
+    for detail in error.errors():
+        for problem in _problems(detail, given, model):
+            found.setdefault(problem.key, problem)
+    problems = list(found.values())
+    return problems[0] if len(problems) == 1 else ConfigError.joined(problems)
+
+
+def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
+    written = detail.get("ctx", {}).get("error")
+    if isinstance(written, ConfigError):
+        yield written
+    elif detail["type"] in ("extra_forbidden", "invalid_key"):
+        yield unknown_key(".".join(map(str, detail["loc"])), model)
+    else:
+        key, owner, name = _field(detail["loc"], model)
+        if detail["type"] == "missing" and len(detail["loc"]) == key.count(".") + 1:
+            yield from _missing(key, owner, name)
+        else:
+            yield ConfigError(key, f"got {_shown(_value(given, key))}; expected: {_expected(owner, name)}")
+
+
+def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, type[Section], str]:
+    """The dotted key, its section's class and its name there; pydantic goes on into unions and list items."""
+    name, *rest = map(str, location)
+    section = section_of(model.model_fields[name])
+    if section is None or not rest or rest[0] not in section.model_fields:
+        return name, model, name
+    key, owner, last = _field(tuple(rest), section)
+    return f"{name}.{key}", owner, last
+
+
+def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyError]:
+    field = owner.model_fields[name]
+    section = section_of(field)
+    if section is not None:
+        for inner, inner_field in section.model_fields.items():
+            if inner_field.is_required():
+                yield from _missing(f"{key}.{inner}", section, inner)
+    else:
+        example = field.examples[0] if field.examples else "..."
+        yield MissingKeyError(key, f"required, but not given; expected: {_expected(owner, name)}, such as {example}")
+
+
+def _expected(owner: type[Section], name: str) -> str:
+    section = section_of(owner.model_fields[name])
+    if section is not None:
+        return f"a section with the keys {', '.join(section.model_fields)}"
+    return describe(owner.model_json_schema()["properties"][name])
+
+
+def _value(given: Mapping[str, Any], key: str) -> Any:
+    value: Any = given
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def _shown(value: Any) -> str:
+    """The value as one would write it in YAML, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    return short.repr(value) + (" (text)" if isinstance(value, str) else "")

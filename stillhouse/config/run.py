@@ -1,0 +1,64 @@
+"""The whole configuration of a run, and the rules between its sections."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from stillhouse.config.checkpoint import CheckpointConfig
+from stillhouse.config.data import DataConfig
+from stillhouse.config.errors import ConfigError
+from stillhouse.config.evaluation import EvalConfig
+from stillhouse.config.objective import ObjectiveConfig
+from stillhouse.config.parallel import ParallelConfig
+from stillhouse.config.section import PathText, Section
+from stillhouse.config.student import StudentConfig
+from stillhouse.config.teacher import TeacherConfig
+from stillhouse.config.train import TrainConfig
+
+
+class RunConfig(Section):
+    """The whole configuration of a run."""
+
+    student: StudentConfig
+    teacher: TeacherConfig | None = None
+    data: DataConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    track: list[Literal["tensorboard"]] = Field(
+        default=[], description="Where metrics go besides metrics.jsonl and the report."
+    )
+    out: PathText = Field(
+        description="Folder of the run: configuration, metrics, checkpoints, the final model, the report.",
+        examples=["runs/qwen3"],
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**32,
+        description="Seed of everything random: the order of the data, dropout. Not of the held-out share.",
+    )
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$",
+        examples=["auto", "cpu", "cuda", "cuda:1"],
+        description="Where to compute; auto: a GPU where there is one.",
+    )
+
+    @model_validator(mode="after")
+    def _sequences_fit(self) -> "RunConfig":
+        """A packed sequence is never split, neither over micro-batches nor over steps."""
+        for key, tokens in {
+            "train.micro_batch_tokens": self.train.micro_batch_tokens,
+            "train.tokens_per_step": self.train.tokens_per_step,
+            "eval.micro_batch_tokens": self.eval.micro_batch_tokens,
+        }.items():
+            if tokens is not None and tokens < self.data.max_tokens:
+                raise ConfigError(
+                    key,
+                    f"got {tokens}, less than data.max_tokens={self.data.max_tokens}: a packed sequence is never"
+                    f" split; raise {key} or lower data.max_tokens",
+                )
+        return self

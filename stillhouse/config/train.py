@@ -1,0 +1,87 @@
+"""Steps, batches and the optimizer (AdamW)."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from stillhouse.config.errors import ConfigError
+from stillhouse.config.section import Section, Share
+
+
+class TrainConfig(Section):
+    """Steps, batches and the optimizer (AdamW)."""
+
+    tokens_per_step: int = Field(
+        default=131072,
+        ge=1,
+        description="Tokens of one optimizer step, as whole packed sequences; the same under every layout.",
+    )
+    micro_batch_tokens: int = Field(
+        default=8192,
+        ge=1,
+        description="Tokens that go through the model at once: memory and speed, never the loss."
+        " At least data.max_tokens.",
+    )
+    epochs: float | None = Field(
+        default=1.0, gt=0, description="Passes over the data, may be fractional. Unset (null) where steps is given."
+    )
+    steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps, in place of epochs. null: as epochs says."
+    )
+    learning_rate: float = Field(default=2e-5, gt=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine",
+        description="How the learning rate goes from its peak to min_learning_rate after the warm-up;"
+        " constant stays, wsd stays and falls linearly at the end.",
+    )
+    warmup: float = Field(
+        default=0.03,
+        ge=0,
+        description="Linear rise of the learning rate at the start: below 1 a share of all steps, from 1 on steps.",
+    )
+    min_learning_rate: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Learning rate at the end as a share of the peak. No effect on schedule constant.",
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay of matrices. 0: off.")
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates of the first and the second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's addend to the root of the second moment.")
+    clip: float | None = Field(
+        default=1.0,
+        ge=0,
+        description="Largest norm of the whole gradient; a longer one is scaled down. 0 or null: off.",
+    )
+    precision: Literal["bf16", "fp32"] = Field(
+        default="bf16",
+        description="What the student's layers compute in: bf16 autocast over the weights' own type, or none (fp32).",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute the layers in backward: less memory, about a third more time."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_unset_epochs(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("steps") is not None:
+            return {"epochs": None, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainConfig":
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError(
+                "train.steps",
+                f"got {self.steps} beside train.epochs={self.epochs:g}: give one of the two, the other null",
+            )
+        if self.epochs is None and self.steps is None:
+            raise ConfigError("train.epochs", "got null without train.steps: give one of the two")
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise ConfigError(
+                "train.warmup", f"got {self.warmup}, expected a share below 1 or a whole number of steps"
+            )
+        return self

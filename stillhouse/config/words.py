@@ -1,0 +1,51 @@
+"""What a key takes, in words, from its JSON schema: one wording for the reference and for the errors."""
+
+from typing import Any
+
+Schema = dict[str, Any]
+LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def describe(schema: Schema) -> str:
+    """`whole number >= 1 or null`, `bf16 or fp32`, `list of 2 (number >= 0 and < 1)`."""
+    options = _options(schema)
+    return " or ".join(filter(None, [", ".join(options[:-1]), options[-1]]))
+
+
+def _options(schema: Schema) -> list[str]:
+    if "anyOf" in schema:
+        return [option for part in schema["anyOf"] for option in _options(part)]
+    if "enum" in schema:
+        return [str(value) for value in schema["enum"]]
+    if "const" in schema:
+        return [str(schema["const"])]
+    if "$ref" in schema:
+        return ["a section"]
+    if schema.get("pattern"):
+        return [f"text such as {', '.join(schema['examples'])}"]
+    return [_plain(schema)]
+
+
+def _plain(schema: Schema) -> str:
+    match schema["type"]:
+        case "integer":
+            return f"whole number{_range(schema)}"
+        case "number":
+            return f"number{_range(schema)}"
+        case "string":
+            return "text"
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "array" if "prefixItems" in schema:
+            return f"list of {len(schema['prefixItems'])} ({describe(schema['prefixItems'][0])})"
+        case "array":
+            return f"list of {describe(schema['items'])}"
+        case kind:
+            raise AssertionError(f"no words for a {kind} in the configuration")
+
+
+def _range(schema: Schema) -> str:
+    limits = [f"{sign} {schema[name]}" for name, sign in LIMITS.items() if name in schema]
+    return f" {' and '.join(limits)}" if limits else ""
