@@ -1,0 +1,7 @@
+"""Causal language models as backbone and head (see `decoder.py`)."""
+
+from stillhouse.models.checks import check_document_length, check_finite_weights
+from stillhouse.models.decoder import Decoder, evaluating
+from stillhouse.models.head import OutputProcessor
+
+__all__ = ["Decoder", "OutputProcessor", "check_document_length", "check_finite_weights", "evaluating"]

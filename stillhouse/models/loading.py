@@ -1,0 +1,76 @@
+"""Loading a causal language model, with the many ways in which that fails told in one line each."""
+
+import os
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load_causal_lm(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained`, the name untouched, with each failure a ValueError.
+
+    Missing weights are one too: transformers draws them at random and goes on with a warning.
+    """
+    what = f"model '{os.fspath(name_or_path)}'"
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            revision=revision or "main",
+            dtype=parse_dtype(dtype),
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise ValueError(_not_found(what, name_or_path, revision, error)) from error
+    except (ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{what} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise ValueError(
+            f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
+            "expected the checkpoint of a whole causal language model, head included"
+        )
+    return model
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
+    """The dtype of a name such as "bfloat16"; "auto" (the one the weights were saved in) stays, None is auto."""
+    if dtype is None or dtype == "auto":
+        return "auto"
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype {dtype!r}: expected auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _not_found(what: str, name: str | os.PathLike[str], revision: str | None, error: OSError) -> str:
+    if os.path.isdir(name):
+        return f"{what} cannot be read: {_first_line(error)}"
+    at = f" at revision '{revision}'" if revision else ""
+    return (
+        f"{what}{at} is not a folder here, and the hub did not give it: {_first_line(error)} "
+        "Expected a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B "
+        "(a private or gated one needs a login)."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """transformers goes on after it with advice, or a list of every model that it knows."""
+    return str(error).strip().partition("\n")[0]
