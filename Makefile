@@ -1,0 +1,46 @@
+# `make demo` and `make test` each set up what they need, on a fresh machine with Python 3.11 or later.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# one thread for each of two test workers: two cores are what a small machine has
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: demo test test-all lint format docs clean
+
+demo: $(VENV)/.package
+	$(BIN)/stillhouse demo
+
+test: lint
+	$(PYTEST)
+
+test-all: lint
+	$(PYTEST) -m "slow or not slow"
+
+lint: $(VENV)/.development
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: $(VENV)/.development
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.development
+	$(BIN)/python -m stillhouse.config.document
+
+clean:
+	rm -rf $(VENV) runs dist
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("stillhouse needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.package: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.development: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable '.[dev]'
+	touch $@ $(VENV)/.package
