@@ -1,0 +1,317 @@
+"""From a record's columns to token ids and a mask of the tokens to predict.
+
+Three forms of record, decided once per dataset from its first record:
+
+    text                    plain documents; every token is a target
+    prompt + completion     two strings, or two lists of messages; the completion is the target
+    messages                a conversation; what the assistant says is the target
+
+A template works in two steps, so that tokenizing runs in batches while errors still name their record:
+`render` checks one record and turns it into text, `encode` tokenizes many rendered records. In text, the
+target spans are ranges of characters; a token that overlaps one is a target.
+
+The student must learn to stop: the end-of-sequence token is appended to texts and completions that lack it,
+and no token is ever masked by its id (pad is often the same id). In chats the template writes the end of a
+turn; it belongs to the target, the white space after it does not.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from stillhouse.data.reading import describe
+
+Tokens = Literal["completion", "all"]
+Span = tuple[int, int]
+Message = dict[str, Any]
+
+EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
+
+
+class RecordError(ValueError):
+    """What is wrong with one record, without its place, which the caller knows."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A record as text: `prompt` and `body` are tokenized apart; `spans` are a chat's target characters."""
+
+    body: str
+    prompt: str = ""
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids [n] int32 and whether each is to be predicted [n] bool, which the first never is."""
+
+    ids: np.ndarray
+    targets: np.ndarray
+
+
+class Template(Protocol):
+    """Turns records of one form into tokens. `splits`: a long record is cut into pieces, not shortened."""
+
+    columns: tuple[str, ...]
+    splits: bool
+
+    def render(self, fields: dict[str, Any]) -> Rendered:
+        """One record as text. Raises RecordError if the record does not have the form."""
+        ...
+
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        """The tokens of many rendered records."""
+        ...
+
+
+def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> Template:
+    """The template for a dataset whose first record has these columns.
+
+    Raises ValueError if the columns make none or several of the three forms, or if the tokenizer lacks what
+    the form needs: an end-of-sequence token, a chat template, character offsets.
+    """
+    complete = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if set(form) <= set(fields)]
+    found = ", ".join(sorted(fields)) or "none"
+    if not complete:
+        raise ValueError(f"no usable columns: found {found}; expected {EXPECTED_COLUMNS}")
+    if len(complete) > 1:
+        raise ValueError(f"ambiguous columns: found {found}; expected only one of {EXPECTED_COLUMNS}")
+    columns = complete[0]
+    if columns == ("text",):
+        return TextTemplate(tokenizer)
+    if columns == ("messages",) or isinstance(fields["prompt"], list):
+        return ChatTemplate(tokenizer, columns, tokens)
+    return CompletionTemplate(tokenizer, tokens)
+
+
+class TextTemplate:
+    """Plain documents: the tokenizer's own special tokens, the end of sequence, every token a target."""
+
+    columns: tuple[str, ...] = ("text",)
+    splits = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.eos = _eos_id(tokenizer)
+
+    def render(self, fields: dict[str, Any]) -> Rendered:
+        return Rendered(_string(fields, "text"))
+
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        bodies = _tokenize(self.tokenizer, [one.body for one in rendered], special=True)
+        return [_encoded([], _ended(ids, self.eos), every=True) for ids in bodies]
+
+
+class CompletionTemplate:
+    """Prompt and completion as strings, tokenized apart as they are when the model is used.
+
+    The prompt gets the tokenizer's special tokens but for an end of sequence, the completion gets the
+    latter only.
+    """
+
+    columns: tuple[str, ...] = ("prompt", "completion")
+    splits = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Tokens):
+        self.tokenizer = tokenizer
+        self.every = tokens == "all"
+        self.eos = _eos_id(tokenizer)
+        # Only an end of sequence that the tokenizer writes comes off the prompt, never one in its text.
+        self.prompt_ends = _tokenize(tokenizer, ["a"], special=True)[0][-1] == self.eos
+
+    def render(self, fields: dict[str, Any]) -> Rendered:
+        return Rendered(_string(fields, "completion"), prompt=_string(fields, "prompt", may_be_empty=True))
+
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        prompts = _tokenize(self.tokenizer, [one.prompt for one in rendered], special=True)
+        if self.prompt_ends:
+            prompts = [ids[:-1] for ids in prompts]
+        completions = _tokenize(self.tokenizer, [one.body for one in rendered], special=False)
+        pairs = zip(prompts, completions, strict=True)
+        return [_encoded(prompt, _ended(answer, self.eos), self.every) for prompt, answer in pairs]
+
+
+class ChatTemplate:
+    """Conversations through the tokenizer's chat template, which writes all special tokens itself.
+
+    Which characters are the assistant's: the template's own `{% generation %}` blocks where it has them;
+    otherwise the conversation is rendered up to each assistant turn (with the generation prompt) and to its
+    end, and both must be prefixes of the whole. Of prompt + completion, only the completion's assistant
+    turns are targets.
+    """
+
+    splits = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], tokens: Tokens):
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the data holds messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
+                "template; give 'text' or 'prompt' and 'completion' as strings, or add one to the tokenizer"
+            )
+        if not tokenizer.is_fast:
+            raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
+        self.tokenizer = tokenizer
+        self.columns = columns
+        self.every = tokens == "all"
+        self.source = tokenizer.get_chat_template()
+        self.marks_generation = "endgeneration" in self.source
+        self.special = tuple(tokenizer.get_added_vocab())
+
+    def render(self, fields: dict[str, Any]) -> Rendered:
+        parts = [_messages(fields, column) for column in self.columns]
+        messages = [message for part in parts for message in part]
+        first = 0 if len(parts) == 1 else len(parts[0])  # the first message that may be a target
+        try:
+            body, spans = self._with_spans(messages, first)
+        except (TemplateError, TypeError) as error:
+            raise RecordError(f"the chat template refuses the messages: {error}") from error
+        _check_encodable(body, self.columns[0])
+        return Rendered(body, spans=tuple(spans))
+
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        batch = self.tokenizer(
+            [one.body for one in rendered],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        return [
+            _chat_encoded(ids, offsets, one.spans)
+            for ids, offsets, one in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
+        ]
+
+    def _text(self, messages: list[Message], prompt: bool = False) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+
+    def _with_spans(self, messages: list[Message], first: int) -> tuple[str, list[Span]]:
+        """The whole conversation, and the ranges in it that are targets, from message `first` on."""
+        if self.marks_generation and not self.every:
+            return self._with_marked_spans(messages, first)
+        body = self._text(messages)
+        return body, [(0, len(body))] if self.every else self._spans_by_prefix(messages, first, body)
+
+    def _with_marked_spans(self, messages: list[Message], first: int) -> tuple[str, list[Span]]:
+        # Not `return_assistant_tokens_mask`: it looks up single characters, and where the tokenizer's
+        # offsets leave out a leading space it stops, and the rest of the conversation has no targets.
+        bodies, spans = render_jinja_template(
+            conversations=[messages],
+            chat_template=self.source,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        if first == 0:
+            return bodies[0], spans[0]
+        start = self._prefix(messages[:first], bodies[0], prompt=messages[first]["role"] == "assistant")
+        return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
+
+    def _spans_by_prefix(self, messages: list[Message], first: int, body: str) -> list[Span]:
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" and index >= first:
+                start = self._prefix(messages[:index], body, prompt=True)
+                stop = self._prefix(messages[: index + 1], body, prompt=False)
+                spans.append((start, self._end_of_turn(body, start, stop)))
+        return spans
+
+    def _prefix(self, messages: list[Message], body: str, *, prompt: bool) -> int:
+        """The length of the conversation's beginning, rendered alone; RecordError if it is no prefix."""
+        beginning = self._text(messages, prompt) if messages else None
+        if beginning is not None and body.startswith(beginning):
+            return len(beginning)
+        raise RecordError(
+            "the assistant's tokens cannot be told apart: the chat template renders the first "
+            f"{len(messages)} messages{' and the generation prompt' if prompt else ''} differently alone and "
+            "within the whole conversation (reasoning templates rewrite earlier turns); give the last turn "
+            "alone as 'prompt' and 'completion' (lists of messages), or use a chat template with "
+            "{% generation %} blocks"
+        )
+
+    def _end_of_turn(self, body: str, start: int, stop: int) -> int:
+        """Without the white space after the marker that ends the turn: nobody generates it."""
+        turn = body[start:stop].rstrip()
+        return start + len(turn) if turn.endswith(self.special) else stop
+
+
+def _chat_encoded(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:
+    begins_T, ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    targets_T = np.zeros(len(ids), dtype=bool)
+    for begin, end in spans:
+        targets_T |= (begins_T < end) & (ends_T > begin)
+    targets_T[:1] = False
+    return Encoded(np.asarray(ids, dtype=np.int32), targets_T)
+
+
+def _encoded(prompt: list[int], completion: list[int], every: bool) -> Encoded:
+    targets_T = np.full(len(prompt) + len(completion), every)
+    targets_T[len(prompt) :] = True
+    targets_T[:1] = False
+    return Encoded(np.asarray(prompt + completion, dtype=np.int32), targets_T)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _ended(ids: list[int], eos: int) -> list[int]:
+    return ids if ids and ids[-1] == eos else ids + [eos]
+
+
+def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, so the student "
+            "could never learn to stop; set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id
+
+
+def _value(fields: dict[str, Any], column: str) -> Any:
+    if column not in fields:
+        raise RecordError(f"column '{column}' is missing (found {', '.join(sorted(fields)) or 'none'})")
+    return fields[column]
+
+
+def _string(fields: dict[str, Any], column: str, may_be_empty: bool = False) -> str:
+    value = _value(fields, column)
+    if not isinstance(value, str):
+        raise RecordError(f"'{column}' must be a string, got {describe(value)}")
+    if not value and not may_be_empty:
+        raise RecordError(f"'{column}' is empty")
+    _check_encodable(value, column)
+    return value
+
+
+def _check_encodable(text: str, column: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"'{column}' holds half a surrogate pair at character {error.start + 1}") from error
+
+
+def _messages(fields: dict[str, Any], column: str) -> list[Message]:
+    value = _value(fields, column)
+    if not isinstance(value, list):
+        raise RecordError(f"'{column}' must be a list of messages, got {describe(value)}")
+    if not value:
+        raise RecordError(f"'{column}' is empty")
+    return [_message(message, f"message {number} of '{column}'") for number, message in enumerate(value, start=1)]
+
+
+def _message(message: Any, name: str) -> Message:
+    if not isinstance(message, dict):
+        raise RecordError(f"{name} must be an object with 'role' and 'content', got {describe(message)}")
+    message = {key: value for key, value in message.items() if value is not None}  # Parquet fills absent keys
+    for key in ("role", "content"):
+        if key == "content" and message.get("tool_calls"):
+            continue
+        if key not in message:
+            raise RecordError(f"{name} has no '{key}' (found {', '.join(sorted(message)) or 'none'})")
+        if not isinstance(message[key], str):
+            raise RecordError(f"'{key}' of {name} must be a string, got {describe(message[key])}")
+    return message

@@ -1,0 +1,141 @@
+"""Loading tokenizers and making sure that student and teacher speak the same language.
+
+A divergence between two distributions means something only if id v is the same piece of text for both, and
+a teacher is on its own ground only if it was trained on texts cut in the same way. So everything that
+decides ids is compared: vocabulary, merges or scores, added tokens, normalizer, pre-tokenizer. Which of the
+tokens begins, ends or pads a sequence may differ (a base student beside an instruct teacher), and so may
+the chat template: the student's is the one in use. Heads padded to more rows than there are tokens are
+nobody's concern here.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from textwrap import shorten
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_NO_SETTING = ("vocab", "merges", "dropout")
+
+
+def load_tokenizer(
+    name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or a hub id (passed on untouched). Raises ValueError if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load the tokenizer of {name_or_path!r}: {error}") from error
+
+
+def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
+    """Warnings about tokens that play another role for the teacher; empty if there are none.
+
+    Raises ValueError naming the first difference that makes ids mean different text.
+    """
+    difference = _first_difference(_identity(student), _identity(teacher))
+    if difference:
+        raise ValueError(
+            f"student and teacher have different tokenizers: {difference} "
+            f"(student {student.name_or_path!r}, teacher {teacher.name_or_path!r}); "
+            "choose a teacher and a student that share one tokenizer"
+        )
+    return list(_role_warnings(student, teacher))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A sha256 over what `check_same_tokenizer` compares: equal exactly where that raises nothing."""
+    return hashlib.sha256(json.dumps(asdict(_identity(tokenizer)), sort_keys=True).encode()).hexdigest()
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) -> list[str]:
+    """Whether a head of `rows` rows covers the tokenizer; more rows than tokens (padding) are fine.
+
+    Added tokens beyond the head are only warned about: some text-only models ship such tokens for images,
+    and no text holds them (`Documents.check_ids` makes sure). Raises ValueError for any other token.
+    `which`: "student" or "teacher".
+    """
+    beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
+    if not beyond:
+        return []
+    added = tokenizer.added_tokens_decoder
+    index, token = next((pair for pair in beyond if pair[0] not in added), beyond[0])
+    shown = f"the {which}'s head has {rows} rows, but its tokenizer has id {index} ({token!r})"
+    if index not in added:
+        raise ValueError(f"{shown}: model and tokenizer do not belong together")
+    return [f"{shown}; fine as long as no text holds it"]
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """All that decides which ids a text becomes, special tokens around it aside."""
+
+    vocabulary: dict[int, str]
+    added: dict[int, str]
+    pieces: list[Any]  # merges of a byte-pair model, [piece, score] of a unigram model, else empty
+    settings: dict[str, Any]  # normalizer, pre-tokenizer, the model's switches
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> _Identity:
+    vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
+    added = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
+    if not tokenizer.is_fast:
+        return _Identity(vocabulary, added, [], {"class": type(tokenizer).__name__})
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = backend["model"]
+    scores = model["vocab"] if isinstance(model.get("vocab"), list) else []
+    settings = {"normalizer": backend["normalizer"], "pre-tokenizer": backend["pre_tokenizer"]}
+    settings |= {f"model's {key}": value for key, value in model.items() if key not in _NO_SETTING}
+    return _Identity(vocabulary, added, model.get("merges", scores), settings)
+
+
+def _first_difference(student: _Identity, teacher: _Identity) -> str:
+    """What differs first, in words; empty if nothing does."""
+    return (
+        _id_difference("id", student.vocabulary, teacher.vocabulary)
+        or _id_difference("added token", student.added, teacher.added)
+        or _piece_difference(student.pieces, teacher.pieces)
+        or _setting_difference(student.settings, teacher.settings)
+    )
+
+
+def _id_difference(what: str, mine: dict[int, str], theirs: dict[int, str]) -> str:
+    if mine == theirs:
+        return ""
+    first = min(index for index in mine.keys() | theirs.keys() if mine.get(index) != theirs.get(index))
+    sides = [repr(names[first]) if first in names else "absent" for names in (mine, theirs)]
+    sizes = f" ({len(mine)} and {len(theirs)} in all)" if len(mine) != len(theirs) else ""
+    return f"{what} {first} is {sides[0]} for the student, {sides[1]} for the teacher{sizes}"
+
+
+def _piece_difference(mine: list[Any], theirs: list[Any]) -> str:
+    for rank, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        if one != other:
+            return f"merge or score number {rank} is {one!r} for the student, {other!r} for the teacher"
+    if len(mine) != len(theirs):
+        return f"the student has {len(mine)} merges or scores, the teacher {len(theirs)}"
+    return ""
+
+
+def _setting_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    for name in sorted(mine.keys() | theirs.keys()):
+        if mine.get(name) != theirs.get(name):
+            one, other = (shorten(str(side.get(name)), 160) for side in (mine, theirs))
+            return f"the {name} is {one} for the student, {other} for the teacher"
+    return ""
+
+
+def _role_warnings(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> Iterator[str]:
+    for role in _ROLES:
+        mine, theirs = getattr(student, role), getattr(teacher, role)
+        if mine != theirs:
+            yield f"{role} is {mine!r} for the student, {theirs!r} for the teacher; the student's is used"
+    mine, theirs = student("a")["input_ids"], teacher("a")["input_ids"]
+    if mine != theirs:
+        yield (
+            f"the tokenizers put different special tokens around a text ('a' becomes {mine} for the student, "
+            f"{theirs} for the teacher); the student's way is used"
+        )

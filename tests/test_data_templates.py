@@ -1,0 +1,241 @@
+"""From columns to tokens: which ids, which of them are targets, and what is refused with which reason."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import processors
+from toy_tokenizer import toy_backend, toy_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from stillhouse.data.templates import Encoded, RecordError, Tokens, template_for
+
+BOS, EOS = 1, 2
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": " Paris is"},
+    {"role": "user", "content": "And two and two?"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+def encode(fields: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tokens: Tokens = "completion") -> Encoded:
+    template = template_for(fields, tokenizer, tokens)
+    return template.encode([template.render(fields)])[0]
+
+
+def plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def targets_text(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> str:
+    return tokenizer.decode(encoded.ids[encoded.targets].tolist())
+
+
+@pytest.mark.parametrize("tokens", ["completion", "all"])
+def test_text_gets_the_tokenizers_special_tokens_and_the_end(tokens: Tokens) -> None:
+    tokenizer = toy_tokenizer()
+    encoded = encode({"text": "the heads"}, tokenizer, tokens)
+    body = plain(tokenizer, "the heads")
+    assert encoded.ids.tolist() == [BOS, *body, EOS]
+    assert encoded.targets.tolist() == [False] + [True] * (len(body) + 1)
+    assert (encoded.ids.dtype, encoded.targets.dtype) == (np.int32, np.bool_)
+
+
+@pytest.mark.parametrize("adds_eos", [False, True])
+@pytest.mark.parametrize("text", ["the heads", "the heads</s>"])
+def test_the_end_is_there_exactly_once(adds_eos: bool, text: str) -> None:
+    ids = encode({"text": text}, toy_tokenizer(adds_eos=adds_eos)).ids.tolist()
+    written_and_added = adds_eos and text.endswith("</s>")
+    assert ids.count(EOS) == 1 + written_and_added  # what stands in the text and what the tokenizer adds stay
+    assert ids[-1] == EOS
+
+
+def test_the_stop_token_is_a_target_where_pad_is_the_same_token() -> None:
+    tokenizer = toy_tokenizer(pad_token="</s>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == EOS
+    for fields in ({"text": "the"}, {"prompt": "the", "completion": " heads"}):
+        encoded = encode(fields, tokenizer)
+        assert encoded.ids[-1] == EOS
+        assert encoded.targets[-1]
+
+
+def test_bos_that_is_eos_is_no_end_of_the_prompt() -> None:
+    tokenizer = toy_tokenizer(adds_bos=False, bos_token="</s>")
+    encoded = encode({"prompt": "the", "completion": " heads"}, tokenizer)
+    assert encoded.ids.tolist() == [*plain(tokenizer, "the"), *plain(tokenizer, " heads"), EOS]
+
+
+@pytest.mark.parametrize(("adds_bos", "adds_eos"), [(True, False), (False, False), (True, True)])
+def test_prompt_and_completion(adds_bos: bool, adds_eos: bool) -> None:
+    tokenizer = toy_tokenizer(adds_bos=adds_bos, adds_eos=adds_eos)
+    fields = {"prompt": "What is two", "completion": " and two?", "id": 7}
+    prompt = [BOS] * adds_bos + plain(tokenizer, "What is two")
+    completion = [*plain(tokenizer, " and two?"), EOS]
+    for tokens in ("completion", "all"):
+        encoded = encode(fields, tokenizer, tokens)
+        assert encoded.ids.tolist() == prompt + completion
+        expected = [tokens == "all"] * len(prompt) + [True] * len(completion)
+        assert encoded.targets.tolist() == [False] + expected[1:]
+
+
+def test_an_end_written_into_the_prompt_stays() -> None:
+    tokenizer = toy_tokenizer()
+    encoded = encode({"prompt": "a</s>", "completion": "b"}, tokenizer)
+    assert encoded.ids.tolist() == [BOS, *plain(tokenizer, "a"), EOS, *plain(tokenizer, "b"), EOS]
+
+
+def test_an_empty_prompt_is_allowed() -> None:
+    tokenizer = toy_tokenizer(adds_bos=False)
+    encoded = encode({"prompt": "", "completion": "the heads"}, tokenizer)
+    assert encoded.ids.tolist() == [*plain(tokenizer, "the heads"), EOS]
+    assert encoded.targets.tolist() == [False] + [True] * (len(encoded.ids) - 1)
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+def test_only_the_assistant_is_a_target(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    encoded = encode({"messages": CHAT}, tokenizer)
+    assert encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
+    everything = encode({"messages": CHAT}, tokenizer, "all")
+    assert everything.ids.tolist() == encoded.ids.tolist()
+    assert everything.targets.tolist() == [False] + [True] * (len(encoded.ids) - 1)
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+def test_offsets_without_leading_spaces_lose_no_target(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat, adds_bos=False, backend=toy_backend())
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    encoded = encode({"messages": CHAT}, tokenizer)
+    assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+def test_conversational_prompt_and_completion(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    encoded = encode({"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer)
+    assert encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert targets_text(encoded, tokenizer) == "four<|im_end|>"
+
+
+def test_the_space_after_the_last_turn_stays_a_target_where_no_marker_ends_the_turn() -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    # The second answer's first token also holds the space before it: a token that overlaps is a target.
+    assert targets_text(encode({"messages": CHAT}, tokenizer), tokenizer) == " Paris is\n four\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = (  # as reasoning models do: only the last turn shows that it thought
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+        "{% if loop.last and message.role == 'assistant' %}{{ '<think></think>' }}{% endif %}"
+        "{{ message.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    with pytest.raises(RecordError, match="renders the first 3 messages differently alone"):
+        encode({"messages": CHAT}, tokenizer)
+    last = encode({"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer)  # the way out that the error names
+    assert targets_text(last, tokenizer) == "<think></think>four<|im_end|>"
+
+
+def test_a_template_that_refuses_gives_its_reason() -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RecordError, match="refuses the messages: roles must alternate"):
+        encode({"messages": CHAT}, tokenizer)
+
+
+def test_a_conversation_without_an_answer_has_no_target() -> None:
+    encoded = encode({"messages": CHAT[:2]}, toy_tokenizer(chat="plain"))
+    assert len(encoded.ids) > 0
+    assert not encoded.targets.any()
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    tokenizer.chat_template += "{% if messages[0].name is defined %}named {{ messages[0].name }}{% endif %}"
+    filled = [message | {"name": None, "tool_calls": None} for message in CHAT]  # as Parquet hands it out
+    expected = encode({"messages": CHAT}, tokenizer)
+    assert encode({"messages": filled}, tokenizer).ids.tolist() == expected.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["id", "body"], "no usable columns: found body, id; expected 'messages', 'prompt' and 'completion'"),
+        (["prompt"], "no usable columns: found prompt"),
+        ([], "no usable columns: found none"),
+        (["text", "messages"], "ambiguous columns: found messages, text; expected only one"),
+    ],
+)
+def test_columns_of_no_or_several_forms(columns: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        template_for(dict.fromkeys(columns, "a"), toy_tokenizer(), "completion")
+
+
+def test_a_half_form_beside_a_whole_one_is_an_extra_column() -> None:
+    fields = {"prompt": "a", "messages": CHAT}
+    assert template_for(fields, toy_tokenizer(chat="plain"), "completion").columns == ("messages",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": 3}, r"'text' must be a string, got a number \(3\)"),
+        ({"text": None}, "'text' must be a string, got null"),
+        ({"text": ""}, "'text' is empty"),
+        ({"body": "a"}, r"column 'text' is missing \(found body\)"),
+        ({"text": "a\ud800"}, "'text' holds half a surrogate pair at character 2"),
+    ],
+)
+def test_a_bad_text(fields: dict[str, Any], message: str) -> None:
+    template = template_for({"text": "good"}, toy_tokenizer(), "completion")
+    with pytest.raises(RecordError, match=message):
+        template.render(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+        ({"prompt": "a"}, r"column 'completion' is missing \(found prompt\)"),
+        ({"prompt": CHAT, "completion": "b"}, "'prompt' must be a string, got a list"),
+    ],
+)
+def test_a_bad_prompt_or_completion(fields: dict[str, Any], message: str) -> None:
+    template = template_for({"prompt": "a", "completion": "b"}, toy_tokenizer(), "completion")
+    with pytest.raises(RecordError, match=message):
+        template.render(fields)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", r"'messages' must be a list of messages, got a string \('hello'\)"),
+        ([], "'messages' is empty"),
+        (["hello"], "message 1 of 'messages' must be an object with 'role' and 'content', got a string"),
+        ([{"from": "human", "value": "a"}], r"message 1 of 'messages' has no 'role' \(found from, value\)"),
+        ([CHAT[0], {"role": "user"}], r"message 2 of 'messages' has no 'content' \(found role\)"),
+        ([{"role": "user", "content": 5}], r"'content' of message 1 of 'messages' must be a string, got a number"),
+        ([{"role": "assistant", "content": "a"}], "renders the first 0 messages"),
+    ],
+)
+def test_bad_messages(messages: Any, message: str) -> None:
+    template = template_for({"messages": CHAT}, toy_tokenizer(chat="plain"), "completion")
+    with pytest.raises(RecordError, match=message):
+        template.render({"messages": messages})
+
+
+def test_what_the_tokenizer_lacks() -> None:
+    with pytest.raises(ValueError, match="has no chat template"):
+        template_for({"messages": CHAT}, toy_tokenizer(), "completion")
+    with pytest.raises(ValueError, match="has no end-of-sequence token"):
+        template_for({"text": "a"}, toy_tokenizer(eos_token=None), "completion")  # type: ignore[arg-type]
