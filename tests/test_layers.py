@@ -1,0 +1,48 @@
+"""What import-linter cannot say: which file knows torch.distributed, and that nothing reads or writes pickle.
+
+The layers themselves are checked by `lint-imports` in `make lint`.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import stillhouse
+
+PACKAGE = Path(stillhouse.__file__).parent
+
+
+def imported_modules(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_of_the_objective_only_vocab_knows_torch_distributed() -> None:
+    knowing = {
+        path.name
+        for path in (PACKAGE / "objective").glob("*.py")
+        if any(name.startswith("torch.distributed") for name in imported_modules(path))
+    }
+    assert knowing == {"vocab.py"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_pickle(path: Path) -> None:
+    source = path.read_text()
+    assert "pickle" not in {name.partition(".")[0] for name in imported_modules(path)}
+    assert "torch.load(" not in source
+    assert "torch.save(" not in source
+
+
+def test_no_broad_except() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
+                assert not caught & {"all", "Exception", "BaseException"}, f"{path}:{node.lineno}"
