@@ -18,6 +18,7 @@ alpha-beta: ABKD (arXiv 2505.04560) after Cichocki, Cruces and Amari, Entropy 20
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +117,7 @@ def parse_divergence(text: str) -> Divergence:
     return total
 
 
-DIVERGENCES = {
+DIVERGENCES: dict[str, Callable[..., Divergence]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jsd": jsd,
@@ -186,6 +187,8 @@ class JensenShannon(Divergence):
                 f"jsd(beta={self.beta}): expected 0 < beta < 1, since it is zero everywhere at both ends; "
                 "use forward_kl or reverse_kl there, or normalized=True close to them"
             )
+        if self.normalized not in (True, False):
+            raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         log_mq, log_mp = _log_mixture_over_q_and_p(log_p, log_q, self.beta)

@@ -82,7 +82,7 @@ def _is_number(node: ast.expr) -> bool:
 def _literal(node: ast.expr, text: str) -> float | bool:
     try:
         value = ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         value = None
     if not isinstance(value, int | float):
         raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a number")

@@ -10,20 +10,20 @@ T tokens, C rows of a chunk, D student width, V vocabulary.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stillhouse.objective.head import OutputHead, Projection, common_vocabulary, operand_dtype
 from stillhouse.objective.signals import DenseLogits, FullVocab, Rows, Signal
-from stillhouse.objective.terms import Term
+from stillhouse.objective.terms import Term, TermResult
 from stillhouse.objective.tile import Tile
 from stillhouse.objective.vocab import VocabShard, require_whole_vocabulary
 
 #: bytes that one float32 tile of logits may take; a pass keeps a handful of them
-TILE_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,12 @@ class ObjectiveOutput:
     """What a pass gives.
 
     `loss`: float32 scalar, Σ_tokens weight · Σ_terms scale · value, divided by the normalizer; differentiable.
-    `metrics`: detached float32 sums over tokens, each token with its weight and nothing scaled or divided: every
-    term's value under the term's name, `student_entropy` and `teacher_entropy` (at the temperature of the
-    distillation term), `agreement` (top-1), `teacher_mass` (covered by a sparse signal), and `tokens`, the count of
-    rows with a weight. A second term of the same name has "#2" behind its keys.
-    `per_token`: detached float32 [T], each term's unweighted value under its name; 0 where the weight is 0.
+    `metrics`: detached float32 sums over tokens, each token with its weight in the term (the objective's times the
+    term's own) and nothing scaled or divided: every term's value under the term's name; of a distillation term also
+    `student_entropy` and `teacher_entropy` (at its temperature), `agreement` (top-1) and `teacher_mass` (covered by a
+    sparse signal); and `tokens`, the count of rows with a weight. A second term of the same name has "#2" behind its
+    name, a second distillation term "#2" behind its statistics. The keys depend on the terms alone, not on the rows.
+    `per_token`: detached float32 [T], each term's unweighted value under its name; 0 where its weight is 0.
     """
 
     loss: Tensor
@@ -55,10 +56,10 @@ def linear_objective(
 ) -> ObjectiveOutput:
     """A weighted sum of terms from hidden states [T, D] and the head, differentiable in both.
 
-    weights_T: weight per token (None: 1). Rows of weight 0 cost nothing and may hold anything.
+    weights_T: weight per token (None: 1). Rows of weight 0 add nothing and may hold anything, NaN included.
     normalizer: divides the sum; the optimizer step's global count of tokens with a non-zero weight.
-    valid_index: the rows with a weight, if the caller knows them (a batch made on the CPU does; finding them on a
-        GPU waits for it, so without this all rows are computed there).
+    valid_index: the rows with a weight, int64, if the caller knows them (a batch made on the CPU does; finding them
+        on a GPU waits for it, so without this all rows are computed there). No other row is visited.
     chunk_tokens: rows of a tile; None picks by a memory budget. Results do not depend on it.
 
     Raises ValueError where shapes disagree; NotImplementedError for a head sharded over ranks.
@@ -103,14 +104,19 @@ class _Source:
     dtype: torch.dtype
     gradients: list[Tensor | None]
 
-    def logits(self, rows: Rows) -> Tensor:
+    @property
+    def needs_gradient(self) -> bool:
+        return any(gradient is not None for gradient in self.gradients)
+
+    def logits(self, rows: Rows, weights_C: Tensor) -> Tensor:
+        """The chunk's logits [C, V]; those of a row of weight 0 are not looked at."""
         raise NotImplementedError
 
     def teacher_logits(self, signal: Signal) -> Tensor:
         raise NotImplementedError
 
-    def pull_back(self, rows: Rows, tile: Tile) -> None:
-        """Add the tile's gradient to `gradients`."""
+    def pull_back(self, tile: Tile) -> None:
+        """Add the gradient of the tile, the last one asked for, to `gradients`."""
         raise NotImplementedError
 
 
@@ -119,8 +125,9 @@ class _HeadRows(_Source):
 
     def __init__(self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term]):
         teacher_heads = {id(each): each for term in terms for signal in term.signals() for each in signal.heads()}
-        self.vocabulary = common_vocabulary(head, list(teacher_heads.values()))
+        self.vocabulary = common_vocabulary([head, *teacher_heads.values()])
         self.hidden_TD = hidden_TD.detach()
+        self.hidden_CD = self.hidden_TD[:0]
         self.projection = Projection(head, self.vocabulary, operand_dtype(hidden_TD, head.weight_VD))
         self.teachers = _TeacherProjections(self.vocabulary)
         self.device, self.dtype = hidden_TD.device, self.projection.compute_dtype
@@ -133,20 +140,22 @@ class _HeadRows(_Source):
             for leaf in leaves
         ]
 
-    def logits(self, rows: Rows) -> Tensor:
-        return self.projection.logits(self.hidden_TD[rows])
+    def logits(self, rows: Rows, weights_C: Tensor) -> Tensor:
+        # a row of weight 0 may hold NaN, and its zero gradient times NaN would reach the weight
+        self.hidden_CD = self.hidden_TD[rows].masked_fill((weights_C == 0)[:, None], 0.0)
+        return self.projection.logits(self.hidden_CD)
 
     def teacher_logits(self, signal: Signal) -> Tensor:
         return self.teachers.logits(signal, self.dtype)
 
-    def pull_back(self, rows: Rows, tile: Tile) -> None:
+    def pull_back(self, tile: Tile) -> None:
         assert tile.grad_CV is not None
         grad_CV = self.projection.before_head(tile.grad_CV, tile.logits_CV)
         hidden_grad_TD, weight_grad_VD, bias_grad_V = self.gradients
         if hidden_grad_TD is not None:
-            hidden_grad_TD[rows] = self.projection.hidden_grad(grad_CV)
+            hidden_grad_TD[tile.rows] = self.projection.hidden_grad(grad_CV)
         if weight_grad_VD is not None:
-            self.projection.add_weight_grad(weight_grad_VD[: self.vocabulary], grad_CV, self.hidden_TD[rows])
+            self.projection.add_weight_grad(weight_grad_VD[: self.vocabulary], grad_CV, self.hidden_CD)
         if bias_grad_V is not None:
             bias_grad_V[: self.vocabulary] += grad_CV.sum(0)
 
@@ -156,10 +165,7 @@ class _LogitsRows(_Source):
 
     def __init__(self, logits_TV: Tensor, terms: Sequence[Term]):
         heads = [each for term in terms for signal in term.signals() for each in signal.heads()]
-        rows = logits_TV.shape[1]
-        for each in heads:
-            require_whole_vocabulary(each.shard, each.weight_VD.shape[0])
-        self.vocabulary = min([rows, *(each.vocab_size or each.weight_VD.shape[0] for each in heads)])
+        self.vocabulary = common_vocabulary(heads, logits_TV.shape[1])
         self.logits_TV = logits_TV.detach()[:, : self.vocabulary]
         self.device, self.dtype = logits_TV.device, torch.promote_types(logits_TV.dtype, torch.float32)
         self.teachers = _TeacherProjections(self.vocabulary)
@@ -168,17 +174,17 @@ class _LogitsRows(_Source):
         needed = torch.is_grad_enabled() and logits_TV.requires_grad
         self.gradients = [torch.zeros_like(logits_TV, dtype=kept) if needed else None]
 
-    def logits(self, rows: Rows) -> Tensor:
+    def logits(self, rows: Rows, weights_C: Tensor) -> Tensor:
         return self.logits_TV[rows].to(self.dtype)
 
     def teacher_logits(self, signal: Signal) -> Tensor:
         return self.teachers.logits(signal, self.dtype)
 
-    def pull_back(self, rows: Rows, tile: Tile) -> None:
+    def pull_back(self, tile: Tile) -> None:
         (grad_TV,) = self.gradients
         assert grad_TV is not None
         assert tile.grad_CV is not None
-        grad_TV[rows, : self.vocabulary] = tile.grad_CV.to(grad_TV.dtype)
+        grad_TV[tile.rows, : self.vocabulary] = tile.grad_CV.to(grad_TV.dtype)
 
 
 @dataclass
@@ -217,15 +223,16 @@ def _objective(
     valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    _check(terms, tokens, weights_T, normalizer, chunk_tokens)
-    valid_index = _valid_rows(weights_T, valid_index)
+    _check(terms, tokens, weights_T, normalizer, valid_index, chunk_tokens)
+    valid_index = _valid_rows(weights_T, valid_index, source.device)
     with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
-        total, metrics, per_token = _pass(source, terms, tokens, weights_T, valid_index, chunk_tokens)
-        factor = torch.as_tensor(normalizer, dtype=source.dtype, device=source.device).reciprocal()
-        loss = total * factor
-    if any(gradient is not None for gradient in source.gradients):
+        totals = _pass(source, terms, tokens, weights_T, valid_index, chunk_tokens)
+        factor = _reciprocal(normalizer, source)
+        loss = totals.loss.to(source.dtype) * factor
+    if source.needs_gradient:
         loss = _Attach.apply(loss, factor, source.gradients, *leaves)
-    return ObjectiveOutput(loss, metrics, per_token)
+    metrics = {key: value.to(source.dtype) for key, value in totals.sums.items()}
+    return ObjectiveOutput(loss, metrics, totals.per_token)
 
 
 def _pass(
@@ -235,39 +242,48 @@ def _pass(
     weights_T: Tensor | None,
     valid_index: Tensor | None,
     chunk_tokens: int | None,
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    needs_gradient = any(gradient is not None for gradient in source.gradients)
-    names = _unique_names(terms)
-    per_token = {name: torch.zeros(tokens, dtype=source.dtype, device=source.device) for name in names}
-    # sums over tokens in float64: a float32 running sum loses a digit every few hundred chunks
-    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=source.device))
-    total = torch.zeros((), dtype=torch.float64, device=source.device)
-    ones = torch.ones((), dtype=source.dtype, device=source.device)
+) -> "_Totals":
+    totals = _Totals(terms, tokens, source)
+    one = torch.ones(1, dtype=source.dtype, device=source.device)
+    weights_T = one.expand(tokens) if weights_T is None else weights_T.to(source.device, source.dtype)
     for rows in _chunks(tokens, valid_index, chunk_tokens or _tile_rows(source)):
-        tile = Tile(source.logits(rows), rows, source.teacher_logits, needs_gradient)
-        weights_C = (ones if weights_T is None else tile.take(weights_T).to(source.dtype)).expand(len(tile.logits_CV))
-        sums["tokens"] += (weights_C != 0).sum()
-        for name, term in zip(names, terms, strict=True):
-            own_C = weights_C if term.weights_T is None else weights_C * tile.take(term.weights_T)
-            result = term.add_to(tile, own_C * term.scale)
-            value_C = result.value_C.masked_fill(weights_C == 0, 0.0)
-            per_token[name][rows] = value_C
-            value = _weighted_sum(value_C, own_C)
-            sums[name] += value
-            total += term.scale * value
-            suffix = name[len(term.name) :]
-            for key, statistic_C in result.statistics.items():
-                sums[key + suffix] += _weighted_sum(statistic_C, weights_C)
-        if needs_gradient:
-            source.pull_back(rows, tile)
-    for name in ("tokens", *names):
-        sums[name] += 0  # present even when no row was valid
-    return total.to(source.dtype), {key: value.to(source.dtype) for key, value in sums.items()}, per_token
+        _add_chunk(source, terms, rows, weights_T[rows], totals)
+    return totals
 
 
-def _weighted_sum(value_C: Tensor, weights_C: Tensor) -> Tensor:
-    """Σ weight·value in float64; a row of weight 0 counts nothing, whatever its value (0·NaN)."""
-    return (value_C.masked_fill(weights_C == 0, 0.0).double() * weights_C).sum()
+def _add_chunk(source: _Source, terms: Sequence[Term], rows: Rows, weights_C: Tensor, totals: "_Totals") -> None:
+    tile = Tile(source.logits(rows, weights_C), rows, source.teacher_logits, source.needs_gradient)
+    totals.sums["tokens"] += (weights_C != 0).sum()
+    for position, term in enumerate(terms):
+        own_C = weights_C if term.weights_T is None else weights_C * tile.take(term.weights_T).to(source.dtype)
+        totals.add(position, rows, own_C, term.add_to(tile, own_C * term.scale))
+    if source.needs_gradient:
+        source.pull_back(tile)
+
+
+class _Totals:
+    """What a pass adds up. Sums are float64: a float32 running sum loses a digit every few hundred chunks."""
+
+    def __init__(self, terms: Sequence[Term], tokens: int, source: _Source):
+        self.names = unique_names(terms)
+        self.suffixes = _statistic_suffixes(terms)
+        self.scales = [term.scale for term in terms]
+        self.per_token = {name: torch.zeros(tokens, dtype=source.dtype, device=source.device) for name in self.names}
+        self.loss = torch.zeros((), dtype=torch.float64, device=source.device)
+        self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(self.loss))
+
+    def add(self, position: int, rows: Rows, own_C: Tensor, result: TermResult) -> None:
+        """A term's result on a chunk. A row of weight 0 counts nothing, whatever its value (0·NaN)."""
+        has_none_C = own_C == 0
+        value_C = result.value_C.masked_fill(has_none_C, 0.0)
+        value = (value_C.double() * own_C).sum()
+        self.per_token[self.names[position]][rows] = value_C
+        self.sums[self.names[position]] += value
+        if self.scales[position]:  # a term of scale 0 is watched only: it may be infinite
+            self.loss += self.scales[position] * value
+        for key, statistic_C in result.statistics.items():
+            statistic_C = statistic_C.masked_fill(has_none_C, 0.0)
+            self.sums[key + self.suffixes[position]] += (statistic_C.double() * own_C).sum()
 
 
 class _Attach(torch.autograd.Function):
@@ -287,8 +303,9 @@ class _Attach(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True; these gradients would enter its graph as constants
+            raise RuntimeError("an objective has no second derivative: call backward without create_graph")
         factor, *gradients = ctx.saved_tensors
         factor = factor * grad_loss
         scaled = (
@@ -303,35 +320,49 @@ def _check(
     tokens: int,
     weights_T: Tensor | None,
     normalizer: float | Tensor,
+    valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> None:
     if not terms:
         raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
-    counts = {f"terms[{i}] ({term.name})": term.tokens for i, term in enumerate(terms)}
-    counts |= {f"terms[{i}].weights_T": len(t.weights_T) for i, t in enumerate(terms) if t.weights_T is not None}
-    counts["weights_T"] = None if weights_T is None else len(weights_T)
-    for what, count in counts.items():
+    for what, count in {f"terms[{i}] ({term.name})": term.tokens for i, term in enumerate(terms)}.items():
         if count not in (None, tokens):
             raise ValueError(
                 f"{what} has {count} tokens, the student {tokens}; expected one row per token on all sides"
             )
+    weights = {"weights_T": weights_T} | {f"terms[{i}].weights_T": term.weights_T for i, term in enumerate(terms)}
+    for what, each_T in weights.items():
+        if each_T is not None and each_T.shape != (tokens,):
+            raise ValueError(f"{what} of shape {tuple(each_T.shape)}: expected ({tokens},), one weight per token")
+    if valid_index is not None and (valid_index.dim() != 1 or valid_index.dtype != torch.int64):
+        raise ValueError(
+            f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
+            "one dim of int64 (a mask's are mask.nonzero()[:, 0])"
+        )
     if isinstance(normalizer, int | float) and not normalizer > 0:
         raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
 
 
-def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None) -> Tensor | None:
+def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: torch.device) -> Tensor | None:
     if valid_index is None and weights_T is not None and weights_T.device.type == "cpu":
-        return weights_T.nonzero()[:, 0]
-    return valid_index
+        valid_index = weights_T.nonzero()[:, 0]
+    return None if valid_index is None else valid_index.to(device)
+
+
+def _reciprocal(normalizer: float | Tensor, source: _Source) -> Tensor:
+    if isinstance(normalizer, Tensor):
+        return normalizer.to(source.device, source.dtype).reshape(()).reciprocal()
+    return torch.full((), 1 / normalizer, dtype=source.dtype, device=source.device)
 
 
 def _chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[Rows]:
+    """At least one chunk, empty if need be: a micro-batch without a valid row has all the metrics of another."""
     if valid_index is not None:
-        yield from (part for part in valid_index.split(size) if len(part))
+        yield from valid_index.split(size)
     else:
-        yield from (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+        yield from (slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size))
 
 
 def _tile_rows(source: _Source) -> int:
@@ -339,10 +370,17 @@ def _tile_rows(source: _Source) -> int:
     return max(16, budget // (source.vocabulary * source.dtype.itemsize))
 
 
-def _unique_names(terms: Sequence[Term]) -> list[str]:
+def unique_names(terms: Sequence[Term]) -> list[str]:
+    """The terms' keys in metrics: a second one of the same name has "#2" behind it."""
     seen: dict[str, int] = defaultdict(int)
     names = []
     for term in terms:
         seen[term.name] += 1
         names.append(term.name if seen[term.name] == 1 else f"{term.name}#{seen[term.name]}")
     return names
+
+
+def _statistic_suffixes(terms: Sequence[Term]) -> list[str]:
+    """What a term puts behind the keys of its statistics: nothing for the first one with a teacher, then "#2"."""
+    with_teacher = accumulate(bool(term.signals()) for term in terms)
+    return ["" if count <= 1 else f"#{count}" for count in with_teacher]

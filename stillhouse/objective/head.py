@@ -69,7 +69,8 @@ def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = N
     rows = [each.weight_VD.shape[0] for each in heads] + ([] if logit_columns is None else [logit_columns])
     if stated and min(stated) > min(rows):
         raise ValueError(
-            f"vocab_size={min(stated)} on one side, {min(rows)} rows on another; expected every side to hold all tokens"
+            f"vocab_size={min(stated)} on one side, {min(rows)} rows on another; "
+            "expected every side to hold the whole vocabulary"
         )
     return min([*stated, *rows])
 

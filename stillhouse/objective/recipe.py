@@ -43,7 +43,11 @@ class Recipe:
             assert signal is not None
             terms.append(
                 Distill(
-                    signal, self.divergence, self.divergence_scale, self.temperature, self.scale_by_temperature_squared
+                    signal,
+                    self.divergence,
+                    self.divergence_scale,
+                    self.temperature,
+                    self.scale_by_temperature_squared,
                 )
             )
         if self.entropy is not None:

@@ -112,7 +112,8 @@ class SparseSignal(Signal):
             raise ValueError(f"tail={self.tail!r}: expected one of {', '.join(get_args(Tail))}")
         if self.tail_log_prob_T is not None and self.tail_log_prob_T.shape != self.ids_TK.shape[:1]:
             raise ValueError(
-                f"tail_log_prob_T of shape {tuple(self.tail_log_prob_T.shape)}: expected ({self.tokens},), one per token"
+                f"tail_log_prob_T of shape {tuple(self.tail_log_prob_T.shape)}: expected ({self.tokens},), "
+                "one per token"
             )
 
     @property

@@ -95,7 +95,7 @@ class CrossEntropy(Term):
         if self.label_smoothing:
             value_C = (1 - self.label_smoothing) * value_C - self.label_smoothing * log_q_CV.mean(1)
         if self.z_loss:
-            value_C = value_C + self.z_loss * tile.log_normalizer().square()
+            value_C = value_C + self.z_loss * tile.log_normalizer_C.square()
         if tile.needs_gradient:
             tile.add_gradient(self._gradient(tile, label_C1), weights_C * has_label_C)
         return TermResult(value_C.masked_fill(~has_label_C, 0.0), {})
@@ -104,7 +104,7 @@ class CrossEntropy(Term):
         """q·(1 + 2·z_loss·log Σ e^logits) − ε/V − (1 − ε)·[v = y]"""
         grad_CV = tile.log_probs(1.0).exp()
         if self.z_loss:
-            grad_CV *= 1 + 2 * self.z_loss * tile.log_normalizer()[:, None]
+            grad_CV *= 1 + 2 * self.z_loss * tile.log_normalizer_C[:, None]
         if self.label_smoothing:
             grad_CV -= self.label_smoothing / grad_CV.shape[1]
         return grad_CV.scatter_add_(1, label_C1, grad_CV.new_full(label_C1.shape, self.label_smoothing - 1))
@@ -191,8 +191,23 @@ class Entropy(Term):
         return TermResult(entropy_C, {})
 
 
+class _Announced(Term):
+    """A term whose signature is final and whose maths is not in this version."""
+
+    name = "announced"
+    tokens = None
+
+    def __post_init__(self) -> None:
+        raise NotImplementedError(
+            f"{type(self).__name__} is not in this version of stillhouse; Distill takes TopK and Chosen signals"
+        )
+
+    def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class SampledKL(Term):
+class SampledKL(_Announced):
     """KL estimated at sampled tokens. "k2" descends reverse KL on-policy, "k3" forward KL. Not in this version."""
 
     labels_T: Tensor
@@ -203,14 +218,9 @@ class SampledKL(Term):
     _: KW_ONLY
     weights_T: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        raise NotImplementedError(
-            "SampledKL is not in this version of stillhouse; Distill takes TopK or Chosen signals"
-        )
-
 
 @dataclass(frozen=True, eq=False)
-class PolicyGradient(Term):
+class PolicyGradient(_Announced):
     """The clipped policy gradient at sampled tokens. Not in this version."""
 
     labels_T: Tensor
@@ -224,9 +234,6 @@ class PolicyGradient(Term):
     temperature: float = 1.0
     _: KW_ONLY
     weights_T: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        raise NotImplementedError("PolicyGradient is not in this version of stillhouse")
 
 
 def check_labels(label_C: Tensor, vocabulary: int) -> None:

@@ -4,6 +4,7 @@ Everything that two terms could compute twice is computed here once. C rows of t
 """
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ class Tile:
             self._student[temperature] = log_probs(self.logits_CV, temperature)
         return self._student[temperature]
 
-    def log_normalizer(self) -> Tensor:
+    @cached_property
+    def log_normalizer_C(self) -> Tensor:
         """log Σ e^logits, [C]."""
         return torch.logsumexp(self.logits_CV, dim=1)
 

@@ -1,0 +1,215 @@
+"""Problems for the objective's tests: leaves, teachers, terms, and what a pass over them gives.
+
+T tokens, D student width, V vocabulary, K ids per token.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective import (
+    CrossEntropy,
+    DenseLogits,
+    Distill,
+    Divergence,
+    Entropy,
+    FullVocab,
+    ObjectiveOutput,
+    OutputHead,
+    Sampled,
+    Signal,
+    Term,
+    TopK,
+    forward_kl,
+)
+
+F_DIVERGENCES = [
+    "forward_kl",
+    "reverse_kl",
+    "jsd(0.3)",
+    "jsd(0.9, normalized=True)",
+    "jsd(1e-06, normalized=True)",
+    "skew_forward_kl(0)",
+    "skew_forward_kl(0.1)",
+    "skew_reverse_kl(0)",
+    "skew_reverse_kl(0.1)",
+    "total_variation",
+    "alpha_beta(0.4, 0.6)",
+    "0.9*forward_kl + 0.1*jsd(0.5)",
+]
+ALPHA_BETAS = [
+    "alpha_beta(0.2, 0.5)",
+    "alpha_beta(2, 1)",
+    "alpha_beta(0.7, 0)",
+    "alpha_beta(0, 0.7)",
+    "alpha_beta(0.5, -0.5)",
+    "alpha_beta(-0.5, 0.5)",
+    "alpha_beta(0, 0)",
+]
+ALL_DIVERGENCES = F_DIVERGENCES + ALPHA_BETAS
+#: without those whose (p/q)^α overflows on peaked rows, as the docstring of alpha_beta says
+DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [each for each in ALPHA_BETAS if "-0.5" not in each]
+TAILS = ["bucket", "renormalize", "drop"]
+SIGNALS = ["full", "dense", *TAILS]
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """What receives a gradient: hidden states [T, D], the head's weight [V, D] and bias [V]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Result:
+    output: ObjectiveOutput
+    gradients: dict[str, Tensor]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_leaves(
+    tokens: int = 37,
+    vocabulary: int = 251,
+    width: int = 16,
+    *,
+    dtype: torch.dtype = torch.float64,
+    sharpness: float = 1.0,
+    bias: bool = True,
+    seed: int = 0,
+) -> Leaves:
+    """Logits of standard deviation `sharpness`."""
+    random = generator(seed)
+    hidden = torch.randn(tokens, width, generator=random, dtype=torch.float64)
+    weight = torch.randn(vocabulary, width, generator=random, dtype=torch.float64) * sharpness / width**0.5
+    bias_V = torch.randn(vocabulary, generator=random, dtype=torch.float64) * 0.1
+    return Leaves(hidden.to(dtype), weight.to(dtype), bias_V.to(dtype) if bias else None)
+
+
+def make_labels(tokens: int = 37, vocabulary: int = 251, *, seed: int = 1) -> Tensor:
+    """Labels with every fifth one absent."""
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator(seed))
+    labels[::5] = -100
+    return labels
+
+
+def make_full(
+    tokens: int = 37,
+    vocabulary: int = 251,
+    width: int = 24,
+    *,
+    dtype: torch.dtype = torch.float64,
+    sharpness: float = 1.0,
+    seed: int = 2,
+    **head_options: Any,
+) -> FullVocab:
+    """A teacher of another width."""
+    leaves = make_leaves(tokens, vocabulary, width, dtype=dtype, sharpness=sharpness, bias=False, seed=seed)
+    return FullVocab(leaves.hidden, OutputHead(leaves.weight, **head_options))
+
+
+def make_topk(
+    log_probs_TV: Tensor, entries: int = 8, *, tail: str = "bucket", send_tail: bool = True, seed: int = 3
+) -> TopK:
+    """The teacher's likeliest ids in random order, the last of each second row absent."""
+    log_p_TK, ids_TK = log_probs_TV.topk(entries, dim=1)
+    order = torch.randperm(entries, generator=generator(seed))
+    log_p_TK, ids_TK = log_p_TK[:, order].contiguous(), ids_TK[:, order].contiguous()
+    ids_TK[::2, -1] = -1
+    outside_TV = log_probs_TV.scatter(1, ids_TK.clamp(min=0), -torch.inf)
+    outside_TV[::2, 0] = torch.where((ids_TK[::2, :-1] == 0).any(1), -torch.inf, log_probs_TV[::2, 0])
+    tail_T = torch.logsumexp(outside_TV, 1) if send_tail and tail == "bucket" else None
+    return TopK(ids_TK, log_p_TK, tail=tail, tail_log_prob_T=tail_T)  # type: ignore[arg-type]
+
+
+def make_signal(
+    kind: str,
+    tokens: int = 37,
+    vocabulary: int = 251,
+    *,
+    dtype: torch.dtype = torch.float64,
+    sharpness: float = 1.0,
+    temperature: float = 1.0,
+    entries: int = 8,
+) -> Signal:
+    """A signal by its name in `SIGNALS`; sparse ones carry log-probabilities at the temperature."""
+    if kind == "full":
+        return make_full(tokens, vocabulary, dtype=dtype, sharpness=sharpness)
+    logits = torch.randn(tokens, vocabulary, generator=generator(4), dtype=torch.float64) * sharpness
+    if kind == "dense":
+        return DenseLogits(logits.to(dtype))
+    signal = make_topk(torch.log_softmax(logits / temperature, 1), entries, tail=kind)
+    return converted(signal, dtype)
+
+
+def every_term(tokens: int = 37, vocabulary: int = 251, *, dtype: torch.dtype = torch.float64) -> list[Term]:
+    """One term of each kind, some with a weight of their own, two that share a signal."""
+    full = make_full(tokens, vocabulary, dtype=dtype)
+    own = torch.rand(tokens, generator=generator(5)).to(dtype)
+    ids = torch.randint(-1, vocabulary, (tokens, 6), generator=generator(6))
+    return [
+        CrossEntropy(make_labels(tokens, vocabulary), 0.3, label_smoothing=0.1, z_loss=1e-2),
+        Distill(full, forward_kl(), 0.7, 1.5, scale_by_temperature_squared=True),
+        Distill(full, 0.5 * forward_kl() + forward_kl(), 0.2, 1.5, weights_T=own),
+        Distill(make_signal("bucket", tokens, vocabulary, dtype=dtype), forward_kl(), 0.4),
+        Distill(Sampled(ids, torch.rand(tokens, 6, generator=generator(7)).to(dtype)), forward_kl(), 0.1, 0.8),
+        Entropy(-0.05, 1.3),
+    ]
+
+
+def converted(value: Any, dtype: torch.dtype) -> Any:
+    """A term, signal or head with its floating tensors in another dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Divergence):
+        fields = [each for each in dataclasses.fields(value) if each.init]
+        return dataclasses.replace(
+            value, **{each.name: converted(getattr(value, each.name), dtype) for each in fields}
+        )
+    return value
+
+
+def run(
+    objective: Callable[..., ObjectiveOutput],
+    leaves: Leaves,
+    terms: Sequence[Term],
+    *,
+    head: dict[str, Any] | None = None,
+    upstream: float = 1.0,
+    **options: Any,
+) -> Result:
+    """The objective and its gradients on fresh copies of the leaves."""
+    fresh = {name: leaf.detach().clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
+    output = objective(
+        fresh["hidden"], OutputHead(fresh["weight"], fresh.get("bias"), **(head or {})), terms, **options
+    )
+    (output.loss * upstream).backward()
+    return Result(output, {name: leaf.grad for name, leaf in fresh.items() if leaf.grad is not None})
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """‖actual − expected‖ / ‖expected‖ in float64."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
+
+
+def assert_same(actual: Result, expected: Result, *, within: float = 1e-12) -> None:
+    """Loss, every gradient, and every value per token."""
+    assert distance(actual.output.loss, expected.output.loss) <= within
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert actual.gradients[name].dtype == gradient.dtype
+        assert distance(actual.gradients[name], gradient) <= within, name
+    for name, values in expected.output.per_token.items():
+        assert distance(actual.output.per_token[name], values) <= within, name
+        torch.testing.assert_close(
+            actual.output.metrics[name], expected.output.metrics[name], rtol=within, atol=within
+        )

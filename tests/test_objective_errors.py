@@ -1,0 +1,151 @@
+"""Misuse of the objective: each error names what came and what was expected."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from objective_cases import make_full, make_labels, make_leaves
+from torch import Tensor
+
+from stillhouse.objective import (
+    Chosen,
+    CrossEntropy,
+    DenseLogits,
+    Distill,
+    Entropy,
+    FullVocab,
+    OutputHead,
+    PolicyGradient,
+    Sampled,
+    SampledKL,
+    Term,
+    TopK,
+    VocabShard,
+    forward_kl,
+    linear_log_probs,
+    linear_objective,
+    logits_objective,
+    reverse_kl,
+)
+
+T, V, D = 37, 251, 16
+CE = [CrossEntropy(make_labels())]
+IDS, LOG_PROBS = torch.zeros(T, 4, dtype=torch.int64), torch.zeros(T, 4)
+ERRORS: dict[str, tuple[Any, str]] = {
+    "hidden width": (
+        lambda: objective(hidden=torch.zeros(T, 9)),
+        "hidden_TD of shape (37, 9): expected [tokens, 16]",
+    ),
+    "hidden dims": (lambda: objective(hidden=torch.zeros(2, T, D)), "hidden_TD of shape (2, 37, 16)"),
+    "head dims": (lambda: OutputHead(torch.zeros(V)), "head weight of shape (251,)"),
+    "head scalar": (lambda: OutputHead(torch.zeros(())), "head weight of shape ()"),
+    "bias": (lambda: OutputHead(torch.zeros(V, D), torch.zeros(9)), "head bias of shape (9,): expected (251,)"),
+    "vocab_size": (lambda: OutputHead(torch.zeros(V, D), vocab_size=252), "vocab_size=252: expected 1 to 251"),
+    "softcap": (lambda: OutputHead(torch.zeros(V, D), softcap=0.0), "softcap=0.0"),
+    "labels": (
+        lambda: objective([CrossEntropy(torch.zeros(9, dtype=torch.int64))]),
+        "terms[0] (cross_entropy) has 9 tokens, the student 37",
+    ),
+    "labels' dims": (lambda: CrossEntropy(torch.zeros(2, 9, dtype=torch.int64)), "labels_T of shape (2, 9)"),
+    "labels' dtype": (
+        lambda: CrossEntropy(torch.zeros(9)),
+        "labels_T of dtype torch.float32: expected int32 or int64",
+    ),
+    "label too large": (
+        lambda: objective([CrossEntropy(torch.full((T,), 251))]),
+        "labels_T holds 251: expected labels below 251",
+    ),
+    "label beyond the real rows": (
+        lambda: objective([CrossEntropy(torch.full((T,), 250))], vocab_size=250),
+        "expected labels below 250",
+    ),
+    "smoothing": (lambda: CrossEntropy(make_labels(), label_smoothing=1.0), "label_smoothing=1.0"),
+    "z-loss": (lambda: CrossEntropy(make_labels(), z_loss=-1.0), "z_loss=-1.0"),
+    "weights": (lambda: objective(weights_T=torch.ones(9)), "weights_T of shape (9,): expected (37,)"),
+    "weights' dims": (lambda: objective(weights_T=torch.ones(T, 1)), "weights_T of shape (37, 1): expected (37,)"),
+    "own weights": (lambda: objective([Entropy(1.0, weights_T=torch.ones(9))]), "terms[0].weights_T of shape (9,)"),
+    "mask as index": (
+        lambda: objective(valid_index=torch.ones(T, dtype=torch.bool)),
+        "valid_index of shape (37,) and dtype torch.bool",
+    ),
+    "no terms": (lambda: objective([]), "no terms: expected at least one"),
+    "normalizer": (lambda: objective(normalizer=0), "normalizer=0: expected the positive number"),
+    "nan normalizer": (lambda: objective(normalizer=float("nan")), "normalizer=nan"),
+    "chunk": (lambda: objective(chunk_tokens=0), "chunk_tokens=0: expected 1 or more"),
+    "teacher's width": (
+        lambda: FullVocab(torch.zeros(T, 9), OutputHead(torch.zeros(V, 24))),
+        "hidden_TE of shape (37, 9): expected [tokens, 24]",
+    ),
+    "teacher's tokens": (
+        lambda: objective([Distill(make_full(36), forward_kl())]),
+        "terms[0] (forward_kl) has 36 tokens, the student 37",
+    ),
+    "teacher's columns": (
+        lambda: objective([Distill(DenseLogits(torch.zeros(T, 256)), forward_kl())]),
+        "teacher logits over 256 tokens, student over 251",
+    ),
+    "teacher's dims": (lambda: DenseLogits(torch.zeros(2, T, V)), "logits_TV of shape (2, 37, 251)"),
+    "two vocabularies": (
+        lambda: objective([Distill(make_full(vocab_size=240), forward_kl())], vocab_size=250),
+        "vocab_size [240, 250]; expected one number",
+    ),
+    "vocabulary beyond the teacher": (
+        lambda: objective([Distill(make_full(vocabulary=240), forward_kl())], vocab_size=250),
+        "vocab_size=250 on one side, 240 rows on another",
+    ),
+    "entries": (lambda: TopK(IDS, LOG_PROBS[:, :3]), "ids_TK of shape (37, 4) and log_probs_TK of shape (37, 3)"),
+    "no entries": (lambda: TopK(IDS[:, :0], LOG_PROBS[:, :0]), "one entry or more"),
+    "ids' dtype": (lambda: TopK(LOG_PROBS, LOG_PROBS), "ids_TK of dtype torch.float32: expected int32 or int64"),
+    "tail": (lambda: TopK(IDS, LOG_PROBS, tail="floor"), "tail='floor': expected one of bucket, renormalize, drop"),  # type: ignore[arg-type]
+    "tail's shape": (
+        lambda: TopK(IDS, LOG_PROBS, tail_log_prob_T=torch.zeros(T, 1)),
+        "tail_log_prob_T of shape (37, 1): expected (37,)",
+    ),
+    "draws": (lambda: Sampled(IDS, LOG_PROBS[0]), "ids_TM of shape (37, 4) and weights_TM of shape (4,)"),
+    "draws' divergence": (
+        lambda: Distill(Sampled(IDS, LOG_PROBS), reverse_kl()),
+        "estimate forward_kl only, not reverse_kl",
+    ),
+    "temperature": (
+        lambda: Distill(make_full(), forward_kl(), temperature=0.0),
+        "temperature=0.0: expected a positive number",
+    ),
+    "nan temperature": (lambda: Entropy(1.0, temperature=float("nan")), "temperature=nan"),
+    "other temperature": (
+        lambda: Distill(Chosen(IDS, LOG_PROBS, temperature=1.0), forward_kl(), temperature=2.0),
+        "taken at temperature 1.0, the term asks for 2.0",
+    ),
+    "logits' dims": (lambda: logits_objective(torch.zeros(2, T, V), CE), "logits_TV of shape (2, 37, 251)"),
+}
+
+
+def objective(terms: list[Term] = CE, hidden: Tensor | None = None, **options: Any) -> None:  # type: ignore[assignment]
+    leaves = make_leaves(dtype=torch.float32)
+    head = OutputHead(leaves.weight, leaves.bias, vocab_size=options.pop("vocab_size", None))
+    linear_objective(leaves.hidden if hidden is None else hidden, head, terms, **options)
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_what_came_and_what_was_expected(case: str) -> None:
+    call, message = ERRORS[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def test_what_is_not_in_this_version_says_so() -> None:
+    part = OutputHead(torch.zeros(V, D), shard=VocabShard(0, V, None))
+    assert linear_objective(torch.zeros(T, D), part, CE).loss > 0
+    part = dataclasses.replace(part, shard=VocabShard(0, 2 * V, None))
+    for call in (
+        lambda: linear_objective(torch.zeros(T, D), part, CE),
+        lambda: logits_objective(torch.zeros(T, V), CE, shard=VocabShard(V, 2 * V, None)),
+        lambda: linear_log_probs(torch.zeros(T, D), part, make_labels()),
+        lambda: SampledKL(make_labels(), torch.zeros(T)),
+        lambda: PolicyGradient(make_labels(), torch.zeros(T), torch.zeros(T)),
+    ):
+        with pytest.raises(NotImplementedError, match="this version"):
+            call()
+    with pytest.raises(ValueError, match="start ≤ stop"):
+        VocabShard(5, 3, None)
