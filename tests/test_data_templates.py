@@ -8,6 +8,7 @@ from tokenizers import processors
 from toy_tokenizer import toy_backend, toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from stillhouse.data.chat import ANCHOR
 from stillhouse.data.templates import Encoded, RecordError, Tokens, template_for
 
 BOS, EOS = 1, 2
@@ -131,18 +132,111 @@ def test_the_space_after_the_last_turn_stays_a_target_where_no_marker_ends_the_t
     assert targets_text(encode({"messages": CHAT}, tokenizer), tokenizer) == " Paris is\n four\n"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_a_template_that_drops_earlier_thoughts() -> None:
+    tokenizer = toy_tokenizer(chat="reasoning")
+    encoded = encode({"messages": CHAT}, tokenizer)
+    assert encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert targets_text(encoded, tokenizer) == " Paris is<|im_end|><think>\n\n</think>\nfour<|im_end|>"
+    last = encode({"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer)
+    assert targets_text(last, tokenizer) == "<think>\n\n</think>\nfour<|im_end|>"
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("opener", ["", "<think>\n"])
+def test_the_thoughts_that_are_shown_are_targets(inline: bool, opener: str) -> None:
+    tokenizer = toy_tokenizer(chat="reasoning")
+    assert isinstance(tokenizer.chat_template, str)
+    # Where the generation prompt opens the thoughts, an earlier turn has no such text to begin behind. Its
+    # content begins like it, but is the assistant's from the first character on.
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ '" + opener.replace("\n", "\\n") + "' }}{% endif %}"
+    said = {2: ("Of cheese.", "<table>"), 4: ("Two, then two.", "four")}
+    messages: list[dict[str, Any]] = list(CHAT)
+    for index, (thoughts, answer) in said.items():
+        content = f"<think>\n{thoughts}\n</think>{answer}" if inline else answer
+        messages[index] = {"role": "assistant", "content": content}
+        if not inline:
+            messages[index]["reasoning_content"] = thoughts
+    encoded = encode({"messages": messages}, tokenizer)
+    shown = "<think>\nTwo, then two.\n</think>\n".removeprefix(opener)
+    assert targets_text(encoded, tokenizer) == f"<table><|im_end|>{shown}four<|im_end|>"
+
+
+@pytest.mark.parametrize("content", ["", " ", "Let me see."])
+def test_a_tool_call_in_an_earlier_turn(content: str) -> None:
+    tokenizer = toy_tokenizer(chat="reasoning")
+    call = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "add"}}]}
+    messages = [CHAT[1], call, {"role": "tool", "content": "4"}, *CHAT[2:]]
+    said = content + "\n\n" if content else ""
+    expected = f"{said}<tool>add</tool><|im_end|> Paris is<|im_end|><think>\n\n</think>\nfour<|im_end|>"
+    assert targets_text(encode({"messages": messages}, tokenizer), tokenizer) == expected
+
+
+@pytest.mark.parametrize("chat", ["plain", "reasoning"])
+def test_markers_that_the_user_quotes_are_not_the_templates(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    quoted = "Is <|im_start|>assistant\nfour<|im_end|>\n a turn? <think></think><|im_start|>assistant\n"
+    messages = [{"role": "user", "content": quoted}, *CHAT[2:4], CHAT[4] | {"content": quoted.split("?")[0]}]
+    thoughts = "<think>\n\n</think>\n" if chat == "reasoning" else ""
+    expected = f" Paris is<|im_end|>{thoughts}Is <|im_start|>assistant\nfour<|im_end|>\n a turn<|im_end|>"
+    assert targets_text(encode({"messages": messages}, tokenizer), tokenizer) == expected
+
+
+def test_an_end_that_only_the_last_turn_has() -> None:
     tokenizer = toy_tokenizer(chat="plain")
-    tokenizer.chat_template = (  # as reasoning models do: only the last turn shows that it thought
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
-        "{% if loop.last and message.role == 'assistant' %}{{ '<think></think>' }}{% endif %}"
-        "{{ message.content + '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
+    tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    targets = targets_text(encode({"messages": CHAT}, tokenizer), tokenizer)
+    assert targets == " Paris is<|im_end|>four<|im_end|>\n</s>"
+    called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]  # the token might open the call
     with pytest.raises(RecordError, match="renders the first 3 messages differently alone"):
+        encode({"messages": called}, tokenizer)
+
+
+def turns(content: str, prompt: str = "<|im_start|>assistant\\n", heading: str = "'\\n'") -> str:
+    """A template for tests: Jinja expressions for a turn's content and what stands before it."""
+    return (
+        "{% for message in messages %}{% set last = loop.last %}{% set assistant = message.role == 'assistant' %}"
+        "{{ '<|im_start|>' + message.role + " + heading + " + (" + content + ") + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '" + prompt + "' }}{% endif %}"
+    )
+
+
+OPENS = "<|im_start|>assistant\\n<think>"
+THINKS = "('<think></think>' if last and assistant else '') + message.content"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (turns("message.content + (' /think' if last else '')"), "first 2 messages and the generation prompt"),
+        (turns("message.content + (message.content if last else '')"), "first 2 messages and the generation prompt"),
+        (turns("message.content", prompt="<|im_start|>model\\n"), "first 2 messages and the generation prompt"),
+        # The last turn shows no thoughts although the prompt opens them: the record's own were dropped.
+        (turns("message.content.split('</think>')[-1]", prompt=OPENS), "first 4 messages and the generation"),
+        # The heading depends on the content, so that the anchor's tells nothing.
+        (turns(THINKS, OPENS, "('' if message.content[0] == ' ' else '\\n')"), "first 2 messages and the gen"),
+        # The generation prompt already holds the answer.
+        (turns("message.content", "<|im_start|>assistant\\n Paris is<|im_end|>\\n<|im_start|>"), "first 3 messages"),
+        # The anchor is dropped, or it changes what stands elsewhere: in the whole, or in the beginning.
+        (turns("'gone' if assistant and not messages[4:] else message.content"), "first 3 messages"),
+        (turns(THINKS) + "{% if messages[4:] %}{{ messages[2].content | length }}{% endif %}", "first 3 messages"),
+        (turns(THINKS) + "{% if messages[-1].content == ' Paris is' %}{{ '!' }}{% endif %}", "first 3 messages"),
+    ],
+)
+def test_a_template_that_leaves_the_turns_unclear_is_refused(template: str, reason: str) -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = template
+    with pytest.raises(RecordError, match=f"renders the {reason}"):
         encode({"messages": CHAT}, tokenizer)
-    last = encode({"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer)  # the way out that the error names
-    assert targets_text(last, tokenizer) == "<think></think>four<|im_end|>"
+
+
+def test_text_that_holds_the_anchor_is_right_or_refused() -> None:
+    tokenizer = toy_tokenizer(chat="reasoning")
+    answered = [CHAT[1], CHAT[2] | {"content": ANCHOR}, *CHAT[3:]]
+    expected = f"{ANCHOR}<|im_end|><think>\n\n</think>\nfour<|im_end|>"
+    assert targets_text(encode({"messages": answered}, tokenizer), tokenizer) == expected
+    asked = [CHAT[1] | {"content": ANCHOR}, *CHAT[2:]]
+    with pytest.raises(RecordError, match="renders the first 2 messages differently alone"):
+        encode({"messages": asked}, tokenizer)
 
 
 def test_a_template_that_refuses_gives_its_reason() -> None:

@@ -1,8 +1,9 @@
 """Small real tokenizers for tests: byte-level BPE, trained in this process on a few lines of text.
 
 `toy_tokenizer()` gives a tokenizer of about 400 entries with bos, eos and pad; `save_toy_tokenizer` writes
-it as a Hugging Face folder. The two chat templates render the same text; one marks the assistant's part
-with `{% generation %}`, the other, like most templates in use, does not.
+it as a Hugging Face folder. Two of the chat templates render the same text; one marks the assistant's part
+with `{% generation %}`, the other, like most templates in use, does not. The third does as those of
+reasoning models do: turns before the last question lose their thoughts, the others show them, if empty.
 """
 
 from pathlib import Path
@@ -30,7 +31,20 @@ GENERATION_TEMPLATE = (
     + "{% endif %}{% endfor %}"
     + _PROMPT
 )
-TEMPLATES = {"plain": PLAIN_TEMPLATE, "generation": GENERATION_TEMPLATE}
+REASONING_TEMPLATE = (
+    "{% set last = namespace(question=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% set parts = message.content.split('</think>') %}"
+    "{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and loop.index0 > last.question %}"
+    "{% set thoughts = message.reasoning_content or (parts[0] | replace('<think>', '') if parts[1:] else '') %}"
+    "{{ '<think>\n' + thoughts | trim + '\n</think>\n' }}{% endif %}"
+    "{{ parts[-1] }}{% if message.tool_calls %}{{ '\n\n' if parts[-1] else '' }}"
+    "{{ '<tool>' + message.tool_calls[0].function.name + '</tool>' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}" + _PROMPT
+)
+TEMPLATES = {"plain": PLAIN_TEMPLATE, "generation": GENERATION_TEMPLATE, "reasoning": REASONING_TEMPLATE}
+Chat = Literal["plain", "generation", "reasoning"]
 
 
 def toy_backend(*, text: list[str] | None = None, vocabulary: int = 400) -> Tokenizer:
@@ -50,7 +64,7 @@ def toy_backend(*, text: list[str] | None = None, vocabulary: int = 400) -> Toke
 
 def toy_tokenizer(
     *,
-    chat: Literal["plain", "generation"] | None = None,
+    chat: Chat | None = None,
     adds_bos: bool = True,
     adds_eos: bool = False,
     backend: Tokenizer | None = None,
@@ -71,9 +85,7 @@ def toy_tokenizer(
     return tokenizer
 
 
-def save_toy_tokenizer(
-    folder: Path, *, chat: Literal["plain", "generation"] | None = None, adds_bos: bool = True
-) -> Path:
+def save_toy_tokenizer(folder: Path, *, chat: Chat | None = None, adds_bos: bool = True) -> Path:
     """Write a toy tokenizer as a Hugging Face folder and return the folder."""
     toy_tokenizer(chat=chat, adds_bos=adds_bos).save_pretrained(folder)
     return folder

@@ -24,11 +24,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from stillhouse.data.chat import Message, Span, TurnError, Turns
 from stillhouse.data.reading import describe
 
 Tokens = Literal["completion", "all"]
-Span = tuple[int, int]
-Message = dict[str, Any]
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 
@@ -139,10 +138,8 @@ class CompletionTemplate:
 class ChatTemplate:
     """Conversations through the tokenizer's chat template, which writes all special tokens itself.
 
-    Which characters are the assistant's: the template's own `{% generation %}` blocks where it has them;
-    otherwise the conversation is rendered up to each assistant turn (with the generation prompt) and to its
-    end, and both must be prefixes of the whole. Of prompt + completion, only the completion's assistant
-    turns are targets.
+    Which characters are the assistant's: the template's own `{% generation %}` blocks where it has them,
+    otherwise what `Turns` finds. Of prompt + completion, only the completion's assistant turns are targets.
     """
 
     splits = False
@@ -170,6 +167,8 @@ class ChatTemplate:
             body, spans = self._with_spans(messages, first)
         except (TemplateError, TypeError) as error:
             raise RecordError(f"the chat template refuses the messages: {error}") from error
+        except TurnError as error:
+            raise RecordError(str(error)) from error
         _check_encodable(body, self.columns[0])
         return Rendered(body, spans=tuple(spans))
 
@@ -189,12 +188,15 @@ class ChatTemplate:
     def _text(self, messages: list[Message], prompt: bool = False) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
 
+    def _turns(self, messages: list[Message], body: str) -> Turns:
+        return Turns(self._text, messages, body, self.special)
+
     def _with_spans(self, messages: list[Message], first: int) -> tuple[str, list[Span]]:
         """The whole conversation, and the ranges in it that are targets, from message `first` on."""
         if self.marks_generation and not self.every:
             return self._with_marked_spans(messages, first)
         body = self._text(messages)
-        return body, [(0, len(body))] if self.every else self._spans_by_prefix(messages, first, body)
+        return body, [(0, len(body))] if self.every else self._turns(messages, body).spans(first)
 
     def _with_marked_spans(self, messages: list[Message], first: int) -> tuple[str, list[Span]]:
         # Not `return_assistant_tokens_mask`: it looks up single characters, and where the tokenizer's
@@ -207,35 +209,8 @@ class ChatTemplate:
         )
         if first == 0:
             return bodies[0], spans[0]
-        start = self._prefix(messages[:first], bodies[0], prompt=messages[first]["role"] == "assistant")
+        start = self._turns(messages, bodies[0]).edge(first, prompt=messages[first]["role"] == "assistant")
         return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
-
-    def _spans_by_prefix(self, messages: list[Message], first: int, body: str) -> list[Span]:
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant" and index >= first:
-                start = self._prefix(messages[:index], body, prompt=True)
-                stop = self._prefix(messages[: index + 1], body, prompt=False)
-                spans.append((start, self._end_of_turn(body, start, stop)))
-        return spans
-
-    def _prefix(self, messages: list[Message], body: str, *, prompt: bool) -> int:
-        """The length of the conversation's beginning, rendered alone; RecordError if it is no prefix."""
-        beginning = self._text(messages, prompt) if messages else None
-        if beginning is not None and body.startswith(beginning):
-            return len(beginning)
-        raise RecordError(
-            "the assistant's tokens cannot be told apart: the chat template renders the first "
-            f"{len(messages)} messages{' and the generation prompt' if prompt else ''} differently alone and "
-            "within the whole conversation (reasoning templates rewrite earlier turns); give the last turn "
-            "alone as 'prompt' and 'completion' (lists of messages), or use a chat template with "
-            "{% generation %} blocks"
-        )
-
-    def _end_of_turn(self, body: str, start: int, stop: int) -> int:
-        """Without the white space after the marker that ends the turn: nobody generates it."""
-        turn = body[start:stop].rstrip()
-        return start + len(turn) if turn.endswith(self.special) else stop
 
 
 def _chat_encoded(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:
