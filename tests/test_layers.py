@@ -44,5 +44,7 @@ def test_no_broad_except() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ExceptHandler):
-                caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
+                caught = (
+                    {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
+                )
                 assert not caught & {"all", "Exception", "BaseException"}, f"{path}:{node.lineno}"

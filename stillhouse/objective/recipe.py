@@ -5,6 +5,7 @@ The grammar of `parse_divergence` with three more names: `cross_entropy(label_sm
 the tile; its name in metrics is their expression.
 """
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -98,6 +99,9 @@ def parse_recipe(text: str, temperature: float = 1.0, scale_by_temperature_squar
 
 
 def _check_coefficients(own: dict[str, Part], text: str) -> None:
+    for name, part in own.items():
+        if not math.isfinite(part.coefficient):
+            raise ValueError(f"{part.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
     for name in ("cross_entropy", "z_loss"):
         if name in own and not own[name].coefficient > 0:
             raise ValueError(f"{own[name].coefficient:g}*{name} in {text!r}: expected a positive coefficient")

@@ -17,7 +17,7 @@ from stillhouse.models import Decoder
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.recipe import Recipe
 from stillhouse.train.finite import stop_unless_finite
-from stillhouse.train.folder import resumable
+from stillhouse.train.folder import RunFolder, require_same_data, resumable
 from stillhouse.train.session import Session, data_reports, prepare
 from stillhouse.train.step import clip_gradients, forward_backward, summed_metrics
 
@@ -27,13 +27,17 @@ _SAMPLE = 600
 
 def check(config: RunConfig) -> None:
     """Print the findings. Raises what the run itself would raise, before it has cost anything."""
-    resume = resumable(config)
+    resume, folder = resumable(config), RunFolder(Path(config.out))
     session = prepare(config)
-    for line in _lines(session, resume):
-        print(line)
+    if resume is not None:
+        require_same_data(resume, folder, session.data)
+    state = f"resumes from {resume.name}" if resume else "a new run"
+    for line in _lines(session, "holds this run, complete" if folder.complete else state):
+        print(line, flush=True)
 
 
-def _lines(session: Session, resume: Path | None) -> Iterator[str]:
+def _lines(session: Session, state: str) -> Iterator[str]:
+    """`state`: of the run folder."""
     config, plan = session.config, session.plan
     yield _row("student", _model_line(session.student))
     if session.teacher is not None:
@@ -51,7 +55,7 @@ def _lines(session: Session, resume: Path | None) -> Iterator[str]:
         f"{plan.steps:,} of {plan.sequences_per_step} sequences (at most {config.data.max_tokens:,} tokens each), "
         f"{plan.rows_per_micro_batch} to a micro-batch",
     )
-    yield _row("run folder", f"{config.out}: {f'resumes from {resume.name}' if resume else 'a new run'}")
+    yield _row("run folder", f"{config.out}: {state}")
     yield _row("sample", f"{session.train.documents.sources[0]}, what is to be predicted in ⟦ ⟧:")
     yield _sample(session, session.train.documents)
     yield from _step_lines(session)
@@ -89,9 +93,7 @@ def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 def _step_lines(session: Session) -> Iterator[str]:
     """One step without its update: time, peak memory, loss, and what each term contributes to the gradient."""
-    batches = [
-        session.train.batch(rows).to(session.device) for rows in session.plan.micro_batches(session.train, 0)
-    ]
+    batches = [session.train.batch(rows).to(session.device) for rows in session.plan.micro_batches(session.train, 0)]
     parameters = [each for each in session.student.parameters() if each.requires_grad]
     with PeakMemory(session.device) as memory:
         started = time.monotonic()

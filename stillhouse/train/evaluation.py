@@ -7,8 +7,8 @@ import torch
 from stillhouse.data import Batch
 from stillhouse.models import evaluating
 from stillhouse.objective import ObjectiveOutput
-from stillhouse.objective.recipe import Recipe
 from stillhouse.objective.divergence import forward_kl
+from stillhouse.objective.recipe import Recipe
 from stillhouse.train.session import Session
 from stillhouse.train.step import ObjectiveContext, objective_processor, summed_metrics
 

@@ -1,32 +1,39 @@
 """Stopping at a loss or a gradient that is not finite, before it reaches a weight, and saying where it came from."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from stillhouse.data import Batch
+from stillhouse.data import Batch, make_batch
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.train.session import Session
-from stillhouse.train.step import forward_backward
+from stillhouse.train.step import clip_gradients, forward_backward
 
 #: sources of samples that an error names
 _NAMED = 5
 
 
 def stop_unless_finite(
-    session: Session, step: int, batches: Sequence[Batch], outputs: Sequence[ObjectiveOutput], loss: float, norm: float
+    session: Session,
+    step: int,
+    batches: Sequence[Batch],
+    outputs: Sequence[ObjectiveOutput],
+    loss: float,
+    norm: float,
 ) -> None:
     """Raise ValueError if the step's loss or gradient norm is NaN or infinite. The weights are still untouched."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
     findings = _losses(session, batches, outputs) or _gradients(session, batches)
+    session.student.zero_grad(set_to_none=True)
     where = "; ".join(findings) or "in no single micro-batch: the sum over them overflowed"
     what = "loss" if not math.isfinite(loss) else "gradient"
     raise ValueError(
         f"step {step}: the {what} is not finite (loss {loss:g}, gradient norm {norm:g}): {where}. "
         "Nothing of this step was applied; the last checkpoint is intact. A lower train.learning_rate, "
-        "train.precision=fp32, or leaving these samples out are the usual remedies"
+        "train.precision=fp32, or leaving these samples out are the usual remedies: a run in another folder takes "
+        "them on with checkpoint.resume=<that checkpoint>"
     )
 
 
@@ -47,8 +54,7 @@ def _gradients(session: Session, batches: Sequence[Batch]) -> list[str]:
     """Which micro-batches' gradients are not finite, each run again by itself; the first bad parameter names it."""
     findings = []
     for batch in batches:
-        session.student.zero_grad(set_to_none=True)
-        forward_backward(session.student, session.teacher, [batch], session.recipe, precision=session.precision())
+        _run_again(session, batch)
         bad = [
             name
             for name, parameter in session.student.named_parameters()
@@ -57,11 +63,38 @@ def _gradients(session: Session, batches: Sequence[Batch]) -> list[str]:
         if bad:
             documents = set(batch.document_T[batch.valid_index].tolist())
             findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {_sources(session, documents)}")
-    session.student.zero_grad(set_to_none=True)
     return findings
 
 
-def _sources(session: Session, documents: set[int]) -> str:
-    sources = [session.train.documents.sources[document] for document in sorted(documents) if document >= 0]
-    more = f" and {len(sources) - _NAMED} more" if len(sources) > _NAMED else ""
-    return ", ".join(sources[:_NAMED]) + more
+def _sources(session: Session, documents: Iterable[int]) -> str:
+    """The places of those documents that fail by themselves: a NaN reaches all that are packed into its row."""
+    candidates = sorted(documents)
+    found: list[int] = []
+    for document in candidates:
+        if len(found) == _NAMED:
+            break
+        if _fails_alone(session, document):
+            found.append(document)
+    named = (found or candidates)[:_NAMED]
+    sources = ", ".join(session.train.documents.sources[document] for document in named)
+    return f"{sources} and maybe others" if len(named) == _NAMED < len(candidates) else sources
+
+
+def _fails_alone(session: Session, document: int) -> bool:
+    output = _run_again(session, make_batch(session.train.documents, [[document]]).to(session.device))
+    norm = clip_gradients(session.student.parameters(), 0.0)
+    return not bool(output.loss.isfinite() & norm.isfinite())
+
+
+def _run_again(session: Session, batch: Batch) -> ObjectiveOutput:
+    """One micro-batch by itself; its gradient is the student's afterwards."""
+    session.student.zero_grad(set_to_none=True)
+    (output,) = forward_backward(
+        session.student,
+        session.teacher,
+        [batch],
+        session.recipe,
+        precision=session.precision(),
+        chunk_tokens=session.config.objective.chunk_tokens,
+    )
+    return output

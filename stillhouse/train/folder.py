@@ -1,6 +1,6 @@
 """The run folder: who may write to it, and what every run leaves in it.
 
-    config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  model/  report.html
+config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  model/  report.html
 """
 
 import json
@@ -16,12 +16,20 @@ import torch
 import transformers
 
 import stillhouse
-from stillhouse.config import RunConfig, dump_config, load_config
-from stillhouse.train.checkpoint import checkpoints, remove_unfinished
+from stillhouse.config import ConfigError, RunConfig, dump_config, load_config
+from stillhouse.train.checkpoint import checkpoints, read_progress, remove_unfinished
 
-#: what may change between a run and its resumption: none of it changes a weight
-_FREE = {"eval", "checkpoint", "track", "device"}
-_FREE_TRAIN = {"micro_batch_tokens", "activation_checkpointing"}
+#: what may change between a run and its resumption: sections and keys that decide no weight but by rounding
+_FREE = {
+    "out",
+    "eval",
+    "checkpoint",
+    "track",
+    "device",
+    "objective.chunk_tokens",
+    "train.micro_batch_tokens",
+    "train.activation_checkpointing",
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,9 @@ class RunFolder:
         return self.path / "model"
 
     @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+    def complete(self) -> bool:
+        """Whether the run has reached its end: the model is the last thing that it writes."""
+        return self.model.is_dir()
 
     def write_json(self, name: str, content: Any) -> None:
         """Written beside and renamed, so that a reader never sees half a file."""
@@ -52,13 +61,12 @@ class RunFolder:
         os.replace(partial, self.path / name)
 
 
-def claim(config: RunConfig) -> RunFolder:
+def claim(folder: RunFolder, config: RunConfig) -> None:
     """Make the folder this run's, after `resumable` has found it free."""
-    folder = RunFolder(Path(config.out))
-    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.write_text("config.yaml", dump_config(config))  # first, since it is what says whose folder this is
+    folder.checkpoints.mkdir(exist_ok=True)
     remove_unfinished(folder.checkpoints)
-    folder.write_text("config.yaml", dump_config(config))
-    return folder
 
 
 def resumable(config: RunConfig) -> Path | None:
@@ -71,28 +79,70 @@ def resumable(config: RunConfig) -> Path | None:
     if folder.path.exists() and not folder.path.is_dir():
         raise ValueError(f"out: {folder.path} is a file; expected a folder for the run")
     mode = config.checkpoint.resume
-    if mode not in ("auto", "never"):
-        return Path(mode)
-    if not folder.path.is_dir() or not any(folder.path.iterdir()):
-        return None
-    if mode == "never":
-        raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
-    if not (folder.path / "config.yaml").exists():
-        raise ValueError(f"out: {folder.path} holds other files and no run; choose an empty or a new folder")
-    different = _differences(load_config(str(folder.path / "config.yaml")), config)
+    if folder.path.is_dir() and any(not path.name.endswith(".partial") for path in folder.path.iterdir()):
+        if mode == "never":
+            raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
+        _require_same_run(folder.path, config)
+    own = checkpoints(folder.checkpoints)
+    newest = own[-1] if own else None
+    return newest if mode in ("auto", "never") else _given_checkpoint(Path(mode), newest)
+
+
+def require_same_data(checkpoint: Path, folder: RunFolder, data: dict[str, str]) -> None:
+    """Raise ValueError where a run would go on with other documents than it began with.
+
+    Only for a checkpoint of this run's own folder: one from elsewhere is the start of another run.
+    """
+    if checkpoint.resolve().parent != folder.checkpoints.resolve():
+        return
+    before = read_progress(checkpoint).data
+    different = [f"data.{which}" for which in data if data[which] != before.get(which)]
     if different:
         raise ValueError(
-            f"out: {folder.path} holds another run, with a different {', '.join(different)}; choose another folder, "
+            f"{' and '.join(different)}: the documents have changed since {checkpoint} was written; "
+            "put them back to go on with that run, or choose another folder as out"
+        )
+
+
+def _require_same_run(folder: Path, config: RunConfig) -> None:
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"out: {folder} holds other files and no run; choose an empty or a new folder")
+    try:
+        before = load_config(path)
+    except ConfigError as error:
+        raise ValueError(
+            f"out: {folder} holds something else: {path} is no run's configuration of this version ({error}); "
+            "choose an empty or a new folder"
+        ) from error
+    different = _differences(before, config)
+    if different:
+        raise ValueError(
+            f"out: {folder} holds another run, with a different {', '.join(different)}; choose another folder, "
             "or the same configuration to go on with that run"
         )
-    every = checkpoints(folder.checkpoints)
-    return every[-1] if every else None
 
 
-def environment(session_words: str, seed: int, device: torch.device) -> dict[str, Any]:
+def _given_checkpoint(path: Path, newest: Path | None) -> Path:
+    """The checkpoint that the configuration names, unless it would throw away what the folder's own run has done."""
+    if not (path / "state.json").is_file():
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{path} is not a checkpoint; expected auto, never or <run>/checkpoints/step-<number>",
+        )
+    if newest is not None and newest.resolve() != path.resolve():
+        raise ConfigError(
+            "checkpoint.resume",
+            f"got {path}, but out already holds the run's own {newest}; checkpoint.resume=auto goes on from there, "
+            "and a new folder as out starts from yours",
+        )
+    return path
+
+
+def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
     """What the figures of a run depend on beside its configuration."""
     return {
-        "objective": session_words,
+        "objective": objective,
         "stillhouse": stillhouse.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -111,18 +161,19 @@ def environment(session_words: str, seed: int, device: torch.device) -> dict[str
 
 def _differences(old: RunConfig, new: RunConfig) -> list[str]:
     """The dotted keys that decide the weights and are not equal."""
-    before, after = old.model_dump(), new.model_dump()
-    keys = []
-    for section in before:
-        if section in _FREE or section == "out":
-            continue
-        if not isinstance(before[section], dict) or not isinstance(after[section], dict):
-            keys += [section] if before[section] != after[section] else []
-            continue
-        for name in before[section]:
-            if before[section][name] != after[section][name] and not (section == "train" and name in _FREE_TRAIN):
-                keys.append(f"{section}.{name}")
-    return keys
+    before, after = _values(old), _values(new)
+    return [key for key in before | after if before.get(key) != after.get(key)]
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    """The values that are not free, by their dotted key."""
+    values: dict[str, Any] = {}
+    for section, content in config.model_dump().items():
+        if isinstance(content, dict):
+            values |= {f"{section}.{name}": value for name, value in content.items()}
+        else:
+            values[section] = content
+    return {key: value for key, value in values.items() if not {key, key.partition(".")[0]} & _FREE}
 
 
 def _cpu_name() -> str:

@@ -1,6 +1,6 @@
 """A few held-out documents, token by token: where teacher and student differ, and what each expected.
 
-T tokens of one document, V vocabulary.
+T tokens of one document, E a model's width, V vocabulary.
 """
 
 import hashlib
@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stillhouse.data import Documents, make_batch
-from stillhouse.models import evaluating
-from stillhouse.objective import DenseLogits, Distill, forward_kl, logits_objective
+from stillhouse.objective import Distill, FullVocab, forward_kl, linear_objective
+from stillhouse.objective.head import Projection, common_vocabulary, operand_dtype
 from stillhouse.train.session import Session
 
 DOCUMENTS = 4
@@ -30,8 +29,7 @@ def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
     if session.teacher is None or session.evaluation is None:
         return None
     documents = session.evaluation.documents
-    with evaluating(session.student), session.precision():
-        chosen = [_document(session, documents, document) for document in _choose(documents)]
+    chosen = [_document(session, documents, document) for document in _choose(documents)]
     return {"step": step, "documents": chosen}
 
 
@@ -45,16 +43,15 @@ def _choose(documents: Documents) -> list[int]:
 def _document(session: Session, documents: Documents, document: int) -> dict[str, Any]:
     assert session.teacher is not None
     batch = make_batch(documents, [[document]]).to(session.device)
-    ids_T = batch.input_ids_BS[0, :TOKENS]
-    positions_1T = batch.position_ids_BS[:, :TOKENS]
-    student_TV = session.student(ids_T[None], positions_1T)[0].float()
-    teacher_TV = session.teacher.decoder(ids_T[None], positions_1T)[0].float()
-    rows = min(student_TV.shape[1], teacher_TV.shape[1])
-    student_TV, teacher_TV = student_TV[:, :rows], teacher_TV[:, :rows]
-    output = logits_objective(student_TV, [Distill(DenseLogits(teacher_TV), forward_kl())])
+    teacher = _first_rows(session.teacher.signal(batch))
+    with session.precision():
+        student = _first_rows(session.student.signal(batch.input_ids_BS, batch.position_ids_BS))
+        output = linear_objective(student.hidden_TE, student.head, [Distill(teacher, forward_kl())])
+        rows = common_vocabulary([student.head, teacher.head])
+        student_top = _top(session, student, rows)
     kl = [None, *output.per_token["forward_kl"].tolist()[:-1]]
-    tops = [([], []), *zip(_top(session, teacher_TV), _top(session, student_TV), strict=True)]
-    targets = documents.targets(document)
+    tops = [([], []), *zip(_top(session, teacher, rows), student_top, strict=True)]
+    ids_T, targets = batch.input_ids_BS[0, :TOKENS], documents.targets(document)
     return {
         "source": documents.sources[document],
         "tokens": [
@@ -70,9 +67,15 @@ def _document(session: Session, documents: Documents, document: int) -> dict[str
     }
 
 
-def _top(session: Session, logits_TV: Tensor) -> list[list[tuple[str, float]]]:
-    best = torch.softmax(logits_TV, 1).topk(min(TOP, logits_TV.shape[1]))
+def _first_rows(signal: FullVocab) -> FullVocab:
+    return FullVocab(signal.hidden_TE[:TOKENS], signal.head)
+
+
+def _top(session: Session, signal: FullVocab, rows: int) -> list[list[tuple[str, float]]]:
+    """The likeliest tokens of each position, with the logits that the objective itself sees."""
+    projection = Projection(signal.head, rows, operand_dtype(signal.hidden_TE, signal.head.weight_VD))
+    best = torch.softmax(projection.logits(signal.hidden_TE), 1).topk(min(TOP, rows))
     return [
-        [(session.tokenizer.decode([token]), round(probability, 6)) for token, probability in zip(ids, values, strict=True)]
-        for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        [(session.tokenizer.decode([token]), round(probability, 6)) for token, probability in zip(*pair, strict=True)]
+        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     ]

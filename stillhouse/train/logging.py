@@ -1,5 +1,6 @@
 """What a run says while it runs: metrics.jsonl always, a live line on a terminal, TensorBoard where asked for."""
 
+import importlib.util
 import json
 import math
 import os
@@ -67,8 +68,9 @@ class RunLog:
             self._bar.write(line)
 
     def _write(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
-        record = {"step": step, "tokens": tokens, "seconds": round(self.seconds, 3), **metrics}
-        self._file.write(json.dumps(record) + "\n")
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # NaN is no JSON
+        record = {"step": step, "tokens": tokens, "seconds": round(self.seconds, 3), **finite}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         if self._board is not None:
             for key, value in metrics.items():
@@ -112,9 +114,14 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
+def require_trackers(track: Sequence[str]) -> None:
+    """Raise ValueError for a tracker that is not installed."""
+    if "tensorboard" in track and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'")
+
+
 def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'") from error
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+    from torch.utils.tensorboard import SummaryWriter
+
+    # what an earlier process wrote after the checkpoint is void
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)

@@ -19,7 +19,6 @@ from stillhouse.train.step import (
     make_optimizer,
     optimizer_step,
     summed_metrics,
-    valid_tokens,
 )
 
 
@@ -38,6 +37,9 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
         eps=settings.eps,
     )
     progress = load_checkpoint(resume, student, optimizer) if resume is not None else Progress()
+    progress.data = session.data
+    if progress.step > plan.steps:
+        raise ValueError(f"{resume} is at step {progress.step}, and this run ends at {plan.steps}: nothing to train")
     with RunLog(folder.path, progress, plan.steps, config.track) as log:
         if progress.step == 0 and session.evaluation is not None:
             progress.metrics = evaluate(session)

@@ -46,7 +46,7 @@ def make_plan(train: TrainConfig, sequences: int, max_tokens: int) -> Plan:
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then the schedule by name."""
     warmup = train.warmup * steps if train.warmup < 1 else train.warmup
-    warmup = min(math.ceil(warmup), steps - 1)
+    warmup = min(math.ceil(round(warmup, 6)), steps - 1)  # 0.07 of 100 steps is 7, not 7.000000000000001
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; 1 would be the step after the last

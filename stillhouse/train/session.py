@@ -23,6 +23,7 @@ from stillhouse.data import (
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.teachers import LocalTeacher
+from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
 
 
@@ -40,6 +41,7 @@ class Session:
     plan: Plan
     student: Decoder
     teacher: LocalTeacher | None
+    data: dict[str, str]  # a hash of each split's documents
     warnings: list[str] = field(default_factory=list)
 
     def precision(self) -> torch.autocast:
@@ -47,29 +49,34 @@ class Session:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
 
-def prepare(config: RunConfig) -> Session:
+def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     """Load and check everything. Raises ConfigError for the configuration, ValueError for what it points to.
 
-    Prints the resolved objective first of all: what a run minimises is known before anything is loaded.
+    `announce`: print the resolved objective first of all, before anything is loaded.
     """
     recipe = parse_objective(config)
-    print(in_words(config, recipe), flush=True)
+    if announce:
+        print(in_words(config, recipe), flush=True)
+    require_trackers(config.track)
     device = choose_device(config.device)
     torch.manual_seed(config.seed)
     tokenizer, warnings = load_tokenizers(config)
     train_documents, evaluation_documents = load_data(config.data, config.objective, tokenizer)
-    train = PackedSequences(train_documents, max_tokens=config.data.max_tokens, seed=config.seed)
+    splits = {"train": train_documents} | ({} if evaluation_documents is None else {"eval": evaluation_documents})
+    for documents in splits.values():
+        warnings += documents.report.warnings
+    max_tokens = config.data.max_tokens
+    train = PackedSequences(train_documents, max_tokens=max_tokens, seed=config.seed)
     evaluation = None
     if evaluation_documents is not None:
-        evaluation = PackedSequences(
-            evaluation_documents, max_tokens=config.data.max_tokens, seed=config.seed, shuffle=False
-        )
+        evaluation = PackedSequences(evaluation_documents, max_tokens=max_tokens, seed=config.seed, shuffle=False)
     student, teacher = load_models(config, device)
     for which, decoder in (("student", student), ("teacher", teacher.decoder if teacher else None)):
         if decoder is not None:
             warnings += check_vocabulary(tokenizer, decoder.vocabulary_rows, which)
-            train_documents.check_ids(decoder.vocabulary_rows, which)
-            check_document_length(decoder, config.data.max_tokens, which)
+            check_document_length(decoder, max_tokens, which)
+            for documents in splits.values():
+                documents.check_ids(decoder.vocabulary_rows, which)
     return Session(
         config=config,
         recipe=recipe,
@@ -78,10 +85,11 @@ def prepare(config: RunConfig) -> Session:
         tokenizer_hash=tokenizer_fingerprint(tokenizer),
         train=train,
         evaluation=evaluation,
-        plan=make_plan(config.train, len(train), config.data.max_tokens),
+        plan=make_plan(config.train, len(train), max_tokens),
         student=student,
         teacher=teacher,
-        warnings=warnings,
+        data={which: documents.fingerprint() for which, documents in splits.items()},
+        warnings=list(dict.fromkeys(warnings)),
     )
 
 
@@ -92,32 +100,35 @@ def parse_objective(config: RunConfig) -> Recipe:
         recipe = parse_recipe(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
-    if recipe.needs_teacher and config.teacher is None:
-        raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
+    if config.teacher is None:
+        if recipe.needs_teacher:
+            raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
+        if config.data.eval and config.checkpoint.best not in ("eval/cross_entropy", None):
+            raise ConfigError(
+                "checkpoint.best",
+                f"got {config.checkpoint.best} without a teacher: expected eval/cross_entropy or null",
+            )
     return recipe
 
 
 def in_words(config: RunConfig, recipe: Recipe) -> str:
     """The resolved objective: the first line that a run prints."""
-    teacher = f" ← {config.teacher.model}" if config.teacher else ""
+    teacher = f" ← {config.teacher.model}" if config.teacher and recipe.needs_teacher else ""
     over = "over the full vocabulary, " if recipe.needs_teacher else ""
     return (
         f"minimise {recipe.in_words()}, {over}temperature {recipe.temperature:g}, "
-        f"mean over {'all' if config.objective.tokens == 'all' else 'completion'} tokens of each step: "
+        f"mean over {config.objective.tokens} tokens of each step: "
         f"{config.student.model}{teacher}"
     )
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one."""
+    """`auto` is the GPU if there is one. Raises ConfigError for a device that this machine does not have."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError("device", f"'{name}': expected auto, cpu, cuda or cuda:<number>") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", f"'{name}': this machine has no CUDA device; expected auto or cpu")
+    device, count = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError("device", f"got {name}, and this machine has {count} CUDA devices; expected auto or cpu")
     return device
 
 
@@ -168,13 +179,16 @@ def data_reports(session: Session) -> dict[str, DataReport]:
 
 
 def _load(which: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
-    decoder = Decoder.from_pretrained(
-        model.model,
-        revision=model.revision,
-        dtype=model.dtype,
-        attention=model.attention,
-        trust_remote_code=model.trust_remote_code,
-        device=device,
-    )
+    try:
+        decoder = Decoder.from_pretrained(
+            model.model,
+            revision=model.revision,
+            dtype=model.dtype,
+            attention=model.attention,
+            trust_remote_code=model.trust_remote_code,
+            device=device,
+        )
+    except ValueError as error:
+        raise ValueError(f"{which}: {error}") from error
     check_finite_weights(decoder, which)
     return decoder

@@ -1,0 +1,56 @@
+"""The demo over several seeds: does the distilled student beat the one trained on the text alone?
+
+    python -m benchmarks.demo --seeds 0 1 2
+
+Both students have the same start, data, order, tokens and schedule, each the learning rate that served it best
+(`--sweep` tries several for both). Writes benchmarks/results/demo-<date>.json.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import result_file, write_result
+from stillhouse.demo import run as demo_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=demo_run.STEPS)
+    parser.add_argument(
+        "--sweep", type=float, nargs="*", default=[], help="learning rates to try for both at the first seed"
+    )
+    arguments = parser.parse_args()
+    sweep = {rate: rows_at(arguments.seeds[0], arguments.steps, rate) for rate in arguments.sweep}
+    runs = {seed: rows_at(seed, arguments.steps) for seed in arguments.seeds}
+    gains = [gain(rows) for rows in runs.values()]
+    summary = {
+        "distilled_minus_text_alone_nats": [-round(each, 4) for each in gains],
+        "mean_gain_nats": round(statistics.mean(gains), 4),
+        "distilled_wins_every_seed": all(each > 0 for each in gains),
+    }
+    print(json.dumps(summary, indent=1))
+    write_result(
+        result_file("demo"), {"theme": "demo", "summary": summary, "runs": runs, "learning_rate_sweep": sweep}
+    )
+
+
+def rows_at(seed: int, steps: int, rate: float | None = None) -> list[dict[str, Any]]:
+    """The demo's table for one seed; at one learning rate for both students if it is given."""
+    rates = demo_run.LEARNING_RATES if rate is None else dict.fromkeys(demo_run.OBJECTIVES, rate)
+    with tempfile.TemporaryDirectory() as folder:
+        return demo_run.demo(Path(folder), seed=seed, steps=steps, learning_rates=rates)
+
+
+def gain(rows: list[dict[str, Any]]) -> float:
+    """Nats per token by which the distilled student's held-out cross-entropy is lower."""
+    alone, distilled = (next(row for row in rows if row["run"] == run) for run in ("cross_entropy", "distilled"))
+    return alone["cross_entropy"] - distilled["cross_entropy"]
+
+
+if __name__ == "__main__":
+    main()

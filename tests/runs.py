@@ -1,0 +1,197 @@
+"""Whole small runs for tests: model folders, data, a configuration, and the command line in processes of its own.
+
+`world` lays out a student, a teacher, data and a configuration in a folder. `Command` runs `stillhouse` in a child
+process that a server with everything imported has forked, so that a real process with an exit code and a pid costs
+a tenth of a second and can be killed.
+"""
+
+import atexit
+import functools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import build
+from toy_tokenizer import TEXT, toy_backend, toy_tokenizer
+
+from stillhouse.config import RunConfig, dump_config, load_config
+from stillhouse.train.session import Session, prepare
+
+MAX_TOKENS = 32
+ROOT = Path(__file__).parents[1]
+
+
+def save_model(
+    folder: Path,
+    family: str = "llama",
+    *,
+    tied: bool | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    change: Callable[[Any], None] | None = None,
+    text: list[str] | None = None,
+) -> Path:
+    """A small model with a toy tokenizer as a Hugging Face folder. `change` edits the model before it is saved."""
+    tokenizer = toy_tokenizer(backend=toy_backend(text=text))
+    model = build(family, tied=tied, seed=seed, vocab_size=len(tokenizer), dtype=dtype)
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_texts(path: Path, records: int = 40, seed: int = 0) -> Path:
+    """Texts of one to eight words each, all different."""
+    draw = random.Random(seed)
+    words = " ".join(TEXT).split()
+    texts = [f"{number} " + " ".join(draw.choices(words, k=draw.randint(1, 8))) for number in range(records)]
+    return write_records(path, [{"text": text} for text in texts])
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def world(
+    folder: Path, *, family: str = "llama", tied: bool | None = None, teacher: bool = True, **settings: Any
+) -> RunConfig:
+    """A configuration in `folder`, as `folder/run.yaml` too, and what it names and is not there yet.
+
+    `settings` has dotted keys. Float32, 6 steps of 4 packed sequences of 32 tokens, two to a micro-batch; the
+    evaluation data are a file.
+    """
+    if not (folder / "student").exists():
+        save_model(folder / "student", family, tied=tied, seed=1)
+    for name, records, seed in (("train.jsonl", 40, 0), ("eval.jsonl", 8, 1)):
+        if not (folder / name).exists():
+            write_texts(folder / name, records, seed)
+    if teacher and not (folder / "teacher").exists():
+        save_model(folder / "teacher", "qwen3", seed=2)
+    given = {
+        "student.model": str(folder / "student"),
+        "data.train": str(folder / "train.jsonl"),
+        "data.eval": str(folder / "eval.jsonl"),
+        "data.max_tokens": MAX_TOKENS,
+        "objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)" if teacher else "cross_entropy",
+        "train.tokens_per_step": 4 * MAX_TOKENS,
+        "train.micro_batch_tokens": 2 * MAX_TOKENS,
+        "train.steps": 6,
+        "train.learning_rate": 1e-3,
+        "train.precision": "fp32",
+        "device": "cpu",
+        "out": str(folder / "out"),
+    } | ({"teacher.model": str(folder / "teacher")} if teacher else {})
+    layer: dict[str, Any] = {}
+    for key, value in (given | settings).items():
+        section, _, name = key.rpartition(".")
+        (layer.setdefault(section, {}) if section else layer)[name] = value
+    config = load_config(None, settings=layer)
+    (folder / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    return config
+
+
+def session_of(folder: Path, **settings: Any) -> Session:
+    """A prepared run (see `world`)."""
+    return prepare(world(folder, **settings), announce=False)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Command:
+    """`stillhouse <arguments>` as a process. `hook`: called in it first, for faults that only a test wants."""
+
+    def __init__(
+        self, *arguments: str | Path, hook: Callable[..., None] | None = None, hook_arguments: tuple[Any, ...] = ()
+    ):
+        self.log = _logs() / f"{time.monotonic_ns()}"
+        texts = [str(argument) for argument in arguments]
+        self.process = _server().Process(
+            target=_child, args=(texts, str(self.log), hook, hook_arguments), daemon=True
+        )
+        self.process.start()
+
+    def wait(self, seconds: float = 60) -> int:
+        """The exit code; a negative one is the signal that ended it."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"still running after {seconds} s:\n{self.out}{self.err}")
+        return self.process.exitcode
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    @property
+    def out(self) -> str:
+        return self._text(".out")
+
+    @property
+    def err(self) -> str:
+        return self._text(".err")
+
+    def _text(self, suffix: str) -> str:
+        path = self.log.with_suffix(suffix)
+        return path.read_text() if path.exists() else ""
+
+
+def run(*arguments: str | Path, code: int = 0) -> Command:
+    """A command that has ended, with the exit code that is expected of it, and without a traceback."""
+    command = Command(*arguments)
+    ended = command.wait()
+    assert ended == code, f"exit code {ended}, expected {code}:\n{command.out}{command.err}"
+    assert "Traceback" not in command.err
+    assert (code == 0) == ("error: " not in command.err)
+    return command
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "stillhouse.train.run", "stillhouse.train.check", "runs"])
+    return context
+
+
+@functools.cache
+def _logs() -> Path:
+    folder = tempfile.mkdtemp(prefix="stillhouse-test-")
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)
+
+
+def _child(arguments: list[str], log: str, hook: Callable[..., None] | None, hook_arguments: tuple[Any, ...]) -> None:
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    torch.set_num_threads(1)
+    if hook is not None:
+        hook(*hook_arguments)
+    from stillhouse.cli import run
+
+    sys.exit(run(arguments))

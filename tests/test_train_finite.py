@@ -1,0 +1,179 @@
+"""A loss or a gradient that is not finite stops the run before it reaches a weight, and says where it came from."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import MAX_TOKENS, metrics, run, save_model, session_of, world, write_records
+from torch import Tensor
+
+from stillhouse.train.checkpoint import checkpoints
+from stillhouse.train.folder import RunFolder, claim
+from stillhouse.train.off_policy import train
+from stillhouse.train.session import Session
+
+ODD = "§"  # its first byte is a token of its own, and no other text has it
+LINE = 23
+SETTINGS = {"train.steps": 8, "checkpoint.every": 1, "checkpoint.keep": 100, "checkpoint.best": None}
+
+
+def with_odd_line(folder: Path) -> None:
+    """One text among 40 that alone holds `ODD`."""
+    texts = [f"{number} the still is heated slowly" for number in range(40)]
+    texts[LINE - 1] = f"the {ODD} heads"
+    write_records(folder / "odd.jsonl", [{"text": text} for text in texts])
+
+
+def odd_session(folder: Path, **settings: Any) -> Session:
+    with_odd_line(folder)
+    return session_of(folder, **SETTINGS | {"data.train": str(folder / "odd.jsonl")} | settings)
+
+
+def odd_token(session: Session) -> int:
+    return int(session.tokenizer(ODD, add_special_tokens=False)["input_ids"][0])
+
+
+def odd_step(session: Session) -> int:
+    """The step, from 1, that sees the odd line first."""
+    document = session.train.documents.sources.index(f"{session.config.data.train}:{LINE}")
+    for step in range(session.plan.steps):
+        for rows in session.plan.micro_batches(session.train, step):
+            if any(document in session.train.members(row) for row in rows):
+                return step + 1
+    raise AssertionError("not in this run")
+
+
+def weights(session: Session) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in session.student.named_parameters()}
+
+
+def train_in(session: Session, **others: Any) -> None:
+    folder = RunFolder(Path(session.config.out))
+    claim(folder, session.config)
+    train(session, folder, **others)
+
+
+def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
+    """Whichever documents share the odd one's row and became NaN through it are not blamed."""
+    session = odd_session(tmp_path)
+    assert session.teacher is not None
+    with torch.no_grad():
+        session.teacher.decoder.pretrained.get_input_embeddings().weight[odd_token(session)] = math.nan
+    seen: list[dict[str, Tensor]] = []
+    optimized = torch.optim.AdamW.step
+    step = odd_step(session)
+    assert 1 < step < session.plan.steps
+
+    def watched(*arguments: Any, **settings: Any) -> Any:
+        result = optimized(*arguments, **settings)
+        seen.append(weights(session))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", watched)
+        with pytest.raises(ValueError, match=f"^step {step}: the loss is not finite") as caught:
+            train_in(session)
+    message = str(caught.value)
+    assert f": jsd(0.5) on {tmp_path}/odd.jsonl:{LINE}. " in message
+    assert "cross_entropy" not in message
+    after = weights(session)
+    assert all(torch.equal(after[name], each) for name, each in seen[-1].items())
+    assert [path.name for path in checkpoints(tmp_path / "out" / "checkpoints")] == [
+        f"step-{number:08d}" for number in range(1, step)
+    ]
+    assert metrics(tmp_path / "out")[-1]["step"] == step - 1
+
+
+def test_the_checkpoint_before_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    session = odd_session(tmp_path, out=str(tmp_path / "whole"))
+    train_in(session)
+    expected = weights(session)
+    session = odd_session(tmp_path)
+    assert session.teacher is not None
+    with torch.no_grad():
+        session.teacher.decoder.pretrained.get_input_embeddings().weight[odd_token(session)] = math.nan
+    with pytest.raises(ValueError, match="not finite"):
+        train_in(session)
+    session = odd_session(tmp_path)
+    train_in(session, resume=checkpoints(tmp_path / "out" / "checkpoints")[-1])
+    found = weights(session)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_more_than_one_term_and_an_infinite_student(tmp_path: Path) -> None:
+    """A student whose own weight is infinite: both terms are, and its documents are still told from the others."""
+    session = odd_session(tmp_path, **{"train.micro_batch_tokens": 4 * MAX_TOKENS})
+    with torch.no_grad():
+        session.student.pretrained.get_input_embeddings().weight[odd_token(session)] = math.inf
+    with pytest.raises(ValueError, match=f"^step {odd_step(session)}: the loss is not finite") as caught:
+        train_in(session)
+    where = f"{tmp_path}/odd.jsonl:{LINE}"
+    assert f": cross_entropy on {where}; jsd(0.5) on {where}. " in str(caught.value)
+
+
+def vanishing(model: Any) -> None:
+    """RMS norm without its epsilon: a row of 1e-19 is normalised well, and its gradient overflows."""
+    model.config.rms_norm_eps = 0.0
+    model.get_input_embeddings().weight[0] = 1.0  # the padding's row of zeros would be NaN at once
+    model.get_input_embeddings().weight[odd_id()] = 1e-19
+
+
+def odd_id() -> int:
+    from toy_tokenizer import toy_tokenizer
+
+    return int(toy_tokenizer()(ODD, add_special_tokens=False)["input_ids"][0])
+
+
+def test_a_gradient_with_a_finite_loss_names_parameter_and_line(tmp_path: Path) -> None:
+    save_model(tmp_path / "student", tied=False, seed=1, change=vanishing)
+    write_records(tmp_path / "eval.jsonl", [{"text": "the heads"}])
+    session = odd_session(tmp_path)
+    with pytest.raises(ValueError, match=f"^step {odd_step(session)}: the gradient is not finite") as caught:
+        train_in(session)
+    message = str(caught.value)
+    assert "gradient norm nan" in message or "gradient norm inf" in message
+    assert "(loss nan" not in message
+    assert "gradient of backbone." in message
+    assert f"more) on {tmp_path}/odd.jsonl:{LINE}. " in message
+    assert all(bool(each.isfinite().all()) for each in weights(session).values())
+    assert all(parameter.grad is None for parameter in session.student.parameters())
+
+
+def huge(model: Any) -> None:
+    """Finite, but the mean that a layer norm takes of it is not."""
+    model.get_input_embeddings().weight[odd_id()] = 3e38
+
+
+def test_the_command_fails_with_1_and_the_run_can_be_taken_on_elsewhere(tmp_path: Path) -> None:
+    save_model(tmp_path / "student", "gpt2", tied=False, seed=1, change=huge)
+    write_records(tmp_path / "eval.jsonl", [{"text": "the heads"}])
+    session = odd_session(tmp_path)
+    step = odd_step(session)
+    failed = run("distill", tmp_path / "run.yaml", code=1)
+    assert f"error: step {step}: the loss is not finite" in failed.err
+    assert f"{tmp_path}/odd.jsonl:{LINE}" in failed.err
+    newest = checkpoints(tmp_path / "out" / "checkpoints")[-1]
+    assert newest.name == f"step-{step - 1:08d}"
+    assert not (tmp_path / "out" / "model").exists()
+    again = run("distill", tmp_path / "run.yaml", code=1)
+    assert f"resuming from {newest}" in again.out
+    assert f"error: step {step}: the loss is not finite" in again.err
+    steps = [line["step"] for line in metrics(tmp_path / "out") if "loss/total_nats_per_token" in line]
+    assert steps == list(range(1, step))
+
+    clean = write_records(tmp_path / "clean.jsonl", [{"text": f"{number} the heads"} for number in range(40)])
+    changed = [f"data.train={clean}", "train.learning_rate=1e-4", f"out={tmp_path}/other"]
+    run("distill", tmp_path / "run.yaml", *changed, f"checkpoint.resume={newest}")
+    assert (tmp_path / "other" / "model" / "model.safetensors").exists()
+    assert next(line["step"] for line in metrics(tmp_path / "other")) == step
+
+
+def test_the_same_run_without_the_odd_line_ends_well(tmp_path: Path) -> None:
+    """What makes the failures above mean something: it is that one line."""
+    save_model(tmp_path / "student", "gpt2", tied=False, seed=1, change=huge)
+    write_records(tmp_path / "eval.jsonl", [{"text": "the heads"}])
+    write_records(tmp_path / "train.jsonl", [{"text": f"{number} the still"} for number in range(40)])
+    world(tmp_path)
+    run("distill", tmp_path / "run.yaml")

@@ -1,0 +1,201 @@
+"""A run that was killed and started again by the same command is the run that was never interrupted."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Command, contents, metrics, run, wait_for, world, write_texts
+
+LOSSES = ("loss/total_nats_per_token", "train/gradient_norm", "train/agreement", "tokens", "train/learning_rate")
+
+
+def losses(out: Path) -> list[list[float]]:
+    return [[line["step"], *(line[key] for key in LOSSES)] for line in metrics(out) if LOSSES[0] in line]
+
+
+def evaluations(out: Path) -> list[list[float]]:
+    return [[line["step"], line["eval/cross_entropy"]] for line in metrics(out) if "eval/tokens" in line]
+
+
+def last_step(out: Path) -> int:
+    """The step of the last whole line, while a run is writing."""
+    if not (out / "metrics.jsonl").exists():
+        return -1
+    lines = (out / "metrics.jsonl").read_text().split("\n")[:-1]
+    return json.loads(lines[-1])["step"] if lines else -1
+
+
+def kill_at(step: int, out: Path, *arguments: str | Path) -> None:
+    command = Command("distill", *arguments)
+    wait_for(lambda: last_step(out) >= step)
+    command.send(signal.SIGKILL)
+    assert command.wait() == -signal.SIGKILL
+    assert not (out / "model").exists(), "it was too late"
+
+
+CASES = {
+    "llama tied": ("llama", True, {}),
+    "gpt2 with dropout": ("gpt2", True, {}),
+    "gpt2 untied, bf16, recomputed": (
+        "gpt2",
+        False,
+        {"train.precision": "bf16", "train.activation_checkpointing": True, "train.weight_decay": 0.1},
+    ),
+    "qwen3 untied, no evaluation": ("qwen3", False, {"data.eval": 0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) -> None:
+    family, tied, settings = CASES[case]
+    world(tmp_path, family=family, tied=tied, **{"train.steps": 20, "checkpoint.every": 4}, **settings)
+    whole, killed = tmp_path / "out", tmp_path / "killed"
+    run("distill", tmp_path / "run.yaml")
+    again = [tmp_path / "run.yaml", f"out={killed}"]
+    kill_at(10, killed, *again)
+    resumed = run("distill", *again)
+    assert f"resuming from {killed}/checkpoints/step-000000" in resumed.out
+    assert (killed / "model" / "model.safetensors").read_bytes() == (
+        whole / "model" / "model.safetensors"
+    ).read_bytes()
+    assert contents(killed / "model") == contents(whole / "model")
+    assert [row[0] for row in losses(killed)] == list(range(1, 21))
+    assert losses(killed) == losses(whole)
+    assert evaluations(killed) == evaluations(whole)
+    if "data.eval" not in settings:
+        assert (killed / "tokens.json").read_bytes() == (whole / "tokens.json").read_bytes()
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    """A run of 12 steps that was killed after its checkpoint at step 4."""
+    world(tmp_path, **{"train.steps": 12, "checkpoint.every": 4})
+    kill_at(5, tmp_path / "out", tmp_path / "run.yaml")
+    return tmp_path
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    world(tmp_path, **{"checkpoint.every": 0, "train.steps": 20})
+    kill_at(3, tmp_path / "out", tmp_path / "run.yaml")
+    started = run("distill", tmp_path / "run.yaml")
+    assert "resuming" not in started.out
+    assert [row[0] for row in losses(tmp_path / "out")] == list(range(1, 21))
+    assert [row[0] for row in evaluations(tmp_path / "out")] == [0, 20]
+
+
+def test_what_decides_no_weight_may_change(half: Path) -> None:
+    free = [
+        "eval.every=3",
+        "checkpoint.every=5",
+        "checkpoint.keep=7",
+        "checkpoint.best=eval/agreement",
+        "train.micro_batch_tokens=128",
+        "train.activation_checkpointing=true",
+        "objective.chunk_tokens=16",
+        "device=auto",
+        "track=[tensorboard]",
+    ]
+    resumed = run("distill", half / "run.yaml", *free)
+    assert "resuming from" in resumed.out
+    assert [row[0] for row in losses(half / "out")] == list(range(1, 13))
+    assert [row[0] for row in evaluations(half / "out")][-3:] == [9, 10, 12]
+    assert "every: 3" in (half / "out" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("train.learning_rate=2e-5", "train.learning_rate"),
+        ("train.steps=13", "train.steps"),
+        ("seed=1", "seed"),
+        ("objective.loss=forward_kl", "objective.loss"),
+        ("teacher=null", "teacher.model"),
+        ("data.max_tokens=16", "data.max_tokens"),
+    ],
+)
+def test_what_decides_weights_may_not(half: Path, change: str, key: str) -> None:
+    extra = ["objective.loss=cross_entropy"] if change == "teacher=null" else []
+    before = contents(half / "out")
+    failed = run("distill", half / "run.yaml", change, *extra, code=1)
+    assert f"error: out: {half}/out holds another run, with a different " in failed.err
+    assert key in failed.err.partition("different ")[2].partition(";")[0]
+    assert contents(half / "out") == before
+
+
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_other_data_under_the_same_name_are_noticed(half: Path, which: str) -> None:
+    before = contents(half / "out")
+    write_texts(half / f"{which}.jsonl", 40, seed=9)
+    failed = run("distill", half / "run.yaml", code=1)
+    assert f"error: data.{which}: the documents have changed since {half}/out/checkpoints/step-" in failed.err
+    assert contents(half / "out") == before
+
+
+def test_never_and_a_path(half: Path) -> None:
+    out, newest = half / "out", sorted((half / "out" / "checkpoints").iterdir())[-1]
+    before = contents(out)
+    failed = run("distill", half / "run.yaml", "checkpoint.resume=never", code=1)
+    assert f"{out} is not empty and checkpoint.resume is never" in failed.err
+    for path in (half, half / "nowhere", out):
+        failed = run("distill", half / "run.yaml", f"checkpoint.resume={path}", code=2)
+        assert f"error: checkpoint.resume: {path} is not a checkpoint" in failed.err
+    assert contents(out) == before
+    elsewhere = half / "elsewhere"
+    taken_on = run("distill", half / "run.yaml", f"checkpoint.resume={newest}", f"out={elsewhere}")
+    assert f"resuming from {newest}" in taken_on.out
+    resumed = run("distill", half / "run.yaml", f"checkpoint.resume={newest}")
+    assert f"resuming from {newest}" in resumed.out
+    assert contents(elsewhere / "model") == contents(out / "model")
+    assert losses(elsewhere) == [row for row in losses(out) if row[0] > int(newest.name[5:])]
+    fresh = run("distill", half / "run.yaml", "checkpoint.resume=never", f"out={half}/fresh")
+    assert "resuming" not in fresh.out
+    assert contents(half / "fresh" / "model") == contents(out / "model")
+
+
+def test_a_path_does_not_throw_away_what_a_run_has_done_since(half: Path) -> None:
+    start = sorted((half / "out" / "checkpoints").iterdir())[0]
+    other = [half / "run.yaml", f"checkpoint.resume={start}", f"out={half}/other", "train.steps=30"]
+    kill_at(20, half / "other", *other)
+    before = contents(half / "other")
+    failed = run("distill", *other, code=2)
+    assert f"error: checkpoint.resume: got {start}, but out already holds the run's own {half}/other" in failed.err
+    assert contents(half / "other") == before
+    run("distill", *other, "checkpoint.resume=auto")
+    assert [row[0] for row in losses(half / "other")] == list(range(int(start.name[5:]) + 1, 31))
+
+
+def test_a_path_to_a_checkpoint_behind_the_runs_end(half: Path) -> None:
+    newest = sorted((half / "out" / "checkpoints").iterdir())[-1]
+    failed = run(
+        "distill", half / "run.yaml", f"checkpoint.resume={newest}", f"out={half}/short", "train.steps=2", code=1
+    )
+    assert "this run ends at 2" in failed.err
+
+
+def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
+    world(tmp_path)
+    run("distill", tmp_path / "run.yaml")
+    before: dict[str, Any] = contents(tmp_path / "out")
+    again = run("distill", tmp_path / "run.yaml", "eval.every=2")
+    assert f"{tmp_path}/out holds this run, complete: {tmp_path}/out/model" in again.out
+    after = contents(tmp_path / "out")
+    for files in (before, after):
+        files.pop("report.html")  # written anew from the same figures
+    assert after == before
+
+
+def test_a_run_killed_between_its_last_step_and_its_model_gets_its_model(tmp_path: Path) -> None:
+    world(tmp_path)
+    run("distill", tmp_path / "run.yaml")
+    model, figures = contents(tmp_path / "out" / "model"), losses(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "model")
+    (tmp_path / "out" / "model.partial").mkdir()
+    (tmp_path / "out" / "model.partial" / "junk").write_text("half")
+    resumed = run("distill", tmp_path / "run.yaml")
+    assert "resuming from" in resumed.out
+    assert contents(tmp_path / "out" / "model") == model
+    assert losses(tmp_path / "out") == figures
+    assert not (tmp_path / "out" / "model.partial").exists()

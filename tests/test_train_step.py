@@ -1,0 +1,297 @@
+"""A step's loss and gradient against a plain one: transformers' own logits, log_softmax, and one backward."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import MAX_TOKENS, metrics, save_model, session_of, write_records
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stillhouse.data import Batch
+from stillhouse.models import Decoder
+from stillhouse.objective.recipe import parse_recipe
+from stillhouse.teachers import LocalTeacher
+from stillhouse.train.folder import RunFolder, claim
+from stillhouse.train.off_policy import train
+from stillhouse.train.session import Session
+from stillhouse.train.step import (
+    clip_gradients,
+    forward_backward,
+    make_optimizer,
+    optimizer_step,
+    summed_metrics,
+    valid_tokens,
+)
+
+WORDS = ["The", "still", "is", "heated", "slowly", "and", "what", "boils", "first", "leaves", "first", "the", "heads"]
+
+
+def with_prompts(folder: Path, records: int = 24) -> None:
+    """Prompts of different lengths, which are not to be predicted, and completions, which are."""
+    rows = [
+        {"prompt": " ".join(WORDS[: n % 5 + 1]) + " ", "completion": " ".join(WORDS[n % 7 : n % 7 + n % 4 + 1])}
+        for n in range(records)
+    ]
+    write_records(folder / "prompts.jsonl", rows)
+
+
+def prompted(folder: Path, **settings: Any) -> Session:
+    with_prompts(folder)
+    wide = {"data.train": str(folder / "prompts.jsonl"), "student.dtype": "float64", "teacher.dtype": "float64"}
+    return session_of(folder, **wide | settings)
+
+
+def step_batches(session: Session, step: int = 0) -> list[Batch]:
+    return [session.train.batch(rows) for rows in session.plan.micro_batches(session.train, step)]
+
+
+def gradients_of(session: Session, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+    """The step's loss and gradients, by the parameter's name in the Hugging Face model."""
+    session.student.zero_grad()
+    outputs = forward_backward(
+        session.student, session.teacher, batches, session.recipe, precision=session.precision()
+    )
+    named = session.student.pretrained.named_parameters()
+    return summed_metrics(outputs)["loss"], {name: each.grad.clone() for name, each in named if each.grad is not None}
+
+
+def plain_jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """JSD(0.5) = (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2."""
+    log_m = torch.log((log_p.exp() + log_q.exp()) / 2)
+    return ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
+
+
+def reference(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """0.3 cross-entropy + 0.7 JSD(0.5) of the first step in float64, each document by itself, no packing."""
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64) for name in ("student", "teacher")
+    )
+    documents = session.train.documents
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sequence in np.concatenate(list(session.plan.micro_batches(session.train, 0))):
+        for document in session.train.members(sequence):
+            ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
+            predicting = torch.from_numpy(np.flatnonzero(documents.targets(document))) - 1
+            log_q = torch.log_softmax(student(ids[None]).logits[0, predicting], -1)
+            log_p = torch.log_softmax(teacher(ids[None]).logits[0, predicting].detach(), -1)
+            cross_entropy = -log_q.gather(1, ids[predicting + 1, None])[:, 0]
+            total = total + (0.3 * cross_entropy + 0.7 * plain_jsd(log_p, log_q)).sum()
+            count += len(predicting)
+    (total / count).backward()
+    return total.item() / count, {name: each.grad for name, each in student.named_parameters()}
+
+
+def assert_close(given: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert given.keys() == expected.keys()
+    for name, each in given.items():
+        error = (each.double() - expected[name].double()).norm() / expected[name].double().norm()
+        assert error <= tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_steps_gradient_is_the_plain_one(tmp_path: Path, micro: int, tied: bool) -> None:
+    session = prompted(tmp_path, tied=tied, **{"train.micro_batch_tokens": micro * MAX_TOKENS})
+    batches = step_batches(session)
+    assert len(batches) == 4 // micro
+    assert 0 < sum(batch.valid_tokens for batch in batches) < sum(batch.input_ids_BS.numel() for batch in batches) / 2
+    loss, given = gradients_of(session, batches)
+    expected_loss, expected = reference(session, tmp_path)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    # the loss is float64 through and through, weights and normaliser too
+    assert_close(given, expected, 1e-10)
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_in_float32_it_is_so_to_float32s_precision(tmp_path: Path, micro: int) -> None:
+    narrow = {"student.dtype": "float32", "teacher.dtype": "float32", "train.micro_batch_tokens": micro * MAX_TOKENS}
+    session = prompted(tmp_path, **narrow)
+    loss, given = gradients_of(session, step_batches(session))
+    expected_loss, expected = reference(session, tmp_path)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_close(given, expected, 1e-5)
+    whole = torch.cat([each.flatten() for each in given.values()])
+    plain = torch.cat([expected[name].flatten() for name in given])
+    assert (whole - plain).norm() / plain.norm() < 2e-6
+
+
+def test_the_whole_loss_curve_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
+    curves, weights = [], []
+    for micro in (64, 128, 512):
+        changed = {"train.tokens_per_step": 512, "train.micro_batch_tokens": micro, "train.steps": 5}
+        session = prompted(tmp_path, **changed, out=str(tmp_path / f"out{micro}"))
+        folder = RunFolder(tmp_path / f"out{micro}")
+        claim(folder, session.config)
+        train(session, folder)
+        keys = ("loss/total_nats_per_token", "loss/cross_entropy_nats_per_token", "loss/jsd(0.5)_nats_per_token")
+        figures = (*keys, "train/gradient_norm", "train/student_entropy_nats", "train/agreement", "tokens")
+        lines = [line for line in metrics(folder.path) if keys[0] in line]
+        curves.append([[line[key] for key in figures] for line in lines])
+        weights.append(torch.cat([each.detach().flatten() for each in session.student.parameters()]))
+    assert len(curves[0]) == 5
+    assert curves[0][0][0] > curves[0][-1][0]
+    for curve, weight in zip(curves[1:], weights[1:], strict=True):
+        np.testing.assert_allclose(curve, curves[0], rtol=1e-6)
+        assert (weight - weights[0]).norm() / weights[0].norm() < 1e-10
+
+
+def test_a_term_in_the_log_is_unscaled_and_the_total_is_scaled(tmp_path: Path) -> None:
+    session = prompted(tmp_path)
+    batches = step_batches(session)
+    outputs = forward_backward(
+        session.student, session.teacher, batches, session.recipe, precision=session.precision()
+    )
+    sums, count = summed_metrics(outputs), valid_tokens(batches)
+    assert sums["tokens"] == count
+    assert sums["loss"] == pytest.approx((0.3 * sums["cross_entropy"] + 0.7 * sums["jsd(0.5)"]) / count)
+
+
+class Silent:
+    """A teacher that must not be asked."""
+
+    def signal(self, batch: Batch) -> Any:
+        raise AssertionError("asked")
+
+
+def test_the_teacher_is_skipped_where_no_term_needs_it(tmp_path: Path) -> None:
+    session = prompted(tmp_path)
+    batches, settings = step_batches(session), {"precision": session.precision()}
+    forward_backward(session.student, Silent(), batches, parse_recipe("cross_entropy - 0.1*entropy"), **settings)
+    with pytest.raises(AssertionError, match="asked"):
+        forward_backward(session.student, Silent(), batches, parse_recipe("reverse_kl"), **settings)
+
+
+def test_the_teacher_has_no_dropout_whatever_mode_it_is_put_in(tmp_path: Path) -> None:
+    save_model(tmp_path / "teacher", "gpt2", seed=2)
+    session = session_of(tmp_path)
+    (batch, *_), teacher = step_batches(session), session.teacher
+    assert teacher is not None
+    assert teacher.decoder.config.resid_pdrop > 0
+    expected = teacher.signal(batch).hidden_TE
+    session.student.train()
+    teacher.decoder.train()
+    assert torch.equal(teacher.signal(batch).hidden_TE, expected)
+    torch.testing.assert_close(gradients_of(session, [batch])[0], gradients_of(session, [batch])[0], rtol=0, atol=0)
+
+
+def test_no_gradient_reaches_the_teacher_and_a_run_leaves_it_as_it_was(tmp_path: Path) -> None:
+    session = session_of(tmp_path, **{"train.steps": 3, "train.weight_decay": 0.1})
+    assert session.teacher is not None
+    before = {name: each.clone() for name, each in session.teacher.decoder.state_dict().items()}
+    claim(RunFolder(tmp_path / "out"), session.config)
+    student = {name: each.clone() for name, each in session.student.state_dict().items()}
+    train(session, RunFolder(tmp_path / "out"))
+    assert all(torch.equal(each, before[name]) for name, each in session.teacher.decoder.state_dict().items())
+    assert not any(torch.equal(each, student[name]) for name, each in session.student.state_dict().items())
+    for parameter in session.teacher.decoder.parameters():
+        assert parameter.grad is None
+        assert not parameter.requires_grad
+
+
+def test_bfloat16_is_for_products_only(tmp_path: Path) -> None:
+    """Master weights and gradients are float32; the step is near the float32 one and not the same."""
+    exact = session_of(tmp_path)
+    loss, expected = gradients_of(exact, step_batches(exact))
+    rounded = session_of(tmp_path, **{"train.precision": "bf16"})
+    rounded_loss, given = gradients_of(rounded, step_batches(rounded))
+    assert all(each.dtype == torch.float32 for each in rounded.student.parameters())
+    assert all(each.dtype == torch.float32 for each in given.values())
+    assert rounded_loss == pytest.approx(loss, rel=0.01)
+    assert rounded_loss != loss
+    whole, plain = (torch.cat([each[name].flatten() for name in expected]) for each in (given, expected))
+    assert 0 < (whole - plain).norm() / plain.norm() < 0.1
+    optimizer = make_optimizer(rounded.student, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    optimizer_step(optimizer, 1e-3)
+    moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
+    assert all(each.dtype == torch.float32 for each in moments)
+
+
+def test_a_float32_teacher_stays_float32_beside_a_bfloat16_student(tmp_path: Path) -> None:
+    session = session_of(tmp_path, **{"train.precision": "bf16"})
+    (batch, *_), teacher = step_batches(session), session.teacher
+    assert isinstance(teacher, LocalTeacher)
+    expected = teacher.signal(batch).hidden_TE
+    with session.precision():
+        assert torch.equal(teacher.signal(batch).hidden_TE, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_recomputed_activations_give_the_same_gradient(tmp_path: Path, family: str) -> None:
+    """GPT-2 with its dropout: the recomputation must draw what the forward drew."""
+    found = []
+    for recompute in (False, True):
+        session = session_of(tmp_path, family=family, **{"train.activation_checkpointing": recompute})
+        torch.manual_seed(5)
+        found.append(gradients_of(session, step_batches(session)))
+    assert found[0][0] == found[1][0]
+    assert_close(found[1][1], found[0][1], 1e-6)
+
+
+def test_a_step_without_targets_is_an_exact_zero_for_every_parameter(tmp_path: Path) -> None:
+    session = session_of(tmp_path)
+    (batch, *_) = step_batches(session)
+    none = torch.full_like(batch.labels_T, -1)
+    empty = dataclasses.replace(
+        batch, labels_T=none, weights_T=none.float() * 0, valid_index=none.new_zeros(0), valid_tokens=0
+    )
+    loss, gradients = gradients_of(session, [empty])
+    assert loss == 0
+    assert len(gradients) == len(list(session.student.pretrained.parameters()))
+    assert all(torch.equal(each, torch.zeros_like(each)) for each in gradients.values())
+
+
+def test_a_micro_batch_without_targets_changes_nothing_beside_another(tmp_path: Path) -> None:
+    session = session_of(tmp_path)
+    batch, other, *_ = step_batches(session)
+    none = torch.full_like(other.labels_T, -1)
+    empty = dataclasses.replace(
+        other, labels_T=none, weights_T=none.float() * 0, valid_index=none.new_zeros(0), valid_tokens=0
+    )
+    loss, expected = gradients_of(session, [batch])
+    with_empty_loss, given = gradients_of(session, [batch, empty])
+    assert with_empty_loss == loss
+    assert_close(given, expected, 0)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
+def test_clipping_is_of_the_whole_gradient(tmp_path: Path, limit: float) -> None:
+    session = session_of(tmp_path)
+    _, before = gradients_of(session, step_batches(session))
+    norm = torch.cat([each.flatten() for each in before.values()]).double().norm()
+    assert float(clip_gradients(session.student.parameters(), limit)) == pytest.approx(float(norm), rel=1e-6)
+    expected = limit if 0 < limit < norm else norm
+    after = torch.cat([each.grad.flatten() for each in session.student.parameters() if each.grad is not None])
+    assert float(after.double().norm()) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
+    session = session_of(tmp_path, tied=True)
+    before = {name: each.detach().clone() for name, each in session.student.named_parameters()}
+    settings = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizer = make_optimizer(session.student, **settings)
+    for parameter in session.student.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer_step(optimizer, 0.2)  # the rate of the step, not the one at the start
+    for name, parameter in session.student.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.9 if parameter.dim() >= 2 else 1.0))
+        assert parameter.grad is None
+
+
+def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> None:
+    """151,936 beside 152,064 rows of one tokenizer: the padded rows get no probability."""
+    save_model(tmp_path / "student", seed=1)
+    save_model(tmp_path / "teacher", "qwen3", seed=2, change=lambda model: model.resize_token_embeddings(416))
+    session = session_of(tmp_path)
+    assert session.teacher is not None
+    assert (session.student.vocabulary_rows, session.teacher.decoder.vocabulary_rows) == (400, 416)
+    with_padding = gradients_of(session, step_batches(session))
+    model = session.teacher.decoder.pretrained
+    model.resize_token_embeddings(400)
+    session.teacher = LocalTeacher(Decoder(model))
+    without = gradients_of(session, step_batches(session))
+    assert with_padding[0] == pytest.approx(without[0], rel=1e-6)
+    assert_close(with_padding[1], without[1], 1e-5)
