@@ -17,7 +17,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]
 
 
 def test_the_table_has_teacher_control_and_student(finished: tuple[Path, list[dict]]) -> None:
-    out, rows = finished
+    _, rows = finished
     assert [row["run"] for row in rows] == ["teacher", "cross_entropy", "distilled"]
     teacher, alone, distilled = rows
     assert teacher["forward_kl"] == pytest.approx(0, abs=1e-6)
