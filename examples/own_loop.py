@@ -2,8 +2,8 @@
 
     python examples/own_loop.py TEACHER STUDENT "some text to learn from"
 
-What changes against a loop with `log_softmax` and `kl_div`: the models give hidden states, and the divergence over the
-full vocabulary is computed from them and the two heads, a chunk of tokens at a time.
+What changes against a loop with `log_softmax` and `kl_div`: the models give hidden states, and the divergence over
+the full vocabulary is computed from them and the two heads, a chunk of tokens at a time.
 """
 
 import sys
