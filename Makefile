@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# by the environment, so that it also holds for what builds the package
+INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # one thread for each of two test workers: two cores are what a small machine has
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
@@ -31,7 +32,7 @@ docs: $(VENV)/.development
 	$(BIN)/python -m stillhouse.config.document
 
 clean:
-	rm -rf $(VENV) runs dist
+	rm -rf $(VENV) dist
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("stillhouse needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'

@@ -29,6 +29,10 @@ FLAGS = {
 }
 EXAMPLE = "stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
 
+OUT_OF_MEMORY = (
+    "Lower train.micro_batch_tokens (no result depends on it) or data.max_tokens, or set "
+    "train.activation_checkpointing=true; `stillhouse check` shows a step's peak"
+)
 RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -61,6 +65,11 @@ def run(arguments: Sequence[str]) -> int:
         missing = [FLAGS[part.key] for part in error.parts if isinstance(part, MissingKeyError) and part.key in FLAGS]
         hint = f"\n(in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
         return _report(error, str(error) + hint, USAGE)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not to be imported for this
+            raise
+        first = str(error).partition("\n")[0]
+        return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
     return 0
 
 

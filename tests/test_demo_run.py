@@ -54,3 +54,11 @@ def test_a_second_call_leaves_the_runs_as_they_are(finished: tuple[Path, list[di
     before = (out / "distilled" / "metrics.jsonl").read_bytes()
     assert demo(out, steps=3) == rows
     assert (out / "distilled" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_the_distilled_student_wins(tmp_path: Path) -> None:
+    """The whole demo; `benchmarks/demo.py` does it over three seeds."""
+    _, alone, distilled = demo(tmp_path / "demo")
+    assert distilled["cross_entropy"] < alone["cross_entropy"] - 0.2
+    assert distilled["forward_kl"] < alone["forward_kl"]

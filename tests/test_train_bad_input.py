@@ -237,3 +237,49 @@ def test_the_installed_module_does_it_too(here: Path) -> None:
     assert done.stdout.startswith("minimise 0.3 × cross-entropy + 0.7 × jsd(0.5) of teacher and student, ")
     assert (here / "out" / "model" / "model.safetensors").exists()
     assert "Warning" not in done.stderr
+
+
+def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:
+    first = Command("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0")
+    wait_for(lambda: len(metrics(here / "out")) > 2 if (here / "out" / "metrics.jsonl").exists() else False)
+    second = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", code=FAILED)
+    assert "another process is writing to" in second.err
+    first.send(signal.SIGKILL)
+    first.wait()
+    again = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", "train.steps=2", code=FAILED)
+    assert "holds another run" in again.err  # the lock died with its process; what is left is the first run's folder
+
+
+def pretend_torchrun() -> None:
+    os.environ["WORLD_SIZE"] = "8"
+
+
+def test_torchrun_is_refused_instead_of_writing_one_run_eight_times(here: Path) -> None:
+    before = contents(here)
+    command = Command("distill", here / "run.yaml", hook=pretend_torchrun)
+    assert command.wait() == USAGE
+    assert "torchrun started 8 processes" in command.err
+    assert contents(here) == before
+
+
+def run_out_of_memory() -> None:
+    """There is no GPU here to fill: the allocator's own error, from where it comes most often."""
+    import torch
+
+    def backward(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+
+
+def test_out_of_memory_names_what_to_turn(here: Path) -> None:
+    command = Command("distill", here / "run.yaml", hook=run_out_of_memory)
+    assert command.wait() == FAILED
+    assert "Traceback" not in command.err
+    assert "error: CUDA out of memory. Tried to allocate 2.00 GiB. Lower train.micro_batch_tokens" in command.err
+
+
+def test_held_out_documents_that_are_trained_on_are_a_warning(here: Path) -> None:
+    same = run("distill", here / "run.yaml", "train.steps=1", f"data.eval={here / 'train.jsonl'}", f"out={here / 'same'}")
+    assert "held-out documents are trained on too" in same.out
+    assert "trained on too" not in run("distill", here / "run.yaml", "train.steps=1").out

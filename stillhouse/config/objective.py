@@ -18,7 +18,7 @@ class ObjectiveConfig(Section):
     temperature: float = Field(
         default=1.0,
         gt=0,
-        description="Divides the teacher's and the student's logits in divergences, not in cross_entropy.",
+        description="Divides both sides' logits in divergences, and the student's in entropy; not in cross_entropy.",
     )
     scale_by_temperature_squared: bool = Field(
         default=False, description="Multiply divergences by the temperature squared. No effect at temperature 1."

@@ -1,8 +1,9 @@
 """Trains the teacher that the demo ships, from scratch: `python -m stillhouse.demo.train_teacher --out DIR`.
 
-Plain torch and transformers. The teacher reads the teacher split's prose twice for each time it reads the
-same modules' source code. A fiftieth of the split is set aside to choose the best checkpoint; the demo's
-held-out split is only reported, and the student's is not read at all. A run that died goes on from DIR.
+Plain torch and transformers, so that the teacher owes nothing to what it is there to show. It reads the teacher
+split's prose twice for each time it reads the same modules' source code. A fiftieth of the split is set aside to
+choose the best checkpoint; the demo's held-out split is only reported, and the student's is not read at all. A run
+that died goes on from DIR.
 """
 
 import argparse

@@ -70,9 +70,9 @@ class Decoder(nn.Module):
     def from_pretrained(
         cls,
         name_or_path: str | os.PathLike[str],
-        *,
         revision: str | None = None,
         dtype: str | torch.dtype | None = None,
+        *,
         attention: str | None = None,
         trust_remote_code: bool = False,
         device: str | torch.device | None = None,
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        input_ids_BS: Tensor,
+        input_ids: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
@@ -106,16 +106,16 @@ class Decoder(nn.Module):
     ) -> Any:
         """Logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
 
-        Several documents in a row: `position_ids` [B, S] (or [1, S] for all rows) restarts at each, without
-        an attention mask. `attention_mask`: [B, S], 1 for tokens and 0 for padding. `backbone_kwargs` go to
-        the model.
+        `input_ids`: [B, S]. Several documents in a row: `position_ids` [B, S] (or [1, S] for all rows) restarts at
+        each, without an attention mask. `attention_mask`: [B, S], 1 for tokens and 0 for padding. `backbone_kwargs`
+        go to the model.
         """
         if position_ids is not None:
             if attention_mask is not None:
                 _refuse_masked_packing(position_ids, attention_mask)
             backbone_kwargs["position_ids"] = position_ids
         outputs = self.backbone(
-            input_ids=input_ids_BS,
+            input_ids=input_ids,
             attention_mask=attention_mask,
             use_cache=False,
             return_dict=True,
@@ -125,14 +125,14 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def signal(
-        self, input_ids_BS: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+        self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> FullVocab:
         """What this model says as a teacher, exactly: hidden states [T, E] and its head, both without grad.
 
-        Computed in eval mode whatever `train()` said; the mode is put back.
+        `input_ids`: [B, S]. Computed in eval mode whatever `train()` said; the mode is put back.
         """
         with evaluating(self):
-            return self(input_ids_BS, position_ids, attention_mask, processor=_full_vocab)
+            return self(input_ids, position_ids, attention_mask, processor=_full_vocab)
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -15,6 +15,7 @@ from stillhouse.config import RunConfig
 from stillhouse.data import Batch, Documents
 from stillhouse.models import Decoder
 from stillhouse.objective import ObjectiveOutput
+from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.recipe import Recipe
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder, require_same_data, resumable
@@ -105,11 +106,11 @@ def _step_lines(session: Session) -> Iterator[str]:
     optimizer_bytes = 2 * sum(each.numel() * each.element_size() for each in parameters)
     tokens = sum(batch.input_ids_BS.numel() for batch in batches)
     yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {sums['loss']:.4f}, gradient norm {norm:.4g}")
-    yield _row("peak memory", f"{memory.in_words()}; the optimizer will add {optimizer_bytes / 2**30:.2f} GiB")
+    yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     for name, recipe in _single_terms(session.recipe):
         session.student.zero_grad(set_to_none=True)
         _pass(session, recipe, batches)
-        yield _row(f"  {name}", f"gradient norm {float(clip_gradients(parameters, 0.0)):.4g}")
+        yield _row(f"  {name} ", f"gradient norm {float(clip_gradients(parameters, 0.0)):.4g}")
     session.student.zero_grad(set_to_none=True)
 
 
@@ -128,9 +129,12 @@ def _single_terms(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """The recipe with one of its terms at a time, scales kept."""
     none = replace(recipe, cross_entropy=None, z_loss=0.0, divergence=None, entropy=None)
     if recipe.cross_entropy is not None:
-        yield "cross_entropy", replace(none, cross_entropy=recipe.cross_entropy, z_loss=recipe.z_loss)
+        yield "cross_entropy", replace(none, cross_entropy=recipe.cross_entropy)
+    if recipe.z_loss:
+        yield "with z_loss", replace(none, cross_entropy=recipe.cross_entropy, z_loss=recipe.z_loss)
     if recipe.divergence is not None:
-        yield str(recipe.divergence), replace(none, divergence=recipe.divergence)
+        for scale, part in weighted_parts(recipe.divergence):
+            yield str(part), replace(none, divergence=part, divergence_scale=scale * recipe.divergence_scale)
     if recipe.entropy is not None:
         yield "entropy", replace(none, entropy=recipe.entropy)
 

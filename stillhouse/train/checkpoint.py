@@ -159,8 +159,9 @@ def _tensors(student: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, An
     # hyper-parameters are not tensors: they come from the configuration
     tensors |= {f"optimizer.{name}": value for name, value in moments.items() if isinstance(value, Tensor)}
     tensors["random.cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    device = next(student.parameters()).device
+    if device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
     return tensors
 
 
@@ -174,7 +175,7 @@ def _put_back(tensors: dict[str, Any], student: Decoder, optimizer: torch.optim.
             optimizer.state.pop(parameter, None)  # only made up for the sake of its shape
     torch.set_rng_state(tensors["random.cpu"])
     if "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"])
+        torch.cuda.set_rng_state(tensors["random.cuda"], next(student.parameters()).device)
 
 
 def _stored_shapes(path: Path, reader: dcp.HuggingFaceStorageReader) -> dict[str, tuple[int, ...]]:

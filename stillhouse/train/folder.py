@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 
 import stillhouse
 from stillhouse.config import ConfigError, RunConfig, dump_config, load_config
@@ -30,6 +33,7 @@ _FREE = {
     "train.micro_batch_tokens",
     "train.activation_checkpointing",
 }
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,20 @@ def claim(folder: RunFolder, config: RunConfig) -> None:
     remove_unfinished(folder.checkpoints)
 
 
+@contextmanager
+def alone(folder: RunFolder) -> Iterator[None]:
+    """The folder as this process's until the block ends; ValueError where another one is writing to it."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(folder.path / _LOCK).acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"out: another process is writing to {folder.path}; wait for it, or choose another"
+        ) from error
+    with lock:
+        yield
+
+
 def resumable(config: RunConfig) -> Path | None:
     """The checkpoint to go on from, None for a run from the start. Writes nothing.
 
@@ -79,7 +97,7 @@ def resumable(config: RunConfig) -> Path | None:
     if folder.path.exists() and not folder.path.is_dir():
         raise ValueError(f"out: {folder.path} is a file; expected a folder for the run")
     mode = config.checkpoint.resume
-    if folder.path.is_dir() and any(not path.name.endswith(".partial") for path in folder.path.iterdir()):
+    if folder.path.is_dir() and any(not _is_leftover(path) for path in folder.path.iterdir()):
         if mode == "never":
             raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
         _require_same_run(folder.path, config)
@@ -102,6 +120,11 @@ def require_same_data(checkpoint: Path, folder: RunFolder, data: dict[str, str])
             f"{' and '.join(different)}: the documents have changed since {checkpoint} was written; "
             "put them back to go on with that run, or choose another folder as out"
         )
+
+
+def _is_leftover(path: Path) -> bool:
+    """What a process that was killed before it had written anything may have left."""
+    return path.name == _LOCK or path.name.endswith(".partial")
 
 
 def _require_same_run(folder: Path, config: RunConfig) -> None:
@@ -186,11 +209,11 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs, if it is one."""
+    """The commit of the source tree that runs, if it is one, with "-dirty" behind it where files differ from it."""
     root = Path(stillhouse.__file__).parents[1]
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -46,9 +46,9 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
             log.evaluation(0, 0, progress.metrics)
         for step in range(progress.step, plan.steps):
             started = time.monotonic()
-            batches = [
-                session.train.batch(rows).to(session.device) for rows in plan.micro_batches(session.train, step)
-            ]
+            packed = [session.train.batch(rows) for rows in plan.micro_batches(session.train, step)]
+            inputs = sum(int((batch.document_T >= 0).sum()) for batch in packed)
+            batches = [batch.to(session.device) for batch in packed]
             outputs = forward_backward(
                 student,
                 session.teacher,
@@ -65,7 +65,6 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
 
             progress.step, progress.tokens = step + 1, progress.tokens + int(sums["tokens"])
             seconds = time.monotonic() - started
-            inputs = sum(int(batch.input_ids_BS.numel()) for batch in batches)
             log.train(progress.step, progress.tokens, _train_metrics(sums, rate, norm, inputs / seconds))
             last = progress.step == plan.steps
             saving = _due(progress.step, config.checkpoint.every) or last

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from stillhouse.config import RunConfig
 from stillhouse.train.checkpoint import atomic_folder, save_student
-from stillhouse.train.folder import RunFolder, claim, environment, require_same_data, resumable
+from stillhouse.train.folder import RunFolder, alone, claim, environment, require_same_data, resumable
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.off_policy import train
-from stillhouse.train.session import data_reports, in_words, prepare
+from stillhouse.train.session import Session, data_reports, in_words, prepare
 
 
 def distill(config: RunConfig) -> Path:
@@ -23,7 +23,14 @@ def distill(config: RunConfig) -> Path:
     session = prepare(config)
     if resume is not None:
         require_same_data(resume, folder, session.data)
-    claim(folder, config)
+    with alone(folder):
+        claim(folder, config)
+        _run(session, folder, resume)
+    return folder.path
+
+
+def _run(session: Session, folder: RunFolder, resume: Path | None) -> None:
+    config = session.config
     reports = data_reports(session)
     for which, report in reports.items():
         print(f"{which}: {report.summary()}")
@@ -40,4 +47,3 @@ def distill(config: RunConfig) -> Path:
     with atomic_folder(folder.model) as model:
         save_student(model, session.student, session.tokenizer)
     print(f"model: {folder.model}")
-    return folder.path

@@ -4,6 +4,7 @@ The objective's expression, then the tokenizers, then the data, then the models:
 second, a teacher of another tokenizer before any weight is read.
 """
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +58,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     recipe = parse_objective(config)
     if announce:
         print(in_words(config, recipe), flush=True)
+    require_one_process()
     require_trackers(config.track)
     device = choose_device(config.device)
     torch.manual_seed(config.seed)
@@ -65,6 +67,11 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     splits = {"train": train_documents} | ({} if evaluation_documents is None else {"eval": evaluation_documents})
     for documents in splits.values():
         warnings += documents.report.warnings
+    if evaluation_documents is not None and (shared := evaluation_documents.overlap(train_documents)):
+        warnings.append(
+            f"{shared:,} of the {len(evaluation_documents):,} held-out documents are trained on too: "
+            "held-out figures will look better than they are"
+        )
     max_tokens = config.data.max_tokens
     train = PackedSequences(train_documents, max_tokens=max_tokens, seed=config.seed)
     evaluation = None
@@ -120,6 +127,13 @@ def in_words(config: RunConfig, recipe: Recipe) -> str:
         f"mean over {config.objective.tokens} tokens of each step: "
         f"{config.student.model}{teacher}"
     )
+
+
+def require_one_process() -> None:
+    """Refuse torchrun: its processes would all write the same run."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise ConfigError("parallel", f"torchrun started {processes} processes; this version runs in one, without it")
 
 
 def choose_device(name: str) -> torch.device:
