@@ -25,6 +25,7 @@ from stillhouse.objective import (
     Term,
     TopK,
     forward_kl,
+    logits_objective,
 )
 
 F_DIVERGENCES = [
@@ -53,6 +54,8 @@ ALPHA_BETAS = [
 ALL_DIVERGENCES = F_DIVERGENCES + ALPHA_BETAS
 #: without those whose (p/q)^α overflows on peaked rows, as the docstring of alpha_beta says
 DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [each for each in ALPHA_BETAS if "-0.5" not in each]
+#: the size of a problem unless a test says otherwise
+T, V, D = 37, 251, 16
 TAILS = ["bucket", "renormalize", "drop"]
 SIGNALS = ["full", "dense", *TAILS]
 
@@ -77,9 +80,9 @@ def generator(seed: int) -> torch.Generator:
 
 
 def make_leaves(
-    tokens: int = 37,
-    vocabulary: int = 251,
-    width: int = 16,
+    tokens: int = T,
+    vocabulary: int = V,
+    width: int = D,
     *,
     dtype: torch.dtype = torch.float64,
     sharpness: float = 1.0,
@@ -94,26 +97,17 @@ def make_leaves(
     return Leaves(hidden.to(dtype), weight.to(dtype), bias_V.to(dtype) if bias else None)
 
 
-def make_labels(tokens: int = 37, vocabulary: int = 251, *, seed: int = 1) -> Tensor:
+def make_labels(tokens: int = T, vocabulary: int = V, *, seed: int = 1) -> Tensor:
     """Labels with every fifth one absent."""
     labels = torch.randint(0, vocabulary, (tokens,), generator=generator(seed))
     labels[::5] = -100
     return labels
 
 
-def make_full(
-    tokens: int = 37,
-    vocabulary: int = 251,
-    width: int = 24,
-    *,
-    dtype: torch.dtype = torch.float64,
-    sharpness: float = 1.0,
-    seed: int = 2,
-    **head_options: Any,
-) -> FullVocab:
-    """A teacher of another width."""
-    leaves = make_leaves(tokens, vocabulary, width, dtype=dtype, sharpness=sharpness, bias=False, seed=seed)
-    return FullVocab(leaves.hidden, OutputHead(leaves.weight, **head_options))
+def make_full(tokens: int = T, vocabulary: int = V, *, vocab_size: int | None = None, **options: Any) -> FullVocab:
+    """A teacher of another width; the other options are those of `make_leaves`."""
+    leaves = make_leaves(tokens, vocabulary, 24, bias=False, seed=2, **options)
+    return FullVocab(leaves.hidden, OutputHead(leaves.weight, vocab_size=vocab_size))
 
 
 def make_topk(
@@ -132,8 +126,8 @@ def make_topk(
 
 def make_signal(
     kind: str,
-    tokens: int = 37,
-    vocabulary: int = 251,
+    tokens: int = T,
+    vocabulary: int = V,
     *,
     dtype: torch.dtype = torch.float64,
     sharpness: float = 1.0,
@@ -150,7 +144,7 @@ def make_signal(
     return converted(signal, dtype)
 
 
-def every_term(tokens: int = 37, vocabulary: int = 251, *, dtype: torch.dtype = torch.float64) -> list[Term]:
+def every_term(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> list[Term]:
     """One term of each kind, some with a weight of their own, two that share a signal."""
     full = make_full(tokens, vocabulary, dtype=dtype)
     own = torch.rand(tokens, generator=generator(5)).to(dtype)
@@ -193,6 +187,15 @@ def run(
     )
     (output.loss * upstream).backward()
     return Result(output, {name: leaf.grad for name, leaf in fresh.items() if leaf.grad is not None})
+
+
+def divergence_of(student: Tensor, signal: Signal, divergence: Divergence) -> tuple[float, Tensor]:
+    """D and its gradient in the student's logits [T, V]."""
+    logits = student.clone().requires_grad_()
+    loss = logits_objective(logits, [Distill(signal, divergence)]).loss
+    loss.backward()
+    assert logits.grad is not None
+    return loss.item(), logits.grad
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

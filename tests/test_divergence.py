@@ -20,6 +20,7 @@ from stillhouse.objective import (
     skew_reverse_kl,
     total_variation,
 )
+from stillhouse.objective.divergence import WeightedSum
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 
@@ -304,7 +305,16 @@ def test_nan_is_no_coefficient(make: Callable[[float], Divergence]) -> None:
         make(math.nan)
 
 
-def test_sums_of_f_divergences_are_f_divergences() -> None:
-    assert all(parse_divergence(expression).is_f_divergence for expression in F_DIVERGENCES)
-    assert not alpha_beta(2, 1).is_f_divergence
-    assert not (forward_kl() + alpha_beta(2, 1)).is_f_divergence
+def test_a_bool_is_no_coefficient() -> None:
+    """It would count as 1; `jsd(0.5, True)` is an argument and stays."""
+    for make in (
+        lambda: True * forward_kl(),
+        lambda: forward_kl() * False,
+        lambda: WeightedSum(((True, forward_kl()),)),
+    ):
+        with pytest.raises(ValueError, match="expected a positive number"):
+            make()
+    for text in ("True*forward_kl", "forward_kl*True", "forward_kl + False*reverse_kl", "-True*forward_kl"):
+        with pytest.raises(ValueError, match=r"(True|False).*expected a number"):
+            parse_divergence(text)
+    assert parse_divergence("jsd(0.5, True)") == parse_divergence("jsd(0.5, normalized=True)")

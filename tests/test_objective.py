@@ -10,7 +10,10 @@ from objective_cases import (
     ALL_DIVERGENCES,
     SIGNALS,
     TAILS,
+    D,
     Leaves,
+    T,
+    V,
     assert_same,
     converted,
     distance,
@@ -33,14 +36,13 @@ from stillhouse.objective import (
     Term,
     TopK,
     forward_kl,
+    fused,
     jsd,
     linear_objective,
     logits_objective,
     parse_divergence,
 )
 from stillhouse.objective.reference import dense_objective
-
-T, V, D = 37, 251, 16
 
 
 def some_weights(tokens: int = T) -> Tensor:
@@ -83,7 +85,7 @@ def test_term_names_are_numbered() -> None:
         "forward_kl",
         "0.5*forward_kl + forward_kl",
         "forward_kl#2",
-        "forward_kl#3",
+        "sampled_cross_entropy",
         "entropy",
     }
 
@@ -262,3 +264,15 @@ def test_the_two_ways_of_the_documentation_agree() -> None:
         gradients.append((names["hidden"].grad, names["student_head"].weight.grad))
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("device", "least"), [("cpu", 16), ("cuda", 1024), ("meta", 16)])
+def test_rows_of_a_tile_follow_the_budget_down_to_a_floor(device: str, least: int) -> None:
+    """Below a thousand rows a GPU would wait for memory while it sums the weight's gradient."""
+    source = fused._Source()
+    source.device, source.dtype = torch.device(device), torch.float32
+    source.vocabulary = 1 << 24
+    assert fused._tile_rows(source) == least
+    source.vocabulary = 1000
+    budget = fused.TILE_BYTES["cuda" if device == "cuda" else "cpu"]
+    assert fused._tile_rows(source) == budget // 4000 > least

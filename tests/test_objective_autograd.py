@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 from objective_cases import (
+    D,
     Leaves,
+    T,
+    V,
     assert_same,
     converted,
     distance,
@@ -34,8 +37,6 @@ from stillhouse.objective import (
     logits_objective,
 )
 from stillhouse.objective.reference import dense_objective
-
-T, V, D = 37, 251, 16
 
 
 def differentiable(leaves: Leaves) -> tuple[Tensor, OutputHead]:

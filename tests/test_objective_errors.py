@@ -1,12 +1,14 @@
 """Misuse of the objective: each error names what came and what was expected."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from objective_cases import make_full, make_labels, make_leaves
+from objective_cases import D, T, V, make_full, make_labels, make_leaves
 from torch import Tensor
 
 from stillhouse.objective import (
@@ -30,7 +32,7 @@ from stillhouse.objective import (
     reverse_kl,
 )
 
-T, V, D = 37, 251, 16
+NAN = math.nan
 CE = [CrossEntropy(make_labels())]
 IDS, LOG_PROBS = torch.zeros(T, 4, dtype=torch.int64), torch.zeros(T, 4)
 ERRORS: dict[str, tuple[Any, str]] = {
@@ -63,6 +65,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     ),
     "smoothing": (lambda: CrossEntropy(make_labels(), label_smoothing=1.0), "label_smoothing=1.0"),
     "z-loss": (lambda: CrossEntropy(make_labels(), z_loss=-1.0), "z_loss=-1.0"),
+    "nan z-loss": (lambda: CrossEntropy(make_labels(), z_loss=NAN), "z_loss=nan: expected a finite number"),
     "weights": (lambda: objective(weights_T=torch.ones(9)), "weights_T of shape (9,): expected (37,)"),
     "weights' dims": (lambda: objective(weights_T=torch.ones(T, 1)), "weights_T of shape (37, 1): expected (37,)"),
     "own weights": (lambda: objective([Entropy(1.0, weights_T=torch.ones(9))]), "terms[0].weights_T of shape (9,)"),
@@ -72,7 +75,32 @@ ERRORS: dict[str, tuple[Any, str]] = {
     ),
     "no terms": (lambda: objective([]), "no terms: expected at least one"),
     "normalizer": (lambda: objective(normalizer=0), "normalizer=0: expected the positive number"),
-    "nan normalizer": (lambda: objective(normalizer=float("nan")), "normalizer=nan"),
+    "negative normalizer": (lambda: objective(normalizer=-3.0), "normalizer=-3.0: expected the positive number"),
+    "nan normalizer": (lambda: objective(normalizer=NAN), "normalizer=nan"),
+    "infinite normalizer": (lambda: objective(normalizer=math.inf), "normalizer=inf"),
+    "normalizer of another kind": (lambda: objective(normalizer=np.float32("nan")), "normalizer=nan"),
+    "nan scale": (lambda: CrossEntropy(make_labels(), NAN), "scale=nan: expected a finite number"),
+    "nan scale of a distillation": (lambda: Distill(make_full(), forward_kl(), NAN), "scale=nan"),
+    "nan scale of an entropy": (lambda: Entropy(NAN), "scale=nan"),
+    "infinite scale": (lambda: Entropy(-math.inf), "scale=-inf"),
+    "bool as scale": (lambda: Entropy(True), "scale=True"),
+    "nan weight": (
+        lambda: objective(weights_T=torch.ones(T).index_fill(0, torch.tensor([3]), NAN)),
+        "weights_T holds NaN or infinity",
+    ),
+    "infinite own weight": (
+        lambda: objective([Entropy(1.0, weights_T=torch.full((T,), math.inf))]),
+        "terms[0].weights_T holds NaN or infinity",
+    ),
+    "repeated rows": (
+        lambda: objective(valid_index=torch.tensor([4, 7, 4, 4])),
+        "valid_index holds 2 of its 4 rows again: expected each row once",
+    ),
+    "rows below the first": (
+        lambda: objective(valid_index=torch.tensor([0, -1])),
+        "valid_index holds rows -1 to 0: expected rows from 0 to 36",
+    ),
+    "rows beyond the last": (lambda: objective(valid_index=torch.tensor([0, T])), "expected rows from 0 to 36"),
     "chunk": (lambda: objective(chunk_tokens=0), "chunk_tokens=0: expected 1 or more"),
     "teacher's width": (
         lambda: FullVocab(torch.zeros(T, 9), OutputHead(torch.zeros(V, 24))),
@@ -112,7 +140,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
         lambda: Distill(make_full(), forward_kl(), temperature=0.0),
         "temperature=0.0: expected a positive number",
     ),
-    "nan temperature": (lambda: Entropy(1.0, temperature=float("nan")), "temperature=nan"),
+    "nan temperature": (lambda: Entropy(1.0, temperature=NAN), "temperature=nan"),
     "other temperature": (
         lambda: Distill(Chosen(IDS, LOG_PROBS, temperature=1.0), forward_kl(), temperature=2.0),
         "taken at temperature 1.0, the term asks for 2.0",

@@ -5,6 +5,9 @@ import math
 import pytest
 import torch
 from objective_cases import (
+    SIGNALS,
+    T,
+    V,
     converted,
     every_term,
     make_full,
@@ -19,6 +22,7 @@ from stillhouse.objective import (
     CrossEntropy,
     DenseLogits,
     Distill,
+    Divergence,
     Entropy,
     Sampled,
     Term,
@@ -30,9 +34,11 @@ from stillhouse.objective import (
     reverse_kl,
 )
 
-T, V = 37, 251
 TEACHER = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], dtype=torch.float64)
 STUDENT = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]], dtype=torch.float64)
+
+
+STATISTICS = ("student_entropy", "teacher_entropy", "agreement")
 
 
 def entropy(p: list[float]) -> float:
@@ -93,7 +99,9 @@ def test_sparse_statistics_by_hand() -> None:
 def test_sampled_value_is_a_cross_entropy() -> None:
     """Draws that weigh each id by its probability: forward KL plus the teacher's entropy."""
     draws = Sampled(torch.tensor([[0, 1, 2], [0, 1, 2]]), TEACHER)
-    value = metrics_of([Distill(draws, forward_kl())])["forward_kl"]
+    metrics = metrics_of([Distill(draws, forward_kl())])
+    assert set(metrics) == {"tokens", "sampled_cross_entropy", "student_entropy"}
+    value = metrics["sampled_cross_entropy"]
     dense = metrics_of([Distill(DenseLogits(TEACHER.log()), forward_kl())])
     assert value == pytest.approx(dense["forward_kl"] + dense["teacher_entropy"], rel=1e-12)
 
@@ -120,6 +128,70 @@ def test_second_terms_are_numbered() -> None:
     }
     assert alone.items() <= metrics.items()
     assert metrics["student_entropy#2"] > metrics["student_entropy"] == metrics["student_entropy#3"]
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
+def test_parts_of_a_cross_entropy_are_seen(smoothing: float, z_loss: float) -> None:
+    """Row 1 has no label and no finite logits: it adds nothing to any of them, and its NaN no NaN."""
+    logits = torch.stack([STUDENT[0].log() + 7, torch.full((3,), math.nan, dtype=torch.float64)])
+    term = CrossEntropy(torch.tensor([1, -1]), 0.5, smoothing, z_loss, weights_T=torch.tensor([3.0, 1.0]))
+    metrics = {key: value.item() for key, value in logits_objective(logits, [term]).metrics.items()}
+    mean = -(2 * math.log(0.25) + math.log(0.5)) / 3
+    whole = (1 - smoothing) * math.log(2) + smoothing * mean + z_loss * 49
+    expected = {"tokens": 2.0, "cross_entropy": 3 * whole}
+    if smoothing or z_loss:
+        expected["negative_log_likelihood"] = 3 * math.log(2)
+    if z_loss:
+        expected["z_loss"] = 3 * z_loss * 49
+    assert metrics == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", SIGNALS)
+@pytest.mark.parametrize("squared", [False, True])
+def test_summands_of_a_divergence_are_seen(kind: str, squared: bool) -> None:
+    """Each as if it were a term of its own, over the same outcomes; the term's value is their weighted sum."""
+    leaves, signal, own_T = make_leaves(), make_signal(kind, temperature=2.0), torch.rand(T)
+    summands = [forward_kl(), jsd(0.3), reverse_kl()]
+
+    def sums(divergence: Divergence) -> dict[str, float]:
+        term = Distill(signal, divergence, 0.3, 2.0, squared, weights_T=own_T)
+        metrics = run(linear_objective, leaves, [term], chunk_tokens=9).output.metrics
+        return {key: value.item() for key, value in metrics.items()}
+
+    metrics = sums(0.5 * forward_kl() + 2 * jsd(0.3) + reverse_kl() + 0.5 * forward_kl())
+    for each in summands:
+        assert metrics[str(each)] == pytest.approx(sums(each)[str(each)], rel=1e-12)
+    whole = metrics["forward_kl"] + 2 * metrics["jsd(0.3)"] + metrics["reverse_kl"]
+    assert metrics["0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"] == pytest.approx(whole, rel=1e-12)
+    assert metrics.keys() - sums(forward_kl()).keys() == {str(each) for each in summands[1:]} | {
+        "0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"
+    }
+
+
+def test_no_two_sums_share_a_key() -> None:
+    """A summand is never added into the term of its name, nor one term's parts into another's."""
+    dense, labels = DenseLogits(TEACHER.log()), torch.tensor([0, 2])
+    mixed = 0.5 * forward_kl() + 0.5 * reverse_kl()
+    terms: list[Term] = [
+        Distill(dense, mixed, temperature=3.0),
+        CrossEntropy(labels),
+        Distill(dense, mixed, temperature=2.0),
+        Distill(dense, forward_kl()),
+        CrossEntropy(labels, z_loss=0.1),
+    ]
+    metrics = metrics_of(terms)
+    assert set(metrics) == {
+        "tokens",
+        *(str(mixed), f"{mixed}#2", "forward_kl", "cross_entropy", "cross_entropy#2"),
+        *("negative_log_likelihood#2", "z_loss#2"),
+        *(f"{key}{suffix}" for key in STATISTICS for suffix in ("", "#2", "#3")),
+        *("reverse_kl", "reverse_kl#2", "forward_kl#2", "forward_kl#3"),
+    }
+    for key, temperature in [("forward_kl", 1.0), ("forward_kl#2", 3.0), ("forward_kl#3", 2.0)]:
+        alone = metrics_of([Distill(dense, forward_kl(), temperature=temperature)])
+        assert metrics[key] == pytest.approx(alone["forward_kl"], rel=1e-12)
+    assert metrics["negative_log_likelihood#2"] == pytest.approx(metrics["cross_entropy"])
+    assert list(metrics) == list(metrics_of(terms, torch.zeros(2)))  # whatever the rows
 
 
 def test_values_are_neither_scaled_nor_divided() -> None:

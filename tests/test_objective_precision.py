@@ -14,7 +14,10 @@ from objective_cases import (
     DIVERGENCES_OF_PEAKED_ROWS,
     F_DIVERGENCES,
     SIGNALS,
+    D,
     Leaves,
+    T,
+    V,
     converted,
     distance,
     every_term,
@@ -44,7 +47,6 @@ from stillhouse.objective import (
 )
 from stillhouse.objective.reference import dense_objective
 
-T, V, D = 37, 251, 16
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -8,27 +8,27 @@ from objective_cases import (
     ALL_DIVERGENCES,
     TAILS,
     Leaves,
+    T,
+    V,
     converted,
     distance,
+    divergence_of,
     generator,
     make_full,
     make_labels,
     make_leaves,
     run,
 )
-from torch import Tensor
 
 from stillhouse.objective import (
     Chosen,
     CrossEntropy,
     DenseLogits,
     Distill,
-    Divergence,
     Entropy,
     FullVocab,
     OutputHead,
     Sampled,
-    Signal,
     Term,
     TopK,
     forward_kl,
@@ -39,17 +39,6 @@ from stillhouse.objective import (
     reverse_kl,
 )
 from stillhouse.objective.reference import dense_objective
-
-T, V, D = 37, 251, 16
-
-
-def distill(student: Tensor, signal: Signal, divergence: Divergence) -> tuple[float, Tensor]:
-    logits = student.clone().requires_grad_()
-    loss = logits_objective(logits, [Distill(signal, divergence)]).loss
-    loss.backward()
-    assert logits.grad is not None
-    return loss.item(), logits.grad
-
 
 # 2. Absent ids stand at index 0 while they are scattered: token 0 must not notice.
 
@@ -67,8 +56,8 @@ def test_absent_ids_add_nothing_to_token_zero(expression: str, tail: str, zero_i
         tail=tail,  # type: ignore[arg-type]
     )
     divergence = parse_divergence(expression)
-    value, gradient = distill(student, padded, divergence)
-    expected_value, expected = distill(student, TopK(ids, log_p, tail=tail), divergence)  # type: ignore[arg-type]
+    value, gradient = divergence_of(student, padded, divergence)
+    expected_value, expected = divergence_of(student, TopK(ids, log_p, tail=tail), divergence)  # type: ignore[arg-type]
     assert value == pytest.approx(expected_value, rel=1e-14)
     torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-15)
 
@@ -77,8 +66,8 @@ def test_absent_draws_add_nothing_to_token_zero() -> None:
     student = torch.randn(1, 7, generator=generator(0), dtype=torch.float64)
     draws = Sampled(torch.tensor([[3, 5]]), torch.tensor([[0.4, 0.6]], dtype=torch.float64))
     padded = Sampled(torch.tensor([[-1, 3, 7, 5]]), torch.tensor([[0.9, 0.4, math.nan, 0.6]], dtype=torch.float64))
-    value, gradient = distill(student, padded, forward_kl())
-    expected_value, expected = distill(student, draws, forward_kl())
+    value, gradient = divergence_of(student, padded, forward_kl())
+    expected_value, expected = divergence_of(student, draws, forward_kl())
     assert value == expected_value
     assert torch.equal(gradient, expected)
 
@@ -86,7 +75,7 @@ def test_absent_draws_add_nothing_to_token_zero() -> None:
 @pytest.mark.parametrize("tail", TAILS)
 def test_a_row_without_any_id_is_worth_nothing(tail: str) -> None:
     signal = TopK(torch.full((2, 3), -1), torch.zeros(2, 3), tail=tail)  # type: ignore[arg-type]
-    value, gradient = distill(torch.randn(2, 7, generator=generator(0), dtype=torch.float64), signal, jsd(0.3))
+    value, gradient = divergence_of(torch.randn(2, 7, generator=generator(0), dtype=torch.float64), signal, jsd(0.3))
     assert abs(value) < 1e-12
     assert gradient.abs().max() < 1e-12
 
@@ -97,7 +86,7 @@ def test_absent_entries_do_not_meet_a_masked_token_zero() -> None:
     ids, values = torch.tensor([[-1, 2, 1]]), torch.tensor([[0.5, 0.5, 0.5]])
     signals = [Sampled(ids, values), *(TopK(ids, values.log() - 1, tail=tail) for tail in TAILS)]  # type: ignore[arg-type]
     for signal in signals:
-        value, gradient = distill(student, signal, forward_kl())
+        value, gradient = divergence_of(student, signal, forward_kl())
         assert math.isfinite(value)
         assert gradient.isfinite().all()
         assert gradient[0, 0] == 0
@@ -111,7 +100,7 @@ def test_truncated_kl_has_its_own_gradient() -> None:
     p, q = teacher.softmax(1), student.softmax(1)
     ids = torch.tensor([[5, 2, 3]])
     kept = torch.zeros_like(p).scatter(1, ids, p.gather(1, ids))
-    _, gradient = distill(student, TopK(ids, p.gather(1, ids).log(), tail="drop"), forward_kl())
+    _, gradient = divergence_of(student, TopK(ids, p.gather(1, ids).log(), tail="drop"), forward_kl())
     torch.testing.assert_close(gradient, kept.sum() * q - kept, rtol=1e-12, atol=1e-15)
 
 
@@ -120,7 +109,7 @@ def test_truncated_kl_has_its_own_gradient() -> None:
 
 def test_negative_truncated_kl_keeps_its_gradient() -> None:
     student = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64).log()
-    value, gradient = distill(
+    value, gradient = divergence_of(
         student, TopK(torch.tensor([[0]]), torch.tensor([[0.3]]).log(), tail="drop"), forward_kl()
     )
     assert value < 0
@@ -131,10 +120,10 @@ def test_bucket_punishes_mass_outside_the_ids_and_renormalize_does_not() -> None
     """The student agrees on the ratio of the two ids and has 90 % of its mass elsewhere."""
     student = torch.tensor([[0.08, 0.02, 0.45, 0.45]], dtype=torch.float64).log()
     ids, log_p = torch.tensor([[0, 1]]), torch.tensor([[0.8 * 0.99, 0.2 * 0.99]], dtype=torch.float64).log()
-    value, gradient = distill(student, TopK(ids, log_p, tail="renormalize"), reverse_kl())
+    value, gradient = divergence_of(student, TopK(ids, log_p, tail="renormalize"), reverse_kl())
     assert abs(value) < 1e-12
     assert gradient.abs().max() < 1e-12
-    value, gradient = distill(student, TopK(ids, log_p, tail="bucket"), reverse_kl())
+    value, gradient = divergence_of(student, TopK(ids, log_p, tail="bucket"), reverse_kl())
     assert value > 3
     assert (gradient[0, :2] < 0).all()
     assert (gradient[0, 2:] > 0.1).all()
@@ -201,8 +190,8 @@ def test_a_repeated_id_counts_once(kind: type[TopK], tail: str) -> None:
     repeated_log_p = torch.cat([log_p, torch.zeros(2, 3)], 1)  # the first place counts
     for expression in ALL_DIVERGENCES:
         divergence = parse_divergence(expression)
-        value, gradient = distill(student, kind(repeated, repeated_log_p, tail=tail), divergence)  # type: ignore[arg-type]
-        expected_value, expected = distill(student, kind(ids, log_p, tail=tail), divergence)  # type: ignore[arg-type]
+        value, gradient = divergence_of(student, kind(repeated, repeated_log_p, tail=tail), divergence)  # type: ignore[arg-type]
+        expected_value, expected = divergence_of(student, kind(ids, log_p, tail=tail), divergence)  # type: ignore[arg-type]
         assert value == pytest.approx(expected_value, rel=1e-14)
         torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-15)
 
@@ -252,12 +241,14 @@ def test_peaked_rows_have_a_finite_bucket(expression: str, send_tail: bool, gap:
     assert send_tail or gap < 20 or (1 - top.exp().sum(1) <= 0).any()  # what the trap looks like
     divergence = parse_divergence(expression)
     for logits in (student, teacher, student * 50):
-        value, gradient = distill(logits, TopK(ids, top, tail_log_prob_T=tail if send_tail else None), divergence)
+        value, gradient = divergence_of(
+            logits, TopK(ids, top, tail_log_prob_T=tail if send_tail else None), divergence
+        )
         assert math.isfinite(value)
         assert gradient.isfinite().all()
         if send_tail and logits is student:
             double = TopK(ids, top.double(), tail_log_prob_T=tail.double())
-            exact_value, exact = distill(student.double(), double, divergence)
+            exact_value, exact = divergence_of(student.double(), double, divergence)
             assert value == pytest.approx(exact_value, rel=1e-5)
             assert distance(gradient, exact) < 1e-5
 

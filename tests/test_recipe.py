@@ -172,6 +172,8 @@ def test_in_words(text: str, options: dict[str, Any], words: str) -> None:
         ("cross_entropy / 2", "cannot read 'cross_entropy / 2'"),
         ("2", "cannot read '2'"),
         ("forward_kl()()", "cannot read"),
+        ("True*forward_kl", r"coefficient True in 'True\*forward_kl': expected a number"),
+        ("0.5*forward_kl + cross_entropy*True", "coefficient True in .*expected a number"),
         ("__import__('os').system('true')", "cannot read"),
         ("jsd(__import__)", "cannot read '__import__'"),
         ("jsd('0.5')", "expected a number"),

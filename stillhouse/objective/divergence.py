@@ -30,9 +30,6 @@ from stillhouse.objective.expression import parse_sum, unknown_name
 class Divergence(ABC):
     """D(p, q) as two pointwise functions; sums and multiples of divergences are divergences."""
 
-    #: an f-divergence never grows when outcomes are merged, so that a tail bucket is a lower bound of it
-    is_f_divergence: bool = True
-
     @abstractmethod
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """f(log p, log q), elementwise, in nats; its sum over the vocabulary is D."""
@@ -46,10 +43,12 @@ class Divergence(ABC):
         """The expression that `parse_divergence` reads back."""
 
     def __add__(self, other: "Divergence") -> "Divergence":
-        return WeightedSum(_weighted_parts(self) + _weighted_parts(other))
+        return WeightedSum(weighted_parts(self) + weighted_parts(other))
 
     def __mul__(self, coefficient: float) -> "Divergence":
-        parts = tuple((coefficient * weight, part) for weight, part in _weighted_parts(self))
+        if isinstance(coefficient, bool):  # it would count as 1, and is more likely an argument in the wrong place
+            raise ValueError(f"{coefficient}*({self}): expected a positive number")
+        parts = tuple((coefficient * weight, part) for weight, part in weighted_parts(self))
         return parts[0][1] if len(parts) == 1 and parts[0][0] == 1 else WeightedSum(parts)
 
     __rmul__ = __mul__
@@ -136,9 +135,8 @@ class WeightedSum(Divergence):
 
     def __post_init__(self) -> None:
         for weight, part in self.parts:
-            if not (weight > 0 and math.isfinite(weight)):
+            if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"weight {weight} of {part}: expected a positive number")
-        object.__setattr__(self, "is_f_divergence", all(part.is_f_divergence for _, part in self.parts))
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         first, *rest = (weight * part.value(log_p, log_q) for weight, part in self.parts)
@@ -268,7 +266,6 @@ class AlphaBeta(Divergence):
     beta: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "is_f_divergence", self.alpha + self.beta == 1)
         exponents_are_safe = self.alpha >= 0 and self.beta >= 0
         if not (math.isfinite(self.alpha) and math.isfinite(self.beta)):
             raise ValueError(f"{self}: expected finite numbers")
@@ -308,7 +305,8 @@ class AlphaBeta(Divergence):
         return f"alpha_beta({_exact(self.alpha)}, {_exact(self.beta)})"
 
 
-def _weighted_parts(divergence: Divergence) -> tuple[tuple[float, Divergence], ...]:
+def weighted_parts(divergence: Divergence) -> tuple[tuple[float, Divergence], ...]:
+    """The summands of a divergence with their weights; of a plain one, itself."""
     return divergence.parts if isinstance(divergence, WeightedSum) else ((1.0, divergence),)
 
 

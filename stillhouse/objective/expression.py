@@ -66,6 +66,8 @@ def _part(node: ast.expr, sign: float, text: str) -> Part:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         number, node = (node.left, node.right) if _is_number(node.left) else (node.right, node.left)
         coefficient = _literal(number, text)
+        if isinstance(coefficient, bool):
+            raise ValueError(f"coefficient {coefficient} in {text!r}: expected a number")
     if isinstance(node, ast.Name):
         return Part(sign * coefficient, node.id)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -7,16 +7,17 @@ happens in forward, so backward only multiplies by the incoming gradient and no 
 T tokens, C rows of a chunk, D student width, V vocabulary.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stillhouse.objective.head import OutputHead, Projection, common_vocabulary, operand_dtype
+from stillhouse.objective.keys import StatisticKeys, unique_names
 from stillhouse.objective.signals import DenseLogits, FullVocab, Rows, Signal
 from stillhouse.objective.terms import Term, TermResult
 from stillhouse.objective.tile import Tile
@@ -24,6 +25,8 @@ from stillhouse.objective.vocab import VocabShard, require_whole_vocabulary
 
 #: bytes that one float32 tile of logits may take; a pass keeps a handful of them
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+#: rows of a tile whatever the budget: on a GPU, below these, summing the weight's float32 gradient is bandwidth-bound
+TILE_ROWS = {"cpu": 16, "cuda": 1024}
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,15 @@ class ObjectiveOutput:
 
     `loss`: float32 scalar, Σ_tokens weight · Σ_terms scale · value, divided by the normalizer; differentiable.
     `metrics`: detached float32 sums over tokens, each token with its weight in the term (the objective's times the
-    term's own) and nothing scaled or divided: every term's value under the term's name; of a distillation term also
-    `student_entropy` and `teacher_entropy` (at its temperature), `agreement` (top-1) and `teacher_mass` (covered by a
-    sparse signal); and `tokens`, the count of rows with a weight. A second term of the same name has "#2" behind its
-    name, a second distillation term "#2" behind its statistics. The keys depend on the terms alone, not on the rows.
+    term's own) and nothing scaled or divided: `tokens`, the count of rows with a weight; every term's value under the
+    term's name; and statistics:
+        of a distillation term `student_entropy` and `teacher_entropy` (at its temperature), `agreement` (top-1),
+        `teacher_mass` (covered by a sparse signal) and, if its divergence is a sum, each summand's own value under
+        its expression (`forward_kl`), with the term's τ² and without its coefficient;
+        of a cross-entropy with label smoothing or z-loss `negative_log_likelihood`, the plain −log q_y, and of one
+        with z-loss `z_loss`, that summand of the value; both are 0 where there is no label.
+    A second term of the same name has "#2" behind its name, the second term of its kind "#2" behind its statistics,
+    or the next number that is free. The keys depend on the terms alone, not on the rows.
     `per_token`: detached float32 [T], each term's unweighted value under its name; 0 where its weight is 0.
     """
 
@@ -59,10 +67,11 @@ def linear_objective(
     weights_T: weight per token (None: 1). Rows of weight 0 add nothing and may hold anything, NaN included.
     normalizer: divides the sum; the optimizer step's global count of tokens with a non-zero weight.
     valid_index: the rows with a weight, int64, if the caller knows them (a batch made on the CPU does; finding them
-        on a GPU waits for it, so without this all rows are computed there). No other row is visited.
+        on a GPU waits for it, so without this all rows are computed there). Each row once; no other is visited.
     chunk_tokens: rows of a tile; None picks by a memory budget. Results do not depend on it.
 
-    Raises ValueError where shapes disagree; NotImplementedError for a head sharded over ranks.
+    Raises ValueError where shapes disagree, for a normalizer that is no positive number and, of tensors on a CPU, for
+    weights that are not finite and rows that come twice; NotImplementedError for a head sharded over ranks.
     """
     if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
         raise ValueError(
@@ -266,7 +275,7 @@ class _Totals:
 
     def __init__(self, terms: Sequence[Term], tokens: int, source: _Source):
         self.names = unique_names(terms)
-        self.suffixes = _statistic_suffixes(terms)
+        self.keys = StatisticKeys(terms, self.names)
         self.scales = [term.scale for term in terms]
         self.per_token = {name: torch.zeros(tokens, dtype=source.dtype, device=source.device) for name in self.names}
         self.loss = torch.zeros((), dtype=torch.float64, device=source.device)
@@ -281,9 +290,9 @@ class _Totals:
         self.sums[self.names[position]] += value
         if self.scales[position]:  # a term of scale 0 is watched only: it may be infinite
             self.loss += self.scales[position] * value
-        for key, statistic_C in result.statistics.items():
+        for name, statistic_C in (result.statistics | result.parts).items():
             statistic_C = statistic_C.masked_fill(has_none_C, 0.0)
-            self.sums[key + self.suffixes[position]] += (statistic_C.double() * own_C).sum()
+            self.sums[self.keys.of(position, name)] += (statistic_C.double() * own_C).sum()
 
 
 class _Attach(torch.autograd.Function):
@@ -334,15 +343,31 @@ def _check(
     for what, each_T in weights.items():
         if each_T is not None and each_T.shape != (tokens,):
             raise ValueError(f"{what} of shape {tuple(each_T.shape)}: expected ({tokens},), one weight per token")
-    if valid_index is not None and (valid_index.dim() != 1 or valid_index.dtype != torch.int64):
+        if each_T is not None and each_T.device.type == "cpu" and not each_T.isfinite().all():
+            raise ValueError(f"{what} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
+    if valid_index is not None:
+        _check_index(valid_index, tokens)
+    if not isinstance(normalizer, Tensor) and not 0 < normalizer < math.inf:
+        raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
+
+
+def _check_index(valid_index: Tensor, tokens: int) -> None:
+    """Its form anywhere, its rows on a CPU: on a GPU the question alone would wait for it."""
+    if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
         raise ValueError(
             f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
             "one dim of int64 (a mask's are mask.nonzero()[:, 0])"
         )
-    if isinstance(normalizer, int | float) and not normalizer > 0:
-        raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
+    if valid_index.device.type != "cpu" or not len(valid_index):
+        return
+    first, last = int(valid_index.min()), int(valid_index.max())
+    if first < 0 or last >= tokens:
+        raise ValueError(f"valid_index holds rows {first} to {last}: expected rows from 0 to {tokens - 1}")
+    # a repeated row would count twice in the loss and the head's gradient, once in the hidden states'
+    if repeated := len(valid_index) - len(valid_index.unique()):
+        raise ValueError(f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once")
 
 
 def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: torch.device) -> Tensor | None:
@@ -366,21 +391,5 @@ def _chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[Rows
 
 
 def _tile_rows(source: _Source) -> int:
-    budget = TILE_BYTES.get(source.device.type, TILE_BYTES["cpu"])
-    return max(16, budget // (source.vocabulary * source.dtype.itemsize))
-
-
-def unique_names(terms: Sequence[Term]) -> list[str]:
-    """The terms' keys in metrics: a second one of the same name has "#2" behind it."""
-    seen: dict[str, int] = defaultdict(int)
-    names = []
-    for term in terms:
-        seen[term.name] += 1
-        names.append(term.name if seen[term.name] == 1 else f"{term.name}#{seen[term.name]}")
-    return names
-
-
-def _statistic_suffixes(terms: Sequence[Term]) -> list[str]:
-    """What a term puts behind the keys of its statistics: nothing for the first one with a teacher, then "#2"."""
-    with_teacher = accumulate(bool(term.signals()) for term in terms)
-    return ["" if count <= 1 else f"#{count}" for count in with_teacher]
+    device = source.device.type if source.device.type in TILE_BYTES else "cpu"
+    return max(TILE_ROWS[device], TILE_BYTES[device] // (source.vocabulary * source.dtype.itemsize))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence
-from stillhouse.objective.fused import ObjectiveOutput, unique_names
+from stillhouse.objective.fused import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
+from stillhouse.objective.keys import unique_names
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 

@@ -4,7 +4,8 @@ A dense signal gives log-probabilities over the whole vocabulary. A sparse one g
 log-probabilities, and names what is to become of the mass outside (`tail`):
 
     "bucket"       one more outcome that holds the mass outside, on each side. Nothing is left unpunished, and the
-                   result is a lower bound of the full divergence for every f-divergence.
+                   result is a lower bound of the full divergence for every f-divergence (not so for alpha-beta with
+                   α + β ≠ 1, where it is a divergence between the bucketed distributions all the same).
     "renormalize"  both sides conditioned on the K ids. The student's mass outside costs nothing.
     "drop"         the sum over the K ids alone. It can be negative.
 
@@ -48,7 +49,7 @@ class Signal(ABC):
 
 @dataclass(frozen=True, eq=False)
 class FullVocab(Signal):
-    """Exact: the teacher's hidden states before its head, and the head. 74 times smaller than its logits."""
+    """Exact: the teacher's hidden states before its head, and the head. V / E times smaller than its logits."""
 
     hidden_TE: Tensor
     head: OutputHead

@@ -8,13 +8,13 @@ C rows of a chunk of T tokens, V vocabulary, K ids per token, M sampled ids per 
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.divergence import Divergence, ForwardKL
+from stillhouse.objective.divergence import Divergence, ForwardKL, WeightedSum
 from stillhouse.objective.head import entropy
 from stillhouse.objective.signals import Sampled, Signal, SparseSignal, first_occurrence, teacher_tail
 from stillhouse.objective.tile import Tile
@@ -22,10 +22,15 @@ from stillhouse.objective.tile import Tile
 
 @dataclass(frozen=True)
 class TermResult:
-    """A term's value per row of the chunk, unscaled and unweighted, and what else is worth knowing of each row."""
+    """A term's value per row of the chunk, unscaled and unweighted, and what else is worth knowing of each row.
+
+    `parts`: the values that `value_C` is made of, where it is made of several. Which names there are depends on the
+    term alone, never on the rows.
+    """
 
     value_C: Tensor
     statistics: dict[str, Tensor]
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Term(ABC):
@@ -60,6 +65,7 @@ class CrossEntropy(Term):
     value = (1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)²,   ε = label_smoothing
 
     Row t predicts labels_T[t]; shifting is done where the batch is made. A negative label has no value.
+    With smoothing or z-loss the plain −log q_y is reported as well and, with z-loss, its summand.
     """
 
     labels_T: Tensor
@@ -76,8 +82,9 @@ class CrossEntropy(Term):
             raise ValueError(f"labels_T of dtype {self.labels_T.dtype}: expected int32 or int64")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing={self.label_smoothing}: expected 0 ≤ label_smoothing < 1")
-        if self.z_loss < 0:
-            raise ValueError(f"z_loss={self.z_loss}: expected 0 or more")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss}: expected a finite number, 0 or more")
+        check_scale(self.scale)
 
     @property
     def name(self) -> str:
@@ -92,13 +99,16 @@ class CrossEntropy(Term):
         check_labels(label_C, log_q_CV.shape[1])
         has_label_C, label_C1 = label_C >= 0, label_C.clamp(min=0)[:, None].long()
         value_C = -log_q_CV.gather(1, label_C1)[:, 0]
+        parts = {"negative_log_likelihood": value_C} if self.label_smoothing or self.z_loss else {}
         if self.label_smoothing:
             value_C = (1 - self.label_smoothing) * value_C - self.label_smoothing * log_q_CV.mean(1)
         if self.z_loss:
-            value_C = value_C + self.z_loss * tile.log_normalizer_C.square()
+            parts["z_loss"] = self.z_loss * tile.log_normalizer_C.square()
+            value_C = value_C + parts["z_loss"]
         if tile.needs_gradient:
             tile.add_gradient(self._gradient(tile, label_C1), weights_C * has_label_C)
-        return TermResult(value_C.masked_fill(~has_label_C, 0.0), {})
+        parts = {name: part_C.masked_fill(~has_label_C, 0.0) for name, part_C in parts.items()}
+        return TermResult(value_C.masked_fill(~has_label_C, 0.0), {}, parts)
 
     def _gradient(self, tile: Tile, label_C1: Tensor) -> Tensor:
         """q·(1 + 2·z_loss·log Σ e^logits) − ε/V − (1 − ε)·[v = y]"""
@@ -115,6 +125,7 @@ class Distill(Term):
     """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
 
     `scale_by_temperature_squared` multiplies by τ², which keeps gradients of one size over temperatures.
+    Of a sum of divergences each one's value is reported as well, with that τ² and without its coefficient.
     """
 
     signal: Signal
@@ -127,6 +138,7 @@ class Distill(Term):
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
+        check_scale(self.scale)
         signal = self.signal
         if isinstance(signal, SparseSignal) and signal.temperature not in (None, self.temperature):
             raise ValueError(
@@ -140,7 +152,8 @@ class Distill(Term):
 
     @property
     def name(self) -> str:
-        return str(self.divergence)
+        # what draws can estimate is forward KL plus the teacher's entropy: not a KL, so not under its name
+        return "sampled_cross_entropy" if isinstance(self.signal, Sampled) else str(self.divergence)
 
     @property
     def tokens(self) -> int:
@@ -159,7 +172,8 @@ class Distill(Term):
             result, grad_CV = _dense(tile, self.signal, self.divergence, self.temperature)
         if grad_CV is not None:
             tile.add_gradient(grad_CV, weights_C * (factor / self.temperature))
-        return TermResult(result.value_C * factor, result.statistics)
+        parts = {name: part_C * factor for name, part_C in result.parts.items()}
+        return TermResult(result.value_C * factor, result.statistics, parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +187,7 @@ class Entropy(Term):
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
+        check_scale(self.scale)
 
     @property
     def name(self) -> str:
@@ -250,9 +265,23 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature={temperature}: expected a positive number")
 
 
+def check_scale(scale: float) -> None:
+    if isinstance(scale, bool) or not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: expected a finite number")
+
+
 def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:
     """∂D/∂(z/τ) = q·h − q Σ q·h from the slope q·h, over the last dim."""
     return slope - q * slope.sum(-1, keepdim=True)
+
+
+def _values(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """D of each row and, where it is a sum, each divergence's own value under its expression."""
+    if not isinstance(divergence, WeightedSum):
+        return divergence.value(log_p, log_q).sum(1), {}
+    parts = {str(part): part.value(log_p, log_q).sum(1) for _, part in divergence.parts}
+    first, *rest = (weight * parts[str(part)] for weight, part in divergence.parts)
+    return sum(rest, start=first), parts
 
 
 def _dense(
@@ -260,7 +289,7 @@ def _dense(
 ) -> tuple[TermResult, Tensor | None]:
     log_p_CV = tile.teacher_log_probs(signal, temperature)
     log_q_CV = tile.log_probs(temperature)
-    value_C = divergence.value(log_p_CV, log_q_CV).sum(1)
+    value_C, parts = _values(divergence, log_p_CV, log_q_CV)
     grad_CV = None
     if tile.needs_gradient:
         grad_CV = _through_softmax(log_q_CV.exp(), divergence.weighted_slope(log_p_CV, log_q_CV))
@@ -269,7 +298,7 @@ def _dense(
         "teacher_entropy": entropy(log_p_CV),
         "agreement": (log_p_CV.argmax(1) == tile.logits_CV.argmax(1)).to(value_C.dtype),
     }
-    return TermResult(value_C, statistics), grad_CV
+    return TermResult(value_C, statistics, parts), grad_CV
 
 
 def _sparse(
@@ -300,7 +329,8 @@ def _sparse(
         log_p_CK = torch.cat([log_p_CK, log_p_tail_C[:, None]], 1)
         log_q_CK = torch.cat([log_q_CK, log_q_tail_C[:, None]], 1)
     statistics["teacher_entropy"] = entropy(log_p_CK)
-    result = TermResult(divergence.value(log_p_CK, log_q_CK).sum(1), statistics)
+    value_C, parts = _values(divergence, log_p_CK, log_q_CK)
+    result = TermResult(value_C, statistics, parts)
     if not tile.needs_gradient:
         return result, None
     slope_CK = divergence.weighted_slope(log_p_CK, log_q_CK)
