@@ -207,6 +207,34 @@ def test_of_few_documents_each_side_gets_one(tmp_path: Path) -> None:
             two.split(share)
 
 
+def test_overlap_counts_the_documents_that_stand_in_both(tmp_path: Path) -> None:
+    train = load(tmp_path, [*numbered(20), {"text": "number 3"}])
+    held_out = load(
+        tmp_path, [{"text": "number 3", "id": 1}, {"text": "another"}], tokenizer=toy_tokenizer(adds_bos=False)
+    )
+    assert (train.overlap(held_out), held_out.overlap(train)) == (2, 1)
+    assert train.overlap(train) == 21
+    assert [one.overlap(other) for one, other in (train.split(0.3), train.split(0.3)[::-1])] == [0, 0]
+
+
+def test_tools_are_content(tmp_path: Path) -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    adds, takes = [{"name": "add", "of": None}], [{"name": "take"}]
+    given: list[dict[str, Any]] = [
+        {},
+        {"tools": None},
+        {"tools": []},
+        {"tools": adds},
+        {"tools": [{"name": "add"}]},
+        {"tools": takes},
+    ]
+    documents = load(tmp_path, [{"messages": CHAT} | tools for tools in given], tokenizer=tokenizer)
+    keys = documents.keys_D.tolist()
+    assert keys[0] == keys[1] == keys[2]
+    assert keys[3] == keys[4]
+    assert len(set(keys)) == 3
+
+
 def test_the_hash_is_fixed_for_all_processes_and_times(tmp_path: Path) -> None:
     documents = load(tmp_path, [{"text": "number 0", "id": 9}])
     assert documents.keys_D.tolist() == [2621323547625071727]  # sha256 of '["number 0"]', first 8 bytes

@@ -117,6 +117,9 @@ def test_a_folder_and_a_glob_come_in_the_order_of_names(tmp_path: Path) -> None:
         ("./missing", "no such file or folder: ./missing"),
         ("/missing/place", "no such file or folder: /missing/place"),
         ("a/b/c", "no such file or folder: a/b/c"),
+        ("./missing@test", "no such file or folder: ./missing@test"),
+        ("missing.jsonl:en@test", "no such file or folder: missing.jsonl:en@test"),
+        ("org/name@", "no such file or folder: org/name@"),
         ("nowhere-*.jsonl", r"no file matches nowhere-\*.jsonl"),
     ],
 )
@@ -132,17 +135,76 @@ def test_unknown_formats(tmp_path: Path) -> None:
         read_records(tmp_path)
 
 
-def test_a_hub_id_is_passed_on_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("Some-Org/some.data_set", ("Some-Org/some.data_set", None, "train")),
+        ("org/name@test_sft", ("org/name", None, "test_sft")),
+        ("org/name:en", ("org/name", "en", "train")),
+        ("org/name:20231101.en@validation", ("org/name", "20231101.en", "validation")),
+    ],
+)
+def test_a_hub_id_is_passed_on_untouched(
+    monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[str, str | None, str]
+) -> None:
     asked = []
 
-    def load_dataset(name: str, split: str) -> datasets.Dataset:  # the network is the one part not real here
-        asked.append((name, split))
+    def load_dataset(name: str, config: str | None, *, split: str) -> datasets.Dataset:  # the network is not real
+        asked.append((name, config, split))
         return datasets.Dataset.from_list([{"text": "far"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    records = list(read_records("Some-Org/some.data_set"))
-    assert asked == [("Some-Org/some.data_set", "train")]
-    assert [(record.where, record.fields) for record in records] == [("Some-Org/some.data_set:1", {"text": "far"})]
+    records = list(read_records(source))
+    assert asked == [expected]
+    assert [(record.where, record.fields) for record in records] == [(f"{source}:1", {"text": "far"})]
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dataset's repository where `datasets` looks first: below the current folder, under its whole name."""
+    folder = tmp_path / "org" / "name"
+    parts = [(config, split) for config in ("de", "en") for split in ("train", "validation")]
+    head = ["---", "configs:"]
+    for config in ("de", "en"):
+        head += [f"- config_name: {config}", "  data_files:"]
+        for split in ("train", "validation"):
+            head += [f"  - split: {split}", f"    path: {config}/{split}.jsonl"]
+    for config, split in parts:
+        (folder / config).mkdir(parents=True, exist_ok=True)
+        write_lines(folder / config / f"{split}.jsonl", {"text": f"{config} {split}"})
+    (folder / "README.md").write_text("\n".join([*head, "---", ""]))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_configuration_and_split_choose_a_part(repository: Path) -> None:
+    for config in ("de", "en"):
+        assert texts(f"org/name:{config}") == [f"{config} train"]
+        assert texts(f"org/name:{config}@validation") == [f"{config} validation"]
+    assert next(read_records("org/name:en@validation")).where == "org/name:en@validation:1"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("org/name@validation", r"Config name is missing.*\['de', 'en'\]"),
+        ("org/name:fr", r"BuilderConfig 'fr' not found.*\['de', 'en'\]"),
+        ("org/name:en@test", 'Unknown split "test"'),
+    ],
+)
+def test_a_part_that_is_not_there_is_an_error_that_names_what_was_given(
+    repository: Path, source: str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)^{source}: the hub's dataset .*{reason}"):
+        read_records(source)
+
+
+def test_a_local_path_is_never_taken_apart(tmp_path: Path) -> None:
+    odd = tmp_path / "name:en@test"
+    odd.mkdir()
+    write_lines(odd / "a:b@c.jsonl", {"text": "here"})
+    assert texts(odd) == texts(odd / "a:b@c.jsonl") == ["here"]
 
 
 @pytest.mark.parametrize(
@@ -150,11 +212,14 @@ def test_a_hub_id_is_passed_on_untouched(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (datasets.exceptions.DatasetNotFoundError("does not exist"), "no dataset on the hub: does not exist"),
         (ConnectionError("unreachable"), "no dataset on the hub: unreachable"),
-        (ValueError('Unknown split "train"'), 'the hub\'s dataset cannot be loaded: Unknown split "train"'),
+        (
+            ValueError('Unknown split "train"'),
+            'org/name:configuration@split names a part of it\\): Unknown split "train"',
+        ),
     ],
 )
 def test_a_failing_hub_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str) -> None:
-    def load_dataset(name: str, split: str) -> datasets.Dataset:
+    def load_dataset(name: str, config: str | None, *, split: str) -> datasets.Dataset:
         raise raised
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

@@ -1,5 +1,6 @@
 """From columns to tokens: which ids, which of them are targets, and what is refused with which reason."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,70 @@ def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
     filled = [message | {"name": None, "tool_calls": None} for message in CHAT]  # as Parquet hands it out
     expected = encode({"messages": CHAT}, tokenizer)
     assert encode({"messages": filled}, tokenizer).ids.tolist() == expected.ids.tolist()
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "take")]
+
+
+def toolful(chat: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer whose template writes the tools first."""
+    tokenizer = toy_tokenizer(chat=chat)
+    written = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
+    tokenizer.chat_template = f"{written}{tokenizer.chat_template}"
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokens", ["completion", "all"])
+@pytest.mark.parametrize("form", [{"messages": CHAT}, {"prompt": CHAT[:4], "completion": CHAT[4:]}])
+@pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
+def test_tools_reach_the_template(chat: Any, form: dict[str, Any], tokens: Tokens) -> None:
+    tokenizer = toolful(chat)
+    filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet hands it out
+    expected = tokenizer.apply_chat_template(CHAT, tools=TOOLS, return_dict=True)["input_ids"]
+    without = encode(form, tokenizer, tokens)
+    for given in (TOOLS, filled, json.dumps(TOOLS)):
+        encoded = encode(form | {"tools": given}, tokenizer, tokens)
+        assert encoded.ids.tolist() == expected
+        assert tokens == "all" or targets_text(encoded, tokenizer) == targets_text(without, tokenizer)
+    for empty in ({"tools": None}, {"tools": []}, {"tools": "[]"}, {"tools": "null"}):
+        assert encode(form | empty, tokenizer, tokens).ids.tolist() == without.ids.tolist()
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
+def test_turns_that_tools_change_are_found(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    opens = "<|im_start|>' + ('tools for ' if tools else '') + '"
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_start|>", opens)
+    said = targets_text(encode({"prompt": CHAT[:4], "completion": CHAT[4:], "tools": TOOLS}, tokenizer), tokenizer)
+    assert said.removeprefix("<think>\n\n</think>\n") == "four<|im_end|>"
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    tokenizer = toy_tokenizer(chat="generation")
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": toolful("plain").chat_template}
+    encoded = encode({"messages": CHAT, "tools": TOOLS}, tokenizer)
+    assert tokenizer.decode(encoded.ids).startswith("<tools>")
+    assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
+    assert not tokenizer.decode(encode({"messages": CHAT}, tokenizer).ids).startswith("<tools>")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("add", r"'tools' is a string, but not JSON \(Expecting value: .*\), got a string \('add'\)"),
+        ("{}", r"'tools' must be a list of objects, or the JSON of one, got a string \('{}'\)"),
+        ({"name": "add"}, "'tools' must be a list of objects, or the JSON of one, got an object"),
+        ([TOOLS[0], "take"], r"tool 2 of 'tools' must be an object, got a string \('take'\)"),
+    ],
+)
+def test_bad_tools(tools: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        encode({"messages": CHAT, "tools": tools}, toolful("plain"))
+
+
+def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
+    one, other = (encode(fields, toy_tokenizer()) for fields in ({"text": "a", "tools": 3}, {"text": "a"}))
+    assert one.ids.tolist() == other.ids.tolist()
 
 
 @pytest.mark.parametrize(

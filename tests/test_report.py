@@ -1,148 +1,16 @@
-"""The report page: what it shows of a run folder, what it says is missing, and that hostile text stays text.
-
-The folders here are made up by `make_run`: the formats are those of a run, the numbers are not from any training.
-"""
+"""The report page: what it shows of a run folder, what it says is missing, and that hostile text stays text."""
 
 import html
 import json
-import math
 import random
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from report_runs import HOSTILE, Page, make_run
 
 from stillhouse.report import curves, held_out, write_report
 from stillhouse.report.reading import read_metrics
-
-HOSTILE = 'if a < b && b > c:</script><b id="injected">\n\treturn "x"  # <!-- \u2028 &amp; \'quoted\'\x00'
-
-TEXT = '''"""Read a configuration file.
-
-The *path* is opened with the given encoding; a missing file
-raises :exc:`FileNotFoundError`.
-"""
-def load(path, *, encoding="utf-8"):
-    with open(path, encoding=encoding) as file:
-        return parse(file.read())
-'''
-
-
-def make_run(folder: Path, *, terms=("forward_kl",), steps=300, every=50, seed=0, documents=(TEXT, HOSTILE)) -> Path:
-    """A run folder of the given loss terms, as the trainer leaves it."""
-    rng = random.Random(seed)
-    folder.mkdir(parents=True)
-    lines = []
-    for step in range(steps + 1):
-        if step:
-            lines.append(train_line(step, terms, steps, rng))
-        if step % every == 0 or step == steps:
-            lines.append(eval_line(step, steps, seed, rng))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "config.yaml").write_text(
-        "student:\n  model: models/small-student\nteacher:\n  model: Example/Teacher-5M\n  dtype: bfloat16\n"
-        f"objective:\n  loss: {' + '.join(terms)}\n  temperature: 1.0\ntrain:\n  learning_rate: 2e-5\nseed: 0\n"
-    )
-    environment = {
-        "stillhouse": "0.1.0", "python": "3.11.2", "torch": "2.13.0", "transformers": "5.23.0",
-        "platform": "Linux x86_64", "cpu": "Example CPU", "cores": 2, "threads": 2, "device": "cpu",
-        "gpu": None, "commit": "0123456789ab", "date": "2026-11-21T10:00:00", "seed": 0,
-        "objective": f"minimise {' plus '.join(terms)} on completions",
-    }  # fmt: skip
-    (folder / "environment.json").write_text(json.dumps(environment))
-    report = {"read": 1204, "kept": 1198, "skipped": 2, "without_target": 4, "cut_documents": 31,
-              "cut_tokens": 18233, "tokens": 812345, "target_tokens": 790112,
-              "reasons": ["train.jsonl:17: not a JSON object"]}  # fmt: skip
-    held = report | {"read": 40, "kept": 40, "skipped": 0, "tokens": 30211, "reasons": []}
-    (folder / "data.json").write_text(json.dumps({"train": report, "eval": held}))
-    shown = [
-        {"source": f"eval.jsonl:{line}", "tokens": token_entries(text, rng)} for line, text in enumerate(documents, 3)
-    ]
-    (folder / "tokens.json").write_text(json.dumps({"step": steps, "documents": shown}))
-    return folder
-
-
-def train_line(step, terms, steps, rng) -> dict:
-    progress = 1 - math.exp(-4 * step / steps)
-    values = {f"loss/{term}_nats_per_token": 5 - 3 * progress + rng.gauss(0, 0.06) for term in terms}
-    return {
-        "step": step, "tokens": 8192 * step, "seconds": 0.71 * step,
-        "loss/total_nats_per_token": sum(values.values()), **values,
-        "train/student_entropy_nats": 6 - 3.3 * progress + rng.gauss(0, 0.05),
-        "train/teacher_entropy_nats": 2.1 + rng.gauss(0, 0.05),
-        "train/agreement": 0.05 + 0.4 * progress + rng.gauss(0, 0.01),
-        "train/learning_rate": 2e-3 * min(step / 20, 0.5 + 0.5 * math.cos(math.pi * step / steps)),
-        "train/gradient_norm": 40 * math.exp(-10 * step / steps) + abs(rng.gauss(0.5, 0.1)),
-        "speed/tokens_per_second": 11500 + rng.gauss(0, 250),
-    }  # fmt: skip
-
-
-def eval_line(step, steps, seed, rng) -> dict:
-    progress = 1 - math.exp(-4 * step / steps)
-    return {
-        "step": step, "tokens": 8192 * step, "seconds": 0.71 * step, "eval/tokens": 30211,
-        "eval/cross_entropy": 7.6 - (4 - 0.1 * seed) * progress + rng.gauss(0, 0.01),
-        "eval/forward_kl": 5.2 - (4 - 0.1 * seed) * progress,
-        "eval/agreement": 0.02 + (0.45 - 0.02 * seed) * progress, "eval/student_entropy": 7.5 - 4.2 * progress,
-        "eval/teacher_entropy": 2.15,
-    }  # fmt: skip
-
-
-def token_entries(text, rng) -> list[dict]:
-    """The text as tokens; the first eight are the prompt."""
-    tokens = []
-    for index, piece in enumerate(re.findall(r"\n+[ \t]*|[ ]?\w+|\s|[^\w\s]+", text)):
-        tokens.append({"text": piece, "target": index >= 8, "kl": None, "teacher": [], "student": []})
-        if index:
-            others = [" the", "\n", " a", ".", piece][:: rng.choice([1, -1])]
-            probabilities = [0.52, 0.21, 0.09, 0.04, 0.0004]
-            sides = [[[one, p] for one, p in zip(others, probabilities, strict=True)] for _ in range(2)]
-            tokens[-1] |= {"kl": rng.lognormvariate(-1.5, 1.8), "teacher": sides[0], "student": sides[1]}
-    return tokens
-
-
-class Page(HTMLParser):
-    """A page as a browser's parser sees it: its elements with their attributes, and its text."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.scripts: list[str] = []
-        self.text = ""
-        self.source = path.read_text(encoding="utf-8")
-        self._inside = ""
-        self.feed(self.source)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._inside = ""
-
-    def handle_data(self, data):
-        if self._inside == "script":
-            self.scripts[-1] += data
-        elif self._inside != "style":
-            self.text += data
-
-    @property
-    def data(self) -> dict:
-        return json.loads(self.scripts[0])
-
-    @property
-    def titles(self) -> list[str]:
-        """The charts' titles, in order."""
-        return re.findall(r"<h3>([^<]*)</h3>", self.source)
-
-    def all(self, tag: str) -> list[dict[str, str]]:
-        return [attributes for name, attributes in self.elements if name == tag]
 
 
 @pytest.fixture
@@ -446,26 +314,3 @@ def test_colours_are_readable_and_ordered(theme):
     assert all(contrast(colour["on-shade"], one) >= 4.5 for one in shades)
     distances = [contrast(colour["page"], one) for one in shades]
     assert distances == sorted(distances)
-
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --enable-logging=stderr --dump-dom --virtual-time-budget=5000"
-)
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
-def test_a_browser_draws_every_chart_without_complaint(tmp_path):
-    distilled = make_run(tmp_path / "distilled", terms=("cross_entropy", "jsd(0.5)"))
-    control = make_run(tmp_path / "control", terms=("cross_entropy",), every=75)
-    path = write_report(distilled, [control])
-    arguments = [CHROMIUM, *QUIET.split(), f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    complaints = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
-    assert not complaints
-    charts = len(Page(path).data["charts"])
-    assert f'data-charts="{charts}"' in result.stdout
-    assert result.stdout.count('data-drawn="true"') == charts
-    assert 'id="injected"' not in result.stdout

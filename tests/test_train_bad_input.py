@@ -280,6 +280,8 @@ def test_out_of_memory_names_what_to_turn(here: Path) -> None:
 
 
 def test_held_out_documents_that_are_trained_on_are_a_warning(here: Path) -> None:
-    same = run("distill", here / "run.yaml", "train.steps=1", f"data.eval={here / 'train.jsonl'}", f"out={here / 'same'}")
+    same = run(
+        "distill", here / "run.yaml", "train.steps=1", f"data.eval={here / 'train.jsonl'}", f"out={here / 'same'}"
+    )
     assert "held-out documents are trained on too" in same.out
     assert "trained on too" not in run("distill", here / "run.yaml", "train.steps=1").out

@@ -1,13 +1,18 @@
 """A run that was killed and started again by the same command is the run that was never interrupted."""
 
+import functools
 import json
+import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import Command, contents, metrics, run, wait_for, world, write_texts
+
+from stillhouse.train.logging import RunLog
 
 LOSSES = ("loss/total_nats_per_token", "train/gradient_norm", "train/agreement", "tokens", "train/learning_rate")
 
@@ -28,12 +33,33 @@ def last_step(out: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else -1
 
 
+def signal_at(step: int, number: signal.Signals) -> None:
+    """The process sends itself a signal once the line of `step` is written, before anything else happens."""
+    original = RunLog.train
+
+    @functools.wraps(original)
+    def wrapped(log: RunLog, at: int, *others: Any) -> None:
+        original(log, at, *others)
+        if at == step:
+            os.kill(os.getpid(), number)
+
+    RunLog.train = wrapped  # type: ignore[method-assign]
+
+
 def kill_at(step: int, out: Path, *arguments: str | Path) -> None:
-    command = Command("distill", *arguments)
-    wait_for(lambda: last_step(out) >= step)
+    """A run that ends with SIGKILL at a step, whose line is its last."""
+    command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL, command.err
+    assert last_step(out) == step
+
+
+def kill_from_outside(step: int, out: Path, *arguments: str | Path) -> None:
+    """The same, but the run only stops there, and it is this process that ends it."""
+    command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGSTOP))
+    wait_for(lambda: last_step(out) == step)
     command.send(signal.SIGKILL)
     assert command.wait() == -signal.SIGKILL
-    assert not (out / "model").exists(), "it was too late"
+    assert last_step(out) == step
 
 
 CASES = {
@@ -57,7 +83,7 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) ->
     again = [tmp_path / "run.yaml", f"out={killed}"]
     kill_at(10, killed, *again)
     resumed = run("distill", *again)
-    assert f"resuming from {killed}/checkpoints/step-000000" in resumed.out
+    assert f"resuming from {killed}/checkpoints/step-00000008\n" in resumed.out
     assert (killed / "model" / "model.safetensors").read_bytes() == (
         whole / "model" / "model.safetensors"
     ).read_bytes()
@@ -71,15 +97,16 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) ->
 
 @pytest.fixture
 def half(tmp_path: Path) -> Path:
-    """A run of 12 steps that was killed after its checkpoint at step 4."""
+    """A run of 12 steps that was killed at step 5, after its checkpoint at step 4."""
     world(tmp_path, **{"train.steps": 12, "checkpoint.every": 4})
     kill_at(5, tmp_path / "out", tmp_path / "run.yaml")
     return tmp_path
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kill", [kill_at, kill_from_outside])
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, kill: Callable[..., None]) -> None:
     world(tmp_path, **{"checkpoint.every": 0, "train.steps": 20})
-    kill_at(3, tmp_path / "out", tmp_path / "run.yaml")
+    kill(3, tmp_path / "out", tmp_path / "run.yaml")
     started = run("distill", tmp_path / "run.yaml")
     assert "resuming" not in started.out
     assert [row[0] for row in losses(tmp_path / "out")] == list(range(1, 21))

@@ -11,7 +11,7 @@ class DataConfig(Section):
     """Documents with the columns `text`, `prompt` and `completion`, or `messages`."""
 
     train: PathText = Field(
-        description="JSONL or Parquet file, saved dataset folder or hub id to train on.",
+        description="JSONL or Parquet file, folder or glob of them, saved dataset, or hub id (name:config@split).",
         examples=["data/train.jsonl"],
     )
     eval: PathText | Share = Field(

@@ -18,7 +18,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.reading import DataError, Record, read_records
-from stillhouse.data.templates import Encoded, RecordError, Rendered, Template, Tokens, template_for
+from stillhouse.data.templates import (
+    Encoded,
+    RecordError,
+    Rendered,
+    Template,
+    Tokens,
+    template_for,
+    without_null,
+)
 
 _BATCH = 512  # records tokenized at once
 _REASONS = 5  # reasons for skips that a report keeps
@@ -134,6 +142,10 @@ class Documents:
         held_out_D &= self.keys_D != largest
         return self.select(np.flatnonzero(~held_out_D)), self.select(np.flatnonzero(held_out_D))
 
+    def overlap(self, other: "Documents") -> int:
+        """How many of these documents the other ones hold too, going by the record's content; 0 is none."""
+        return int(np.isin(self.keys_D, other.keys_D).sum())
+
     def check_ids(self, rows: int, which: str) -> None:
         """Raises DataError for the first document with a token that has no row in the head of `which`."""
         beyond = np.flatnonzero(self.tokens_N >= rows)
@@ -193,7 +205,7 @@ class _Loader:
         except RecordError as error:
             self._reject(DataError(record.where, str(error)))
             return
-        self.waiting.append((rendered, record.where, _content_key(record.fields, template.columns)))
+        self.waiting.append((rendered, record.where, _content_key(record.fields, template)))
         if len(self.waiting) == _BATCH:
             self._encode(template)
 
@@ -295,15 +307,8 @@ def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def _content_key(fields: dict[str, Any], columns: tuple[str, ...]) -> int:
-    """The first 64 bits of the sha256 of a record's used columns; absent and null are the same."""
-    content = json.dumps([_without_null(fields[column]) for column in columns], sort_keys=True, default=str)
+def _content_key(fields: dict[str, Any], template: Template) -> int:
+    """The first 64 bits of the sha256 of a record's used columns; absent, null and empty extras are the same."""
+    used = [*template.columns, *(column for column in template.extras if fields.get(column))]
+    content = json.dumps([without_null(fields[column]) for column in used], sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")
-
-
-def _without_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_null(inner) for inner in value]
-    return value

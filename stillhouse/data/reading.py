@@ -17,7 +17,7 @@ from typing import Any
 
 JSON_LINES = (".jsonl", ".json")
 PARQUET = (".parquet",)
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 
 
 class DataError(ValueError):
@@ -43,8 +43,9 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     order.
 
     Files of a folder or a glob come in the order of their names. What exists here is read from here; any
-    other name goes to `datasets.load_dataset` untouched (split "train"), unless it looks like a path: then
-    the file is missing.
+    other name is one of the hub, unless it looks like a path: then the file is missing. A hub id goes to
+    `datasets.load_dataset` untouched; `:configuration` and `@split` may follow it, as in
+    `allenai/c4:en@validation`, and the split is "train" where none is given.
 
     Raises ValueError if there is nothing to read under that name.
     """
@@ -56,14 +57,18 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
         return _read_folder(path)
     if glob.has_magic(name):
         return _read_files(_matches(name))
-    if _looks_like_a_path(name):
+    hub = _parse_hub_id(name)
+    if hub is None:
         raise ValueError(f"no such file or folder: {name}")
-    return _read_dataset(name, _load_from_hub(name))
+    return _read_dataset(name, _load_from_hub(name, *hub))
 
 
-def _looks_like_a_path(name: str) -> bool:
-    starts = name.startswith((".", "/", "~"))
-    return starts or name.endswith(JSON_LINES + PARQUET) or not _HUB_ID.fullmatch(name)
+def _parse_hub_id(given: str) -> tuple[str, str | None, str] | None:
+    """(name, configuration, split) of `name:configuration@split`; None if it looks like a path."""
+    match = _HUB_ID.fullmatch(given)
+    if match is None or match["name"].startswith(".") or match["name"].endswith(JSON_LINES + PARQUET):
+        return None
+    return match["name"], match["config"], match["split"] or "train"
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -158,17 +163,19 @@ def _load_saved(folder: Path) -> Any:
     )
 
 
-def _load_from_hub(name: str) -> Any:
+def _load_from_hub(given: str, name: str, config: str | None, split: str) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(name, split="train")
+        return datasets.load_dataset(name, config, split=split)
     except (OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"{name}: no file or folder of this name here, and no dataset on the hub: {error}"
+            f"{given}: no file or folder of this name here, and no dataset on the hub: {error}"
         ) from error
-    except ValueError as error:  # no split "train", or several configurations
-        raise ValueError(f"{name}: the hub's dataset cannot be loaded: {error}") from error
+    except ValueError as error:  # no such split, no such configuration, or several and none is named
+        raise ValueError(
+            f"{given}: the hub's dataset cannot be loaded ({name}:configuration@split names a part of it): {error}"
+        ) from error
 
 
 def _read_dataset(name: str, dataset: Any) -> Iterator[Record]:

@@ -6,6 +6,8 @@ Three forms of record, decided once per dataset from its first record:
     prompt + completion     two strings, or two lists of messages; the completion is the target
     messages                a conversation; what the assistant says is the target
 
+A chat may come with `tools`, the functions that the assistant may call: the chat template writes them.
+
 A template works in two steps, so that tokenizing runs in batches while errors still name their record:
 `render` checks one record and turns it into text, `encode` tokenizes many rendered records. In text, the
 target spans are ranges of characters; a token that overlaps one is a target.
@@ -15,8 +17,10 @@ and no token is ever masked by its id (pad is often the same id). In chats the t
 turn; it belongs to the target, the white space after it does not.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -28,6 +32,7 @@ from stillhouse.data.chat import Message, Span, TurnError, Turns
 from stillhouse.data.reading import describe
 
 Tokens = Literal["completion", "all"]
+Tools = list[dict[str, Any]] | None
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 
@@ -54,9 +59,14 @@ class Encoded:
 
 
 class Template(Protocol):
-    """Turns records of one form into tokens. `splits`: a long record is cut into pieces, not shortened."""
+    """Turns records of one form into tokens.
+
+    columns: what a record must have; extras: what it may have besides, and counts as content if it is there;
+    splits: a long record is cut into pieces, not shortened.
+    """
 
     columns: tuple[str, ...]
+    extras: tuple[str, ...]
     splits: bool
 
     def render(self, fields: dict[str, Any]) -> Rendered:
@@ -92,6 +102,7 @@ class TextTemplate:
     """Plain documents: the tokenizer's own special tokens, the end of sequence, every token a target."""
 
     columns: tuple[str, ...] = ("text",)
+    extras: tuple[str, ...] = ()
     splits = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -114,6 +125,7 @@ class CompletionTemplate:
     """
 
     columns: tuple[str, ...] = ("prompt", "completion")
+    extras: tuple[str, ...] = ()
     splits = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Tokens):
@@ -142,6 +154,7 @@ class ChatTemplate:
     otherwise what `Turns` finds. Of prompt + completion, only the completion's assistant turns are targets.
     """
 
+    extras: tuple[str, ...] = ("tools",)
     splits = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], tokens: Tokens):
@@ -152,19 +165,19 @@ class ChatTemplate:
             )
         if not tokenizer.is_fast:
             raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
+        tokenizer.get_chat_template()  # raises if it has several and none of them is the default
         self.tokenizer = tokenizer
         self.columns = columns
         self.every = tokens == "all"
-        self.source = tokenizer.get_chat_template()
-        self.marks_generation = "endgeneration" in self.source
         self.special = tuple(tokenizer.get_added_vocab())
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         parts = [_messages(fields, column) for column in self.columns]
         messages = [message for part in parts for message in part]
         first = 0 if len(parts) == 1 else len(parts[0])  # the first message that may be a target
+        tools = _tools(fields)
         try:
-            body, spans = self._with_spans(messages, first)
+            body, spans = self._with_spans(messages, tools, first)
         except (TemplateError, TypeError) as error:
             raise RecordError(f"the chat template refuses the messages: {error}") from error
         except TurnError as error:
@@ -185,31 +198,36 @@ class ChatTemplate:
             for ids, offsets, one in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
         ]
 
-    def _text(self, messages: list[Message], prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
 
-    def _turns(self, messages: list[Message], body: str) -> Turns:
-        return Turns(self._text, messages, body, self.special)
+    def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
+        return Turns(partial(self._text, tools), messages, body, self.special)
 
-    def _with_spans(self, messages: list[Message], first: int) -> tuple[str, list[Span]]:
+    def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
         """The whole conversation, and the ranges in it that are targets, from message `first` on."""
-        if self.marks_generation and not self.every:
-            return self._with_marked_spans(messages, first)
-        body = self._text(messages)
-        return body, [(0, len(body))] if self.every else self._turns(messages, body).spans(first)
+        source = self.tokenizer.get_chat_template(tools=tools)  # some tokenizers have another one for tools
+        if "endgeneration" in source and not self.every:
+            return self._with_marked_spans(source, messages, tools, first)
+        body = self._text(tools, messages)
+        return body, [(0, len(body))] if self.every else self._turns(messages, tools, body).spans(first)
 
-    def _with_marked_spans(self, messages: list[Message], first: int) -> tuple[str, list[Span]]:
+    def _with_marked_spans(
+        self, source: str, messages: list[Message], tools: Tools, first: int
+    ) -> tuple[str, list[Span]]:
         # Not `return_assistant_tokens_mask`: it looks up single characters, and where the tokenizer's
         # offsets leave out a leading space it stops, and the rest of the conversation has no targets.
         bodies, spans = render_jinja_template(
             conversations=[messages],
-            chat_template=self.source,
+            tools=tools,
+            chat_template=source,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
         if first == 0:
             return bodies[0], spans[0]
-        start = self._turns(messages, bodies[0]).edge(first, prompt=messages[first]["role"] == "assistant")
+        turns = self._turns(messages, tools, bodies[0])
+        start = turns.edge(first, prompt=messages[first]["role"] == "assistant")
         return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
 
 
@@ -290,3 +308,28 @@ def _message(message: Any, name: str) -> Message:
         if not isinstance(message[key], str):
             raise RecordError(f"'{key}' of {name} must be a string, got {describe(message[key])}")
     return message
+
+
+def _tools(fields: dict[str, Any]) -> Tools:
+    """The record's tools: a list of objects, or one as JSON, which is how Parquet holds unlike objects."""
+    given = tools = fields.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"'tools' is a string, but not JSON ({error}), got {describe(given)}") from error
+    if tools is not None and not isinstance(tools, list):
+        raise RecordError(f"'tools' must be a list of objects, or the JSON of one, got {describe(given)}")
+    for number, tool in enumerate(tools or [], start=1):
+        if not isinstance(tool, dict):
+            raise RecordError(f"tool {number} of 'tools' must be an object, got {describe(tool)}")
+    return (tools if isinstance(given, str) else without_null(tools)) or None
+
+
+def without_null(value: Any) -> Any:
+    """The value without the keys whose value is null: Parquet fills in those that are absent."""
+    if isinstance(value, dict):
+        return {key: without_null(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_null(inner) for inner in value]
+    return value
