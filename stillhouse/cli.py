@@ -247,7 +247,7 @@ def _usage(error: click.ClickException) -> str:
 def _interrupted(arguments: Sequence[str]) -> int:
     again = f"`{shlex.join(['stillhouse', *arguments])}`"
     if arguments[:1] == ["distill"]:
-        again += " goes on from the run's last checkpoint (checkpoint.resume: auto)"
+        again += " goes on from the run's last checkpoint, or from the start where there is none yet"
     else:
         again += " starts again"
     click.echo(f"interrupted; {again}", err=True)

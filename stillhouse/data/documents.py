@@ -140,7 +140,16 @@ class Documents:
         held_out_D = self.keys_D < np.uint64(int(share * 2**64))
         held_out_D |= self.keys_D == smallest
         held_out_D &= self.keys_D != largest
-        return self.select(np.flatnonzero(~held_out_D)), self.select(np.flatnonzero(held_out_D))
+        train, evaluation = self.select(np.flatnonzero(~held_out_D)), self.select(np.flatnonzero(held_out_D))
+        # what was read, cut and skipped is said once, of the whole source, on the training side
+        counts = evaluation.report
+        only_its_own = DataReport(
+            f"{share:g} of {counts.source}",
+            documents=counts.documents,
+            tokens=counts.tokens,
+            target_tokens=counts.target_tokens,
+        )
+        return train, replace(evaluation, report=only_its_own)
 
     def overlap(self, other: "Documents") -> int:
         """How many of these documents the other ones hold too, going by the record's content; 0 is none."""

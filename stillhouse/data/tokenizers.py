@@ -10,6 +10,7 @@ nobody's concern here.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from textwrap import shorten
@@ -28,7 +29,13 @@ def load_tokenizer(
     try:
         return AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the tokenizer of {name_or_path!r}: {error}") from error
+        first = str(error).strip().partition("\n")[0]
+        where = (
+            "cannot be read (expected tokenizer.json in that folder)"
+            if os.path.isdir(name_or_path)
+            else "cannot be loaded: no such folder here, and the hub did not give it"
+        )
+        raise ValueError(f"the tokenizer of {name_or_path!r} {where}: {first}") from error
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:

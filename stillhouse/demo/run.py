@@ -24,7 +24,7 @@ from stillhouse.train.session import prepare
 #: the two runs: the folder's name and its objective; the same in everything else
 OBJECTIVES = {"cross_entropy": "cross_entropy", "distilled": "forward_kl"}
 LABELS = {"teacher": "teacher", "cross_entropy": "student, text alone", "distilled": "student, distilled"}
-#: the best for either student on held-out text, of those that `benchmarks/demo.py --sweep` tried
+#: the best of 2e-3, 3e-3 and 4e-3 for the student without a teacher (docs/log.md)
 LEARNING_RATE = 3e-3
 STEPS = 600
 

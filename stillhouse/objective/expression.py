@@ -9,6 +9,7 @@ literal arguments are accepted; nothing is evaluated.
 
 import ast
 import difflib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,7 +31,13 @@ class Part:
         try:
             return make(*self.arguments, **dict(self.keywords))
         except TypeError as error:
-            raise ValueError(f"{self.name}: {error}") from error
+            problem = str(error).removeprefix(f"{make.__name__}() ")
+            expected = ", ".join(
+                each.name if each.default is each.empty else f"{each.name}={each.default}"
+                for each in inspect.signature(make).parameters.values()
+            )
+            form = f"{self.name}({expected})" if expected else f"{self.name}, without arguments"
+            raise ValueError(f"{self.name}: {problem}; expected {form}") from error
 
 
 def parse_sum(text: str) -> list[Part]:

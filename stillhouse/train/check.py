@@ -27,14 +27,28 @@ _SAMPLE = 600
 
 
 def check(config: RunConfig) -> None:
-    """Print the findings. Raises what the run itself would raise, before it has cost anything."""
-    resume, folder = resumable(config), RunFolder(Path(config.out))
+    """Print the findings. Raises what the run itself would raise; that its folder is not free, at the end."""
     session = prepare(config)
+    occupied: ValueError | None = None
+    try:
+        state = _state(session)
+    except ValueError as error:
+        state, occupied = "not free, see below", error
+    for line in _lines(session, state):
+        print(line, flush=True)
+    if occupied is not None:
+        raise occupied
+
+
+def _state(session: Session) -> str:
+    """What a run would find in its folder. Raises ValueError where it is not free for it."""
+    folder = RunFolder(Path(session.config.out))
+    resume = resumable(session.config)
     if resume is not None:
         require_same_data(resume, folder, session.data)
-    state = f"resumes from {resume.name}" if resume else "a new run"
-    for line in _lines(session, "holds this run, complete" if folder.complete else state):
-        print(line, flush=True)
+    if folder.complete:
+        return "holds this run, complete"
+    return f"resumes from {resume.name}" if resume else "a new run"
 
 
 def _lines(session: Session, state: str) -> Iterator[str]:

@@ -27,7 +27,13 @@ class RunLog:
         self._seconds_before, self._started = progress.seconds, time.monotonic()
         self._first, self._steps = progress.step, steps
         self._bar = tqdm(
-            total=steps, initial=progress.step, unit="step", dynamic_ncols=True, disable=None, file=sys.stderr
+            total=steps,
+            initial=progress.step,
+            # no bar: on a narrow terminal the figures are what is worth the room
+            bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            dynamic_ncols=True,
+            disable=None,
+            file=sys.stderr,
         )
         self._printed = -math.inf
         self._board = _tensorboard(folder, progress.step) if "tensorboard" in track else None
@@ -44,7 +50,7 @@ class RunLog:
             for key, value in metrics.items()
             if key.startswith("loss/")
         ]
-        line = ", ".join([*parts, f"{metrics['speed/tokens_per_second']:,.0f} tokens/s"])
+        line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
         self._bar.update(step - self._bar.n)
         self._bar.set_postfix_str(line, refresh=False)
         if self._bar.disable and (time.monotonic() - self._printed >= _PLAIN_EVERY or step == self._steps):

@@ -7,7 +7,7 @@ from stillhouse.train.checkpoint import atomic_folder, save_student
 from stillhouse.train.folder import RunFolder, alone, claim, environment, require_same_data, resumable
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.off_policy import train
-from stillhouse.train.session import Session, data_reports, in_words, prepare
+from stillhouse.train.session import Session, data_reports, in_words, parse_objective, prepare
 
 
 def distill(config: RunConfig) -> Path:
@@ -16,6 +16,7 @@ def distill(config: RunConfig) -> Path:
     Raises ConfigError for the configuration and ValueError for what it points to. Nothing is written before all of
     it has been found in order.
     """
+    parse_objective(config)  # before anything else: a misspelt loss is not to hide behind an occupied folder
     resume, folder = resumable(config), RunFolder(Path(config.out))
     if folder.complete:
         print(f"{folder.path} holds this run, complete: {folder.model}. Nothing to do; another run needs another out")
