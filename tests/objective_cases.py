@@ -189,6 +189,11 @@ def run(
     return Result(output, {name: leaf.grad for name, leaf in fresh.items() if leaf.grad is not None})
 
 
+def sums(output: ObjectiveOutput) -> dict[str, Tensor]:
+    """The metrics that are sums over tokens."""
+    return {name: total for name, total in output.metrics.items() if name != "chunk_tokens"}
+
+
 def divergence_of(student: Tensor, signal: Signal, divergence: Divergence) -> tuple[float, Tensor]:
     """D and its gradient in the student's logits [T, V]."""
     logits = student.clone().requires_grad_()

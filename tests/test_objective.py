@@ -24,6 +24,7 @@ from objective_cases import (
     make_leaves,
     make_signal,
     run,
+    sums,
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +44,7 @@ from stillhouse.objective import (
     parse_divergence,
 )
 from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.source import HeadRows
 
 
 def some_weights(tokens: int = T) -> Tensor:
@@ -114,7 +116,7 @@ def test_chunk_size_and_valid_index_change_nothing(chunk_tokens: int | None) -> 
             linear_objective, leaves, terms, weights_T=weights_T, valid_index=valid_index, chunk_tokens=chunk_tokens
         )
         assert_same(actual, expected, within=1e-6)
-        for name, total in expected.output.metrics.items():
+        for name, total in sums(expected.output).items():
             torch.testing.assert_close(actual.output.metrics[name], total, rtol=1e-6, atol=1e-6)
 
 
@@ -161,6 +163,9 @@ def test_micro_batches_add_up() -> None:
     assert distance(weight_grad, whole.gradients["weight"]) < 1e-13
 
 
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm)
+
+
 class Recorder(TorchDispatchMode):
     """Counts matrix products and keeps the size of the largest tensor that any operation makes."""
 
@@ -170,7 +175,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        self.products += func.overloadpacket in PRODUCTS
         for each in result if isinstance(result, tuple | list) else [result]:
             if isinstance(each, Tensor):
                 self.largest = max(self.largest, each.untyped_storage().nbytes() // each.itemsize)
@@ -220,6 +225,18 @@ def test_a_teachers_head_is_projected_once_for_two_terms() -> None:
     assert recorder.products == 2 * 2
 
 
+def test_a_sum_of_terms_costs_the_products_of_one() -> None:
+    """Cross-entropy with z-loss, two divergences and the entropy share one tile."""
+    full, counts = make_full(), []
+    one: list[Term] = [Distill(full, forward_kl())]
+    several = [CrossEntropy(make_labels(), z_loss=0.1), *one, Distill(full, jsd(0.3)), Entropy(0.1)]
+    for terms in (one, several):
+        with Recorder() as recorder:
+            run(linear_objective, make_leaves(), terms, chunk_tokens=20)
+        counts.append(recorder.products)
+    assert counts == [2 * 4, 2 * 4]
+
+
 def test_labels_of_rows_without_weight_may_be_anything() -> None:
     weights_T = torch.ones(T)
     weights_T[3] = 0
@@ -266,13 +283,25 @@ def test_the_two_ways_of_the_documentation_agree() -> None:
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize(("device", "least"), [("cpu", 16), ("cuda", 1024), ("meta", 16)])
-def test_rows_of_a_tile_follow_the_budget_down_to_a_floor(device: str, least: int) -> None:
-    """Below a thousand rows a GPU would wait for memory while it sums the weight's gradient."""
-    source = fused._Source()
-    source.device, source.dtype = torch.device(device), torch.float32
-    source.vocabulary = 1 << 24
-    assert fused._tile_rows(source) == least
-    source.vocabulary = 1000
-    budget = fused.TILE_BYTES["cuda" if device == "cuda" else "cpu"]
-    assert fused._tile_rows(source) == budget // 4000 > least
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_rows_of_a_tile_follow_the_budget_between_two_bounds(device: str) -> None:
+    kind = "cpu" if device == "meta" else device
+    fewest, most = fused.TILE_ROWS[kind]
+    source = HeadRows(torch.zeros(1, 1), OutputHead(torch.zeros(1, 1)), [])
+    source.device = torch.device(device)
+    source.vocabulary = 1 << 30
+    assert fused._tile_rows(source, 10 * most) == fewest
+    source.vocabulary = 10
+    assert fused._tile_rows(source, 10 * most) == most
+    source.vocabulary = fused.TILE_BYTES[kind] // 4 // (most - 1)
+    assert fused._tile_rows(source, 10**9) in (most - 1, most - 2)
+    # the tokens are spread evenly: no last chunk of a few rows
+    source.vocabulary = 10
+    assert fused._tile_rows(source, most + 2) == most // 2 + 1
+    assert fused._tile_rows(source, 0) == most
+
+
+def test_the_choice_of_rows_is_in_the_metrics() -> None:
+    for given, chosen in ((None, T), (10, 10), (1000, T)):
+        output = run(linear_objective, make_leaves(), [Entropy(1.0)], chunk_tokens=given).output
+        assert output.metrics["chunk_tokens"] == chosen

@@ -163,17 +163,21 @@ def test_errors_name_what_came_and_what_was_expected(case: str) -> None:
 
 
 def test_what_is_not_in_this_version_says_so() -> None:
-    part = OutputHead(torch.zeros(V, D), shard=VocabShard(0, V, None))
-    assert linear_objective(torch.zeros(T, D), part, CE).loss > 0
-    part = dataclasses.replace(part, shard=VocabShard(0, 2 * V, None))
     for call in (
-        lambda: linear_objective(torch.zeros(T, D), part, CE),
-        lambda: logits_objective(torch.zeros(T, V), CE, shard=VocabShard(V, 2 * V, None)),
-        lambda: linear_log_probs(torch.zeros(T, D), part, make_labels()),
+        lambda: linear_log_probs(torch.zeros(T, D), OutputHead(torch.zeros(V, D)), make_labels()),
         lambda: SampledKL(make_labels(), torch.zeros(T)),
         lambda: PolicyGradient(make_labels(), torch.zeros(T), torch.zeros(T)),
     ):
         with pytest.raises(NotImplementedError, match="this version"):
             call()
+
+
+def test_a_shard_that_does_not_fit_is_refused() -> None:
+    whole = OutputHead(torch.zeros(V, D), shard=VocabShard(0, V, None))
+    assert linear_objective(torch.zeros(T, D), whole, CE).loss > 0
+    with pytest.raises(ValueError, match=f"{V} rows: expected {2 * V}"):
+        dataclasses.replace(whole, shard=VocabShard(0, 2 * V, None))
+    with pytest.raises(ValueError, match="row 0 is held by none"):
+        logits_objective(torch.zeros(T, V), CE, shard=VocabShard(V, 2 * V, None))
     with pytest.raises(ValueError, match="start ≤ stop"):
         VocabShard(5, 3, None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from objective_cases import (
     ALL_DIVERGENCES,
@@ -98,6 +98,8 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(expression: str,
 @given(pair=pairs(bound=8.0))
 def test_all_ids_equal_the_dense_signal_whatever_the_tail(expression: str, pair: Pair) -> None:
     divergence = parse_divergence(expression)
+    # the sign of a difference that is 0 is that of a last digit
+    assume(expression != "total_variation" or not torch.equal(pair.student, pair.teacher))
     value, gradient = divergence_of(pair.student, DenseLogits(pair.teacher), divergence)
     for tail in TAILS:
         sparse_value, sparse_gradient = divergence_of(pair.student, pair.sparse(tail, every_id=True), divergence)

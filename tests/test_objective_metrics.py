@@ -15,6 +15,7 @@ from objective_cases import (
     make_leaves,
     make_signal,
     run,
+    sums,
 )
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def entropy(p: list[float]) -> float:
 
 def metrics_of(terms: list[Term], weights_T: Tensor | None = None) -> dict[str, float]:
     output = logits_objective(STUDENT.log() + 7, terms, weights_T=weights_T, normalizer=100.0)
-    return {name: total.item() for name, total in output.metrics.items()}
+    return {name: total.item() for name, total in sums(output).items()}
 
 
 def test_dense_statistics_by_hand() -> None:
@@ -135,7 +136,7 @@ def test_parts_of_a_cross_entropy_are_seen(smoothing: float, z_loss: float) -> N
     """Row 1 has no label and no finite logits: it adds nothing to any of them, and its NaN no NaN."""
     logits = torch.stack([STUDENT[0].log() + 7, torch.full((3,), math.nan, dtype=torch.float64)])
     term = CrossEntropy(torch.tensor([1, -1]), 0.5, smoothing, z_loss, weights_T=torch.tensor([3.0, 1.0]))
-    metrics = {key: value.item() for key, value in logits_objective(logits, [term]).metrics.items()}
+    metrics = {key: value.item() for key, value in sums(logits_objective(logits, [term])).items()}
     mean = -(2 * math.log(0.25) + math.log(0.5)) / 3
     whole = (1 - smoothing) * math.log(2) + smoothing * mean + z_loss * 49
     expected = {"tokens": 2.0, "cross_entropy": 3 * whole}
@@ -153,17 +154,17 @@ def test_summands_of_a_divergence_are_seen(kind: str, squared: bool) -> None:
     leaves, signal, own_T = make_leaves(), make_signal(kind, temperature=2.0), torch.rand(T)
     summands = [forward_kl(), jsd(0.3), reverse_kl()]
 
-    def sums(divergence: Divergence) -> dict[str, float]:
+    def totals(divergence: Divergence) -> dict[str, float]:
         term = Distill(signal, divergence, 0.3, 2.0, squared, weights_T=own_T)
         metrics = run(linear_objective, leaves, [term], chunk_tokens=9).output.metrics
         return {key: value.item() for key, value in metrics.items()}
 
-    metrics = sums(0.5 * forward_kl() + 2 * jsd(0.3) + reverse_kl() + 0.5 * forward_kl())
+    metrics = totals(0.5 * forward_kl() + 2 * jsd(0.3) + reverse_kl() + 0.5 * forward_kl())
     for each in summands:
-        assert metrics[str(each)] == pytest.approx(sums(each)[str(each)], rel=1e-12)
+        assert metrics[str(each)] == pytest.approx(totals(each)[str(each)], rel=1e-12)
     whole = metrics["forward_kl"] + 2 * metrics["jsd(0.3)"] + metrics["reverse_kl"]
     assert metrics["0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"] == pytest.approx(whole, rel=1e-12)
-    assert metrics.keys() - sums(forward_kl()).keys() == {str(each) for each in summands[1:]} | {
+    assert metrics.keys() - totals(forward_kl()).keys() == {str(each) for each in summands[1:]} | {
         "0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"
     }
 

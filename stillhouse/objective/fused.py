@@ -1,32 +1,40 @@
 """The chunked pass: objectives from hidden states and an output head, without the logits of all tokens.
 
-Tokens are taken in chunks. A chunk is projected once to a tile of logits [C, V]; each term adds its value and its
-gradient to the tile; two matrix products carry the gradient back to the hidden states and the head. All of it
-happens in forward, so backward only multiplies by the incoming gradient and no product is computed twice.
+Tokens are taken in chunks. A chunk is projected once to a tile of logits [C, V]; terms say what the gradient with
+respect to it is (`tile.py`); it takes the logits' place, and two matrix products carry it back to the hidden states
+and the head. All of it happens in forward, so backward only multiplies by the incoming gradient and no product is
+computed twice.
 
-T tokens, C rows of a chunk, D student width, V vocabulary.
+Over vocabulary shards each rank does this for its own rows. Per chunk one collective carries what the ranks know of
+each row (two where a divergence needs both normalisers first), while the next chunk's products run.
+
+T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.head import OutputHead, Projection, common_vocabulary, operand_dtype
-from stillhouse.objective.keys import StatisticKeys, unique_names
-from stillhouse.objective.signals import DenseLogits, FullVocab, Rows, Signal
+from stillhouse.objective.head import OutputHead
+from stillhouse.objective.keys import CHUNK_TOKENS, StatisticKeys, unique_names
+from stillhouse.objective.plan import Plan, PlanBuilder
+from stillhouse.objective.signals import Rows
+from stillhouse.objective.source import HeadRows, LogitsRows, Source
 from stillhouse.objective.terms import Term, TermResult
 from stillhouse.objective.tile import Tile
-from stillhouse.objective.vocab import VocabShard, require_whole_vocabulary
+from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
-#: bytes that one float32 tile of logits may take; a pass keeps a handful of them
-TILE_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
-#: rows of a tile whatever the budget: on a GPU, below these, summing the weight's float32 gradient is bandwidth-bound
-TILE_ROWS = {"cpu": 16, "cuda": 1024}
+#: bytes that one float32 tile of logits may take; a pass keeps one for the student and one for each dense teacher
+#: (of two chunks over vocabulary shards)
+TILE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+#: the fewest and the most rows of a tile: below the first, matrix products are far from their speed and, on a GPU,
+#: summing the weight's float32 gradient is bandwidth-bound; above the second there is nothing to win
+TILE_ROWS = {"cpu": (64, 512), "cuda": (1024, 4096)}
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class ObjectiveOutput:
         with z-loss `z_loss`, that summand of the value; both are 0 where there is no label.
     A second term of the same name has "#2" behind its name, the second term of its kind "#2" behind its statistics,
     or the next number that is free. The keys depend on the terms alone, not on the rows.
+    `chunk_tokens` is no sum: the most rows that a tile had, as chosen by memory or given.
     `per_token`: detached float32 [T], each term's unweighted value under its name; 0 where its weight is 0.
     """
 
@@ -70,15 +79,20 @@ def linear_objective(
         on a GPU waits for it, so without this all rows are computed there). Each row once; no other is visited.
     chunk_tokens: rows of a tile; None picks by a memory budget. Results do not depend on it.
 
+    Over a sharded head all ranks call this with the same tokens, terms and options, and get the same loss and
+    metrics; the weight's gradient is that of the rank's rows. Collectives: per chunk one all-gather of C rows times
+    a few dozen numbers (values, gradients, metrics), a second one for jsd, skewed KL and total variation; in backward
+    an all-reduce of the hidden states' gradient [T, D] in float32, unless `VocabShard.reduce_hidden_grad` is False.
+
     Raises ValueError where shapes disagree, for a normalizer that is no positive number and, of tensors on a CPU, for
-    weights that are not finite and rows that come twice; NotImplementedError for a head sharded over ranks.
+    weights that are not finite and rows that come twice.
     """
     if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
         raise ValueError(
             f"hidden_TD of shape {tuple(hidden_TD.shape)}: expected [tokens, {head.weight_VD.shape[1]}] for this head"
         )
     leaves = [hidden_TD, head.weight_VD, head.bias]
-    source = _HeadRows(hidden_TD, head, terms)
+    source = HeadRows(hidden_TD, head, terms)
     return _objective(source, leaves, terms, hidden_TD.shape[0], weights_T, normalizer, valid_index, chunk_tokens)
 
 
@@ -90,11 +104,15 @@ def logits_objective(
     weights_T: Tensor | None = None,
     normalizer: float | Tensor = 1.0,
 ) -> ObjectiveOutput:
-    """The same for who holds logits [T, V]: differentiable in them. One gradient of their size is kept."""
+    """The same for who holds logits [T, V]: differentiable in them. One gradient of their size is kept.
+
+    shard: which columns of the whole vocabulary they are, if not all of them.
+    """
     if logits_TV.dim() != 2:
         raise ValueError(f"logits_TV of shape {tuple(logits_TV.shape)}: expected [tokens, vocabulary]")
-    require_whole_vocabulary(shard, logits_TV.shape[1])
-    source = _LogitsRows(logits_TV, terms)
+    if shard is not None:
+        check_shard(shard, logits_TV.shape[1])
+    source = LogitsRows(logits_TV, shard, terms)
     return _objective(source, [logits_TV], terms, logits_TV.shape[0], weights_T, normalizer, None, None)
 
 
@@ -105,125 +123,8 @@ def linear_log_probs(
     raise NotImplementedError("linear_log_probs is not in this version of stillhouse")
 
 
-class _Source:
-    """Where a chunk's student logits come from and where their gradient goes."""
-
-    vocabulary: int
-    device: torch.device
-    dtype: torch.dtype
-    gradients: list[Tensor | None]
-
-    @property
-    def needs_gradient(self) -> bool:
-        return any(gradient is not None for gradient in self.gradients)
-
-    def logits(self, rows: Rows, weights_C: Tensor) -> Tensor:
-        """The chunk's logits [C, V]; those of a row of weight 0 are not looked at."""
-        raise NotImplementedError
-
-    def teacher_logits(self, signal: Signal) -> Tensor:
-        raise NotImplementedError
-
-    def pull_back(self, tile: Tile) -> None:
-        """Add the gradient of the tile, the last one asked for, to `gradients`."""
-        raise NotImplementedError
-
-
-class _HeadRows(_Source):
-    """Hidden states and a head: gradients are kept in float32 until the incoming one has been multiplied in."""
-
-    def __init__(self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term]):
-        teacher_heads = {id(each): each for term in terms for signal in term.signals() for each in signal.heads()}
-        self.vocabulary = common_vocabulary([head, *teacher_heads.values()])
-        self.hidden_TD = hidden_TD.detach()
-        self.hidden_CD = self.hidden_TD[:0]
-        self.projection = Projection(head, self.vocabulary, operand_dtype(hidden_TD, head.weight_VD))
-        self.teachers = _TeacherProjections(self.vocabulary)
-        self.device, self.dtype = hidden_TD.device, self.projection.compute_dtype
-        leaves = (hidden_TD, head.weight_VD, head.bias)
-        grad_enabled = torch.is_grad_enabled()
-        self.gradients = [
-            torch.zeros_like(leaf, dtype=self.dtype, memory_format=torch.contiguous_format)
-            if grad_enabled and leaf is not None and leaf.requires_grad
-            else None
-            for leaf in leaves
-        ]
-
-    def logits(self, rows: Rows, weights_C: Tensor) -> Tensor:
-        # a row of weight 0 may hold NaN, and its zero gradient times NaN would reach the weight
-        self.hidden_CD = self.hidden_TD[rows].masked_fill((weights_C == 0)[:, None], 0.0)
-        return self.projection.logits(self.hidden_CD)
-
-    def teacher_logits(self, signal: Signal) -> Tensor:
-        return self.teachers.logits(signal, self.dtype)
-
-    def pull_back(self, tile: Tile) -> None:
-        assert tile.grad_CV is not None
-        grad_CV = self.projection.before_head(tile.grad_CV, tile.logits_CV)
-        hidden_grad_TD, weight_grad_VD, bias_grad_V = self.gradients
-        if hidden_grad_TD is not None:
-            hidden_grad_TD[tile.rows] = self.projection.hidden_grad(grad_CV)
-        if weight_grad_VD is not None:
-            self.projection.add_weight_grad(weight_grad_VD[: self.vocabulary], grad_CV, self.hidden_CD)
-        if bias_grad_V is not None:
-            bias_grad_V[: self.vocabulary] += grad_CV.sum(0)
-
-
-class _LogitsRows(_Source):
-    """Logits that exist already."""
-
-    def __init__(self, logits_TV: Tensor, terms: Sequence[Term]):
-        heads = [each for term in terms for signal in term.signals() for each in signal.heads()]
-        self.vocabulary = common_vocabulary(heads, logits_TV.shape[1])
-        self.logits_TV = logits_TV.detach()[:, : self.vocabulary]
-        self.device, self.dtype = logits_TV.device, torch.promote_types(logits_TV.dtype, torch.float32)
-        self.teachers = _TeacherProjections(self.vocabulary)
-        # float16 would lose an unnormalised gradient below 6e-8 before the loss scale is multiplied in
-        kept = torch.float32 if logits_TV.dtype == torch.float16 else logits_TV.dtype
-        needed = torch.is_grad_enabled() and logits_TV.requires_grad
-        self.gradients = [torch.zeros_like(logits_TV, dtype=kept) if needed else None]
-
-    def logits(self, rows: Rows, weights_C: Tensor) -> Tensor:
-        return self.logits_TV[rows].to(self.dtype)
-
-    def teacher_logits(self, signal: Signal) -> Tensor:
-        return self.teachers.logits(signal, self.dtype)
-
-    def pull_back(self, tile: Tile) -> None:
-        (grad_TV,) = self.gradients
-        assert grad_TV is not None
-        assert tile.grad_CV is not None
-        grad_TV[tile.rows, : self.vocabulary] = tile.grad_CV.to(grad_TV.dtype)
-
-
-@dataclass
-class _TeacherProjections:
-    """Dense teachers' logits over the common vocabulary; each teacher head is made ready once."""
-
-    vocabulary: int
-    ready: dict[int, Projection] = field(default_factory=dict)
-
-    def logits(self, signal: Signal, dtype: torch.dtype) -> Tensor:
-        if isinstance(signal, DenseLogits):
-            return _dense_teacher(signal, self.vocabulary).to(dtype)
-        assert isinstance(signal, FullVocab)
-        head = signal.head
-        if id(head) not in self.ready:
-            self.ready[id(head)] = Projection(head, self.vocabulary, operand_dtype(signal.hidden_TE, head.weight_VD))
-        return self.ready[id(head)].logits(signal.hidden_TE.detach()).to(dtype)
-
-
-def _dense_teacher(signal: DenseLogits, vocabulary: int) -> Tensor:
-    if signal.logits_TV.shape[1] != vocabulary:
-        raise ValueError(
-            f"teacher logits over {signal.logits_TV.shape[1]} tokens, student over {vocabulary}; expected the same "
-            "vocabulary: cut padded columns off, or set vocab_size on the head"
-        )
-    return signal.logits_TV.detach()
-
-
 def _objective(
-    source: _Source,
+    source: Source,
     leaves: list[Tensor | None],
     terms: Sequence[Term],
     tokens: int,
@@ -235,51 +136,80 @@ def _objective(
     _check(terms, tokens, weights_T, normalizer, valid_index, chunk_tokens)
     valid_index = _valid_rows(weights_T, valid_index, source.device)
     with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
-        totals = _pass(source, terms, tokens, weights_T, valid_index, chunk_tokens)
+        totals = _Totals(terms, tokens, source)
+        _pass(source, terms, tokens, weights_T, valid_index, chunk_tokens, totals)
         factor = _reciprocal(normalizer, source)
         loss = totals.loss.to(source.dtype) * factor
     if source.needs_gradient:
-        loss = _Attach.apply(loss, factor, source.gradients, *leaves)
+        loss = _Attach.apply(loss, factor, source.gradients, source.shard, *leaves)
     metrics = {key: value.to(source.dtype) for key, value in totals.sums.items()}
+    metrics[CHUNK_TOKENS] = torch.full_like(factor, totals.chunk_tokens)
     return ObjectiveOutput(loss, metrics, totals.per_token)
 
 
 def _pass(
-    source: _Source,
+    source: Source,
     terms: Sequence[Term],
     tokens: int,
     weights_T: Tensor | None,
     valid_index: Tensor | None,
     chunk_tokens: int | None,
-) -> "_Totals":
-    totals = _Totals(terms, tokens, source)
+    totals: "_Totals",
+) -> None:
     one = torch.ones(1, dtype=source.dtype, device=source.device)
     weights_T = one.expand(tokens) if weights_T is None else weights_T.to(source.device, source.dtype)
-    for rows in _chunks(tokens, valid_index, chunk_tokens or _tile_rows(source)):
-        _add_chunk(source, terms, rows, weights_T[rows], totals)
-    return totals
+    asked = PlanBuilder(source.scale, source.softcap)
+    for term in terms:
+        term.ask(asked)
+    plan = asked.build()
+    size = chunk_tokens or _tile_rows(source, tokens if valid_index is None else len(valid_index))
+    # with other ranks to hear from, the next chunk's products run in the meantime
+    ahead = 0 if source.shard is None or source.shard.is_alone else 1
+    started: deque[_Chunk] = deque()
+    for number, rows in enumerate(_chunks(tokens, valid_index, size)):
+        started.append(_start(source, asked, plan, rows, weights_T[rows], number % (ahead + 1)))
+        if len(started) > ahead:
+            _finish(source, terms, started.popleft(), totals)
+    while started:
+        _finish(source, terms, started.popleft(), totals)
 
 
-def _add_chunk(source: _Source, terms: Sequence[Term], rows: Rows, weights_C: Tensor, totals: "_Totals") -> None:
-    tile = Tile(source.logits(rows, weights_C), rows, source.teacher_logits, source.needs_gradient)
+@dataclass
+class _Chunk:
+    tile: Tile
+    weights_C: Tensor
+
+
+def _start(source: Source, asked: PlanBuilder, plan: Plan, rows: Rows, weights_C: Tensor, buffer: int) -> _Chunk:
+    tiles_CV = source.tiles(rows, weights_C, asked.signals, buffer)
+    tile = Tile(asked, plan, rows, tiles_CV, source.vocabulary, source.shard, source.needs_gradient)
+    tile.start()
+    return _Chunk(tile, weights_C)
+
+
+def _finish(source: Source, terms: Sequence[Term], chunk: _Chunk, totals: "_Totals") -> None:
+    tile, weights_C = chunk.tile, chunk.weights_C
+    tile.wait()
     totals.sums["tokens"] += (weights_C != 0).sum()
+    totals.chunk_tokens = max(totals.chunk_tokens, len(weights_C))
     for position, term in enumerate(terms):
         own_C = weights_C if term.weights_T is None else weights_C * tile.take(term.weights_T).to(source.dtype)
-        totals.add(position, rows, own_C, term.add_to(tile, own_C * term.scale))
+        totals.add(position, tile.rows, own_C, term.add_to(tile, own_C * term.scale))
     if source.needs_gradient:
-        source.pull_back(tile)
+        source.pull_back(tile.rows, weights_C, tile.gradient())
 
 
 class _Totals:
     """What a pass adds up. Sums are float64: a float32 running sum loses a digit every few hundred chunks."""
 
-    def __init__(self, terms: Sequence[Term], tokens: int, source: _Source):
+    def __init__(self, terms: Sequence[Term], tokens: int, source: Source):
         self.names = unique_names(terms)
         self.keys = StatisticKeys(terms, self.names)
         self.scales = [term.scale for term in terms]
         self.per_token = {name: torch.zeros(tokens, dtype=source.dtype, device=source.device) for name in self.names}
         self.loss = torch.zeros((), dtype=torch.float64, device=source.device)
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(self.loss))
+        self.chunk_tokens = 0
 
     def add(self, position: int, rows: Rows, own_C: Tensor, result: TermResult) -> None:
         """A term's result on a chunk. A row of weight 0 counts nothing, whatever its value (0·NaN)."""
@@ -305,8 +235,14 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, factor: Tensor, gradients: list[Tensor | None], *leaves: Tensor | None
+        ctx: Any,
+        loss: Tensor,
+        factor: Tensor,
+        gradients: list[Tensor | None],
+        shard: VocabShard | None,
+        *leaves: Tensor | None,
     ) -> Tensor:
+        ctx.shard = shard
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
         ctx.save_for_backward(factor, *gradients)
         return loss.clone()
@@ -317,11 +253,14 @@ class _Attach(torch.autograd.Function):
             raise RuntimeError("an objective has no second derivative: call backward without create_graph")
         factor, *gradients = ctx.saved_tensors
         factor = factor * grad_loss
-        scaled = (
-            None if gradient is None else (gradient * factor).to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        scaled = [None if gradient is None else gradient * factor for gradient in gradients]
+        if scaled[0] is not None and len(scaled) > 1:  # of the hidden states; logits are each rank's own
+            scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard)
+        rounded = (
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(scaled, ctx.dtypes, strict=True)
         )
-        return (None, None, None, *scaled)
+        return (None, None, None, None, *rounded)
 
 
 def _check(
@@ -376,7 +315,7 @@ def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: to
     return None if valid_index is None else valid_index.to(device)
 
 
-def _reciprocal(normalizer: float | Tensor, source: _Source) -> Tensor:
+def _reciprocal(normalizer: float | Tensor, source: Source) -> Tensor:
     if isinstance(normalizer, Tensor):
         return normalizer.to(source.device, source.dtype).reshape(()).reciprocal()
     return torch.full((), 1 / normalizer, dtype=source.dtype, device=source.device)
@@ -390,6 +329,11 @@ def _chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[Rows
         yield from (slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size))
 
 
-def _tile_rows(source: _Source) -> int:
+def _tile_rows(source: Source, tokens: int) -> int:
+    """Rows of a tile by the memory budget, the tokens spread evenly over the chunks."""
     device = source.device.type if source.device.type in TILE_BYTES else "cpu"
-    return max(TILE_ROWS[device], TILE_BYTES[device] // (source.vocabulary * source.dtype.itemsize))
+    fewest, most = TILE_ROWS[device]
+    # over shards, every rank has to come to the same number
+    columns = source.vocabulary if source.shard is None else source.shard.most_rows
+    rows = min(most, max(fewest, TILE_BYTES[device] // (columns * source.dtype.itemsize)))
+    return math.ceil(tokens / math.ceil(tokens / rows)) if tokens else rows

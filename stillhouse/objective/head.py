@@ -2,23 +2,24 @@
 
     logits = softcap(scale · (hidden Wᵀ + bias)),   softcap(x) = c·tanh(x / c)
 
-C rows of a chunk (T rows in all), D width, V vocabulary. "Rows" of a weight are vocabulary entries.
+C rows of a chunk (T rows in all), D width, V vocabulary (this rank's part of it where the head is sharded). "Rows" of
+a weight are vocabulary entries.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.vocab import VocabShard, require_whole_vocabulary
+from stillhouse.objective.vocab import VocabShard, check_shard, rows_of
 
 
 @dataclass(frozen=True, eq=False)
 class OutputHead:
     """What turns hidden states into logits. Tensors only: whoever owns the module builds this inside its forward.
 
+    `shard`: which rows of the whole head `weight_VD` and `bias` are. None: all of them.
     `vocab_size`: the number of real rows over the whole vocabulary; rows from there on are padding and get no
     probability. None: all rows are real, as Hugging Face's own loss takes them.
     """
@@ -39,13 +40,20 @@ class OutputHead:
             raise ValueError(
                 f"head bias of shape {tuple(self.bias.shape)}: expected ({rows},), one per row of the weight"
             )
-        if self.shard is None and self.vocab_size is not None and not 0 < self.vocab_size <= rows:
+        if self.shard is not None:
+            check_shard(self.shard, rows)
+        elif self.vocab_size is not None and not 0 < self.vocab_size <= rows:
             raise ValueError(f"vocab_size={self.vocab_size}: expected 1 to {rows}, the rows of the head")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap={self.softcap}: expected a positive number, or None for none")
 
+    @property
+    def rows(self) -> int:
+        """Rows of the whole head, wherever they are."""
+        return self.weight_VD.shape[0] if self.shard is None else self.shard.rows
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of all rows, [..., V], in plain differentiable operations and the hidden states' dtype."""
+        """Logits of the rows that are here, [..., V], in plain operations and the hidden states' dtype."""
         logits = torch.nn.functional.linear(hidden, self.weight_VD, self.bias)
         return soft_cap(logits * self.scale if self.scale != 1.0 else logits, self.softcap)
 
@@ -61,12 +69,10 @@ def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = N
     Heads with different row counts share a tokenizer and differ in padding (151,936 and 152,064 rows for 151,665
     tokens): the rows that only one of them has are padding. `logit_columns`: those of logits that have no head here.
     """
-    for each in heads:
-        require_whole_vocabulary(each.shard, each.weight_VD.shape[0])
     stated = {each.vocab_size for each in heads if each.vocab_size is not None}
     if len(stated) > 1:
         raise ValueError(f"the heads state different vocabularies: vocab_size {sorted(stated)}; expected one number")
-    rows = [each.weight_VD.shape[0] for each in heads] + ([] if logit_columns is None else [logit_columns])
+    rows = [each.rows for each in heads] + ([] if logit_columns is None else [logit_columns])
     if stated and min(stated) > min(rows):
         raise ValueError(
             f"vocab_size={min(stated)} on one side, {min(rows)} rows on another; "
@@ -78,40 +84,45 @@ def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = N
 class Projection:
     """A head made ready for one pass over the tokens: real rows only, weights in the dtype of its GEMMs.
 
+    `shard`: the rows that are wanted here, of the student's head; a teacher's may lie otherwise (see `rows_of`).
+
     Logits are float32 at least. Half-precision operands stay as they are on a GPU, whose matrix units sum in
     float32; on a CPU they are upcast once, here.
     """
 
-    def __init__(self, head: OutputHead, vocabulary: int, operand_dtype: torch.dtype):
-        weight_VD = head.weight_VD.detach()[:vocabulary]
+    def __init__(
+        self, head: OutputHead, vocabulary: int, operand_dtype: torch.dtype, shard: VocabShard | None = None
+    ):
+        weight_VD = rows_of(head.weight_VD, head.shard, shard, vocabulary).detach()
         self.compute_dtype = torch.promote_types(operand_dtype, torch.float32)
         self.operand_dtype = operand_dtype if weight_VD.is_cuda else self.compute_dtype
         self.weight_VD = weight_VD.to(self.operand_dtype)
-        self.bias = None if head.bias is None else head.bias.detach()[:vocabulary].to(self.compute_dtype)
+        self.bias = None
+        if head.bias is not None:
+            self.bias = rows_of(head.bias, head.shard, shard, vocabulary).detach().to(self.compute_dtype)
         self.scale, self.softcap = head.scale, head.softcap
 
-    def logits(self, hidden_CD: Tensor) -> Tensor:
-        """[C, D] → [C, V] in the compute dtype."""
-        logits_CV = self._matmul(hidden_CD.to(self.operand_dtype), self.weight_VD.t())
+    def logits(self, hidden_CD: Tensor, out_CV: Tensor | None = None) -> Tensor:
+        """[C, D] → [C, V] in the compute dtype, into `out_CV` if there is one."""
+        logits_CV = self._matmul(hidden_CD.to(self.operand_dtype), self.weight_VD.t(), out_CV)
         if self.bias is not None:
             logits_CV += self.bias
         if self.scale != 1.0:
             logits_CV *= self.scale
-        return soft_cap(logits_CV, self.softcap)
-
-    def before_head(self, grad_CV: Tensor, logits_CV: Tensor) -> Tensor:
-        """The gradient with respect to hidden Wᵀ + bias from the one with respect to the logits, in place."""
         if self.softcap is not None:
-            grad_CV *= 1 - (logits_CV / self.softcap).square()
-        if self.scale != 1.0:
-            grad_CV *= self.scale
-        return grad_CV
+            logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_CV
 
     def hidden_grad(self, grad_CV: Tensor) -> Tensor:
         return self._matmul(self._operand(grad_CV), self.weight_VD)
 
     def add_weight_grad(self, total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        total_VD += self._matmul(self._operand(grad_CV).t(), hidden_CD.to(self._gradient_dtype))
+        """grad_CVᵀ hidden_CD onto a total in the compute dtype."""
+        left_VC, right_CD = self._operand(grad_CV).t(), hidden_CD.to(self._gradient_dtype)
+        if left_VC.dtype == self.compute_dtype:
+            total_VD.addmm_(left_VC, right_CD)
+        else:
+            total_VD += self._matmul(left_VC, right_CD)
 
     @property
     def _gradient_dtype(self) -> torch.dtype:
@@ -121,10 +132,10 @@ class Projection:
     def _operand(self, grad_CV: Tensor) -> Tensor:
         return grad_CV.to(self._gradient_dtype)
 
-    def _matmul(self, left: Tensor, right: Tensor) -> Tensor:
+    def _matmul(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
         right = right.to(left.dtype)
         if left.dtype == self.compute_dtype:
-            return left @ right
+            return torch.mm(left, right, out=out)
         return torch.mm(left, right, out_dtype=self.compute_dtype)
 
 
@@ -134,14 +145,3 @@ def operand_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return torch.promote_types(hidden.dtype, weight_VD.dtype)
-
-
-def log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) over the last dim."""
-    # not logits − logsumexp: the maximum has to go first, or large logits take the last digits with them
-    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
-
-
-def entropy(log_probs: Tensor) -> Tensor:
-    """−Σ p log p over the last dim, with 0·log 0 = 0."""
-    return -(log_probs.exp() * log_probs.masked_fill(log_probs == -math.inf, 0.0)).sum(-1)

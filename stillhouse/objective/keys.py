@@ -6,6 +6,9 @@ from itertools import count
 
 from stillhouse.objective.terms import Term
 
+#: the key that is no sum
+CHUNK_TOKENS = "chunk_tokens"
+
 
 def unique_names(terms: Sequence[Term]) -> list[str]:
     """The terms' keys in metrics: a second one of the same name has "#2" behind it."""
@@ -26,7 +29,7 @@ class StatisticKeys:
     def __init__(self, terms: Sequence[Term], names: Sequence[str]):
         kinds = [type(term) for term in terms]
         self.ordinals = [kinds[:position].count(kind) + 1 for position, kind in enumerate(kinds)]
-        self.taken = {"tokens", *names}
+        self.taken = {"tokens", CHUNK_TOKENS, *names}
         self.given: dict[tuple[int, str], str] = {}
 
     def of(self, position: int, name: str) -> str:

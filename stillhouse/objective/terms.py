@@ -1,9 +1,10 @@
-"""The terms of an objective: each adds its value and its gradient to one tile of student logits.
+"""The terms of an objective: each reads from and adds to one tile of student logits.
 
-A term is data (labels, a signal, a scale). `add_to(tile)` gives its value per token in nats and adds the gradient of
-`weight · value` with respect to the tile's logits, so that a sum of terms costs one pass over the tokens.
+A term is data (labels, a signal, a scale). Before the first chunk it says what it needs to know of each row (`ask`);
+of a chunk, `add_to(tile)` gives its value per token in nats and adds the gradient of `weight · value` with respect to
+the tile's logits, as coefficients per row. So a sum of terms costs one pass over the tokens.
 
-C rows of a chunk of T tokens, V vocabulary, K ids per token, M sampled ids per token.
+C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and perhaps a bucket), M sampled ids per token.
 """
 
 import math
@@ -14,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stillhouse.objective.divergence import Divergence, ForwardKL, WeightedSum
-from stillhouse.objective.head import entropy
+from stillhouse.objective.formulas import Divergence, ForwardKL, WeightedSum, expect, weighted_parts
+from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.signals import Sampled, Signal, SparseSignal, first_occurrence, teacher_tail
 from stillhouse.objective.tile import Tile
 
@@ -48,6 +49,10 @@ class Term(ABC):
     @abstractmethod
     def tokens(self) -> int | None:
         """T of the tensors it carries; None if it carries none."""
+
+    @abstractmethod
+    def ask(self, plan: PlanBuilder) -> None:
+        """Say what `add_to` will read from a tile and add to it."""
 
     @abstractmethod
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
@@ -94,30 +99,35 @@ class CrossEntropy(Term):
     def tokens(self) -> int:
         return self.labels_T.shape[0]
 
+    def ask(self, plan: PlanBuilder) -> None:
+        plan.softmax(1.0)
+        plan.logits_at(self.labels_T)
+        if self.label_smoothing:
+            plan.uniform()
+
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        label_C, log_q_CV = tile.take(self.labels_T), tile.log_probs(1.0)
-        check_labels(label_C, log_q_CV.shape[1])
-        has_label_C, label_C1 = label_C >= 0, label_C.clamp(min=0)[:, None].long()
-        value_C = -log_q_CV.gather(1, label_C1)[:, 0]
+        label_C = tile.take(self.labels_T)
+        check_labels(label_C, tile.vocabulary)
+        has_label_C = label_C >= 0
+        value_C = -tile.log_probs_at(self.labels_T, 1.0)[:, 0]
         parts = {"negative_log_likelihood": value_C} if self.label_smoothing or self.z_loss else {}
         if self.label_smoothing:
-            value_C = (1 - self.label_smoothing) * value_C - self.label_smoothing * log_q_CV.mean(1)
+            value_C = (1 - self.label_smoothing) * value_C - self.label_smoothing * tile.mean_log_prob()
         if self.z_loss:
-            parts["z_loss"] = self.z_loss * tile.log_normalizer_C.square()
+            parts["z_loss"] = self.z_loss * tile.log_normalizer(1.0).square()
             value_C = value_C + parts["z_loss"]
         if tile.needs_gradient:
-            tile.add_gradient(self._gradient(tile, label_C1), weights_C * has_label_C)
+            self._add_gradient(tile, label_C, weights_C * has_label_C)
         parts = {name: part_C.masked_fill(~has_label_C, 0.0) for name, part_C in parts.items()}
         return TermResult(value_C.masked_fill(~has_label_C, 0.0), {}, parts)
 
-    def _gradient(self, tile: Tile, label_C1: Tensor) -> Tensor:
+    def _add_gradient(self, tile: Tile, label_C: Tensor, weights_C: Tensor) -> None:
         """q·(1 + 2·z_loss·log Σ e^logits) − ε/V − (1 − ε)·[v = y]"""
-        grad_CV = tile.log_probs(1.0).exp()
-        if self.z_loss:
-            grad_CV *= 1 + 2 * self.z_loss * tile.log_normalizer_C[:, None]
+        of_z_loss_C = 2 * self.z_loss * tile.log_normalizer(1.0) if self.z_loss else 0.0
+        tile.add_probability(1.0, expect(weights_C, torch.ones_like(weights_C) + of_z_loss_C))
+        tile.add_at(label_C[:, None], (weights_C * (self.label_smoothing - 1))[:, None])
         if self.label_smoothing:
-            grad_CV -= self.label_smoothing / grad_CV.shape[1]
-        return grad_CV.scatter_add_(1, label_C1, grad_CV.new_full(label_C1.shape, self.label_smoothing - 1))
+            tile.add_uniform(weights_C * -self.label_smoothing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,16 +172,27 @@ class Distill(Term):
     def signals(self) -> list[Signal]:
         return [self.signal]
 
+    def ask(self, plan: PlanBuilder) -> None:
+        signal = self.signal
+        plan.softmax(self.temperature)
+        if isinstance(signal, SparseSignal | Sampled):
+            plan.logits_at(signal.ids_TK if isinstance(signal, SparseSignal) else signal.ids_TM)
+            if isinstance(signal, SparseSignal) and signal.tail == "bucket":
+                plan.outside(signal, self.temperature)
+        else:
+            for _, part in weighted_parts(self.divergence):
+                plan.pair(part, signal, self.temperature)
+
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         factor = self.temperature**2 if self.scale_by_temperature_squared else 1.0
+        # the temperature divides the logits, so it divides the gradient
+        weights_C = weights_C * (factor / self.temperature)
         if isinstance(self.signal, SparseSignal):
-            result, grad_CV = _sparse(tile, self.signal.rows(tile.rows), self.divergence, self.temperature)
+            result = _sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
         elif isinstance(self.signal, Sampled):
-            result, grad_CV = _sampled(tile, self.signal.rows(tile.rows), self.temperature)
+            result = _sampled(tile, self.signal, self.temperature, weights_C)
         else:
-            result, grad_CV = _dense(tile, self.signal, self.divergence, self.temperature)
-        if grad_CV is not None:
-            tile.add_gradient(grad_CV, weights_C * (factor / self.temperature))
+            result = _dense(tile, self.signal, self.divergence, self.temperature, weights_C)
         parts = {name: part_C * factor for name, part_C in result.parts.items()}
         return TermResult(result.value_C * factor, result.statistics, parts)
 
@@ -197,12 +218,15 @@ class Entropy(Term):
     def tokens(self) -> None:
         return None
 
+    def ask(self, plan: PlanBuilder) -> None:
+        plan.entropy(self.temperature)
+
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         entropy_C = tile.entropy(self.temperature)
         if tile.needs_gradient:
-            log_q_CV = tile.log_probs(self.temperature)
-            grad_CV = log_q_CV.exp() * -(log_q_CV + entropy_C[:, None]).masked_fill(log_q_CV == -math.inf, 0.0)
-            tile.add_gradient(grad_CV, weights_C / self.temperature)
+            # −q (log q + entropy) / τ
+            tile.add_log_probability(self.temperature, weights_C / -self.temperature)
+            tile.add_probability(self.temperature, weights_C / -self.temperature * entropy_C)
         return TermResult(entropy_C, {})
 
 
@@ -216,6 +240,9 @@ class _Announced(Term):
         raise NotImplementedError(
             f"{type(self).__name__} is not in this version of stillhouse; Distill takes TopK and Chosen signals"
         )
+
+    def ask(self, plan: PlanBuilder) -> None:
+        raise NotImplementedError
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         raise NotImplementedError
@@ -270,9 +297,55 @@ def check_scale(scale: float) -> None:
         raise ValueError(f"scale={scale}: expected a finite number")
 
 
-def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:
-    """∂D/∂(z/τ) = q·h − q Σ q·h from the slope q·h, over the last dim."""
-    return slope - q * slope.sum(-1, keepdim=True)
+def _dense(tile: Tile, signal: Signal, divergence: Divergence, temperature: float, weights_C: Tensor) -> TermResult:
+    parts, value_C = {}, torch.zeros_like(weights_C)
+    for coefficient, part in weighted_parts(divergence):
+        parts[str(part)], slope_C = tile.divergence(part, signal, temperature)
+        value_C = value_C + coefficient * parts[str(part)]
+        if tile.needs_gradient:
+            tile.add_slope(part, signal, temperature, coefficient * weights_C)
+            tile.add_probability(temperature, expect(coefficient * weights_C, -slope_C))
+    statistics = {
+        "student_entropy": tile.entropy(temperature),
+        "teacher_entropy": tile.teacher_entropy(signal, temperature),
+        "agreement": tile.agreement(signal, temperature),
+    }
+    return TermResult(value_C, statistics, parts if isinstance(divergence, WeightedSum) else {})
+
+
+def _sparse(
+    tile: Tile, signal: SparseSignal, divergence: Divergence, temperature: float, weights_C: Tensor
+) -> TermResult:
+    """A divergence over the K ids of a row and, with tail "bucket", one outcome more for the rest.
+
+    Absent ids have no mass on either side, which is worth nothing: f(−inf, −inf) = 0, slope 0.
+    """
+    chunk = signal.rows(tile.rows)
+    log_q_CK = tile.log_probs_at(signal.ids_TK, temperature)
+    present_CK = first_occurrence(chunk.ids_TK, tile.vocabulary)
+    log_p_CK = chunk.log_probs_TK.detach().to(log_q_CK.dtype).masked_fill(~present_CK, -math.inf)
+    log_q_CK = log_q_CK.masked_fill(~present_CK, -math.inf)
+    likeliest_C1 = log_p_CK.argmax(1, keepdim=True)
+    statistics = {
+        "student_entropy": tile.entropy(temperature),
+        "agreement": tile.is_likeliest(signal.ids_TK).gather(1, likeliest_C1)[:, 0].to(log_q_CK.dtype),
+        "teacher_mass": log_p_CK.exp().sum(1),
+    }
+    if signal.tail == "renormalize":
+        log_p_CB, log_q_CB = _conditioned(log_p_CK), _conditioned(log_q_CK)
+    elif signal.tail == "bucket":
+        log_q_tail_C = tile.tail(signal, temperature)
+        log_p_tail_C = teacher_tail(chunk, log_p_CK, log_q_tail_C)
+        log_p_CB = torch.cat([log_p_CK, log_p_tail_C[:, None]], 1)
+        log_q_CB = torch.cat([log_q_CK, log_q_tail_C[:, None]], 1)
+    else:
+        log_p_CB, log_q_CB = log_p_CK, log_q_CK
+    statistics["teacher_entropy"] = entropy(log_p_CB)
+    if tile.needs_gradient:
+        slope_CB = divergence.weighted_slope(log_p_CB, log_q_CB)
+        _add_sparse_gradient(tile, signal, temperature, slope_CB, log_q_CB, weights_C)
+    value_C, parts = _values(divergence, log_p_CB, log_q_CB)
+    return TermResult(value_C, statistics, parts)
 
 
 def _values(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -284,86 +357,32 @@ def _values(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tenso
     return sum(rest, start=first), parts
 
 
-def _dense(
-    tile: Tile, signal: Signal, divergence: Divergence, temperature: float
-) -> tuple[TermResult, Tensor | None]:
-    log_p_CV = tile.teacher_log_probs(signal, temperature)
-    log_q_CV = tile.log_probs(temperature)
-    value_C, parts = _values(divergence, log_p_CV, log_q_CV)
-    grad_CV = None
+def _add_sparse_gradient(
+    tile: Tile, signal: SparseSignal, temperature: float, slope_CB: Tensor, log_q_CB: Tensor, weights_C: Tensor
+) -> None:
+    """∂D/∂(z/τ) of a sum over B outcomes b is q_v (h_b(v) − Σ_b q_b h_b): an id's own slope q·h; the bucket's, which
+    the tokens in it share in proportion to q; and the mean, which every token pays, or, renormalised, the K ids.
+    """
+    weights_C1 = weights_C[:, None]
+    ids_CK, mean_C1 = tile.take(signal.ids_TK), slope_CB.sum(1, keepdim=True)
+    if signal.tail == "renormalize":
+        tile.add_at(ids_CK, expect(weights_C1, slope_CB - log_q_CB.exp() * mean_C1))
+        return
+    tile.add_probability(temperature, expect(weights_C, -mean_C1[:, 0]))
+    tile.add_at(ids_CK, expect(weights_C1, slope_CB[:, : ids_CK.shape[1]]))
+    if signal.tail == "bucket":
+        tile.add_outside(signal, temperature, expect(weights_C, slope_CB[:, -1]))
+
+
+def _sampled(tile: Tile, signal: Sampled, temperature: float, weights_C: Tensor) -> TermResult:
+    chunk = signal.rows(tile.rows)
+    present_CM = (chunk.ids_TM >= 0) & (chunk.ids_TM < tile.vocabulary)
+    p_CM = chunk.weights_TM.detach().to(weights_C.dtype).masked_fill(~present_CM, 0.0)
+    log_q_CM = tile.log_probs_at(signal.ids_TM, temperature).masked_fill(p_CM == 0, 0.0)
     if tile.needs_gradient:
-        grad_CV = _through_softmax(log_q_CV.exp(), divergence.weighted_slope(log_p_CV, log_q_CV))
-    statistics = {
-        "student_entropy": tile.entropy(temperature),
-        "teacher_entropy": entropy(log_p_CV),
-        "agreement": (log_p_CV.argmax(1) == tile.logits_CV.argmax(1)).to(value_C.dtype),
-    }
-    return TermResult(value_C, statistics, parts), grad_CV
-
-
-def _sparse(
-    tile: Tile, signal: SparseSignal, divergence: Divergence, temperature: float
-) -> tuple[TermResult, Tensor | None]:
-    """A divergence over the K ids of a row and, with tail "bucket", one outcome more for the rest.
-
-    Absent ids have no mass on either side, which is worth nothing: f(−inf, −inf) = 0, slope 0.
-    """
-    log_q_CV = tile.log_probs(temperature)
-    present_CK = first_occurrence(signal.ids_TK, log_q_CV.shape[1])
-    ids_CK = signal.ids_TK.masked_fill(~present_CK, 0).long()
-    log_p_CK = signal.log_probs_TK.detach().to(log_q_CV.dtype).masked_fill(~present_CK, -math.inf)
-    log_q_CK = log_q_CV.gather(1, ids_CK).masked_fill(~present_CK, -math.inf)
-    likeliest_C = signal.ids_TK.gather(1, log_p_CK.argmax(1, keepdim=True))[:, 0]
-    statistics = {
-        "student_entropy": tile.entropy(temperature),
-        "agreement": (likeliest_C == tile.logits_CV.argmax(1)).to(log_q_CV.dtype),
-        "teacher_mass": log_p_CK.exp().sum(1),
-    }
-    outside_CV = None
-    if signal.tail == "renormalize":
-        log_p_CK, log_q_CK = _conditioned(log_p_CK), _conditioned(log_q_CK)
-    elif signal.tail == "bucket":
-        outside_CV = _without(log_q_CV, ids_CK, present_CK)
-        log_q_tail_C = torch.logsumexp(outside_CV, 1)
-        log_p_tail_C = teacher_tail(signal, log_p_CK, log_q_tail_C)
-        log_p_CK = torch.cat([log_p_CK, log_p_tail_C[:, None]], 1)
-        log_q_CK = torch.cat([log_q_CK, log_q_tail_C[:, None]], 1)
-    statistics["teacher_entropy"] = entropy(log_p_CK)
-    value_C, parts = _values(divergence, log_p_CK, log_q_CK)
-    result = TermResult(value_C, statistics, parts)
-    if not tile.needs_gradient:
-        return result, None
-    slope_CK = divergence.weighted_slope(log_p_CK, log_q_CK)
-    if signal.tail == "renormalize":
-        grad_CK = _through_softmax(log_q_CK.exp(), slope_CK)
-        return result, torch.zeros_like(log_q_CV).scatter_add_(1, ids_CK, grad_CK)
-    return result, _sparse_gradient(log_q_CV, ids_CK, slope_CK, outside_CV)
-
-
-def _sparse_gradient(log_q_CV: Tensor, ids_CK: Tensor, slope_CB: Tensor, outside_CV: Tensor | None) -> Tensor:
-    """∂D/∂(z/τ) of a sum over B outcomes b: the K ids and, last, the bucket of `outside_CV` if there is one.
-
-    It is q_v (h_b(v) − Σ_b q_b h_b): the mean, which every token pays; an id's own slope q·h; and the bucket's, which
-    the tokens in it share in proportion to q.
-    """
-    grad_CV = log_q_CV.exp() * -slope_CB.sum(1, keepdim=True)
-    grad_CV.scatter_add_(1, ids_CK, slope_CB[:, : ids_CK.shape[1]])
-    if outside_CV is not None:
-        grad_CV += _conditioned(outside_CV).exp() * slope_CB[:, -1:]
-    return grad_CV
-
-
-def _sampled(tile: Tile, signal: Sampled, temperature: float) -> tuple[TermResult, Tensor | None]:
-    log_q_CV = tile.log_probs(temperature)
-    present_CM = (signal.ids_TM >= 0) & (signal.ids_TM < log_q_CV.shape[1])
-    ids_CM = signal.ids_TM.masked_fill(~present_CM, 0).long()
-    p_CM = signal.weights_TM.detach().to(log_q_CV.dtype).masked_fill(~present_CM, 0.0)
-    log_q_CM = log_q_CV.gather(1, ids_CM).masked_fill(p_CM == 0, 0.0)
-    result = TermResult(-(p_CM * log_q_CM).sum(1), {"student_entropy": tile.entropy(temperature)})
-    if not tile.needs_gradient:
-        return result, None
-    grad_CV = (log_q_CV.exp() * p_CM.sum(1, keepdim=True)).scatter_add_(1, ids_CM, -p_CM)
-    return result, grad_CV
+        tile.add_probability(temperature, expect(weights_C, p_CM.sum(1)))
+        tile.add_at(chunk.ids_TM, expect(weights_C[:, None], -p_CM))
+    return TermResult(-(p_CM * log_q_CM).sum(1), {"student_entropy": tile.entropy(temperature)})
 
 
 def _conditioned(log_probs: Tensor) -> Tensor:
@@ -371,9 +390,6 @@ def _conditioned(log_probs: Tensor) -> Tensor:
     return torch.log_softmax(log_probs, -1).masked_fill(log_probs == -math.inf, -math.inf)
 
 
-def _without(log_q_CV: Tensor, ids_CK: Tensor, present_CK: Tensor) -> Tensor:
-    """The log-probabilities with the present ids taken out (−inf)."""
-    taken_CV = torch.zeros_like(log_q_CV, dtype=torch.bool)
-    # absent entries carry id 0: scatter with a reduction, so that they never undo a present one
-    taken_CV = taken_CV.to(torch.uint8).scatter_reduce_(1, ids_CK, present_CK.to(torch.uint8), "amax").bool()
-    return log_q_CV.masked_fill(taken_CV, -math.inf)
+def entropy(log_probs: Tensor) -> Tensor:
+    """−Σ p log p over the last dim, with 0·log 0 = 0."""
+    return -expect(log_probs.exp(), log_probs).sum(-1)

@@ -1,66 +1,233 @@
-"""One chunk of student logits, with what the terms share: log-probabilities, the teacher's tile, the gradient.
+"""One chunk of tokens on its way: logits, what is known of each row, what terms add to the gradient.
 
-Everything that two terms could compute twice is computed here once. C rows of the chunk, V vocabulary.
+    tile = Tile(...)          student and teacher logits of the chunk, on this rank's part of the vocabulary
+    tile.start()              sums over that part, on their way to the other ranks
+    tile.wait()               what is known of each row, over the whole vocabulary
+    term.add_to(tile, …)      each term reads that, and adds to the coefficients of the gradient
+    tile.gradient()           the student's logits become the gradient with respect to hidden Wᵀ + bias
+
+Terms see rows, temperatures and ids of the whole vocabulary; none sees a shard, or an element of [C, V].
+
+C rows of the chunk, V vocabulary on this rank, N ids per row, X named numbers of a row.
 """
 
-from collections.abc import Callable
-from functools import cached_property
+import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.head import entropy, log_probs
-from stillhouse.objective.signals import Rows, Signal
+from stillhouse.objective.compiled import pointwise
+from stillhouse.objective.formulas import Divergence
+from stillhouse.objective.plan import Plan, PlanBuilder
+from stillhouse.objective.pointwise import before_head, gradient, mixed_sums, raw_sums
+from stillhouse.objective.signals import Rows, Signal, SparseSignal
+from stillhouse.objective.statistics import statistics
+from stillhouse.objective.vocab import Pieces, VocabShard
 
-#: teacher logits [C, V] of a dense signal's rows
-TeacherLogits = Callable[[Signal], Tensor]
+#: bytes of a block of logits that one thread of a CPU works on: what stays in its second-level cache
+BLOCK_BYTES = 1 << 20
 
 
 class Tile:
-    """Student logits [C, V] in float32 at least, and the gradient of the weighted sum with respect to them."""
+    """Student logits [C, V] in float32 at least, the dense teachers' beside them, and the gradient to come."""
 
-    def __init__(self, logits_CV: Tensor, rows: Rows, teacher_logits: TeacherLogits, needs_gradient: bool):
-        self.logits_CV = logits_CV
+    def __init__(
+        self,
+        asked: PlanBuilder,
+        plan: Plan,
+        rows: Rows,
+        tiles_CV: list[Tensor],
+        vocabulary: int,
+        shard: VocabShard | None,
+        needs_gradient: bool,
+    ):
         self.rows = rows
-        self.grad_CV = torch.zeros_like(logits_CV) if needs_gradient else None
-        self._teacher_logits = teacher_logits
-        self._student: dict[float, Tensor] = {}
-        self._entropy: dict[float, Tensor] = {}
-        self._teacher: dict[tuple[int, float], Tensor] = {}
+        self.vocabulary = vocabulary
+        self.needs_gradient = needs_gradient
+        self._asked, self._plan, self._shard = asked, plan, shard
+        self._tiles_CV = tiles_CV
+        self._first = 0 if shard is None else shard.within(vocabulary)[0]
+        self._coefficients: dict[str, Tensor] = {}
+        self._added: list[tuple[Tensor, Tensor]] = []
 
     @property
-    def needs_gradient(self) -> bool:
-        return self.grad_CV is not None
+    def logits_CV(self) -> Tensor:
+        """The student's logits; after `gradient`, the gradient."""
+        return self._tiles_CV[0]
+
+    # the chunk's way
+
+    def start(self) -> None:
+        own = [self._sums(), *(self._own_logits(self.take(ids)) for ids in self._asked.entries)]
+        self._widths = [each.shape[1] for each in own]
+        self._pieces = Pieces(torch.cat(own, 1), self._shard)
+
+    def wait(self) -> None:
+        raw_RCX, *entries = self._pieces.wait().split(self._widths, 2)
+        # an id lives on one rank; on the others its logit is −inf
+        self._entries = [each_RCN.amax(0) for each_RCN in entries]
+        self._known = statistics(self._plan, raw_RCX)
+        if self._plan.mixed:
+            self._known.add_mixed(self._plan, Pieces(self._mixed_sums(), self._shard).wait())
+
+    def gradient(self) -> Tensor:
+        """[C, V], in the place of the student's logits."""
+        logits_CV = self.logits_CV
+        if logits_CV.shape[1] == 0:
+            return logits_CV
+        rows_CX = self._gradient_rows()
+        for block in self._blocks():
+            pointwise(gradient, self._plan, self._block(block), self._outside(block), rows_CX[block])
+        for local_CN, values_CN in self._added:
+            logits_CV.scatter_add_(1, local_CN, values_CN)
+        return logits_CV
+
+    # what terms read
 
     def take(self, per_token: Tensor) -> Tensor:
         """The chunk's rows of a tensor over all tokens."""
         return per_token[self.rows]
 
-    def log_probs(self, temperature: float) -> Tensor:
-        """The student's log q, [C, V]. Shared: not to be written to."""
-        if temperature not in self._student:
-            self._student[temperature] = log_probs(self.logits_CV, temperature)
-        return self._student[temperature]
-
-    @cached_property
-    def log_normalizer_C(self) -> Tensor:
-        """log Σ e^logits, [C]."""
-        return torch.logsumexp(self.logits_CV, dim=1)
+    def log_normalizer(self, temperature: float) -> Tensor:
+        """log Σ e^(logit / τ), [C]."""
+        return self._known.references[0] / temperature + self._log_mass(temperature)
 
     def entropy(self, temperature: float) -> Tensor:
-        """The student's entropy in nats, [C]."""
-        if temperature not in self._entropy:
-            self._entropy[temperature] = entropy(self.log_probs(temperature))
-        return self._entropy[temperature]
+        """The student's, in nats, [C]."""
+        return self._known.student_entropy[self._asked.softmax(temperature)]
 
-    def teacher_log_probs(self, signal: Signal, temperature: float) -> Tensor:
-        """A dense teacher's log p on the chunk's rows, [C, V]; terms that carry the same signal share it."""
-        key = (id(signal), temperature)
-        if key not in self._teacher:
-            self._teacher[key] = log_probs(self._teacher_logits(signal.rows(self.rows)), temperature)
-        return self._teacher[key]
+    def mean_log_prob(self) -> Tensor:
+        """The mean over the vocabulary of log q, [C]."""
+        assert self._known.mean_log_prob is not None
+        return self._known.mean_log_prob
 
-    def add_gradient(self, grad_CV: Tensor, weights_C: Tensor) -> None:
-        """Add the gradient of Σ weights·value. A row of weight 0 adds nothing, whatever it holds."""
-        assert self.grad_CV is not None
-        self.grad_CV.addcmul_(grad_CV.masked_fill((weights_C == 0)[:, None], 0.0), weights_C[:, None])
+    def log_probs_at(self, ids: Tensor, temperature: float) -> Tensor:
+        """log q at ids over all tokens, [C, N]; −inf where an id is none of the vocabulary."""
+        gap_CN = self._entries[self._asked.logits_at(ids)] - self._known.references[0][:, None]
+        return gap_CN / temperature - self._log_mass(temperature)[:, None]
+
+    def is_likeliest(self, ids: Tensor) -> Tensor:
+        """True where the student gives no token more than this one, [C, N]."""
+        return self._entries[self._asked.logits_at(ids)] == self._known.references[0][:, None]
+
+    def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
+        """Σf and Σq·h of a divergence that is no sum, [C] each."""
+        at = self._asked.pair(divergence, signal, temperature)
+        return self._known.values[at], self._known.slopes[at]
+
+    def teacher_entropy(self, signal: Signal, temperature: float) -> Tensor:
+        return self._known.teacher_entropy[self._asked.teacher(signal, temperature)]
+
+    def agreement(self, signal: Signal, temperature: float) -> Tensor:
+        """1 where a token is the likeliest of both a dense teacher and the student, [C]."""
+        tile, _ = self._plan.teachers[self._asked.teacher(signal, temperature)]
+        return self._known.both_top[tile - 1]
+
+    def tail(self, signal: SparseSignal, temperature: float) -> Tensor:
+        """The student's log-probability of all that is outside the signal's ids, [C]."""
+        return self._known.tail[self._asked.outside(signal, temperature)]
+
+    # what terms add to the gradient: coefficients [C], and values at single ids
+
+    def add_probability(self, temperature: float, coefficient_C: Tensor) -> None:
+        """coefficient · q_v."""
+        self._add(f"probability/{self._asked.softmax(temperature)}", coefficient_C)
+
+    def add_log_probability(self, temperature: float, coefficient_C: Tensor) -> None:
+        """coefficient · q_v log q_v."""
+        self._add(f"log_probability/{self._asked.entropy(temperature)}", coefficient_C)
+
+    def add_slope(self, divergence: Divergence, signal: Signal, temperature: float, coefficient_C: Tensor) -> None:
+        """coefficient · q_v h_v."""
+        self._add(f"slope/{self._asked.pair(divergence, signal, temperature)}", coefficient_C)
+
+    def add_outside(self, signal: SparseSignal, temperature: float, coefficient_C: Tensor) -> None:
+        """coefficient · q_v / q(outside) for the tokens outside the signal's ids."""
+        self._add(f"outside/{self._asked.outside(signal, temperature)}", coefficient_C)
+
+    def add_uniform(self, coefficient_C: Tensor) -> None:
+        """coefficient / V for every token."""
+        assert self._known.vocabulary is not None
+        self._add("uniform", coefficient_C / self._known.vocabulary)
+
+    def add_at(self, ids_CN: Tensor, values_CN: Tensor) -> None:
+        """Values at ids; those of an id that comes twice add up, those of an absent id count nothing."""
+        if self.logits_CV.shape[1] == 0:
+            return
+        local_CN, is_here_CN = self._local(ids_CN)
+        values_CN = torch.where(is_here_CN, values_CN, 0.0)
+        scale, softcap = self._plan.scale, self._plan.softcap
+        values_CN = before_head(values_CN, self.logits_CV.gather(1, local_CN), scale, softcap)
+        self._added.append((local_CN, values_CN))
+
+    # this rank's part
+
+    def _sums(self) -> Tensor:
+        blocks = (
+            pointwise(raw_sums, self._plan, self._block(block), self._outside(block)) for block in self._blocks()
+        )
+        return torch.cat(list(blocks))
+
+    def _mixed_sums(self) -> Tensor:
+        normalizers_CX = self._known.normalizers()
+        blocks = (
+            pointwise(mixed_sums, self._plan, self._block(block), normalizers_CX[block]) for block in self._blocks()
+        )
+        return torch.cat(list(blocks))
+
+    def _gradient_rows(self) -> Tensor:
+        """[C, X] of `plan.normalizers` and `plan.coefficients`."""
+        zero_C = torch.zeros_like(self._known.references[0])
+        known = {}
+        for at in range(len(self._plan.buckets)):
+            known[f"outside_reference/{at}"] = self._known.outside_reference[at]
+            known[f"outside_log_mass/{at}"] = self._known.outside_log_mass[at]
+        known |= self._coefficients
+        coefficients = [known.get(name, zero_C) for name in self._plan.coefficients]
+        return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
+
+    def _blocks(self) -> Iterator[slice]:
+        """At least one, empty if need be. On a GPU the chunk is one block."""
+        rows, columns = self.logits_CV.shape
+        size = max(rows, 1)
+        if self.logits_CV.device.type == "cpu":
+            per_thread = BLOCK_BYTES // (max(columns, 1) * self.logits_CV.element_size())
+            size = torch.get_num_threads() * max(per_thread, 2)
+        return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
+
+    def _block(self, block: slice) -> list[Tensor]:
+        return [tile_CV[block] for tile_CV in self._tiles_CV]
+
+    def _outside(self, block: slice) -> list[Tensor]:
+        """Of each bucket: true where an id of this rank is outside the signal's ids, [B, V]."""
+        masks = []
+        for signal, _ in self._asked.buckets:
+            local_BK, is_here_BK = self._local(self.take(signal.ids_TK)[block])
+            columns = self.logits_CV.shape[1]
+            # absent ids point to a column behind the last, so that they never undo a present one
+            mask_BV = torch.ones(len(local_BK), columns + 1, dtype=torch.bool, device=local_BK.device)
+            mask_BV.scatter_(1, local_BK.masked_fill(~is_here_BK, columns), False)
+            masks.append(mask_BV[:, :columns])
+        return masks
+
+    def _own_logits(self, ids: Tensor) -> Tensor:
+        """The student's logits at ids [C] or [C, N] that live here, −inf at the others, [C, N]."""
+        ids_CN = ids[:, None] if ids.dim() == 1 else ids
+        if self.logits_CV.shape[1] == 0:
+            return self.logits_CV.new_full(ids_CN.shape, -math.inf)
+        local_CN, is_here_CN = self._local(ids_CN)
+        return self.logits_CV.gather(1, local_CN).masked_fill(~is_here_CN, -math.inf)
+
+    def _local(self, ids_CN: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns of this rank's tile (0 for what is not here), and which ids are here."""
+        local_CN = ids_CN.long() - self._first
+        is_here_CN = (local_CN >= 0) & (local_CN < self.logits_CV.shape[1])
+        return torch.where(is_here_CN, local_CN, 0), is_here_CN
+
+    def _log_mass(self, temperature: float) -> Tensor:
+        return self._known.student_log_mass[self._asked.softmax(temperature)]
+
+    def _add(self, name: str, coefficient_C: Tensor) -> None:
+        assert name in self._plan.coefficients, name
+        self._coefficients[name] = self._coefficients.get(name, 0.0) + coefficient_C

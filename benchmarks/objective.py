@@ -1,0 +1,339 @@
+"""Speed and memory of the objective beside its peers, and beside the matrix products that no exact loss can avoid.
+
+    python -m benchmarks.objective --threads 2
+    python -m benchmarks.objective --device cuda --dtype bf16 --tokens 8192 --width 2048 --teacher-width 4096 \
+        --vocabulary 128256 --rounds 20
+
+Every contestant (benchmarks/peers.py) computes the same loss from the same inputs, forward and backward; how far its
+loss and gradients are from ours is measured first and stands beside its time. benchmarks/measure.py says how time and
+memory are taken. Ratios are of medians over rounds; those of minima are in the result as well.
+
+The floor is the time of the same matrix products with nothing between them, at several chunk sizes: the fastest one
+counts. On a GPU the aims are held against a lower one still, 2TV(3D + E) operations at the rate of a large square
+product. A loss without a dense teacher is held against the floor without the teacher's product.
+
+The first call in this process is timed apart. On a CPU it is timed once more in a process without compiled code on
+disk, and in one without a C++ compiler, whose numbers have to be the same.
+Writes benchmarks/results/objective-<date>.json, on a GPU objective-cuda-<vocabulary>-<date>.json.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import extra_bytes, in_fresh_process, relative_distance, run_pass, take_turns, timed
+from benchmarks.peers import CASES, TOP_K, Inputs, Loss, Products, Sizes, contestants, make_inputs, stillhouse_output
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: relative distance of a gradient from ours above which a contestant computes something else
+SAME = {"fp32": 1e-3, "bf16": 3e-2}
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "jsd+0.3*cross_entropy")
+#: over T, the largest memory divided by the smallest: above it, memory is not flat
+FLAT = 1.25
+MIB = 1 << 20
+COLUMNS = ["case", "contestant", "seconds", "min–max", "/floor", "/ours", "first s", "extra MiB", "distance"]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    result = measure(arguments)
+    print_result(result)
+    save(result, arguments)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--tokens", type=int, default=2048)
+    add("--width", type=int, default=512, help="of the student")
+    add("--teacher-width", type=int, default=1024)
+    add("--vocabulary", type=int, default=32768)
+    add("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    add("--rounds", type=int, default=7)
+    add("--floor-rows", type=int, nargs="+", default=[256, 512, 1024, 2048], help="chunk sizes of the floor")
+    add("--square", type=int, default=None, help="of the product that gives the matrix rate (4096; on a GPU 8192)")
+    add("--memory-tokens", type=int, nargs="*", default=[1024, 8192, 32768], help="where memory should be flat")
+    add("--skip", nargs="*", choices=["memory", "first_call"], default=[])
+    add("--dtype", choices=list(DTYPES), default="fp32")
+    add("--device", default="cpu")
+    add("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    if arguments.dtype != "fp32" and not arguments.device.startswith("cuda"):
+        parser.error(f"--dtype {arguments.dtype} on {arguments.device}: expected fp32, or a GPU")
+    return arguments
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
+    sizes = Sizes(arguments.tokens, arguments.width, arguments.teacher_width, arguments.vocabulary)
+    inputs = make_inputs(sizes, device, dtype)
+    entrants, absent = {}, {}
+    for name in arguments.cases:
+        entrants[name], absent[name] = contestants(CASES[name], device)
+    cases = {name: first_calls(losses, inputs) for name, losses in entrants.items()}
+    seconds = time_all(entrants, inputs, arguments)
+    inputs.clear_gradients()
+    floor = floors(seconds, sizes, arguments)
+    for name, entries in cases.items():
+        add_times(name, entries, seconds, floor)
+        entries["stillhouse"]["chunk_tokens"] = chunk_tokens(name, inputs)
+    memory = {} if "memory" in arguments.skip else measure_memory(cases, sizes, arguments)
+    compiled = "first_call" not in arguments.skip and device.type == "cpu"
+    result = {
+        "sizes": vars(arguments) | {"peers": peer_versions()},
+        "floor": floor,
+        "cases": cases,
+        "absent": absent,
+        "memory_over_tokens": memory,
+        "first_call": measure_first_call(arguments.cases, sizes, arguments.threads) if compiled else {},
+    }
+    return result | {"aims": aims(result, on_cpu=device.type == "cpu")}
+
+
+def first_calls(losses: dict[str, Loss], inputs: Inputs) -> dict[str, dict[str, Any]]:
+    """Of each contestant in a case: the seconds of its first call, and its distance from ours, who come first."""
+    entries: dict[str, dict[str, Any]] = {}
+    ours: list[Tensor] = []
+    for name, loss in losses.items():
+        seconds, value = timed(partial(run_pass, loss, inputs), inputs.weight_VD.device)
+        values = [value, *inputs.gradients()]
+        ours = ours or values
+        distances = [relative_distance(each, own) for each, own in zip(values, ours, strict=True)]
+        entries[name] = {
+            "first_call_seconds": round(seconds, 4),
+            "distance": dict(zip(("loss", "hidden_grad", "weight_grad"), distances, strict=True)),
+        }
+    return entries
+
+
+def chunk_tokens(case: str, inputs: Inputs) -> float:
+    """The rows of a tile that our pass chose."""
+    return float(stillhouse_output(CASES[case], inputs).metrics["chunk_tokens"])
+
+
+def time_all(
+    entrants: dict[str, dict[str, Loss]], inputs: Inputs, arguments: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Seconds per round of `case/contestant`, of `floor/rows`, `student_floor/rows` and `square`."""
+    device = inputs.weight_VD.device
+    works: dict[str, Callable[[], Any]] = {"square": partial(torch.mm, *square_operands(arguments, device))}
+    for rows in arguments.floor_rows:
+        works[f"floor/{rows}"] = Products(inputs, rows, teacher=True)
+        works[f"student_floor/{rows}"] = Products(inputs, rows, teacher=False)
+    for work in works.values():
+        work()
+    for case, losses in entrants.items():
+        works |= {f"{case}/{name}": partial(run_pass, loss, inputs) for name, loss in losses.items()}
+    return take_turns(works, arguments.rounds, device)
+
+
+def square_operands(arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
+    side = square_side(arguments)
+    left, right = (torch.randn(side, side, device=device, dtype=DTYPES[arguments.dtype]) for _ in range(2))
+    return left, right
+
+
+def square_side(arguments: argparse.Namespace) -> int:
+    return arguments.square or (8192 if arguments.device.startswith("cuda") else 4096)
+
+
+def floors(seconds: dict[str, list[float]], sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
+    """With and without the teacher: the fastest chunk size's time, all of them, and the time by flops alone."""
+    rate = 2 * square_side(arguments) ** 3 / statistics.median(seconds["square"])
+    result: dict[str, Any] = {"matrix_rate_gflops": round(rate / 1e9, 1)}
+    for kind in ("floor", "student_floor"):
+        by_rows = {rows: spread(seconds[f"{kind}/{rows}"]) for rows in arguments.floor_rows}
+        fastest = min(by_rows, key=lambda rows: by_rows[rows]["median"])
+        result[kind] = by_rows[fastest] | {
+            "rows": fastest,
+            "all_rows": by_rows,
+            "by_flops": sizes.product_flops(teacher=kind == "floor") / rate,
+        }
+    return result
+
+
+def spread(seconds: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds), "rounds": seconds}
+
+
+def add_times(
+    case: str, entries: dict[str, dict[str, Any]], seconds: dict[str, list[float]], floor: dict[str, Any]
+) -> None:
+    """Seconds and their ratios: to the floor, to the floor by flops, and to ours."""
+    own_floor = floor["floor" if CASES[case].dense_teacher else "student_floor"]
+    ours = spread(seconds[f"{case}/stillhouse"])
+    for name, entry in entries.items():
+        own = spread(seconds[f"{case}/{name}"])
+        entry["seconds"] = own
+        entry["over_floor"] = own["median"] / own_floor["median"]
+        entry["over_floor_of_minima"] = own["min"] / own_floor["min"]
+        entry["over_floor_by_flops"] = own["median"] / own_floor["by_flops"]
+        entry["over_ours"] = own["median"] / ours["median"]
+        entry["over_ours_of_minima"] = own["min"] / ours["min"]
+
+
+def measure_memory(cases: dict[str, dict[str, Any]], sizes: Sizes, arguments: argparse.Namespace) -> dict[int, int]:
+    """Adds everyone's peak extra bytes to their entries; gives ours over T, of the case that needs most."""
+    device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
+    for case, entries in cases.items():
+        for name, entry in entries.items():
+            entry["extra_bytes"] = extra_bytes(case, name, sizes, device, dtype)
+    most = max(cases, key=lambda case: cases[case]["stillhouse"]["extra_bytes"])
+    over_tokens = {}
+    for tokens in arguments.memory_tokens:
+        at = Sizes(tokens, sizes.width, sizes.teacher_width, sizes.vocabulary)
+        over_tokens[tokens] = extra_bytes(most, "stillhouse", at, device, dtype)
+    return over_tokens
+
+
+def measure_first_call(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
+    """Ours in new processes: with no compiled code on disk, then with no C++ compiler either."""
+    results = {}
+    for name, compiler in (("cold", {}), ("no_compiler", {"CXX": "no-such-compiler"})):
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCH_EXTENSIONS_DIR": folder}
+            results[name] = in_fresh_process(call_twice, cases, sizes, threads, environment=caches | compiler)
+    losses = {name: [entry["loss"] for entry in result["cases"].values()] for name, result in results.items()}
+    pairs = zip(losses["cold"], losses["no_compiler"], strict=True)
+    return results | {"largest_difference_of_loss": max(abs(there / here - 1) for here, there in pairs)}
+
+
+def call_twice(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
+    """Seconds of the first and the second call of each case, its loss, and what was warned of."""
+    torch.set_num_threads(threads)
+    cpu = torch.device("cpu")
+    inputs = make_inputs(sizes, cpu, torch.float32)
+    entries = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for case in cases:
+            loss = contestants(CASES[case], cpu)[0]["stillhouse"]
+            (first, value), (second, _) = (timed(partial(run_pass, loss, inputs), cpu) for _ in range(2))
+            entries[case] = {"first_seconds": first, "second_seconds": second, "loss": float(value)}
+    return {"cases": entries, "warnings": [str(warning.message) for warning in caught]}
+
+
+def aims(result: dict[str, Any], on_cpu: bool) -> list[dict[str, Any]]:
+    """What this benchmark was asked to show, each with its value."""
+    cases = result["cases"]
+    found = [each for case in DIVERGENCES if case in cases for each in speed_aims(case, cases[case], on_cpu)]
+    if on_cpu and f"top{TOP_K}" in cases:
+        ratio = cases[f"top{TOP_K}"]["stillhouse"]["over_floor"]
+        found.append(aim(f"top{TOP_K}: time / floor of the student", ratio, at_most=1.15))
+    if on_cpu and all("extra_bytes" in entries["stillhouse"] for entries in cases.values()):
+        found += memory_aims(cases, result["memory_over_tokens"])
+    if result["first_call"]:
+        found += first_call_aims(result["first_call"])
+    return found
+
+
+def speed_aims(case: str, entries: dict[str, dict[str, Any]], on_cpu: bool) -> Iterator[dict[str, Any]]:
+    over, most = ("over_floor", 1.15) if on_cpu else ("over_floor_by_flops", 1.25)
+    yield aim(f"{case}: time / floor", entries["stillhouse"][over], at_most=most)
+    for peer, least in least_advantage(case, on_cpu).items():
+        if peer in entries:
+            yield aim(f"{case}: time of {peer} / ours", entries[peer]["over_ours"], at_least=least)
+
+
+def memory_aims(cases: dict[str, dict[str, Any]], over_tokens: dict[int, int]) -> Iterator[dict[str, Any]]:
+    for case in (case for case in DIVERGENCES if case in cases):
+        ratio = cases[case]["stillhouse"]["extra_bytes"] / cases[case]["pytorch"]["extra_bytes"]
+        yield aim(f"{case}: extra memory / plain PyTorch's", ratio, at_most=1 / 6)
+    if not over_tokens:
+        return
+    growth = max(over_tokens.values()) / min(over_tokens.values())
+    yield aim(f"extra memory over T = {', '.join(map(str, over_tokens))}, largest / smallest", growth, at_most=FLAT)
+
+
+def first_call_aims(first_call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    difference = first_call["largest_difference_of_loss"]
+    yield aim("without a compiler: relative difference of losses", difference, at_most=1e-5)
+    own = [each for each in first_call["no_compiler"]["warnings"] if each not in first_call["cold"]["warnings"]]
+    yield aim("without a compiler: warnings that it brings", len(own), at_least=1, at_most=1)
+
+
+def least_advantage(case: str, on_cpu: bool) -> dict[str, float]:
+    """By how much a peer's time should be longer than ours."""
+    if not on_cpu:
+        return {"trl": 1.6, "liger_chunked": 1.6, "liger_fused": 1.6}
+    return {"trl": 3.5, "pytorch": 1.5} if case.startswith("jsd") else {"trl": 2.5, "pytorch": 1.0}
+
+
+def aim(what: str, value: float, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
+    met = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
+    return {"aim": what, "value": value, "at_least": at_least, "at_most": at_most, "met": met}
+
+
+def peer_versions() -> dict[str, str | None]:
+    return {name: installed_version(name) for name in ("trl", "liger-kernel", "triton", "accelerate")}
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def print_result(result: dict[str, Any]) -> None:
+    for kind in ("floor", "student_floor"):
+        floor = result["floor"][kind]
+        print(f"{kind}: {floor['median']:.4f} s at {floor['rows']} rows, {floor['by_flops']:.4f} s by flops")
+    same = SAME[result["sizes"]["dtype"]]
+    rows = [row(case, name, entry, same) for case, each in result["cases"].items() for name, entry in each.items()]
+    print_table(COLUMNS, rows)
+    print()
+    print_table(["aim", "value", "wanted", "met"], [aim_row(each) for each in result["aims"]])
+
+
+def row(case: str, name: str, entry: dict[str, Any], same: float) -> list[str]:
+    seconds, distance = entry["seconds"], max(entry["distance"].values())
+    return [
+        case,
+        name,
+        f"{seconds['median']:.4f}",
+        f"{seconds['min']:.4f}–{seconds['max']:.4f}",
+        f"{entry['over_floor']:.2f}",
+        f"{entry['over_ours']:.2f}",
+        f"{entry['first_call_seconds']:.2f}",
+        f"{entry['extra_bytes'] / MIB:.1f}" if "extra_bytes" in entry else "",
+        f"{distance:.0e}" + ("" if distance <= same else "  NOT THE SAME"),
+    ]
+
+
+def aim_row(entry: dict[str, Any]) -> list[str]:
+    bounds = [(">=", entry["at_least"]), ("<=", entry["at_most"])]
+    wanted = " ".join(f"{sign} {bound:.3g}" for sign, bound in bounds if bound is not None)
+    return [entry["aim"], f"{entry['value']:.3g}", wanted, "yes" if entry["met"] else "NO"]
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(each[column]) for each in [header, *rows]) for column in range(len(header))]
+    for each in [header, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(each, widths, strict=True)).rstrip())
+
+
+def save(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """After all has been measured: where the package's other requirements are missing, the result is printed."""
+    kind = torch.device(arguments.device).type
+    name = "objective" if kind == "cpu" else f"objective-{kind}-{arguments.vocabulary}"
+    try:
+        from benchmarks.record import result_file, write_result
+    except ImportError as error:
+        print(f"no header and no file: {error}", json.dumps(result), sep="\n")
+        return
+    write_result(result_file(name), {"theme": "objective"} | result, arguments.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Pointwise functions as one kernel each: `torch.compile` where it pays and works, plain PyTorch elsewhere.
+
+Both give the same numbers but for rounding. Compiling takes seconds, once for a plan and a number of columns (torch
+keeps the result on disk for later processes); small vocabularies are not worth it. TORCH_COMPILE_DISABLE=1 turns it
+off.
+"""
+
+import types
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+
+from stillhouse.objective.plan import Plan
+
+#: columns of a tile from which on a compiled function is worth its seconds
+COMPILED_FROM = 2048
+
+#: devices without a working compiler, found out by trying
+_without_compiler: set[str] = set()
+
+
+def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], *rest: Any) -> Any:
+    """function(plan, tiles_BV, *rest), compiled where that pays."""
+    rows, columns = tiles_BV[0].shape
+    device = tiles_BV[0].device.type
+    # one row would be compiled for itself: torch takes a size of 1 for a constant
+    if columns < COMPILED_FROM or rows < 2 or device in _without_compiler:
+        return function(plan, tiles_BV, *rest)
+    for each in (*tiles_BV, *rest):
+        for tensor in each if isinstance(each, list) else [each]:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    try:
+        return _compiled(function, plan, columns)(tiles_BV, *rest)
+    except BackendCompilerFailed as error:
+        _without_compiler.add(device)
+        warnings.warn(
+            f"no working compiler for {device}, so that the objective takes several times as long beside its matrix "
+            f"products: {str(error).strip().splitlines()[0]}",
+            stacklevel=2,
+        )
+        return function(plan, tiles_BV, *rest)
+
+
+@cache
+def _compiled(function: Callable[..., Any], plan: Plan, columns: int) -> Callable[..., Any]:
+    def of_plan(tiles_BV: list[Tensor], *rest: Any) -> Any:
+        return function(plan, tiles_BV, *rest)
+
+    # with a code object of its own: torch counts compilations by code, and gives up after a few
+    own = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan")
+    return torch.compile(
+        types.FunctionType(own, of_plan.__globals__, closure=of_plan.__closure__),
+        fullgraph=True,
+        options={
+            "realize_opcount_threshold": 1000,
+            "realize_reads_threshold": 1000,
+            "realize_acc_reads_threshold": 1000,
+        },
+    )

@@ -1,0 +1,164 @@
+"""Where a chunk's logits come from and where their gradient goes: hidden states and a head, or logits that exist.
+
+T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary (of this rank).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.head import OutputHead, Projection, common_vocabulary, operand_dtype
+from stillhouse.objective.signals import DenseLogits, FullVocab, Rows, Signal
+from stillhouse.objective.terms import Term
+from stillhouse.objective.vocab import VocabShard
+
+
+class Source:
+    """One side of a pass. Subclasses say where the student's logits come from and where their gradient goes."""
+
+    def __init__(
+        self,
+        heads: Sequence[OutputHead],
+        terms: Sequence[Term],
+        shard: VocabShard | None,
+        dtype: torch.dtype,
+        leaves: Sequence[Tensor | None],
+        logit_columns: int | None = None,
+    ):
+        teacher_heads = {id(each): each for term in terms for signal in term.signals() for each in signal.heads()}
+        #: of the whole vocabulary, over all ranks
+        self.vocabulary = common_vocabulary([*heads, *teacher_heads.values()], logit_columns)
+        self.shard = shard
+        self.start, self.stop = (0, self.vocabulary) if shard is None else shard.within(self.vocabulary)
+        self.dtype = dtype
+        needed = (leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+        self.gradients = [
+            None
+            if leaf is None or not torch.is_grad_enabled()
+            else torch.zeros_like(leaf, dtype=self.kept_dtype(leaf), memory_format=torch.contiguous_format)
+            for leaf in needed
+        ]
+        self._teachers: dict[int, Projection] = {}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+
+    scale: float
+    softcap: float | None
+    device: torch.device
+
+    @property
+    def columns(self) -> int:
+        """V, of the vocabulary that is here."""
+        return self.stop - self.start
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(gradient is not None for gradient in self.gradients)
+
+    def kept_dtype(self, leaf: Tensor) -> torch.dtype:
+        """Of a leaf's gradient, until the incoming one has been multiplied in."""
+        raise NotImplementedError
+
+    def tiles(self, rows: Rows, weights_C: Tensor, signals: Sequence[Signal], buffer: int) -> list[Tensor]:
+        """Logits [C, V] of the student, which are this pass's to overwrite, and of dense teachers.
+
+        Those of a row of weight 0 are not looked at. `buffer`: chunks that are under way at once have different ones.
+        """
+        teachers = (
+            self._teacher_logits(signal.rows(rows), self._buffer(place, buffer, len(weights_C)))
+            for place, signal in enumerate(signals, start=1)
+        )
+        return [self.student_logits(rows, weights_C, self._buffer(0, buffer, len(weights_C))), *teachers]
+
+    def student_logits(self, rows: Rows, weights_C: Tensor, out_CV: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def pull_back(self, rows: Rows, weights_C: Tensor, grad_CV: Tensor) -> None:
+        """Add the gradient of a chunk's logits to `gradients`."""
+        raise NotImplementedError
+
+    def _teacher_logits(self, signal: Signal, out_CV: Tensor) -> Tensor:
+        if isinstance(signal, DenseLogits):
+            return out_CV.copy_(self._dense_columns(signal.logits_TV.detach()))
+        assert isinstance(signal, FullVocab)
+        head = signal.head
+        if id(head) not in self._teachers:
+            dtype = operand_dtype(signal.hidden_TE, head.weight_VD)
+            self._teachers[id(head)] = Projection(head, self.vocabulary, dtype, self.shard)
+        return self._teachers[id(head)].logits(signal.hidden_TE.detach(), out_CV)
+
+    def _dense_columns(self, logits_TV: Tensor) -> Tensor:
+        """A dense teacher's logits on this rank's columns: they hold all columns, or just these."""
+        if logits_TV.shape[1] == self.vocabulary:
+            return logits_TV[:, self.start : self.stop]
+        if self.shard is not None and logits_TV.shape[1] == self.columns:
+            return logits_TV
+        raise ValueError(
+            f"teacher logits over {logits_TV.shape[1]} tokens, student over {self.vocabulary}; expected the same "
+            "vocabulary: cut padded columns off, or set vocab_size on the head"
+        )
+
+    def _buffer(self, place: int, number: int, rows: int) -> Tensor:
+        """A work tile [C, V], allocated once and written again by later chunks."""
+        held = self._buffers.get((place, number))
+        if held is None or len(held) < rows:
+            held = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
+            self._buffers[place, number] = held
+        return held[:rows]
+
+
+class HeadRows(Source):
+    """Hidden states and a head: gradients are kept in float32 until the incoming one has been multiplied in."""
+
+    def __init__(self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term]):
+        dtype = operand_dtype(hidden_TD, head.weight_VD)
+        self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
+        self.scale, self.softcap = head.scale, head.softcap
+        leaves = (hidden_TD, head.weight_VD, head.bias)
+        super().__init__([head], terms, head.shard, torch.promote_types(dtype, torch.float32), leaves)
+        self.projection = Projection(head, self.vocabulary, dtype, head.shard)
+
+    def kept_dtype(self, leaf: Tensor) -> torch.dtype:
+        return self.dtype
+
+    def student_logits(self, rows: Rows, weights_C: Tensor, out_CV: Tensor) -> Tensor:
+        return self.projection.logits(self._hidden(rows, weights_C), out_CV)
+
+    def pull_back(self, rows: Rows, weights_C: Tensor, grad_CV: Tensor) -> None:
+        hidden_grad_TD, weight_grad_VD, bias_grad_V = self.gradients
+        if hidden_grad_TD is not None:
+            hidden_grad_TD[rows] = self.projection.hidden_grad(grad_CV)
+        if weight_grad_VD is not None:
+            here_VD = weight_grad_VD[: self.columns]
+            self.projection.add_weight_grad(here_VD, grad_CV, self._hidden(rows, weights_C))
+        if bias_grad_V is not None:
+            bias_grad_V[: self.columns] += grad_CV.sum(0)
+
+    def _hidden(self, rows: Rows, weights_C: Tensor) -> Tensor:
+        # a row of weight 0 may hold NaN, and its zero gradient times NaN would reach the weight
+        return self.hidden_TD[rows].masked_fill((weights_C == 0)[:, None], 0.0)
+
+
+class LogitsRows(Source):
+    """Logits that exist already. Half-precision gradients keep a bfloat16's range."""
+
+    scale, softcap = 1.0, None
+
+    def __init__(self, logits_TV: Tensor, shard: VocabShard | None, terms: Sequence[Term]):
+        self.device = logits_TV.device
+        rows = logits_TV.shape[1] if shard is None else shard.rows
+        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        super().__init__([], terms, shard, dtype, [logits_TV], rows)
+        self.logits_TV = logits_TV.detach()[:, : self.columns]
+
+    def kept_dtype(self, leaf: Tensor) -> torch.dtype:
+        # float16 would lose an unnormalised gradient below 6e-8 before the loss scale is multiplied in
+        return torch.float32 if leaf.dtype == torch.float16 else leaf.dtype
+
+    def student_logits(self, rows: Rows, weights_C: Tensor, out_CV: Tensor) -> Tensor:
+        return out_CV.copy_(self.logits_TV[rows]).masked_fill_((weights_C == 0)[:, None], 0.0)
+
+    def pull_back(self, rows: Rows, weights_C: Tensor, grad_CV: Tensor) -> None:
+        (grad_TV,) = self.gradients
+        assert grad_TV is not None
+        grad_TV[rows, : self.columns] = grad_CV.to(grad_TV.dtype)

@@ -1,0 +1,241 @@
+"""Problems for the objective over vocabulary shards. Ranks make them for themselves, by name and plain arguments.
+
+T tokens, V vocabulary, K ids and M sampled ids per token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from objective_cases import Leaves, T, V, every_term, generator, make_full, make_labels, make_leaves, make_signal
+from shard_cases import Logits, Problem, cut
+from torch import Tensor
+
+from stillhouse.objective import (
+    Chosen,
+    CrossEntropy,
+    DenseLogits,
+    Distill,
+    Entropy,
+    FullVocab,
+    Sampled,
+    Term,
+    TopK,
+    forward_kl,
+    jsd,
+    parse_divergence,
+    total_variation,
+)
+
+#: uneven shards of 251 rows; over 4 ranks as DTensor cuts them
+SHARDS = {2: cut(0, 100, V), 3: cut(0, 1, 170, V), 4: cut(0, 63, 126, 189, V)}
+FOUR = SHARDS[4]
+
+
+def some_weights(tokens: int = T) -> Tensor:
+    weights_T = torch.rand(tokens, generator=generator(8))
+    weights_T[::4] = 0
+    return weights_T
+
+
+def distillation(
+    expression: str, signal: str, dtype: torch.dtype = torch.float32, sharpness: float = 1.0, vocabulary: int = V
+) -> Problem:
+    teacher = make_signal(signal, vocabulary=vocabulary, dtype=dtype, sharpness=sharpness, temperature=1.7)
+    leaves = make_leaves(vocabulary=vocabulary, dtype=dtype, sharpness=sharpness)
+    options = {"weights_T": some_weights(), "normalizer": 23.0}
+    return Problem(leaves, [Distill(teacher, parse_divergence(expression), 0.7, 1.7)], options=options)
+
+
+def other_term(term: str, vocabulary: int = V, dtype: torch.dtype = torch.float32) -> Problem:
+    labels_T = make_labels(vocabulary=vocabulary)
+    ids_TM = torch.randint(-1, vocabulary, (T, 6), generator=generator(6))
+    draws = Sampled(ids_TM, torch.rand(T, 6, generator=generator(7)).to(dtype))
+    terms: dict[str, list[Term]] = {
+        "cross_entropy": [CrossEntropy(labels_T, 0.3)],
+        "label smoothing": [CrossEntropy(labels_T, 0.3, label_smoothing=0.1)],
+        "z-loss": [CrossEntropy(labels_T, 0.3, z_loss=1e-2)],
+        "both": [CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2)],
+        "entropy": [Entropy(-0.05, 1.3)],
+        "sampled": [Distill(draws, forward_kl(), 0.4, 0.8)],
+    }
+    leaves = make_leaves(vocabulary=vocabulary, dtype=dtype)
+    chosen = every_term(T, vocabulary, dtype=dtype) if term == "all" else terms[term]
+    return Problem(leaves, chosen, options={"weights_T": some_weights()})
+
+
+OTHER_TERMS = ["cross_entropy", "label smoothing", "z-loss", "both", "entropy", "sampled", "all"]
+
+
+def through_head(head: tuple[tuple[str, float], ...], bias: bool) -> Problem:
+    problem = other_term("all")
+    return replace(problem, leaves=make_leaves(dtype=torch.float32, bias=bias), head=dict(head))
+
+
+def heads_of(student_rows: int, teacher_rows: int, student_size: int | None, teacher_size: int | None) -> Problem:
+    """Heads of different row counts and with padding, the teacher's with a bias, in two terms and a third."""
+    vocabulary = min(each for each in (student_rows, teacher_rows, student_size, teacher_size) if each is not None)
+    one = make_full(vocabulary=teacher_rows, vocab_size=teacher_size, dtype=torch.float32)
+    bias_V = torch.randn(teacher_rows, generator=generator(11))
+    two = FullVocab(one.hidden_TE.flip(0), replace(one.head, bias=bias_V))
+    terms: list[Term] = [
+        Distill(one, forward_kl(), 0.5, 1.3),
+        Distill(one, jsd(0.3), 0.5),
+        Distill(two, total_variation(), 0.5),
+        CrossEntropy(make_labels(vocabulary=vocabulary), label_smoothing=0.1, z_loss=1e-2),
+        Distill(make_signal("bucket", vocabulary=vocabulary, dtype=torch.float32), forward_kl()),
+    ]
+    return Problem(
+        make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, head={"vocab_size": student_size}
+    )
+
+
+#: ids of a token, at and around the borders of FOUR
+IDS = {
+    "at the borders": (62, 63, 125, 126, 188, 189, 0, 250),
+    "twice": (63, 62, 63, 189, 189, 0, 0, 250),
+    "absent": (-1, 63, -1, 62, 300, 189, 251, -1),
+    "none at all": (-1, 300, -1, 251),
+    "one": (188,),
+    "in the first shard": tuple(range(8)),
+    "in the second shard": tuple(range(63, 71)),
+    "in the last shard": tuple(range(243, 251)),
+    "a whole shard and one": tuple(range(125, 190)),
+}
+
+
+def top_k(ids: str, tail: str, expression: str, send_tail: bool, vocab_size: int | None = None) -> Problem:
+    """The same ids in another order in every token; one that comes again comes with another log-probability."""
+    logits_TV = torch.randn(T, vocab_size or V, generator=generator(4)) * 3
+    log_p_TV = torch.log_softmax(logits_TV, 1)
+    ids_TK = torch.stack([torch.tensor(IDS[ids]).roll(t) for t in range(T)])
+    log_p_TK = log_p_TV.gather(1, ids_TK.clamp(0, log_p_TV.shape[1] - 1))
+    known_TV = torch.zeros_like(log_p_TV, dtype=torch.bool)
+    for t, row in enumerate(ids_TK.tolist()):
+        for k, each in enumerate(row):
+            log_p_TK[t, k] -= row[:k].count(each)
+            if 0 <= each < log_p_TV.shape[1]:
+                known_TV[t, each] = True
+    # of a token without a known id it is 0 to the last bit, which a sum over the vocabulary is not
+    tail_T = torch.logsumexp(log_p_TV.masked_fill(known_TV, -torch.inf), 1) * known_TV.any(1) if send_tail else None
+    kind = Chosen if ids == "one" else TopK
+    signal = kind(ids_TK.int() if ids == "twice" else ids_TK, log_p_TK, tail, tail_T)  # type: ignore[arg-type]
+    leaves = make_leaves(dtype=torch.float32)
+    # the entropy has a gradient where no id is known
+    terms: list[Term] = [Distill(signal, parse_divergence(expression)), Entropy(0.1)]
+    return Problem(leaves, terms, head={"vocab_size": vocab_size})
+
+
+def labelled(first: int, last: int) -> Problem:
+    """All labels, and the sampled ids, from first to last."""
+    labels_T = torch.randint(first, last + 1, (T,), generator=generator(1))
+    labels_T[3] = -100
+    ids_TM = torch.randint(first, last + 1, (T, 6), generator=generator(6))
+    draws = Sampled(ids_TM, torch.rand(T, 6, generator=generator(7)))
+    terms: list[Term] = [
+        CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2),
+        CrossEntropy(labels_T.int(), 0.5),
+        Distill(draws, forward_kl()),
+    ]
+    return Problem(make_leaves(dtype=torch.float32), terms)
+
+
+def weighted(weights: str, valid_index: bool = False) -> Problem:
+    """Terms with weights of their own under the objective's."""
+    patterns = {
+        "some are zero": some_weights(),
+        "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
+        "all are zero": torch.zeros(T),
+        "none": None,
+    }
+    options: dict[str, Any] = {"weights_T": patterns[weights], "normalizer": torch.tensor(19)}
+    if valid_index:
+        options["valid_index"] = (
+            torch.ones(T).nonzero()[:, 0] if weights == "none" else patterns[weights].nonzero()[:, 0]
+        )
+    return Problem(make_leaves(dtype=torch.float32), every_term(dtype=torch.float32), options=options)
+
+
+def with_nan() -> Problem:
+    """`weighted`, with anything in the rows that do not count."""
+    problem = weighted("some are zero")
+    assert isinstance(problem.leaves, Leaves)
+    hidden = problem.leaves.hidden.masked_fill((some_weights() == 0)[:, None], torch.nan)
+    return replace(problem, leaves=replace(problem.leaves, hidden=hidden))
+
+
+def of_tokens(tokens: int, frozen: tuple[str, ...] = (), upstream: float = 1.0) -> Problem:
+    leaves, terms = make_leaves(tokens, dtype=torch.float32), every_term(tokens, dtype=torch.float32)
+    return Problem(leaves, terms, frozen=frozen, upstream=upstream)
+
+
+def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32) -> Problem:
+    """Logits with −inf in some columns. Labels are where there is none."""
+    random = generator(12)
+    logits_TV = torch.randn(T, V, generator=random, dtype=torch.float64) * 3
+    teacher_TV = torch.randn(T, V, generator=random, dtype=torch.float64) * 3
+    columns_V = torch.arange(V)
+    mask_TV = {
+        "nothing": torch.zeros(T, V, dtype=torch.bool),
+        "columns": (columns_V % 7 == 0).expand(T, V),
+        "a shard": ((columns_V >= 63) & (columns_V < 126)).expand(T, V),
+        "the teacher's": (columns_V % 7 == 0).expand(T, V),
+        "tokens' own": (columns_V + torch.arange(T)[:, None]) % 5 == 0,
+    }[masked]
+    if masked != "the teacher's":
+        logits_TV = logits_TV.masked_fill(mask_TV, -torch.inf)
+    labels_T = (~mask_TV).long().argmax(1).index_fill(0, torch.tensor([2]), -100)
+    teacher = DenseLogits(teacher_TV.masked_fill(mask_TV, -torch.inf).to(dtype))
+    terms: list[Term] = [
+        Distill(teacher, parse_divergence(expression), 0.7, 1.3),
+        CrossEntropy(labels_T, 0.3, z_loss=1e-2),
+        Entropy(0.1),
+    ]
+    return Problem(Logits(logits_TV.to(dtype)), terms, options={"weights_T": some_weights()})
+
+
+ONE_ROUND = [
+    "forward_kl",
+    "reverse_kl",
+    "alpha_beta(0.4, 0.6)",
+    "alpha_beta(0, 0)",
+    "0.9*forward_kl + 0.1*reverse_kl",
+]
+TWO_ROUNDS = ["jsd(0.3)", "skew_forward_kl(0.1)", "skew_reverse_kl(0.1)", "total_variation", "forward_kl + jsd(0.3)"]
+TOKENS = 24
+
+
+#: what needs one collective for a chunk, and what may need two: `counted` by name
+SUMS = ["cross_entropy", "smoothing and z-loss", "entropy", "sampled", "one round"]
+
+
+def counted(terms: str) -> Problem:
+    """24 tokens. terms: a name of `SUMS`, "all" for these and those of two rounds, or "divergence on signal"."""
+    return Problem(make_leaves(TOKENS, dtype=torch.float32), list(_counted(terms)))
+
+
+def _counted(terms: str) -> Iterator[Term]:
+    labels_T = make_labels(TOKENS)
+    match terms:
+        case "cross_entropy":
+            yield CrossEntropy(labels_T)
+        case "smoothing and z-loss":
+            yield CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2)
+        case "entropy":
+            yield from (Entropy(0.1), Entropy(0.1, 1.7))
+        case "sampled":
+            ids_TM = torch.randint(0, V, (TOKENS, 6), generator=generator(6))
+            yield Distill(Sampled(ids_TM, torch.ones(TOKENS, 6)), forward_kl())
+        case "one round":
+            dense, sparse = (make_signal(each, TOKENS, dtype=torch.float32) for each in ("dense", "drop"))
+            yield from every_term(TOKENS, dtype=torch.float32)
+            yield from (Distill(dense, parse_divergence(each), 0.2, 1.3) for each in ONE_ROUND)
+            yield from (Distill(sparse, parse_divergence(each), 0.2) for each in TWO_ROUNDS)
+        case "all":
+            yield from _counted("one round")
+            full = make_signal("full", TOKENS, dtype=torch.float32)
+            yield from (Distill(full, parse_divergence(each), 0.2) for each in TWO_ROUNDS)
+        case _:
+            expression, signal = terms.split(" on ")
+            yield Distill(make_signal(signal, TOKENS, dtype=torch.float32), parse_divergence(expression))

@@ -1,0 +1,223 @@
+"""Processes that form a gloo group, for tests of what runs over several ranks.
+
+A `RankPool` starts its ranks once and gives them jobs in batches: a function of a module, called on every rank with
+the `Rank` and one job. A rank that raises, dies or hangs fails its job, in time; the ranks are then started afresh,
+since nobody knows which collective each of them waits in.
+"""
+
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: what `Collectives` calls all_gather_into_tensor, all_reduce and all_to_all_single
+GATHER, SUM, EXCHANGE = "_allgather_base_", "allreduce_", "alltoall_base_"
+#: seconds in which the other ranks may say what went wrong with them, too
+GRACE = 1.0
+#: breakdowns in a batch after which the rest of it is not tried
+MOST_BREAKDOWNS = 4
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a job runs. `groups[n]`: the first n ranks, for every n that counts this one; `pair`: this one's half."""
+
+    number: int
+    groups: dict[int, ProcessGroup]
+    pair: ProcessGroup
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What became of a job that at least one rank did not finish."""
+
+    text: str
+
+
+class RankPool:
+    """`size` processes, an even number; the ranks of `Rank.groups[size]`."""
+
+    def __init__(self, size: int = 4):
+        self.size = size
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="stillhouse-ranks-")
+        self._starts = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def call(self, function: Callable[[Rank, Any], Any], job: Any = None, *, limit: float = 60.0) -> list[Any]:
+        """What each rank makes of one job. Raises AssertionError with the ranks' tracebacks."""
+        answer = self.run(function, [job], limit=limit)[0]
+        if isinstance(answer, Failure):
+            raise AssertionError(answer.text)
+        return answer
+
+    def run(
+        self, function: Callable[[Rank, Any], Any], jobs: Sequence[Any], *, limit: float = 60.0
+    ) -> list[list[Any] | Failure]:
+        """The ranks' results for each job, or its failure. limit: seconds for each job."""
+        answers: list[list[Any] | Failure] = []
+        for _ in range(MOST_BREAKDOWNS):
+            if len(answers) < len(jobs):
+                answers += self._until_failure(function, jobs[len(answers) :], limit)
+        return answers + (len(jobs) - len(answers)) * [Failure("not tried, after so many breakdowns")]
+
+    def _until_failure(
+        self, function: Callable[[Rank, Any], Any], jobs: Sequence[Any], limit: float
+    ) -> Iterator[list[Any] | Failure]:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            _send(pipe, (function, list(jobs)))
+        for _ in jobs:
+            answer = self._answer(limit)
+            if isinstance(answer, Failure):
+                self._stop()
+            yield answer
+            if isinstance(answer, Failure):
+                return
+
+    def _answer(self, limit: float) -> list[Any] | Failure:
+        """One job's result from every rank; the time left shrinks to `GRACE` at the first failure."""
+        results, failures = {}, {}
+        deadline = time.monotonic() + limit
+        waiting = dict(zip(self._pipes, range(self.size), strict=True))
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    finished, result = _receive(pipe)
+                except (EOFError, OSError):
+                    finished, result = False, "died"
+                (results if finished else failures)[rank] = result
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        failures |= {rank: f"no answer in {limit} s" for rank in waiting.values() if not failures}
+        if failures:
+            return Failure("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        # a fork server imports torch once; its ranks are then there at once
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "stillhouse.objective"])
+        self._starts += 1
+        store = Path(self._folder.name) / str(self._starts)
+        with _one_thread():
+            for number in range(self.size):
+                pipe, end = context.Pipe()
+                process: ForkServerProcess = context.Process(
+                    target=_serve, args=(number, self.size, str(store), end), daemon=True
+                )
+                process.start()
+                end.close()
+                self._pipes.append(pipe)
+                self._processes.append(process)
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+
+
+@cache
+def shared_pool() -> RankPool:
+    """The four ranks that the tests of a process share; they go when it does."""
+    return RankPool(4)
+
+
+def _send(pipe: Connection, value: Any) -> None:
+    # by pickle itself: `send` would put every tensor into shared memory
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())  # noqa: S301 from a process of ours
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The ranks share the machine's cores among them."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    yield
+    os.environ.pop("OMP_NUM_THREADS")
+    os.environ |= {} if before is None else {"OMP_NUM_THREADS": before}
+
+
+def _serve(number: int, size: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=number, world_size=size, timeout=timedelta(minutes=5)
+    )
+    rank = Rank(number, *_groups(number, size))
+    while True:
+        try:
+            function, jobs = _receive(pipe)
+        except EOFError:
+            return
+        for job in jobs:
+            try:
+                answer = True, function(rank, job)
+            except Exception:  # noqa: BLE001 it is raised in the test
+                answer = False, traceback.format_exc()
+            _send(pipe, answer)
+            if not answer[0]:
+                break
+
+
+def _groups(number: int, size: int) -> tuple[dict[int, ProcessGroup], ProcessGroup]:
+    """Every rank makes every group, in the same order."""
+    alone = [dist.new_group([rank]) for rank in range(size)][number]
+    first = {count: dist.new_group(list(range(count))) for count in range(2, size + 1)}
+    pairs = [dist.new_group([start, start + 1]) for start in range(0, size, 2)]
+    return {1: alone} | {count: group for count, group in first.items() if number < count}, pairs[number // 2]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that this rank starts, whoever starts them and however, with the size of the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.counts[func.overloadpacket.__name__] += 1
+            self.largest = max(self.largest, *map(_elements, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    return sum(map(_elements, value)) if isinstance(value, list | tuple) else 0
