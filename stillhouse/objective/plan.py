@@ -55,14 +55,13 @@ class Plan:
     @property
     def raw_sums(self) -> list[str]:
         """The columns of `pointwise.raw_sums`."""
-        students, teachers, buckets = (range(len(each)) for each in (self.temperatures, self.teachers, self.buckets))
+        students, teachers = range(len(self.temperatures)), range(len(self.teachers))
         return [
             *(f"reference/{tile}" for tile in range(self.tiles)),
             *(f"both_top/{tile}" for tile in range(1, self.tiles)),
             *(f"{name}/{at}" for at in students for name in ("student_mass", "student_mean")),
             *(f"{name}/{at}" for at in teachers for name in ("teacher_mass", "teacher_mean")),
             *(f"moment/{at}/{n}" for at, each in self.renormalizable.items() for n in range(each.size)),
-            *(f"{name}/{at}" for at in buckets for name in ("outside_reference", "outside_mass")),
             *(("logits_sum", "count") if self.uniform else ()),
         ]
 

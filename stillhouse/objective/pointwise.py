@@ -24,8 +24,8 @@ from stillhouse.objective.plan import Plan
 Rows = dict[str, Tensor]
 
 
-def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor], outside_BV: Sequence[Tensor]) -> Tensor:
-    """[B, V] each → [B, X] of `plan.raw_sums`. outside_BV: true where an id is outside a bucket signal's ids."""
+def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
+    """[B, V] each → [B, X] of `plan.raw_sums`."""
     references = [_reference(tile_BV) for tile_BV in tiles_BV]
     sums: Rows = {f"reference/{at}": reference_B1[:, 0] for at, reference_B1 in enumerate(references)}
     if tiles_BV[0].shape[1] == 0:
@@ -44,11 +44,6 @@ def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor], outside_BV: Sequence[Tensor
     for tile in range(1, plan.tiles):
         both_BV = (tiles_BV[tile] == references[tile]) & (tiles_BV[0] == references[0])
         sums[f"both_top/{tile}"] = both_BV.any(1).to(tiles_BV[0].dtype)
-    for at, softmax in enumerate(plan.buckets):
-        logits_BV = torch.where(outside_BV[at], tiles_BV[0], -math.inf)
-        reference_B1 = _reference(logits_BV)
-        mass_BV = _cooled(logits_BV - finite(reference_B1), plan.temperatures[softmax]).exp()
-        sums |= {f"outside_reference/{at}": reference_B1[:, 0], f"outside_mass/{at}": mass_BV.sum(1)}
     if plan.uniform:
         sums |= {"logits_sum": gaps[0].sum(1), "count": torch.ones_like(gaps[0]).sum(1)}
     return torch.stack([sums[name] for name in plan.raw_sums], 1)
@@ -66,9 +61,13 @@ def mixed_sums(plan: Plan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -
     return torch.stack(columns, 1)
 
 
-def gradient(plan: Plan, tiles_BV: Sequence[Tensor], outside_BV: Sequence[Tensor], rows_BX: Tensor) -> None:
-    """Overwrites the first tile, the student's logits, with the gradient with respect to them before the head's
-    own scale and softcap. rows_BX: `plan.normalizers` and `plan.coefficients`.
+def gradient(
+    plan: Plan, tiles_BV: Sequence[Tensor], rows_BX: Tensor, outside_BV: Sequence[Tensor] | None = None
+) -> None:
+    """Overwrites the first tile, the student's logits, with the gradient with respect to hidden Wᵀ + bias.
+
+    rows_BX: `plan.normalizers` and `plan.coefficients`. outside_BV: of each bucket, true where a token is outside its
+    ids; None: everywhere.
     """
     rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
     logits_BV = tiles_BV[0]
@@ -87,7 +86,9 @@ def gradient(plan: Plan, tiles_BV: Sequence[Tensor], outside_BV: Sequence[Tensor
     for at, softmax in enumerate(plan.buckets):
         gap_BV = _cooled(logits_BV - rows[f"outside_reference/{at}"], plan.temperatures[softmax])
         share_BV = (gap_BV - rows[f"outside_log_mass/{at}"]).exp()
-        grad_BV = grad_BV + rows[f"outside/{at}"] * torch.where(outside_BV[at], share_BV, 0.0)
+        if outside_BV is not None:
+            share_BV = torch.where(outside_BV[at], share_BV, 0.0)
+        grad_BV = grad_BV + rows[f"outside/{at}"] * share_BV
     if plan.uniform:
         grad_BV = grad_BV + rows["uniform"]
     logits_BV.copy_(before_head(grad_BV, logits_BV, plan.scale, plan.softcap))

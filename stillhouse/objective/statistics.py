@@ -7,6 +7,7 @@ moments).
 R pieces, C rows of a chunk, X named sums.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,8 +59,10 @@ class RowStatistics:
             self.values[at], self.slopes[at] = next(columns), next(columns)
 
 
-def statistics(plan: Plan, raw_RCX: Tensor) -> RowStatistics:
-    """Pieces put together. raw_RCX: `pointwise.raw_sums` of every piece."""
+def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:
+    """Pieces put together. raw_RCX: `pointwise.raw_sums` of every piece; outside_RC2: of each bucket, the largest
+    logit and Σe^l outside its ids.
+    """
     raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
     largest = [raw[f"reference/{tile}"] for tile in range(plan.tiles)]
     references = [finite(each_RC.amax(0)) for each_RC in largest]
@@ -81,8 +84,8 @@ def statistics(plan: Plan, raw_RCX: Tensor) -> RowStatistics:
             for tile in range(1, plan.tiles)
         ],
     )
-    for at in range(len(plan.buckets)):
-        _add_outside(plan, at, raw, result)
+    for softmax, sums_RC2 in zip(plan.buckets, outside_RC2, strict=True):
+        _add_outside(plan, softmax, sums_RC2, result)
     for at in plan.renormalizable:
         _add_pair(plan, at, raw, shifts, result)
     if plan.uniform:
@@ -100,12 +103,11 @@ def _softmax(mass_RC: Tensor, mean_RC: Tensor, shift_RC: Tensor) -> tuple[Tensor
     return mass_C.log(), mass_C.log() - mean_C
 
 
-def _add_outside(plan: Plan, at: int, raw: Rows, result: RowStatistics) -> None:
-    softmax = plan.buckets[at]
+def _add_outside(plan: Plan, softmax: int, sums_RC2: Tensor, result: RowStatistics) -> None:
     temperature = plan.temperatures[softmax]
-    largest_RC = raw[f"outside_reference/{at}"]
+    largest_RC, mass_RC = sums_RC2.unbind(2)
     reference_C = finite(largest_RC.amax(0))
-    mass_C = ((_shift(largest_RC, reference_C) / temperature).exp() * raw[f"outside_mass/{at}"]).sum(0)
+    mass_C = ((_shift(largest_RC, reference_C) / temperature).exp() * mass_RC).sum(0)
     gap_C = (reference_C - result.references[0]) / temperature
     result.tail.append(gap_C + mass_C.log() - result.student_log_mass[softmax])
     result.outside_reference.append(reference_C)

@@ -59,15 +59,17 @@ class Tile:
     # the chunk's way
 
     def start(self) -> None:
-        own = [self._sums(), *(self._own_logits(self.take(ids)) for ids in self._asked.entries)]
+        own = [self._sums(self._plan), *(self._outside_sums(*each) for each in self._asked.buckets)]
+        own += [*(self._own_logits(self.take(ids)) for ids in self._asked.entries)]
         self._widths = [each.shape[1] for each in own]
         self._pieces = Pieces(torch.cat(own, 1), self._shard)
 
     def wait(self) -> None:
-        raw_RCX, *entries = self._pieces.wait().split(self._widths, 2)
+        raw_RCX, *rest = self._pieces.wait().split(self._widths, 2)
+        outside, entries = rest[: len(self._plan.buckets)], rest[len(self._plan.buckets) :]
         # an id lives on one rank; on the others its logit is −inf
         self._entries = [each_RCN.amax(0) for each_RCN in entries]
-        self._known = statistics(self._plan, raw_RCX)
+        self._known = statistics(self._plan, raw_RCX, outside)
         if self._plan.mixed:
             self._known.add_mixed(self._plan, Pieces(self._mixed_sums(), self._shard).wait())
 
@@ -77,8 +79,12 @@ class Tile:
         if logits_CV.shape[1] == 0:
             return logits_CV
         rows_CX = self._gradient_rows()
+        # what is right outside a bucket's ids is written everywhere, then what is right at the ids over it
+        corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._asked.buckets]
         for block in self._blocks():
-            pointwise(gradient, self._plan, self._block(block), self._outside(block), rows_CX[block])
+            pointwise(gradient, self._plan, self._block(block), rows_CX[block])
+        for places_CK, values_CK in corrected:
+            logits_CV.scatter_(1, places_CK, values_CK)
         for local_CN, values_CN in self._added:
             logits_CV.scatter_add_(1, local_CN, values_CN)
         return logits_CV
@@ -163,11 +169,23 @@ class Tile:
 
     # this rank's part
 
-    def _sums(self) -> Tensor:
-        blocks = (
-            pointwise(raw_sums, self._plan, self._block(block), self._outside(block)) for block in self._blocks()
-        )
-        return torch.cat(list(blocks))
+    def _sums(self, plan: Plan) -> Tensor:
+        return torch.cat([pointwise(raw_sums, plan, self._block(block)[: plan.tiles]) for block in self._blocks()])
+
+    def _outside_sums(self, signal: SparseSignal, softmax: int) -> Tensor:
+        """The largest logit and Σe^l outside the signal's ids, [C, 2]: of the tile with those taken out for a while.
+
+        Not the sum over all less that over the ids, which has no digits left where the ids hold nearly everything.
+        """
+        plan = Plan(temperatures=(self._plan.temperatures[softmax],))
+        places_CK, held_C1 = self._places(signal)
+        if self.logits_CV.shape[1] == 0:
+            return self._sums(plan)[:, :2]
+        kept_CK = self.logits_CV.gather(1, places_CK)
+        self.logits_CV.scatter_(1, places_CK, torch.where(held_C1, -math.inf, kept_CK))
+        sums_C2 = self._sums(plan)[:, :2]
+        self.logits_CV.scatter_(1, places_CK, kept_CK)
+        return sums_C2
 
     def _mixed_sums(self) -> Tensor:
         normalizers_CX = self._known.normalizers()
@@ -199,17 +217,31 @@ class Tile:
     def _block(self, block: slice) -> list[Tensor]:
         return [tile_CV[block] for tile_CV in self._tiles_CV]
 
-    def _outside(self, block: slice) -> list[Tensor]:
-        """Of each bucket: true where an id of this rank is outside the signal's ids, [B, V]."""
-        masks = []
-        for signal, _ in self._asked.buckets:
-            local_BK, is_here_BK = self._local(self.take(signal.ids_TK)[block])
-            columns = self.logits_CV.shape[1]
-            # absent ids point to a column behind the last, so that they never undo a present one
-            mask_BV = torch.ones(len(local_BK), columns + 1, dtype=torch.bool, device=local_BK.device)
-            mask_BV.scatter_(1, local_BK.masked_fill(~is_here_BK, columns), False)
-            masks.append(mask_BV[:, :columns])
-        return masks
+    def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
+        """Columns [C, K] of the signal's ids that are here, and which rows have any, [C, 1].
+
+        In the place of an id that is not here stands one that is (or column 0): to write to it again is harmless.
+        """
+        local_CK, is_here_CK = self._local(self.take(signal.ids_TK))
+        first_C1 = local_CK.gather(1, is_here_CK.byte().argmax(1, keepdim=True))
+        return torch.where(is_here_CK, local_CK, first_C1), is_here_CK.any(1, keepdim=True)
+
+    def _gradient_at(self, signal: SparseSignal, rows_CX: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient at a bucket signal's ids: columns [C, K] and values, before `_added`."""
+        places_CK, held_C1 = self._places(signal)
+        outside = [
+            ~held_C1.expand_as(places_CK) if other is signal else ~self._is_of(other, places_CK)
+            for other, _ in self._asked.buckets
+        ]
+        tiles_CK = [tile_CV.gather(1, places_CK) for tile_CV in self._tiles_CV]
+        gradient(self._plan, tiles_CK, rows_CX, outside)
+        return places_CK, tiles_CK[0]
+
+    def _is_of(self, signal: SparseSignal, columns_CK: Tensor) -> Tensor:
+        """True where a column is one of the signal's ids."""
+        places_CK, held_C1 = self._places(signal)
+        is_of_CV = torch.zeros_like(self.logits_CV, dtype=torch.bool)
+        return is_of_CV.scatter_(1, places_CK, held_C1.expand_as(places_CK)).gather(1, columns_CK)
 
     def _own_logits(self, ids: Tensor) -> Tensor:
         """The student's logits at ids [C] or [C, N] that live here, −inf at the others, [C, N]."""
