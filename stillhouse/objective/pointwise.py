@@ -42,8 +42,8 @@ def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
         moments = divergence.moments(teachers[teacher], students[student])
         sums |= {f"moment/{at}/{n}": each_BV.sum(1) for n, each_BV in enumerate(moments)}
     for tile in range(1, plan.tiles):
-        both_BV = (tiles_BV[tile] == references[tile]) & (tiles_BV[0] == references[0])
-        sums[f"both_top/{tile}"] = both_BV.any(1).to(tiles_BV[0].dtype)
+        # two gaps, neither above 0, add up to 0 where both are
+        sums[f"both_top/{tile}"] = ((gaps[0] + gaps[tile]).amax(1) == 0).to(gaps[0].dtype)
     if plan.uniform:
         sums |= {"logits_sum": gaps[0].sum(1), "count": torch.ones_like(gaps[0]).sum(1)}
     return torch.stack([sums[name] for name in plan.raw_sums], 1)
