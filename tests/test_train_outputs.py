@@ -34,6 +34,7 @@ TRAIN_KEYS = {
     "train/learning_rate",
     "train/gradient_norm",
     "speed/tokens_per_second",
+    "speed/chunk_tokens",
 }
 EVAL_KEYS = {"step", "tokens", "seconds", "eval/tokens"} | {
     f"eval/{name}" for name in ("cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy")

@@ -6,6 +6,7 @@ It reads top to bottom; what a step is stands in `step.py`, what it sees in `sch
 import time
 from pathlib import Path
 
+from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.train.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
@@ -90,10 +91,11 @@ def _train_metrics(sums: dict[str, float], rate: float, norm: float, speed: floa
     for name, value in sums.items():
         if name in known:
             metrics[f"train/{name}{known[name]}"] = value / tokens
-        elif name not in ("loss", "tokens"):
+        elif name not in ("loss", "tokens", CHUNK_TOKENS):
             metrics[f"loss/{name}_nats_per_token"] = value / tokens
     return metrics | {
         "train/learning_rate": rate,
         "train/gradient_norm": norm,
         "speed/tokens_per_second": speed,
+        "speed/chunk_tokens": sums[CHUNK_TOKENS],
     }

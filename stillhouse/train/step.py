@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stillhouse.data import Batch
 from stillhouse.models import Decoder
 from stillhouse.objective import ObjectiveOutput, OutputHead, Term, linear_objective
+from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.recipe import Recipe
 from stillhouse.teachers import Teacher
 
@@ -91,12 +92,17 @@ def valid_tokens(batches: Sequence[Batch]) -> int:
 
 
 def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
-    """The micro-batches' metric sums added up, and their losses under `loss`. Waits for the device once."""
+    """The micro-batches' metric sums added up, their losses under `loss`, and the most rows that a tile had.
+
+    Waits for the device once.
+    """
     sums: dict[str, Any] = defaultdict(float)
     for output in outputs:
         sums["loss"] += output.loss.double()
         for name, value in output.metrics.items():
             sums[name] += value.double()
+    if outputs:
+        sums[CHUNK_TOKENS] = torch.stack([output.metrics[CHUNK_TOKENS] for output in outputs]).max().double()
     values = torch.stack(list(sums.values())).tolist()
     return dict(zip(sums, values, strict=True))
 
