@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
 
 from stillhouse.objective.plan import Plan
 
 #: columns of a tile from which on a compiled function is worth its seconds
 COMPILED_FROM = 2048
+
+#: torch's limits of work and reads, beyond which it stores an intermediate tile that two sums need; doing the work
+#: twice, in registers, is faster
+STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
 
 #: devices without a working compiler, found out by trying
 _without_compiler: set[str] = set()
@@ -36,11 +39,11 @@ def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], 
             torch._dynamo.mark_dynamic(tensor, 0)
     try:
         return _compiled(function, plan, columns)(tiles_BV, *rest)
-    except BackendCompilerFailed as error:
+    except torch._dynamo.exc.TorchDynamoException as error:
         _without_compiler.add(device)
         warnings.warn(
-            f"no working compiler for {device}, so that the objective takes several times as long beside its matrix "
-            f"products: {str(error).strip().splitlines()[0]}",
+            f"torch.compile does not work for {device} here: the objective's work beside its matrix products takes "
+            f"several times as long, with the same results ({str(error).strip().splitlines()[0]})",
             stacklevel=2,
         )
         return function(plan, tiles_BV, *rest)
@@ -56,9 +59,5 @@ def _compiled(function: Callable[..., Any], plan: Plan, columns: int) -> Callabl
     return torch.compile(
         types.FunctionType(own, of_plan.__globals__, closure=of_plan.__closure__),
         fullgraph=True,
-        options={
-            "realize_opcount_threshold": 1000,
-            "realize_reads_threshold": 1000,
-            "realize_acc_reads_threshold": 1000,
-        },
+        options=dict.fromkeys(STORED_FROM, 1000),
     )

@@ -113,30 +113,26 @@ class Projection:
             logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_CV
 
-    def hidden_grad(self, grad_CV: Tensor) -> Tensor:
-        return self._matmul(self._operand(grad_CV), self.weight_VD)
-
-    def add_weight_grad(self, total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-        """grad_CVᵀ hidden_CD onto a total in the compute dtype."""
-        left_VC, right_CD = self._operand(grad_CV).t(), hidden_CD.to(self._gradient_dtype)
-        if left_VC.dtype == self.compute_dtype:
-            total_VD.addmm_(left_VC, right_CD)
-        else:
-            total_VD += self._matmul(left_VC, right_CD)
-
-    @property
-    def _gradient_dtype(self) -> torch.dtype:
+    def operand(self, grad_CV: Tensor) -> Tensor:
+        """The gradient of logits as the products take it: rounded where they are in half precision."""
         # a logit's gradient can be 1e-8: below float16's smallest number, well within bfloat16's range
-        return torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype
+        return grad_CV.to(torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype)
 
-    def _operand(self, grad_CV: Tensor) -> Tensor:
-        return grad_CV.to(self._gradient_dtype)
+    def hidden_grad(self, operand_CV: Tensor) -> Tensor:
+        return self._matmul(operand_CV, self.weight_VD)
+
+    def add_weight_grad(self, total_VD: Tensor, operand_CV: Tensor, hidden_CD: Tensor) -> None:
+        """operand_CVᵀ hidden_CD onto a total in the compute dtype."""
+        if operand_CV.dtype == self.compute_dtype:
+            total_VD.addmm_(operand_CV.t(), hidden_CD.to(self.compute_dtype))
+        else:
+            total_VD += self._matmul(operand_CV.t(), hidden_CD)
 
     def _matmul(self, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
         right = right.to(left.dtype)
         if left.dtype == self.compute_dtype:
             return torch.mm(left, right, out=out)
-        return torch.mm(left, right, out_dtype=self.compute_dtype)
+        return torch.mm(left, right, out_dtype=self.compute_dtype, out=out)
 
 
 def operand_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:

@@ -33,8 +33,10 @@ def dense_objective(
 
     `chunk_tokens` changes nothing; `valid_index` only says which rows have weight 1 where `weights_T` is left out.
     """
-    teacher_heads = [each for term in terms for signal in term.signals() for each in signal.heads()]
-    vocabulary = common_vocabulary([head, *teacher_heads])
+    heads = [head, *(each for term in terms for signal in term.signals() for each in signal.heads())]
+    if any(each.shard is not None and not each.shard.is_alone for each in heads):
+        raise ValueError("a head over several ranks: expected whole ones, gather the rows for the reference")
+    vocabulary = common_vocabulary(heads)
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
     logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
     weights_T = _weights(weights_T, valid_index, logits_TV)

@@ -126,13 +126,14 @@ class HeadRows(Source):
 
     def pull_back(self, rows: Rows, weights_C: Tensor, grad_CV: Tensor) -> None:
         hidden_grad_TD, weight_grad_VD, bias_grad_V = self.gradients
-        if hidden_grad_TD is not None:
-            hidden_grad_TD[rows] = self.projection.hidden_grad(grad_CV)
-        if weight_grad_VD is not None:
-            here_VD = weight_grad_VD[: self.columns]
-            self.projection.add_weight_grad(here_VD, grad_CV, self._hidden(rows, weights_C))
         if bias_grad_V is not None:
             bias_grad_V[: self.columns] += grad_CV.sum(0)
+        operand_CV = self.projection.operand(grad_CV)
+        if hidden_grad_TD is not None:
+            hidden_grad_TD[rows] = self.projection.hidden_grad(operand_CV)
+        if weight_grad_VD is not None:
+            here_VD = weight_grad_VD[: self.columns]
+            self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, weights_C))
 
     def _hidden(self, rows: Rows, weights_C: Tensor) -> Tensor:
         # a row of weight 0 may hold NaN, and its zero gradient times NaN would reach the weight
