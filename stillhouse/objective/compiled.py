@@ -32,7 +32,7 @@ def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], 
     rows, columns = tiles_BV[0].shape
     device = tiles_BV[0].device.type
     # one row would be compiled for itself: torch takes a size of 1 for a constant
-    if columns < COMPILED_FROM or rows < 2 or device in _without_compiler:
+    if columns < COMPILED_FROM or rows < 2 or device in _without_compiler or torch._dynamo.config.disable:
         return function(plan, tiles_BV, *rest)
     for each in (*tiles_BV, *rest):
         for tensor in each if isinstance(each, list) else [each]:
@@ -58,6 +58,5 @@ def _compiled(function: Callable[..., Any], plan: Plan, columns: int) -> Callabl
     own = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan")
     return torch.compile(
         types.FunctionType(own, of_plan.__globals__, closure=of_plan.__closure__),
-        fullgraph=True,
         options=dict.fromkeys(STORED_FROM, 1000),
     )

@@ -81,7 +81,7 @@ def linear_objective(
 
     Over a sharded head all ranks call this with the same tokens, terms and options, and get the same loss and
     metrics; the weight's gradient is that of the rank's rows. Collectives: per chunk one all-gather of C rows times
-    a few dozen numbers (values, gradients, metrics), a second one for jsd, skewed KL and total variation; in backward
+    some numbers (a few dozen, and one for each id of a sparse signal), a second one for jsd, skewed KL and total variation; in backward
     an all-reduce of the hidden states' gradient [T, D] in float32, unless `VocabShard.reduce_hidden_grad` is False.
 
     Raises ValueError where shapes disagree, for a normalizer that is no positive number and, of tensors on a CPU, for

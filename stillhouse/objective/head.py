@@ -42,8 +42,10 @@ class OutputHead:
             )
         if self.shard is not None:
             check_shard(self.shard, rows)
-        elif self.vocab_size is not None and not 0 < self.vocab_size <= rows:
+        elif self.vocab_size is not None and self.vocab_size > rows:
             raise ValueError(f"vocab_size={self.vocab_size}: expected 1 to {rows}, the rows of the head")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"vocab_size={self.vocab_size}: expected 1 or more, the rows of the whole vocabulary")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap={self.softcap}: expected a positive number, or None for none")
 

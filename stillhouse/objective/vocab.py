@@ -4,7 +4,7 @@ The only file of the objective that knows torch.distributed. A head of V rows li
 `start:stop`, whatever their number. Hidden states, labels and teacher signals are the same on every rank.
 
 Per chunk of C tokens every rank sums what it needs over its own rows; the raw sums travel in one collective, R·C·S
-numbers, and every rank puts them together by itself (`gather_pieces`). In backward there is one sum of the hidden
+numbers, and every rank puts them together by itself (`Pieces`). In backward there is one sum of the hidden
 states' gradient, where `VocabShard.reduce_hidden_grad` says so.
 """
 
@@ -31,6 +31,8 @@ class VocabShard:
     Explicit, never re-derived: DTensor's ceil split and a balanced split disagree (10 rows over 4 ranks are
     3, 3, 3, 1 or 3, 3, 2, 2). Keep one object as long as the layout holds: its first use exchanges the borders
     with the other ranks, once.
+
+    `group`: None where no other rank holds rows.
 
     `reduce_hidden_grad`: sum the gradient of the hidden states over the group here (True), or leave it to the
     layer below, which sums it anyway under sequence parallelism (False).
@@ -103,9 +105,11 @@ class Pieces:
             self._work = _all_gather(self._everyone_RCS.flatten(0, 1), self._own_CS, group=shard.group, async_op=True)
 
     def wait(self) -> Tensor:
-        if self._work is None or self._everyone_RCS is None:
+        if self._everyone_RCS is None:
             return self._own_CS[None]
+        assert self._work is not None
         self._work.wait()
+        self._work = None
         return self._everyone_RCS
 
 
