@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from objective_cases import (
     Leaves,
     Result,
     T,
-    assert_same,
     converted,
     distance,
     generator,
@@ -52,7 +52,7 @@ from stillhouse.objective import (
 )
 from stillhouse.objective.reference import dense_objective
 
-pytestmark = pytest.mark.filterwarnings("error:no working compiler")
+pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
 
 #: an odd size, just above the first that is compiled
 V = 2053
@@ -117,6 +117,9 @@ def assert_no_worse_than_plain(leaves: Leaves, terms: list[Term], **options: Any
     for name, gradient in oracle.gradients.items():
         allowed = 2 * distance(plain.gradients[name], gradient) + 1e-6
         assert distance(fast.gradients[name], gradient) <= allowed, name
+    for name, value_T in oracle.output.per_token.items():
+        allowed = 2 * distance(plain.output.per_token[name], value_T) + 1e-6
+        assert distance(fast.output.per_token[name], value_T) <= allowed, name
 
 
 # equal to the oracle, and to the same functions uncompiled
@@ -156,23 +159,29 @@ def test_heads_against_float64(head: dict[str, float]) -> None:
 def test_as_uncompiled(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = run(linear_objective, leaves_of(), PLANS[plan]())
     monkeypatch.setattr(compiled, "COMPILED_FROM", 1 << 60)
-    assert_same(fast, run(linear_objective, leaves_of(), PLANS[plan]()), within=4 * torch.finfo(torch.float32).eps)
+    assert_close(fast, run(linear_objective, leaves_of(), PLANS[plan]()))
+
+
+def assert_close(actual: Result, expected: Result) -> None:
+    """To a few units in the last place of float32."""
+    for name, gradient in expected.gradients.items():
+        assert distance(actual.gradients[name], gradient) <= 4 * torch.finfo(torch.float32).eps, name
+    # a small divergence is a difference of large sums
+    for name, total in expected.output.metrics.items():
+        torch.testing.assert_close(actual.output.metrics[name], total, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("tokens", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_few_rows(tokens: int, plan: str) -> None:
-    fast = run(linear_objective, leaves_of(tokens), PLANS[plan](tokens))
-    if tokens:
-        assert_same(fast, exact_in_float32(leaves_of(tokens), PLANS[plan](tokens)), within=2e-6)
-    else:
-        assert fast.output.loss == 0
-        assert (fast.gradients["weight"] == 0).all()
+    assert_no_worse_than_plain(leaves_of(tokens), PLANS[plan](tokens))
 
 
-def exact_in_float32(leaves: Leaves, terms: list[Term]) -> Result:
-    result = exact(leaves, terms)
-    return Result(result.output, {name: each.float() for name, each in result.gradients.items()})
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_row(plan: str) -> None:
+    fast = run(linear_objective, leaves_of(0), PLANS[plan](0))
+    assert fast.output.loss == 0
+    assert (fast.gradients["weight"] == 0).all()
 
 
 def test_no_row_counts() -> None:
@@ -202,26 +211,33 @@ def test_compiles_once_for_a_plan(plan: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def captured_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def captured_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile without the compiler behind it: what torch counts, at a tenth of the time."""
     original = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda function, *, options, **rest: original(function, backend="eager", **rest)
     )
-    compiled._compiled.cache_clear()
-    yield
-    compiled._compiled.cache_clear()
+    monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
+    monkeypatch.setattr(compiled, "_without_compiler", set())
 
 
 @pytest.mark.usefixtures("captured_only")
 def test_more_plans_than_torch_compiles_of_one_function() -> None:
     before = counters["stats"]["unique_graphs"]
-    plans = torch._dynamo.config.recompile_limit + 4
-    leaves = leaves_of()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    plans = 4
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for number in range(plans):
-            run(linear_objective, leaves, [Entropy(1.0, 1.0 + number / 8)])
+            run(linear_objective, leaves_of(), [Entropy(1.0, 1.0 + number / 8)])
     assert counters["stats"]["unique_graphs"] - before == 2 * plans
+
+
+@pytest.mark.usefixtures("captured_only")
+def test_numbers_that_differ_between_plans_stay_constants() -> None:
+    """torch makes a variable of a number that differs between calls of what it takes for one function."""
+    for terms in (full_terms(), plain_terms(), [Entropy(1.0, 1.5)], [Entropy(1.0), Entropy(1.0, 0.5)]):
+        run(linear_objective, leaves_of(), terms)
+    run(linear_objective, make_leaves(T, V + 2, dtype=torch.float32), [Entropy(1.0, 1.5)])
+    assert not compiled._without_compiler
 
 
 # where nothing can be compiled
@@ -252,8 +268,8 @@ def two_plans(folder: Path, **environment: str) -> tuple[list[dict[str, Tensor]]
 )
 def test_without_compiling(variable: str, value: str, warnings: int, tmp_path: Path) -> None:
     gradients, stderr = two_plans(tmp_path, **{variable: value})
-    assert stderr.count("no working compiler for cpu") == warnings, stderr
-    assert stderr.count("Warning") == warnings, stderr
+    assert stderr.count("UserWarning: ") == warnings, stderr
+    assert stderr.count("for cpu") == warnings, stderr
     for position, terms in enumerate(PLANS.values()):
         expected = run(linear_objective, leaves_of(), terms()).gradients
         for name, gradient in expected.items():
@@ -291,10 +307,8 @@ def test_half_precision_student_close_to_its_teacher(dtype: torch.dtype) -> None
     fast, rounded = run(linear_objective, leaves, terms), from_rounded_logits(leaves, teacher, dtype)
     for name, gradient in oracle.gradients.items():
         error = distance(fast.gradients[name], gradient)
-        print(name, dtype, error, distance(rounded[name], gradient))
         assert error <= 5e-3, name
-        if dtype == torch.bfloat16:
-            assert distance(rounded[name], gradient) >= 4 * max(error, 5e-3), name
+        assert distance(rounded[name], gradient) >= max(10 * error, 1e-2), name
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 4])
@@ -328,7 +342,9 @@ def test_normalizer_changes_nothing_but_the_scale(dtype: torch.dtype) -> None:
 
 def flops(**options: Any) -> int:
     leaves = leaves_of(100)
-    with FlopCounterMode(display=False) as counter:
+    # the counter knows no products in place
+    known = {torch.ops.aten.addmm_: lambda _, left, right, **rest: 2 * left[0] * left[1] * right[1]}
+    with FlopCounterMode(display=False, custom_mapping=known) as counter:
         run(linear_objective, leaves, plain_terms(100), **options)
     return counter.get_total_flops()
 
@@ -338,7 +354,7 @@ def test_under_a_dispatch_mode() -> None:
     expected = run(linear_objective, leaves_of(), full_terms())
     with FlopCounterMode(display=False):
         actual = run(linear_objective, leaves_of(), full_terms())
-    assert_same(actual, expected, within=4 * torch.finfo(torch.float32).eps)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 17])
@@ -347,7 +363,7 @@ def test_masked_tokens_cost_no_products(chunk_tokens: int | None, monkeypatch: p
     valid_index = torch.randperm(100, generator=generator(0))[:30]
     weights_T = torch.zeros(100).index_fill(0, valid_index, 1.0)
     everything = flops(chunk_tokens=chunk_tokens)
-    assert everything >= 2 * 100 * V * (3 * 16 + 24)
+    assert everything == 2 * 100 * V * (3 * 16 + 24)  # logits and two gradients of the student, logits of the teacher
     assert flops(weights_T=weights_T, chunk_tokens=chunk_tokens) <= 0.31 * everything
     assert flops(valid_index=valid_index, chunk_tokens=chunk_tokens) <= 0.31 * everything
 
@@ -370,7 +386,7 @@ def peak(bytes_taken: list[int]) -> int:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_holds_a_few_tiles(plan: str) -> None:
-    """Of 4,096 tokens in chunks of 128, a tile for each side: neither all logits, nor log-probabilities beside it."""
+    """Of 2,048 tokens in chunks of 128, a tile for each side: neither all logits, nor log-probabilities beside it."""
     tokens, width, rows = 2048, 32, 128
     leaves = make_leaves(tokens, V, width, dtype=torch.float32, bias=False)
     terms = PLANS[plan](tokens)
@@ -382,7 +398,6 @@ def test_holds_a_few_tiles(plan: str) -> None:
     work()  # compiles
     taken = allocations(work)
     tile_bytes, weight_bytes = rows * V * 4, V * width * 4
-    print(max(taken), peak(taken) / tile_bytes, tile_bytes, weight_bytes)
     assert max(taken) <= max(tile_bytes, weight_bytes)
     gradients = 2 * (weight_bytes + tokens * width * 4)
     assert peak(taken) <= gradients + 3 * tile_bytes

@@ -80,9 +80,10 @@ def linear_objective(
     chunk_tokens: rows of a tile; None picks by a memory budget. Results do not depend on it.
 
     Over a sharded head all ranks call this with the same tokens, terms and options, and get the same loss and
-    metrics; the weight's gradient is that of the rank's rows. Collectives: per chunk one all-gather of C rows times
-    some numbers (a few dozen, and one for each id of a sparse signal), a second one for jsd, skewed KL and total variation; in backward
-    an all-reduce of the hidden states' gradient [T, D] in float32, unless `VocabShard.reduce_hidden_grad` is False.
+    metrics; the weight's gradient is that of the rank's rows. Collectives: per chunk one all-gather of values,
+    gradients and metrics, C rows times a few dozen numbers and one for each id of a sparse signal; a second one for
+    jsd, skewed KL and total variation; in backward an all-reduce of the hidden states' gradient [T, D] in float32,
+    unless `VocabShard.reduce_hidden_grad` is False.
 
     Raises ValueError where shapes disagree, for a normalizer that is no positive number and, of tensors on a CPU, for
     weights that are not finite and rows that come twice.
