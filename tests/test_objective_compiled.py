@@ -222,6 +222,14 @@ def captured_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("captured_only")
+def test_the_first_row_count_is_no_constant() -> None:
+    run(linear_objective, leaves_of(), plain_terms())
+    before = counters["stats"]["unique_graphs"]
+    run(linear_objective, leaves_of(41), plain_terms(41))
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.usefixtures("captured_only")
 def test_more_plans_than_torch_compiles_of_one_function() -> None:
     before = counters["stats"]["unique_graphs"]
     plans = 4

@@ -9,10 +9,12 @@ import types
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from stillhouse.objective.plan import Plan
 
@@ -23,6 +25,8 @@ COMPILED_FROM = 2048
 #: twice, in registers, is faster
 STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
 
+_plans = count()
+
 #: devices without a working compiler, found out by trying
 _without_compiler: set[str] = set()
 
@@ -32,7 +36,7 @@ def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], 
     rows, columns = tiles_BV[0].shape
     device = tiles_BV[0].device.type
     # one row would be compiled for itself: torch takes a size of 1 for a constant
-    if columns < COMPILED_FROM or rows < 2 or device in _without_compiler or torch._dynamo.config.disable:
+    if columns < COMPILED_FROM or rows < 2 or device in _without_compiler or _is_off():
         return function(plan, tiles_BV, *rest)
     for each in (*tiles_BV, *rest):
         for tensor in each if isinstance(each, list) else [each]:
@@ -41,12 +45,18 @@ def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], 
         return _compiled(function, plan, columns)(tiles_BV, *rest)
     except torch._dynamo.exc.TorchDynamoException as error:
         _without_compiler.add(device)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
             f"torch.compile does not work for {device} here: the objective's work beside its matrix products takes "
-            f"several times as long, with the same results ({str(error).strip().splitlines()[0]})",
+            f"several times as long, with the same results ({reason})",
             stacklevel=2,
         )
         return function(plan, tiles_BV, *rest)
+
+
+def _is_off() -> bool:
+    # torch compiles nothing under a dispatch mode (a counter of operations), and would never again try that function
+    return torch._dynamo.config.disable or is_in_torch_dispatch_mode(include_infra_modes=False)
 
 
 @cache
@@ -54,9 +64,11 @@ def _compiled(function: Callable[..., Any], plan: Plan, columns: int) -> Callabl
     def of_plan(tiles_BV: list[Tensor], *rest: Any) -> Any:
         return function(plan, tiles_BV, *rest)
 
-    # with a code object of its own: torch counts compilations by code, and gives up after a few
-    own = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan")
+    # with a code object of its own, since torch counts compilations by code and gives up after a few; and with a name
+    # of its own, since by that torch remembers numbers that differed and makes variables of them
+    own = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan_{next(_plans)}")
     return torch.compile(
         types.FunctionType(own, of_plan.__globals__, closure=of_plan.__closure__),
+        fullgraph=True,
         options=dict.fromkeys(STORED_FROM, 1000),
     )
