@@ -278,3 +278,15 @@ def test_loss_scaling_saves_gradients_that_float16_would_lose(small: str) -> Non
     assert (layer_gradient(None) == 0).all()
     scaled = layer_gradient(torch.amp.GradScaler("cpu", init_scale=2.0**30))
     assert distance(scaled, exact_gradient()) < 2e-3
+
+
+def test_a_second_backward_has_to_be_announced() -> None:
+    """Without retain_graph the gradients are handed out as they are, and there is nothing left to give."""
+    leaves = make_leaves()
+    hidden = leaves.hidden.requires_grad_()
+    loss = linear_objective(hidden, OutputHead(leaves.weight), [CrossEntropy(make_labels())]).loss
+    (kept,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (handed_out,) = torch.autograd.grad(loss, hidden)
+    assert torch.equal(kept, handed_out)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

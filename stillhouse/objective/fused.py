@@ -230,8 +230,8 @@ class _Attach(torch.autograd.Function):
     """Gives a loss the gradients that its forward pass has computed already.
 
     They are multiplied by the incoming gradient and the normaliser in float32, then rounded to their leaf's dtype:
-    a loss scale reaches a half-precision gradient before it can underflow. Nothing is overwritten, so that a second
-    backward gives the same.
+    a loss scale reaches a half-precision gradient before it can underflow. With retain_graph they are kept, and a
+    second backward gives the same.
     """
 
     @staticmethod
@@ -245,16 +245,23 @@ class _Attach(torch.autograd.Function):
     ) -> Tensor:
         ctx.shard = shard
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-        ctx.save_for_backward(factor, *gradients)
+        ctx.save_for_backward(factor)
+        ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True; these gradients would enter its graph as constants
             raise RuntimeError("an objective has no second derivative: call backward without create_graph")
-        factor, *gradients = ctx.saved_tensors
+        (factor,) = ctx.saved_tensors  # a second backward without retain_graph ends here
         factor = factor * grad_loss
-        scaled = [None if gradient is None else gradient * factor for gradient in gradients]
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            scaled = [None if gradient is None else gradient * factor for gradient in ctx.gradients]
+        else:  # nobody will ask again: the gradients themselves, not copies of the weight's size
+            scaled, ctx.gradients = (
+                [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients],
+                [],
+            )
         if scaled[0] is not None and len(scaled) > 1:  # of the hidden states; logits are each rank's own
             scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard)
         rounded = (
