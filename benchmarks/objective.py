@@ -8,9 +8,10 @@ Every contestant (benchmarks/peers.py) computes the same loss from the same inpu
 loss and gradients are from ours is measured first and stands beside its time. benchmarks/measure.py says how time and
 memory are taken. Ratios are of medians over rounds; those of minima are in the result as well.
 
-The floor is the time of the same matrix products with nothing between them, at several chunk sizes: the fastest one
-counts. On a GPU the aims are held against a lower one still, 2TV(3D + E) operations at the rate of a large square
-product. A loss without a dense teacher is held against the floor without the teacher's product.
+The floor is the time of the same matrix products with nothing between them: of several chunk sizes, and of products
+for logits that are whole or in panels of the vocabulary, the fastest counts. On a GPU the aims are held against a
+lower one still, 2TV(3D + E) operations at the rate of a large square product. A loss without a dense teacher is held
+against the floor without the teacher's product.
 
 The first call in this process is timed apart. On a CPU it is timed once more in a process without compiled code on
 disk, and in one without a C++ compiler, whose numbers have to be the same.
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from typing import Any
 
 import torch
@@ -60,7 +62,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--vocabulary", type=int, default=32768)
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE", help=", ".join(CASES))
     add("--rounds", type=int, default=7)
-    add("--floor-rows", type=int, nargs="+", default=[256, 512, 1024, 2048], help="chunk sizes of the floor")
+    add("--floor-rows", type=int, nargs="+", default=[256, 512, 1024], help="chunk sizes of the floor")
+    add("--floor-panels", type=int, nargs="+", default=None, help="vocabulary rows of a product; 0 for all")
     add("--square", type=int, default=None, help="of the product that gives the matrix rate (4096; on a GPU 8192)")
     add("--memory-tokens", type=int, nargs="*", default=[1024, 8192, 32768], help="where memory should be flat")
     add("--skip", nargs="*", choices=["memory", "first_call"], default=[])
@@ -68,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", default="cpu")
     add("--threads", type=int, default=2)
     arguments = parser.parse_args()
+    arguments.floor_panels = arguments.floor_panels or ([0] if arguments.device.startswith("cuda") else [0, 1024])
     if arguments.dtype != "fp32" and not arguments.device.startswith("cuda"):
         parser.error(f"--dtype {arguments.dtype} on {arguments.device}: expected fp32, or a GPU")
     return arguments
@@ -124,12 +128,12 @@ def chunk_tokens(case: str, inputs: Inputs) -> float:
 def time_all(
     entrants: dict[str, dict[str, Loss]], inputs: Inputs, arguments: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Seconds per round of `case/contestant`, of `floor/rows`, `student_floor/rows` and `square`."""
+    """Seconds per round of `case/contestant`, of `floor/rows/panel`, `student_floor/rows/panel` and `square`."""
     device = inputs.weight_VD.device
     works: dict[str, Callable[[], Any]] = {"square": partial(torch.mm, *square_operands(arguments, device))}
-    for rows in arguments.floor_rows:
-        works[f"floor/{rows}"] = Products(inputs, rows, teacher=True)
-        works[f"student_floor/{rows}"] = Products(inputs, rows, teacher=False)
+    for rows, panel in product(arguments.floor_rows, arguments.floor_panels):
+        works[f"floor/{rows}/{panel}"] = Products(inputs, rows, teacher=True, panel=panel)
+        works[f"student_floor/{rows}/{panel}"] = Products(inputs, rows, teacher=False, panel=panel)
     for work in works.values():
         work()
     for case, losses in entrants.items():
@@ -148,15 +152,15 @@ def square_side(arguments: argparse.Namespace) -> int:
 
 
 def floors(seconds: dict[str, list[float]], sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
-    """With and without the teacher: the fastest chunk size's time, all of them, and the time by flops alone."""
+    """With and without the teacher: the time at the fastest chunk and panel, at all, and by flops alone."""
     rate = 2 * square_side(arguments) ** 3 / statistics.median(seconds["square"])
     result: dict[str, Any] = {"matrix_rate_gflops": round(rate / 1e9, 1)}
     for kind in ("floor", "student_floor"):
-        by_rows = {rows: spread(seconds[f"{kind}/{rows}"]) for rows in arguments.floor_rows}
-        fastest = min(by_rows, key=lambda rows: by_rows[rows]["median"])
-        result[kind] = by_rows[fastest] | {
-            "rows": fastest,
-            "all_rows": by_rows,
+        all_ways = {way: spread(seconds[way]) for way in seconds if way.startswith(f"{kind}/")}
+        fastest = min(all_ways, key=lambda way: all_ways[way]["median"])
+        result[kind] = all_ways[fastest] | {
+            "fastest": fastest,
+            "all_ways": all_ways,
             "by_flops": sizes.product_flops(teacher=kind == "floor") / rate,
         }
     return result
@@ -288,7 +292,7 @@ def installed_version(package: str) -> str | None:
 def print_result(result: dict[str, Any]) -> None:
     for kind in ("floor", "student_floor"):
         floor = result["floor"][kind]
-        print(f"{kind}: {floor['median']:.4f} s at {floor['rows']} rows, {floor['by_flops']:.4f} s by flops")
+        print(f"{floor['fastest']}: {floor['median']:.4f} s, {floor['by_flops']:.4f} s by flops")
     same = SAME[result["sizes"]["dtype"]]
     rows = [row(case, name, entry, same) for case, each in result["cases"].items() for name, entry in each.items()]
     print_table(COLUMNS, rows)

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ import torch.distributed as dist
 
 from benchmarks.measure import (
     MAP_BLOCKS,
+    WARM_UP_TOKENS,
     changed_environment,
     extra_bytes,
     relative_distance,
@@ -85,6 +87,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--limit-seconds", type=float, default=30.0)
     add("--floor-rows", type=int, nargs="+", default=[128, 512], help="chunk sizes of the floor")
+    add(
+        "--floor-panels",
+        type=int,
+        nargs="+",
+        default=[1024],
+        help="vocabulary rows of one of its products; 0 for all",
+    )
     add("--threads", type=int, default=2)
     add("--redraw", metavar="FILE", help="draw the picture of a result again and measure nothing")
     return parser.parse_args()
@@ -149,9 +158,12 @@ def seconds_of(names: list[str], sizes: Sizes, arguments: argparse.Namespace) ->
     inputs = make_inputs(sizes, CPU, torch.float32)
     losses, _ = contestants(CASES[arguments.case], CPU)
     floors: dict[str, Callable[[], Any]] = {
-        f"floor/{rows}": Products(inputs, rows, teacher=CASES[arguments.case].dense_teacher)
-        for rows in arguments.floor_rows
+        f"floor/{rows}/{panel}": Products(inputs, rows, teacher=CASES[arguments.case].dense_teacher, panel=panel)
+        for rows, panel in product(arguments.floor_rows, arguments.floor_panels)
     }
+    few = make_inputs(replace(sizes, tokens=min(sizes.tokens, WARM_UP_TOKENS)), CPU, torch.float32)
+    for name in names:  # compiles what it compiles
+        run_pass(losses[name], few)
     works = floors | {name: partial(run_pass, losses[name], inputs) for name in names}
     seconds = take_turns(works, 1, CPU)
     if sum(each for (each,) in seconds.values()) < arguments.limit_seconds:

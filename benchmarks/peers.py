@@ -286,15 +286,17 @@ MAKERS: dict[str, Callable[[Case, torch.device], Loss]] = {
 class Products:
     """The floor: a loss's matrix products in chunks of rows, each into memory that is there already.
 
+    `panel`: vocabulary rows of one product for logits, as far as those are done in parts; 0: all at once.
     Student logits, teacher logits (if there is a teacher), the hidden states' gradient and the weight's, which is
     summed over chunks in float32 by addmm. Logits are float32; half-precision operands stay as they are, and random
     numbers of their dtype stand where the logits' gradient would be.
     """
 
-    def __init__(self, inputs: Inputs, rows: int, teacher: bool):
+    def __init__(self, inputs: Inputs, rows: int, teacher: bool, panel: int = 0):
         self.hidden_TD, self.weight_VD = inputs.hidden_TD.detach(), inputs.weight_VD.detach()
         self.teacher = (inputs.teacher_hidden_TE, inputs.teacher_weight_VE) if teacher else None
         self.rows = min(rows, len(self.hidden_TD))
+        self.panel = panel or len(self.weight_VD)
         vocabulary, device = len(self.weight_VD), self.weight_VD.device
         self.logits_CV = torch.empty(self.rows, vocabulary, device=device)
         self.grad_CV = self.logits_CV
@@ -309,13 +311,18 @@ class Products:
             logits_CV, grad_CV = self.logits_CV[: len(hidden_CD)], self.grad_CV[: len(hidden_CD)]
             if self.teacher is not None:
                 hidden_TE, weight_VE = self.teacher
-                product(hidden_TE[start : start + self.rows], weight_VE.t(), logits_CV)
-            product(hidden_CD, self.weight_VD.t(), logits_CV)
+                self._project(hidden_TE[start : start + self.rows], weight_VE, logits_CV)
+            self._project(hidden_CD, self.weight_VD, logits_CV)
             product(grad_CV, self.weight_VD, self.hidden_grad_TD[start : start + self.rows])
             if start == 0:
                 product(grad_CV.t(), hidden_CD, self.weight_grad_VD)
             else:
                 add_product(grad_CV.t(), hidden_CD, self.weight_grad_VD)
+
+    def _project(self, hidden: Tensor, weight: Tensor, logits_CV: Tensor) -> None:
+        for start in range(0, len(weight), self.panel):
+            part = slice(start, start + self.panel)
+            product(hidden, weight[part].t(), logits_CV[:, part])
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -34,7 +34,7 @@ from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_gr
 TILE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 #: the fewest and the most rows of a tile: below the first, matrix products are far from their speed and, on a GPU,
 #: summing the weight's float32 gradient is bandwidth-bound; above the second there is nothing to win
-TILE_ROWS = {"cpu": (64, 768), "cuda": (1024, 4096)}
+TILE_ROWS = {"cpu": (64, 512), "cuda": (1024, 4096)}
 
 
 @dataclass(frozen=True)
