@@ -6,7 +6,8 @@
 One loss (`--case`), float32 on a CPU, with smaller widths than benchmarks/objective.py so that the whole takes about
 a quarter of an hour on two cores. Contestants take turns at every point; where one pass of all takes longer than
 `--limit-seconds` there is one turn, and whoever would take longer than that alone, or would not fit into the memory
-that is free, is left out from there on. The floor is the fastest of the chunk sizes `--floor-rows`.
+that is free, is left out from there on. The floor is the fastest of `--floor-rows`
+and `--floor-panels`.
 
 Ranks are processes that share `--threads` cores and the work: each holds its rows of both heads and takes
 max(1, threads / ranks) threads, so with more ranks than cores they wait for each other. `efficiency` is the time of
