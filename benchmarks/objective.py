@@ -6,7 +6,8 @@
 
 Every contestant (benchmarks/peers.py) computes the same loss from the same inputs, forward and backward; how far its
 loss and gradients are from ours is measured first and stands beside its time. benchmarks/measure.py says how time and
-memory are taken. Ratios are of medians over rounds; those of minima are in the result as well.
+memory are taken. Ratios are of neighbours in the same round, since a shared machine's speed drifts, and the median
+over rounds counts; ratios of minima are in the result as well.
 
 The floor is the time of the same matrix products with nothing between them: of several chunk sizes, and of products
 for logits that are whole or in panels of the vocabulary, the fastest counts. On a GPU the aims are held against a
@@ -41,8 +42,21 @@ SAME = {"fp32": 1e-3, "bf16": 3e-2}
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "jsd+0.3*cross_entropy")
 #: over T, the largest memory divided by the smallest: above it, memory is not flat
 FLAT = 1.25
+#: the products of a dense teacher's case, and those of the student alone
+FLOORS = ("floor", "student_floor")
 MIB = 1 << 20
-COLUMNS = ["case", "contestant", "seconds", "min–max", "/floor", "/ours", "first s", "extra MiB", "distance"]
+COLUMNS = [
+    "case",
+    "contestant",
+    "seconds",
+    "min–max",
+    "/floor",
+    "minima",
+    "/ours",
+    "first s",
+    "extra MiB",
+    "distance",
+]
 
 
 def main() -> None:
@@ -63,6 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE", help=", ".join(CASES))
     add("--rounds", type=int, default=7)
     add("--floor-rows", type=int, nargs="+", default=[256, 512, 1024], help="chunk sizes of the floor")
+    add("--floor-rounds", type=int, default=3, help="after which the fastest of them is known")
     add("--floor-panels", type=int, nargs="+", default=None, help="vocabulary rows of a product; 0 for all")
     add("--square", type=int, default=None, help="of the product that gives the matrix rate (4096; on a GPU 8192)")
     add("--memory-tokens", type=int, nargs="*", default=[1024, 8192, 32768], help="where memory should be flat")
@@ -85,9 +100,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in arguments.cases:
         entrants[name], absent[name] = contestants(CASES[name], device)
     cases = {name: first_calls(losses, inputs) for name, losses in entrants.items()}
-    seconds = time_all(entrants, inputs, arguments)
+    floor = floors(inputs, sizes, arguments)
+    seconds = time_all(entrants, inputs, floor, arguments)
     inputs.clear_gradients()
-    floor = floors(seconds, sizes, arguments)
     for name, entries in cases.items():
         add_times(name, entries, seconds, floor)
         entries["stillhouse"]["chunk_tokens"] = chunk_tokens(name, inputs)
@@ -126,19 +141,23 @@ def chunk_tokens(case: str, inputs: Inputs) -> float:
 
 
 def time_all(
-    entrants: dict[str, dict[str, Loss]], inputs: Inputs, arguments: argparse.Namespace
+    entrants: dict[str, dict[str, Loss]], inputs: Inputs, floor: dict[str, Any], arguments: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Seconds per round of `case/contestant`, of `floor/rows/panel`, `student_floor/rows/panel` and `square`."""
-    device = inputs.weight_VD.device
-    works: dict[str, Callable[[], Any]] = {"square": partial(torch.mm, *square_operands(arguments, device))}
-    for rows, panel in product(arguments.floor_rows, arguments.floor_panels):
-        works[f"floor/{rows}/{panel}"] = Products(inputs, rows, teacher=True, panel=panel)
-        works[f"student_floor/{rows}/{panel}"] = Products(inputs, rows, teacher=False, panel=panel)
-    for work in works.values():
-        work()
+    """Seconds per round of `case/contestant`, and of `case/floor`, which comes beside ours."""
+    fastest = {kind: products(inputs, kind, *floor[kind]["fastest"]) for kind in FLOORS}
+    works: dict[str, Callable[[], Any]] = {}
     for case, losses in entrants.items():
+        works[f"{case}/floor"] = fastest[floor_kind(case)]
         works |= {f"{case}/{name}": partial(run_pass, loss, inputs) for name, loss in losses.items()}
-    return take_turns(works, arguments.rounds, device)
+    return take_turns(works, arguments.rounds, inputs.weight_VD.device)
+
+
+def products(inputs: Inputs, kind: str, rows: int, panel: int) -> Products:
+    return Products(inputs, rows, teacher=kind == "floor", panel=panel)
+
+
+def floor_kind(case: str) -> str:
+    return "floor" if CASES[case].dense_teacher else "student_floor"
 
 
 def square_operands(arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -151,16 +170,22 @@ def square_side(arguments: argparse.Namespace) -> int:
     return arguments.square or (8192 if arguments.device.startswith("cuda") else 4096)
 
 
-def floors(seconds: dict[str, list[float]], sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
-    """With and without the teacher: the time at the fastest chunk and panel, at all, and by flops alone."""
+def floors(inputs: Inputs, sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
+    """With and without the teacher: the fastest chunk and panel, seconds of all of them, and the time by flops."""
+    device = inputs.weight_VD.device
+    ways = list(product(arguments.floor_rows, arguments.floor_panels))
+    works: dict[str, Callable[[], Any]] = {"square": partial(torch.mm, *square_operands(arguments, device))}
+    works |= {f"{kind}/{way}": products(inputs, kind, *way) for kind in FLOORS for way in ways}
+    for work in works.values():
+        work()
+    seconds = take_turns(works, arguments.floor_rounds, device)
     rate = 2 * square_side(arguments) ** 3 / statistics.median(seconds["square"])
     result: dict[str, Any] = {"matrix_rate_gflops": round(rate / 1e9, 1)}
-    for kind in ("floor", "student_floor"):
-        all_ways = {way: spread(seconds[way]) for way in seconds if way.startswith(f"{kind}/")}
-        fastest = min(all_ways, key=lambda way: all_ways[way]["median"])
-        result[kind] = all_ways[fastest] | {
+    for kind in FLOORS:
+        fastest = min(ways, key=lambda way: statistics.median(seconds[f"{kind}/{way}"]))
+        result[kind] = {
             "fastest": fastest,
-            "all_ways": all_ways,
+            "rows_panel": [[*way, spread(seconds[f"{kind}/{way}"])] for way in ways],
             "by_flops": sizes.product_flops(teacher=kind == "floor") / rate,
         }
     return result
@@ -173,17 +198,21 @@ def spread(seconds: list[float]) -> dict[str, Any]:
 def add_times(
     case: str, entries: dict[str, dict[str, Any]], seconds: dict[str, list[float]], floor: dict[str, Any]
 ) -> None:
-    """Seconds and their ratios: to the floor, to the floor by flops, and to ours."""
-    own_floor = floor["floor" if CASES[case].dense_teacher else "student_floor"]
-    ours = spread(seconds[f"{case}/stillhouse"])
+    """Seconds and, round by round, their ratios: to the floor, to the floor by flops, and to ours."""
+    at_floor, ours = seconds[f"{case}/floor"], seconds[f"{case}/stillhouse"]
     for name, entry in entries.items():
-        own = spread(seconds[f"{case}/{name}"])
-        entry["seconds"] = own
-        entry["over_floor"] = own["median"] / own_floor["median"]
-        entry["over_floor_of_minima"] = own["min"] / own_floor["min"]
-        entry["over_floor_by_flops"] = own["median"] / own_floor["by_flops"]
-        entry["over_ours"] = own["median"] / ours["median"]
-        entry["over_ours_of_minima"] = own["min"] / ours["min"]
+        own = seconds[f"{case}/{name}"]
+        entry["seconds"] = spread(own)
+        entry["over_floor"] = median_ratio(own, at_floor)
+        entry["over_floor_of_minima"] = min(own) / min(at_floor)
+        entry["over_floor_by_flops"] = statistics.median(own) / floor[floor_kind(case)]["by_flops"]
+        entry["over_ours"] = median_ratio(own, ours)
+        entry["over_ours_of_minima"] = min(own) / min(ours)
+    entries["stillhouse"]["floor_seconds"] = spread(at_floor)
+
+
+def median_ratio(these: list[float], those: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(these, those, strict=True))
 
 
 def measure_memory(cases: dict[str, dict[str, Any]], sizes: Sizes, arguments: argparse.Namespace) -> dict[int, int]:
@@ -290,9 +319,10 @@ def installed_version(package: str) -> str | None:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    for kind in ("floor", "student_floor"):
+    for kind in FLOORS:
         floor = result["floor"][kind]
-        print(f"{floor['fastest']}: {floor['median']:.4f} s, {floor['by_flops']:.4f} s by flops")
+        rows, panel = floor["fastest"]
+        print(f"{kind}: fastest with chunks of {rows} and panels of {panel or 'all'} rows")
     same = SAME[result["sizes"]["dtype"]]
     rows = [row(case, name, entry, same) for case, each in result["cases"].items() for name, entry in each.items()]
     print_table(COLUMNS, rows)
@@ -308,6 +338,7 @@ def row(case: str, name: str, entry: dict[str, Any], same: float) -> list[str]:
         f"{seconds['median']:.4f}",
         f"{seconds['min']:.4f}–{seconds['max']:.4f}",
         f"{entry['over_floor']:.2f}",
+        f"{entry['over_floor_of_minima']:.2f}",
         f"{entry['over_ours']:.2f}",
         f"{entry['first_call_seconds']:.2f}",
         f"{entry['extra_bytes'] / MIB:.1f}" if "extra_bytes" in entry else "",
