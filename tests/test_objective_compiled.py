@@ -50,6 +50,7 @@ from stillhouse.objective import (
     reverse_kl,
     tile,
 )
+from stillhouse.objective.head import Projection
 from stillhouse.objective.reference import dense_objective
 
 pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
@@ -248,6 +249,20 @@ def test_numbers_that_differ_between_plans_stay_constants() -> None:
     assert not compiled._without_compiler
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of what it leaves out
+def test_a_caller_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = leaves_of()
+    expected = run(linear_objective, leaves, plain_terms())
+
+    def loss(hidden_TD: Tensor) -> Tensor:
+        return linear_objective(2 * hidden_TD, OutputHead(leaves.weight, leaves.bias), plain_terms()).loss
+
+    hidden_TD = (leaves.hidden / 2).requires_grad_()
+    torch.compile(loss, backend="eager")(hidden_TD).backward()
+    assert hidden_TD.grad is not None
+    assert distance(hidden_TD.grad / 2, expected.gradients["hidden"]) <= 1e-6
+
+
 # where nothing can be compiled
 
 
@@ -271,7 +286,10 @@ def two_plans(folder: Path, **environment: str) -> tuple[list[dict[str, Tensor]]
 
 @pytest.mark.parametrize(
     ("variable", "value", "warnings"),
-    [("CXX", "/nonexistent/c++", 1), ("TORCH_COMPILE_DISABLE", "1", 0)],
+    [
+        ("CXX", "/nonexistent/c++", 1),
+        ("TORCH_COMPILE_DISABLE", "1", 0),
+    ],
     ids=["no compiler", "turned off"],
 )
 def test_without_compiling(variable: str, value: str, warnings: int, tmp_path: Path) -> None:
@@ -317,6 +335,18 @@ def test_half_precision_student_close_to_its_teacher(dtype: torch.dtype) -> None
         error = distance(fast.gradients[name], gradient)
         assert error <= 5e-3, name
         assert distance(rounded[name], gradient) >= max(10 * error, 1e-2), name
+
+
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+def test_a_gradient_that_is_rounded_before_its_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does, whose matrix units take half-precision operands; fp16's range is too small for it there."""
+    rounding = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    monkeypatch.setattr(Projection, "operand", lambda _, grad_CV: grad_CV.to(rounding).to(grad_CV.dtype))
+    leaves, teacher = near_teacher(64, dtype)
+    terms: list[Term] = [Distill(teacher, forward_kl())]
+    fast = run(linear_objective, leaves, terms)
+    for name, gradient in exact(leaves, terms).gradients.items():
+        assert distance(fast.gradients[name], gradient) <= 5e-3, name
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 4])

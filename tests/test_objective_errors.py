@@ -76,6 +76,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "no terms": (lambda: objective([]), "no terms: expected at least one"),
     "normalizer": (lambda: objective(normalizer=0), "normalizer=0: expected the positive number"),
     "negative normalizer": (lambda: objective(normalizer=-3.0), "normalizer=-3.0: expected the positive number"),
+    "normalizer as a tensor": (lambda: objective(normalizer=torch.zeros(())), "normalizer=0"),
     "nan normalizer": (lambda: objective(normalizer=NAN), "normalizer=nan"),
     "infinite normalizer": (lambda: objective(normalizer=math.inf), "normalizer=inf"),
     "normalizer of another kind": (lambda: objective(normalizer=np.float32("nan")), "normalizer=nan"),

@@ -192,7 +192,7 @@ def test_chunks_of_which_each_rank_would_choose_another_number(pool: RankPool, b
     """By memory a rank with few rows of the head could take more tokens at a time than the others."""
     problem = partial(problems.of_tokens, 150)
     case = Case("small tiles", problem, Layout(borders), chunk_tokens=None, counts_collectives=True)
-    outcomes = pool.call(jobs.in_small_tiles, case, limit=10.0)[: len(borders)]
+    outcomes = pool.call(jobs.in_small_tiles, case)[: len(borders)]
     assert complaints(case.layout, outcomes, problem(), oracle(problem())) == []
     assert outcomes[0].forward[GATHER] > 2
 
@@ -268,12 +268,10 @@ def test_random_layouts(pool: RankPool, seed: int) -> None:
     check(pool, cases)
 
 
-@pytest.mark.slow
-def test_shards_of_which_some_are_compiled(pool: RankPool) -> None:
+@pytest.mark.parametrize("expression", ["jsd(0.3)", pytest.param("forward_kl", marks=pytest.mark.slow)])
+def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> None:
     """From 2048 columns on the pointwise work is compiled: on one rank here, and not on the others."""
-    named = {
-        each: partial(problems.distillation, each, "full", vocabulary=3000) for each in ("forward_kl", "jsd(0.3)")
-    }
+    named = {expression: partial(problems.distillation, expression, "full", vocabulary=3000)}
     answers = pool.run(on_shards, over(Layout(cut(0, 2500, 2600, 3000)), named), limit=300.0)
     for problem, answer in zip(named.values(), answers, strict=True):
         assert not isinstance(answer, Failure), answer

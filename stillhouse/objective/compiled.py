@@ -43,7 +43,7 @@ def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], 
             torch._dynamo.mark_dynamic(tensor, 0)
     try:
         return _compiled(function, plan, columns)(tiles_BV, *rest)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:  # OSError: a cache that cannot be written
         _without_compiler.add(device)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# torch.compiler.disable without its second of imports: a caller that is compiled leaves the pass out
+from torch._compile import _disable_dynamo
+
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.keys import CHUNK_TOKENS, StatisticKeys, unique_names
 from stillhouse.objective.plan import Plan, PlanBuilder
@@ -61,6 +64,7 @@ class ObjectiveOutput:
     per_token: dict[str, Tensor]
 
 
+@_disable_dynamo
 def linear_objective(
     hidden_TD: Tensor,
     head: OutputHead,
@@ -85,8 +89,8 @@ def linear_objective(
     jsd, skewed KL and total variation; in backward an all-reduce of the hidden states' gradient [T, D] in float32,
     unless `VocabShard.reduce_hidden_grad` is False.
 
-    Raises ValueError where shapes disagree, for a normalizer that is no positive number and, of tensors on a CPU, for
-    weights that are not finite and rows that come twice.
+    Raises ValueError where shapes disagree and, of numbers and of tensors on a CPU, for a normalizer that is not
+    positive, weights that are not finite and rows that come twice.
     """
     if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
         raise ValueError(
@@ -97,6 +101,7 @@ def linear_objective(
     return _objective(source, leaves, terms, hidden_TD.shape[0], weights_T, normalizer, valid_index, chunk_tokens)
 
 
+@_disable_dynamo
 def logits_objective(
     logits_TV: Tensor,
     terms: Sequence[Term],
@@ -294,7 +299,9 @@ def _check(
             raise ValueError(f"{what} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
     if valid_index is not None:
         _check_index(valid_index, tokens)
-    if not isinstance(normalizer, Tensor) and not 0 < normalizer < math.inf:
+    # a tensor on a GPU is not looked at, which would wait for it
+    known = not isinstance(normalizer, Tensor) or normalizer.device.type == "cpu"
+    if known and not 0 < float(normalizer) < math.inf:
         raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
@@ -320,7 +327,9 @@ def _check_index(valid_index: Tensor, tokens: int) -> None:
 def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: torch.device) -> Tensor | None:
     if valid_index is None and weights_T is not None and weights_T.device.type == "cpu":
         valid_index = weights_T.nonzero()[:, 0]
-    return None if valid_index is None else valid_index.to(device)
+    if valid_index is None or device.type != "cuda" or valid_index.device.type != "cpu":
+        return None if valid_index is None else valid_index.to(device)
+    return valid_index.pin_memory().to(device, non_blocking=True)
 
 
 def _reciprocal(normalizer: float | Tensor, source: Source) -> Tensor:

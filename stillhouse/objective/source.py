@@ -91,8 +91,8 @@ class Source:
         """A dense teacher's logits on this rank's columns: they hold all columns, or just these."""
         if logits_TV.shape[1] == self.vocabulary:
             return logits_TV[:, self.start : self.stop]
-        if self.shard is not None and logits_TV.shape[1] == self.columns:
-            return logits_TV
+        if self.shard is not None and logits_TV.shape[1] in (self.columns, self.shard.stop - self.shard.start):
+            return logits_TV[:, : self.columns]  # behind them are padded rows
         raise ValueError(
             f"teacher logits over {logits_TV.shape[1]} tokens, student over {self.vocabulary}; expected the same "
             "vocabulary: cut padded columns off, or set vocab_size on the head"

@@ -152,7 +152,7 @@ _TRAVELLED = WeakTensorKeyDictionary()
 
 def _once(rows_VX: Tensor, layout: object, make: Callable[[], Tensor]) -> Tensor:
     # by the tensor itself, not its address: every rank then finds or misses it in the same pass
-    key = (rows_VX._version, layout)
+    key = (0 if rows_VX.is_inference() else rows_VX._version, layout)
     kept = _TRAVELLED.get(rows_VX)
     if kept is None or kept[0] != key:
         kept = _TRAVELLED[rows_VX] = (key, make())
