@@ -107,7 +107,9 @@ def steps_of_a_run(session: Session, turn: int) -> list[float]:
 
 def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
     """The same steps' parts, each timed by itself, on micro-batches that are there already."""
-    optimizer = make_optimizer(session.student, learning_rate=1e-5, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = make_optimizer(
+        session.student.parameters(), learning_rate=1e-5, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8
+    )
     for step in range(session.plan.steps):
         rows = session.plan.micro_batches(session.train, step)
         batches = [session.train.batch(each).to(session.device) for each in rows]

@@ -149,9 +149,9 @@ class RankPool:
 
 
 @cache
-def shared_pool() -> RankPool:
-    """The four ranks that the tests of a process share; they go when it does."""
-    return RankPool(4)
+def shared_pool(size: int = 4) -> RankPool:
+    """The ranks that the tests of a process share; they go when it does."""
+    return RankPool(size)
 
 
 def _send(pipe: Connection, value: Any) -> None:

@@ -47,7 +47,9 @@ def stepped(session: Session) -> torch.optim.Optimizer:
 
 
 def fresh_optimizer(session: Session) -> torch.optim.AdamW:
-    return make_optimizer(session.student, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    return make_optimizer(
+        session.student.parameters(), learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
+    )
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)])

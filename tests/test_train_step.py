@@ -204,7 +204,9 @@ def test_bfloat16_is_for_products_only(tmp_path: Path) -> None:
     assert rounded_loss != loss
     whole, plain = (torch.cat([each[name].flatten() for name in expected]) for each in (given, expected))
     assert 0 < (whole - plain).norm() / plain.norm() < 0.1
-    optimizer = make_optimizer(rounded.student, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = make_optimizer(
+        rounded.student.parameters(), learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8
+    )
     optimizer_step(optimizer, 1e-3)
     moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
     assert all(each.dtype == torch.float32 for each in moments)
@@ -272,7 +274,7 @@ def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
     session = session_of(tmp_path, tied=True)
     before = {name: each.detach().clone() for name, each in session.student.named_parameters()}
     settings = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.95), "eps": 1e-8}
-    optimizer = make_optimizer(session.student, **settings)
+    optimizer = make_optimizer(session.student.parameters(), **settings)
     for parameter in session.student.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer_step(optimizer, 0.2)  # the rate of the step, not the one at the start

@@ -36,6 +36,19 @@ class Batch:
     document_T: Tensor  # int64: the document's number in its Documents, -1 for padding
     valid_tokens: int  # how many rows have weight, known without asking the device
 
+    def part(self, number: int, count: int) -> "Batch":
+        """A context rank's part: columns of each sequence, labels and all. `count` divides the sequences' length."""
+        if count == 1:
+            return self
+        shape_BS = self.input_ids_BS.shape
+        cut: dict[str, Any] = {
+            name: getattr(self, name).view(shape_BS).chunk(count, 1)[number].contiguous()
+            for name in ("input_ids_BS", "position_ids_BS", "labels_T", "weights_T", "document_T")
+        }
+        flat = {name: value.flatten() for name, value in cut.items() if name.endswith("_T")}
+        valid_index = flat["weights_T"].nonzero()[:, 0]
+        return replace(self, **(cut | flat), valid_index=valid_index, valid_tokens=len(valid_index))
+
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
         moved: dict[str, Any] = {

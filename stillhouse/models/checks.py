@@ -76,7 +76,7 @@ def verify_wrapping(model: PreTrainedModel, decoder: "Decoder") -> None:
         raise ValueError(f"{_describe(model)}: its logits are not finite in {hidden.dtype}: try a wider dtype")
 
     _check_causal(model, hidden[0, :-1], hidden[2, :-1])
-    _check_logits(model, decoder.head.tensors(), logits, expected)
+    _check_logits(model, decoder.output_head(), logits, expected)
     positions = torch.arange(_PROBE_TOKENS, device=device).repeat(1, 2)
     packed, _ = decoder(torch.cat([first, second])[None], positions, processor=_hidden_and_logits)
     _check_packing(model, packed[0, _PROBE_TOKENS:], hidden[1])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.models.checks import require_decoder, verify_wrapping
-from stillhouse.models.head import Head, LogitRule, OutputProcessor
+from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.objective import FullVocab, OutputHead
 
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
 
     pretrained: PreTrainedModel
     backbone: nn.Module
-    head: Head
+    head: Head | NoHead
     tied: bool  # whether the head's weight is the input embedding's
     embedding_name: str  # of the input embedding's weight among this module's parameters
 
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
 
         `input_ids`: [B, S]. Several documents in a row: `position_ids` [B, S] (or [1, S] for all rows) restarts at
         each, without an attention mask. `attention_mask`: [B, S], 1 for tokens and 0 for padding. `backbone_kwargs`
-        go to the model.
+        go to the model; `inputs_embeds` [B, S, D] among them stands for the ids, which are None then.
         """
         if position_ids is not None:
             if attention_mask is not None:
@@ -125,14 +125,28 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def signal(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **backbone_kwargs: Any,
     ) -> FullVocab:
         """What this model says as a teacher, exactly: hidden states [T, E] and its head, both without grad.
 
         `input_ids`: [B, S]. Computed in eval mode whatever `train()` said; the mode is put back.
         """
         with evaluating(self):
-            return self(input_ids, position_ids, attention_mask, processor=_full_vocab)
+            return self(input_ids, position_ids, attention_mask, processor=full_vocab, **backbone_kwargs)
+
+    @property
+    def has_head(self) -> bool:
+        """False for a part of a model whose head is elsewhere: it gives hidden states."""
+        return isinstance(self.head, Head)
+
+    def layers(self) -> list[nn.Module]:
+        """The backbone's layers that are here, in their order."""
+        layers: Any = self.backbone.layers
+        return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -141,11 +155,21 @@ class Decoder(nn.Module):
     @property
     def vocabulary_rows(self) -> int:
         """Rows of the head: the tokenizer's vocabulary, and any padding above it."""
-        return self.head.linear.out_features
+        return self._own_head.linear.out_features
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The head's [V, D], as it lies here."""
+        return self._own_head.linear.weight
 
     def output_head(self) -> OutputHead:
         """The head's tensors outside a forward: for an unsharded model."""
-        return self.head.tensors()
+        return self._own_head.tensors()
+
+    @property
+    def _own_head(self) -> Head:
+        assert isinstance(self.head, Head), "the head of this decoder is on another process"
+        return self.head
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in backward in place of keeping its activations; the head runs once as before."""
@@ -173,7 +197,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             each.training = True
 
 
-def _full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
+def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
+    """The output processor of a teacher: what it says, without a gradient."""
     bias = None if head.bias is None else head.bias.detach()
     frozen = dataclasses.replace(head, weight_VD=head.weight_VD.detach(), bias=bias)
     return FullVocab(hidden_states.flatten(0, -2), frozen)
@@ -209,4 +234,4 @@ def _tie_again(decoder: nn.Module, _: Any) -> None:
     """`load_state_dict(assign=True)` gives the embedding and the head a parameter each."""
     assert isinstance(decoder, Decoder)
     if decoder.tied:
-        decoder.head.linear.weight = decoder.pretrained.get_input_embeddings().weight
+        decoder._own_head.linear.weight = decoder.pretrained.get_input_embeddings().weight

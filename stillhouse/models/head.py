@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
-from stillhouse.objective import OutputHead
+from stillhouse.objective import OutputHead, VocabShard
 
 
 class OutputProcessor(Protocol):
@@ -50,17 +51,21 @@ class LogitRule:
 
 
 class Head(nn.Module):
-    """The projection onto the vocabulary, as a module that runs a processor."""
+    """The projection onto the vocabulary, as a module that runs a processor.
+
+    `shard`: which rows of the weight are on this process, once someone has laid it over several.
+    """
 
     def __init__(self, linear: nn.Linear, rule: LogitRule):
         super().__init__()
         self.linear = linear
         self.rule = rule
+        self.shard: VocabShard | None = None
 
     def tensors(self) -> OutputHead:
         """The head as the objective takes it, sharing weight and bias, so that gradients reach them."""
-        weight_VD, bias = self.linear.weight, self.linear.bias
-        return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap)
+        weight_VD, bias = _local(self.linear.weight), _local(self.linear.bias)
+        return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap, shard=self.shard)
 
     def forward(
         self,
@@ -74,6 +79,19 @@ class Head(nn.Module):
         if processor is None:
             return head.logits(hidden_BSD)
         return processor(hidden_states=hidden_BSD, head=head, context=context, depth=depth)
+
+
+class NoHead(nn.Module):
+    """In the place of a head that is on another process: hands the hidden states on."""
+
+    def forward(
+        self, hidden_BSD: Tensor, processor: OutputProcessor | None = None, context: Any = None, depth: int = 0
+    ) -> Tensor:
+        return hidden_BSD
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _number(config: PreTrainedConfig, name: str, absent: float) -> float:

@@ -31,7 +31,7 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
     config, plan, student = session.config, session.plan, session.student
     settings = config.train
     optimizer = make_optimizer(
-        student,
+        student.parameters(),
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
         betas=settings.betas,

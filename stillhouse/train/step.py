@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stillhouse.data import Batch
 from stillhouse.models import Decoder
@@ -108,12 +109,24 @@ def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
 
 
 def make_optimizer(
-    student: Decoder, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float
+    parameters: Iterable[nn.Parameter],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
 ) -> torch.optim.AdamW:
     """AdamW. Matrices decay; vectors (norms and biases) do not."""
-    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [each for each in trained if each.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [each for each in trained if each.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # updated together: only what lies alike can be
+            lies = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups[parameter.dim() >= 2, lies].append(parameter)
+    decay = {True: weight_decay, False: 0.0}
+    return torch.optim.AdamW(
+        [{"params": held, "weight_decay": decay[is_matrix]} for (is_matrix, _), held in groups.items()],
+        lr=learning_rate,
+        betas=betas,
+        eps=eps,
+    )

@@ -1,0 +1,106 @@
+"""Context parallelism by Ulysses, applied to a decoder from outside: each rank has a part of every sequence.
+
+Inside attention, and only there, ranks trade: a part of the sequence with all heads for all of the sequence with a
+part of the heads, by one all-to-all each way (Jacobs et al. 2023, arXiv:2309.14509). What attention runs then is
+transformers' own, with the masks of the whole sequence, packed documents and windows included.
+
+B rows, S tokens of the whole sequence, H heads.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_masks_for_generate
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from stillhouse.models import Decoder
+
+
+def apply_context_parallel(decoder: Decoder, group: ProcessGroup) -> None:
+    """From here on the decoder takes this rank's part of each sequence, with its position ids.
+
+    Raises ValueError for an attention that cannot be wrapped, and for heads that the group's size does not divide.
+    """
+    config, ranks = decoder.config.get_text_config(), group.size()
+    inner = config._attn_implementation
+    if inner not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        raise ValueError(
+            f"attention '{inner}' under parallel.context={ranks}: expected one of transformers' own functions, "
+            "such as sdpa or flash_attention_2 (student.attention, teacher.attention)"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % ranks:
+            raise ValueError(
+                f"parallel.context={ranks} does not divide the {name}={heads} of model type '{config.model_type}': "
+                "expected a divisor, since the heads are dealt out over the context ranks"
+            )
+    name = f"ulysses_{inner}_{group.group_name}"
+    AttentionInterface.register(name, _Ulysses(inner, group))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
+    decoder.pretrained.set_attn_implementation(name)
+    decoder.backbone.register_forward_pre_hook(_WholeMask(config, group), with_kwargs=True)
+
+
+class _WholeMask:
+    """Gives a backbone the masks of the whole sequences, from the position ids of all ranks."""
+
+    def __init__(self, config: Any, group: ProcessGroup):
+        self.config, self.group = config, group
+
+    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        own_BS = options["position_ids"].contiguous()
+        parts = [torch.empty_like(own_BS) for _ in range(self.group.size())]
+        dist.all_gather(parts, own_BS, group=self.group)
+        whole_BS = torch.cat(parts, 1)
+        # only its shape, dtype and device are looked at
+        embeddings = torch.empty((), dtype=self.config.dtype, device=own_BS.device).expand(*whole_BS.shape, 1)
+        masks = create_masks_for_generate(self.config, embeddings, None, None, position_ids=whole_BS)
+        return arguments, options | {"attention_mask": masks, "whole_position_ids": whole_BS}
+
+
+class _Ulysses:
+    """An attention function of transformers, run on all of the sequence and a part of the heads."""
+
+    def __init__(self, inner: str, group: ProcessGroup):
+        self.inner, self.group = inner, group
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query_BHSD: Tensor,
+        key_BHSD: Tensor,
+        value_BHSD: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        sides = (_Trade.apply(each, 1, 2, self.group) for each in (query_BHSD, key_BHSD, value_BHSD))
+        # functions that keep packed documents apart by their positions need all of those
+        options["position_ids"] = options.pop("whole_position_ids", None)
+        attention = ALL_ATTENTION_FUNCTIONS[self.inner]
+        output_BSHD, _ = attention(module, *sides, attention_mask, **options)
+        return _Trade.apply(output_BSHD, 1, 2, self.group), None
+
+
+class _Trade(torch.autograd.Function):
+    """Dim `given` is cut into the group's parts, dim `taken` is put together from them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, given: int, taken: int, group: ProcessGroup) -> Tensor:
+        ctx.given, ctx.taken, ctx.group = given, taken, group
+        return _trade(tensor, given, taken, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _trade(grad, ctx.taken, ctx.given, ctx.group), None, None, None
+
+
+def _trade(tensor: Tensor, given: int, taken: int, group: ProcessGroup) -> Tensor:
+    outgoing = torch.stack(tensor.chunk(group.size(), given))
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    return torch.cat(incoming.unbind(0), taken)

@@ -1,0 +1,69 @@
+"""Which process does what: the degrees of a layout, this process's place in it, and the groups that it talks to.
+
+Ranks count with the tensor degree fastest, so that those who talk most are neighbours: pipeline, replicate, fsdp,
+context, tensor.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Into how many parts a run is cut, each way. `expert` cuts the experts over fsdp, context and tensor ranks."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.pipeline * self.replicate * self.fsdp * self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        """The parts among which each step's sequences are dealt out."""
+        return self.replicate * self.fsdp
+
+    @property
+    def shard(self) -> int:
+        """The processes that share weights, gradients and optimizer state: those of one sequence, too."""
+        return self.fsdp * self.context
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {degree}" for name, degree in asdict(self).items() if degree > 1) or "1 process"
+
+
+class Mesh:
+    """The processes of a run as grids: the first `degrees.processes` of the world.
+
+    Making one is a collective of the whole world, also of processes that it does not count.
+
+    weights: (pipeline, replicate, shard, tensor), where weights lie.
+    tokens: (pipeline, data, context, tensor), where tokens lie.
+    experts: (pipeline, replicate, shard, expert), where experts lie.
+    everyone: the group of all of them.
+    """
+
+    def __init__(self, degrees: Degrees, device: torch.device):
+        self.degrees, self.device = degrees, device
+        pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
+        self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
+        self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
+        self.experts = self._grid(
+            pipeline=pipeline, replicate=replicate, shard=shard * tensor // degrees.expert, expert=degrees.expert
+        )
+        self.everyone = dist.new_group(list(range(degrees.processes)))
+
+    def place(self, axis: str) -> int:
+        """This process's number along an axis of `tokens`."""
+        return self.tokens.get_local_rank(axis)
+
+    def _grid(self, **sizes: int) -> DeviceMesh:
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

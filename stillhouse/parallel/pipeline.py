@@ -1,0 +1,231 @@
+"""The twin pipeline: student and teacher travel through the same stages side by side, by torch's schedules.
+
+A stage holds some layers of both. What passes between stages is the pair of hidden states, never logits; the
+teacher's half has no gradient. On the last stage both of the same micro-batch stand side by side, and the output
+processor runs in the student's head as it does without a pipeline. Only hidden states travel: what a micro-batch is
+about, every rank has already, and finds by its number.
+
+B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from stillhouse.parallel.gradients import local, settle
+from stillhouse.parallel.twin import Twin, Work
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """torch's schedule, the stages that each rank has, and whether they lie in a V: the last beside the first."""
+
+    schedule: Callable[..., Any]
+    per_rank: int = 1
+    in_v: bool = False
+
+    def stages_of(self, rank: int, ranks: int) -> list[int]:
+        """The numbers of a rank's stages."""
+        if self.in_v:
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank + turn * ranks for turn in range(self.per_rank)]
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        return 2 * ranks - 1 - stage if self.in_v and stage >= ranks else stage % ranks
+
+
+SCHEMES = {
+    "gpipe": Scheme(ScheduleGPipe),
+    "1f1b": Scheme(Schedule1F1B),
+    "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
+    "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2),
+    "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True),
+}
+
+
+@dataclass(frozen=True)
+class Width:
+    """Of the hidden states that travel: D and E, and their dtypes."""
+
+    student: int
+    student_dtype: torch.dtype
+    teacher: int = 0
+    teacher_dtype: torch.dtype = torch.float32
+
+
+class Pipeline:
+    """The stages of this rank and their schedule. `twins`: by stage number.
+
+    tied: the student's embedding, on the first stage, and its head, on the last, are one weight. Both have it; their
+    gradients are summed after every step, so that they stay equal.
+    """
+
+    def __init__(
+        self,
+        twins: dict[int, Twin],
+        scheme: Scheme,
+        width: Width,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        tied: bool = False,
+    ):
+        self.stages = {number: _Stage(number, twin) for number, twin in twins.items()}
+        self.tied = tied
+        self.scheme, self.width, self.group, self.device = scheme, width, group, device
+        self.ranks, self.rank = group.size(), group.rank()
+        self.count = self.ranks * scheme.per_rank
+        self._schedules: dict[tuple[Any, ...], Any] = {}
+
+    def forward_backward(self, works: Sequence[Work]) -> list[Any]:
+        """Adds the gradients of the works' losses; gives what the processor made of each, on the last stage's rank.
+
+        All works have the same shape. Raises ValueError for a number of them that the schedule cannot take.
+        """
+        numbers = torch.arange(len(works))
+        made = self._begin(works)
+        schedule = self._schedule(works)
+        first = (numbers,) if 0 in self.stages else ()
+        target = numbers if self.count - 1 in self.stages else None
+        schedule.step(*first, target=target, number=numbers, return_outputs=False)
+        if self.tied:
+            self._sum_tied_gradient()
+        return [made[number] for number in sorted(made)]
+
+    @torch.no_grad()
+    def forward(self, works: Sequence[Work]) -> list[Any]:
+        """What the processor makes of each work, on the last stage's rank; no gradient. Any number, any shapes.
+
+        Not by torch's schedules: that of ZBV does not evaluate (torch 2.13), and without a backward there is nothing
+        to schedule. All works go through a stage before the rank turns to its next one.
+        """
+        made = self._begin(works)
+        stays: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # from a stage to the next on the same rank
+        sent: list[tuple[Any, Tensor]] = []
+        for number, stage in sorted(self.stages.items()):
+            before, behind = (self.scheme.rank_of(each, self.ranks) for each in (number - 1, number + 1))
+            for at, work in enumerate(works):
+                received: tuple[Tensor, ...] = ()
+                if number and before != self.rank:
+                    received = self._receive(work, before)
+                elif number:
+                    received = stays.pop((number - 1, at))
+                passed = stage(*received, number=torch.tensor([at]))
+                if number + 1 == self.count:
+                    continue
+                if behind == self.rank:
+                    stays[number, at] = passed
+                else:
+                    sent += [(dist.isend(each, group=self.group, group_dst=behind), each) for each in passed]
+        for sending, _ in sent:
+            sending.wait()
+        return [made[number] for number in sorted(made)]
+
+    def _sum_tied_gradient(self) -> None:
+        first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
+        if self.rank not in (first, last):
+            return
+        gradients = [local(weight.grad) for weight in settle(self._tied_weights()) if weight.grad is not None]
+        if first == last:
+            total = gradients[0] + gradients[1]
+        else:
+            other = torch.empty_like(gradients[0])
+            there = last if self.rank == first else first
+            sending = dist.isend(gradients[0].contiguous(), group=self.group, group_dst=there)
+            dist.recv(other, group=self.group, group_src=there)
+            assert sending is not None  # this rank is of the group
+            sending.wait()
+            total = gradients[0] + other
+        for gradient in gradients:
+            gradient.copy_(total)
+
+    def _tied_weights(self) -> list[nn.Parameter]:
+        """The embedding's and the head's, as far as they are here."""
+        weights = []
+        if 0 in self.stages:
+            weights.append(self.stages[0].twin.student.pretrained.get_input_embeddings().weight)
+        if self.count - 1 in self.stages:
+            weights.append(self.stages[self.count - 1].twin.student.output_weight)
+        return weights
+
+    def _receive(self, work: Work, source: int) -> tuple[Tensor, ...]:
+        rows, tokens = work.tokens.input_ids_BS.shape
+        hidden = self._hidden(rows, tokens, work.asks_teacher)
+        received = tuple(torch.empty_like(each, device=self.device, requires_grad=False) for each in hidden)
+        for each in received:
+            dist.recv(each, group=self.group, group_src=source)
+        return received
+
+    def _begin(self, works: Sequence[Work]) -> dict[int, Any]:
+        made: dict[int, Any] = {}
+        for stage in self.stages.values():
+            stage.works, stage.made = works, made
+        return made
+
+    def _schedule(self, works: Sequence[Work]) -> Any:
+        """torch's, for these shapes: it fixes what travels when it is made."""
+        shapes = {(work.tokens.input_ids_BS.shape, work.asks_teacher) for work in works}
+        assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
+        ((rows, tokens), asks_teacher) = next(iter(shapes))
+        key = (len(works), rows, tokens, asks_teacher)
+        if key not in self._schedules:
+            hidden = self._hidden(rows, tokens, asks_teacher)
+            stages = [self._stage(number, hidden) for number in sorted(self.stages)]
+            options = {"loss_fn": _sum, "scale_grads": False}
+            chosen = stages if self.scheme.per_rank > 1 else stages[0]
+            self._schedules = {key: self.scheme.schedule(chosen, len(works), **options)}
+        return self._schedules[key]
+
+    def _stage(self, number: int, hidden: tuple[Tensor, ...]) -> PipelineStage:
+        anything, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
+        return PipelineStage(
+            self.stages[number],
+            number,
+            self.count,
+            self.device,
+            input_args=hidden if number else (anything,),
+            output_args=hidden if number + 1 < self.count else (loss.requires_grad_(),),
+            group=self.group,
+        )
+
+    def _hidden(self, rows: int, tokens: int, asks_teacher: bool) -> tuple[Tensor, ...]:
+        width = self.width
+        student = torch.empty(rows, tokens, width.student, dtype=width.student_dtype, device="meta")
+        teacher = torch.empty(rows, tokens, width.teacher, dtype=width.teacher_dtype, device="meta")
+        return (student.requires_grad_(), teacher) if asks_teacher else (student.requires_grad_(),)
+
+
+class _Stage(nn.Module):
+    """A twin as torch's schedules call it: with what it received and a micro-batch's number."""
+
+    def __init__(self, number: int, twin: Twin):
+        super().__init__()
+        self.number, self.twin = number, twin
+        self.works: Sequence[Work] = ()
+        self.made: dict[int, Any] = {}
+
+    def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
+        at = int(number)
+        made = self.twin(self.works[at], *(received if self.number else ()))
+        if isinstance(made, tuple):
+            return tuple(each for each in made if each is not None)
+        self.made[at] = made
+        # of one dim: a loss without any breaks the schedule's merge, and the other ranks wait
+        return made.loss.reshape(1)
+
+
+def _sum(loss: Tensor, _: Tensor) -> Tensor:
+    return loss.sum()

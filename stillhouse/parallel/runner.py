@@ -1,0 +1,173 @@
+"""A twin laid over processes: the same two calls under every layout.
+
+runner = lay_out(layout, mesh, make_student, make_teacher)
+runner.forward_backward(works)      gradients are in runner.parameters(), each process's part of them
+runner.forward(works)
+norm = runner.clip(1.0)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillhouse.models import Decoder
+from stillhouse.parallel.context_parallel import apply_context_parallel
+from stillhouse.parallel.fsdp import apply_fsdp
+from stillhouse.parallel.gradients import gradient_norm, scale_gradients, settle
+from stillhouse.parallel.mesh import Degrees, Mesh
+from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
+from stillhouse.parallel.stages import cost_of, keep_layers, split
+from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
+from stillhouse.parallel.twin import Twin, Work
+
+ONE = Degrees()
+
+Maker = Callable[[], Decoder]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run lies over processes. schedule: of the pipeline, a name of `SCHEMES`.
+
+    gathered_dtype: of the layers' weights while fsdp has gathered them; None for their own.
+    offload: weights, gradients and optimizer state in host memory, under fsdp.
+    """
+
+    degrees: Degrees = ONE
+    schedule: str = "1f1b"
+    gathered_dtype: torch.dtype | None = None
+    offload: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline, over all ranks."""
+        pipeline = self.degrees.pipeline
+        return pipeline * SCHEMES[self.schedule].per_rank if pipeline > 1 else 1
+
+
+class Runner:
+    """A twin, or this rank's stages of it, and how works go through."""
+
+    def __init__(
+        self, layout: Layout, twins: dict[int, Twin], pipeline: Pipeline | None, mesh: Mesh | None, *, tied: bool
+    ):
+        self.layout, self.twins, self.pipeline, self.mesh, self.tied = layout, twins, pipeline, mesh, tied
+
+    def forward_backward(self, works: Sequence[Work]) -> list[Any]:
+        """Adds the gradients of the works' losses to the student's; what the processor made of each, with its loss
+        detached. Under a pipeline the ranks of the last stage have these, the others none.
+        """
+        if self.pipeline is not None:
+            made = self.pipeline.forward_backward(works)
+        else:
+            made = [self._backward(work) for work in works]
+        for each in made:
+            each.loss.detach_()
+        return made
+
+    def forward(self, works: Sequence[Work]) -> list[Any]:
+        """What the processor makes of each work, without gradients."""
+        if self.pipeline is not None:
+            return self.pipeline.forward(works)
+        with torch.no_grad():
+            return [self.twins[0](work) for work in works]
+
+    def students(self) -> list[Decoder]:
+        """The student, or this rank's parts of it."""
+        return [twin.student for twin in self.twins.values()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The student's that are here, by their names in the whole model. A weight that the head shares with an
+        embedding on another stage comes under the head's name, too.
+        """
+        for student in self.students():
+            yield from student.named_parameters()
+
+    def clip(self, limit: float) -> Tensor:
+        """The norm of the whole gradient, the same on every rank, before it is cut down to `limit` (0: it is not)."""
+        held = settle(parameter for _, parameter in self.named_parameters())
+        degrees = self.layout.degrees
+        second = self._second_of_tied()
+        counted = [parameter for parameter in held if parameter is not second]
+        group = None if self.mesh is None else self.mesh.everyone
+        norm = gradient_norm(counted, degrees.processes // degrees.pipeline, group)
+        if limit:
+            scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _second_of_tied(self) -> Tensor | None:
+        """The head's weight where the embedding, of which it is a copy, is on another stage."""
+        last = self.layout.stages - 1
+        if not self.tied or self.pipeline is None or last not in self.twins:
+            return None
+        return self.twins[last].student.output_weight
+
+    def _backward(self, work: Work) -> Any:
+        made = self.twins[0](work)
+        made.loss.backward()
+        return made
+
+
+def lay_out(layout: Layout, mesh: Mesh | None, make_student: Maker, make_teacher: Maker | None) -> Runner:
+    """The runner of this process. `make_…`: a whole model each time, with weights or on the meta device; called once
+    for each stage that is here. mesh: None for one process alone.
+
+    Raises ValueError for a model that the layout does not fit.
+    """
+    degrees = layout.degrees
+    if layout.stages == 1:
+        student, teacher = make_student(), None if make_teacher is None else make_teacher()
+        twin = _placed(layout, mesh, student, teacher)
+        return Runner(layout, {0: twin}, None, mesh, tied=student.tied)
+    assert mesh is not None
+    scheme = SCHEMES[layout.schedule]
+    twins = {}
+    tied, width = False, None
+    for number in scheme.stages_of(mesh.place("pipeline"), degrees.pipeline):
+        student, teacher = make_student(), None if make_teacher is None else make_teacher()
+        stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
+        tied, width, stage = student.tied, _width(student, teacher), stages[number]
+        keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
+        if teacher is not None:
+            keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
+        twins[number] = _placed(layout, mesh, student, teacher)
+    assert width is not None
+    pipeline = Pipeline(twins, scheme, width, mesh.tokens.get_group("pipeline"), mesh.device, tied=tied)
+    return Runner(layout, twins, pipeline, mesh, tied=tied)
+
+
+def _placed(layout: Layout, mesh: Mesh | None, student: Decoder, teacher: Decoder | None) -> Twin:
+    """Inner layouts first: attention, then matrices, then what is shared of them."""
+    degrees = layout.degrees
+    twin = Twin(student, teacher)
+    if mesh is None:
+        return twin
+    for decoder in (student, teacher):
+        if decoder is None:
+            continue
+        if degrees.context > 1:
+            apply_context_parallel(decoder, mesh.tokens.get_group("context"))
+        if degrees.tensor > 1:
+            apply_tensor_parallel(decoder, mesh.weights["tensor"])
+        if degrees.replicate * degrees.shard > 1:
+            apply_fsdp(
+                decoder,
+                mesh.weights["replicate", "shard"] if degrees.replicate > 1 else mesh.weights["shard"],
+                gathered_dtype=layout.gathered_dtype if decoder is student else None,
+                reshard_after_forward=layout.stages == 1,
+                offload=layout.offload,
+            )
+    return twin
+
+
+def _width(student: Decoder, teacher: Decoder | None) -> Width:
+    """Hidden states are in the dtype of the embedding, which the layers add to."""
+    sides = [
+        (each.config.get_text_config().hidden_size, each.pretrained.get_input_embeddings().weight.dtype)
+        for each in (student, teacher)
+        if each is not None
+    ]
+    return Width(*(value for side in sides for value in side))

@@ -1,0 +1,96 @@
+"""Tensor parallelism, applied to a decoder from outside: by its family's plan in transformers, with torch's styles.
+
+The layers' matrices are cut as the plan says, the input embedding and the output head by vocabulary rows. Hidden
+states between the layers are whole on every rank; of the head, the objective is told which rows are here.
+"""
+
+import re
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from stillhouse.models import Decoder
+from stillhouse.models.head import Head
+from stillhouse.objective import VocabShard
+
+#: transformers' names for what torch has
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # a norm per attention head, whose weight every rank has and learns from its own heads alone
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
+
+def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
+    """Cut a decoder's weights over a mesh of one dim. Raises ValueError for a model that cannot be cut so."""
+    plan = tensor_plan(decoder, mesh.size())
+    for name, module in list(decoder.backbone.named_modules()):
+        if style := plan.get(_generic(name)):
+            parallelize_module(module, mesh, STYLES[style]())
+    _cut_vocabulary(decoder, mesh)
+
+
+def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
+    """The family's plan, by generic module names. Raises ValueError where it or the sizes do not allow the degree."""
+    config = decoder.config.get_text_config()
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"model type '{config.model_type}' has no tensor-parallel plan in transformers: "
+            "expected parallel.tensor=1"
+        )
+    if unknown := sorted(set(plan.values()) - STYLES.keys()):
+        raise ValueError(
+            f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "
+            f"supported here (but {', '.join(STYLES)} are): expected parallel.tensor=1"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(config, name, None)
+        if size is not None and size % degree:
+            raise ValueError(
+                f"parallel.tensor={degree} does not divide the model's {name}={size} (model type "
+                f"'{config.model_type}'): expected a divisor of it"
+            )
+    return plan
+
+
+def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
+    """The embedding and the head, as far as they are here."""
+    embedding, head = decoder.pretrained.get_input_embeddings(), decoder.head
+    if embedding is not None:
+        parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
+    if not isinstance(head, Head):
+        return
+    linear = head.linear
+    if embedding is not None and decoder.tied:
+        linear.weight = embedding.weight
+    else:
+        linear.weight = _by_rows(linear.weight, mesh)
+    if linear.bias is not None:
+        linear.bias = _by_rows(linear.bias, mesh)
+    (rows, _), (start, _) = compute_local_shape_and_global_offset(linear.weight.shape, mesh, [Shard(0)])
+    start = start if rows else len(linear.weight)
+    head.shard = VocabShard(start, start + rows, mesh.get_group())
+
+
+def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)]), requires_grad=parameter.requires_grad)
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,91 @@
+"""Student and teacher side by side: one micro-batch through both, or through the layers of both that are here.
+
+B rows, S tokens per row; D, E widths of student and teacher.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models.decoder import full_vocab
+from stillhouse.objective import FullVocab, OutputHead, Signal
+
+
+class Tokens(Protocol):
+    """What models see of a micro-batch."""
+
+    @property
+    def input_ids_BS(self) -> Tensor: ...
+
+    @property
+    def position_ids_BS(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch and what is to be made of it.
+
+    processor: the student's; its context is `context(signal)`, with what the teacher of the twin says, None if it is
+    not asked. precision: the student's autocast; the teacher computes in its own dtype.
+    """
+
+    tokens: Tokens
+    processor: OutputProcessor
+    context: Callable[[Signal | None], Any]
+    asks_teacher: bool
+    precision: Callable[[], AbstractContextManager[Any]]
+
+
+class Twin(nn.Module):
+    """Decoders of which each may have lost layers to other pipeline stages. The teacher has no gradient, ever."""
+
+    def __init__(self, student: Decoder, teacher: Decoder | None):
+        super().__init__()
+        self.student = student
+        self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "Twin":
+        """The student's mode; a teacher stays as it is."""
+        self.student.train(mode)
+        return self
+
+    def forward(self, work: Work, student_BSD: Tensor | None = None, teacher_BSE: Tensor | None = None) -> Any:
+        """What the processor makes of the micro-batch; where the student has no head, hidden states of both (of the
+        teacher None if it is not asked). student_BSD, teacher_BSE: those of the stage before.
+        """
+        if not work.asks_teacher:
+            return self._learn(work, student_BSD, None)
+        assert self.teacher is not None
+        learns = torch.is_grad_enabled()
+
+        def told(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
+            with torch.set_grad_enabled(learns):
+                return self._learn(
+                    work, student_BSD, full_vocab(hidden_states=hidden_states, head=head, context=None)
+                )
+
+        # the student learns inside the teacher's head: where that is gathered for its forward alone, it is there
+        with torch.no_grad(), torch.autocast(work.tokens.input_ids_BS.device.type, enabled=False):
+            heard = self.teacher(**_inputs(work.tokens, teacher_BSE), processor=told)
+        return heard if self.teacher.has_head else (*self._learn(work, student_BSD, None)[:1], heard)
+
+    def _learn(self, work: Work, student_BSD: Tensor | None, signal: FullVocab | None) -> Any:
+        inputs = _inputs(work.tokens, student_BSD)
+        with work.precision():
+            if not self.student.has_head:
+                return self.student(**inputs), None
+            return self.student(**inputs, processor=work.processor, context=work.context(signal))
+
+
+def _inputs(tokens: Tokens, hidden: Tensor | None) -> dict[str, Tensor | None]:
+    embedded = {} if hidden is None else {"inputs_embeds": hidden}
+    return {
+        "input_ids": tokens.input_ids_BS if hidden is None else None,
+        "position_ids": tokens.position_ids_BS,
+        **embedded,
+    }

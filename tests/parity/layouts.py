@@ -1,0 +1,259 @@
+"""One training step, and three, under a layout and in one process: what differs.
+
+Every rank makes the same models and batches for itself, runs the one-process reference alone, then its part under the
+layout, and says how far each of its parameters' gradients is from the reference's.
+
+T tokens, B rows, S tokens per row.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shard_ranks import Rank
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from stillhouse.data import Batch
+from stillhouse.models import Decoder
+from stillhouse.objective import ObjectiveOutput, Signal, TopK
+from stillhouse.objective.recipe import Recipe, parse_recipe
+from stillhouse.parallel import Layout, Mesh, Runner, Work, lay_out
+from stillhouse.train.step import ObjectiveContext, make_optimizer, objective_processor, optimizer_step
+
+VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.2,
+}
+RECIPE = parse_recipe("0.3*cross_entropy + 0.7*jsd(0.5)")
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """micro_batches: of each data rank in a step. family: qwen3, untied, or llama, tied."""
+
+    layout: Layout
+    family: str = "qwen3"
+    micro_batches: int = 2
+    recipe: Recipe = RECIPE
+    top_k: int = 0
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
+        schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
+        more = ("-top_k" if self.top_k else "") + ("-recomputed" if self.checkpointing else "")
+        return kind + schedule + more
+
+
+@dataclass
+class Difference:
+    """Of this rank's part from the reference.
+
+    gradients, weights: by parameter, relative to its norm; to a thousandth of the whole gradient's, if that is more.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    norm: float
+    gradients: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    evaluation: float = 0.0
+
+
+def compare(rank: Rank, case: Case) -> Difference | None:
+    """A job: None on a rank that the layout does not count."""
+    mesh = mesh_of(case.layout)
+    if rank.number >= case.layout.degrees.processes:
+        return None
+    alone, laid = lay_out(Layout(), None, *makers(case)), lay_out(case.layout, mesh, *makers(case))
+    steps = [batches(case, step) for step in range(STEPS)]
+    # the reference's micro-batches are those of all data ranks
+    whole = [works(case, each) for each in steps]
+    own = [works(case, mine(each, mesh), normalizer(each)) for each in steps]
+    for student in (*alone.students(), *laid.students()):
+        student.train()
+        if case.checkpointing:
+            student.gradient_checkpointing_enable()
+    evaluated = abs(summed(mesh, case, laid.forward(own[0]))["loss"] - total(alone.forward(whole[0]))["loss"])
+    difference = first_step(case, mesh, alone, laid, whole[0], own[0])
+    difference.evaluation = evaluated
+    optimizers = [optimizer(each) for each in (alone, laid)]
+    for step in range(STEPS):
+        for runner, theirs, made in ((alone, whole, optimizers[0]), (laid, own, optimizers[1])):
+            if step:
+                runner.forward_backward(theirs[step])
+            runner.clip(1.0)
+            optimizer_step(made, LEARNING_RATE)
+    expected = dict(alone.named_parameters())
+    difference.weights = {
+        name: apart(full(each), expected[alias(case, name)]) for name, each in laid_parameters(laid)
+    }
+    return difference
+
+
+def first_step(case: Case, mesh: Mesh, alone: Runner, laid: Runner, whole: list[Work], own: list[Work]) -> Difference:
+    """Leaves the gradients where they are."""
+    expected, found = total(alone.forward_backward(whole)), summed(mesh, case, laid.forward_backward(own))
+    norms = [float(each.clip(0.0)) for each in (alone, laid)]
+    references = dict(alone.named_parameters())
+    gradients = {}
+    for name, parameter in laid_parameters(laid):
+        reference = references[alias(case, name)]
+        if reference.grad is None:
+            assert parameter.grad is None, name
+            continue
+        assert parameter.grad is not None, name
+        gradients[name] = apart(full(parameter.grad), reference.grad, 1e-3 * norms[0])
+    return Difference(
+        loss=abs(found["loss"] / expected["loss"] - 1),
+        metrics={name: abs(found[name] - value) / max(abs(value), 1.0) for name, value in expected.items()},
+        norm=abs(norms[1] / norms[0] - 1),
+        gradients=gradients,
+    )
+
+
+def apart(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
+    return float((value - reference).norm() / max(float(reference.norm()), least))
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def laid_parameters(laid: Runner) -> Iterator[tuple[str, Tensor]]:
+    return laid.named_parameters()
+
+
+def alias(case: Case, name: str) -> str:
+    """A tied head on a stage of its own is the reference's embedding."""
+    tied = case.family == "llama" and name == "head.linear.weight"
+    return "backbone.embed_tokens.weight" if tied else name
+
+
+# models and data, the same on every rank
+
+
+def makers(case: Case) -> tuple[Callable[[], Decoder], Callable[[], Decoder] | None]:
+    student, teacher = configurations(case.family)
+    needs = case.recipe.needs_teacher and not case.top_k
+    return partial(decoder, student, 0), partial(decoder, teacher, 1) if needs else None
+
+
+def configurations(family: str) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+    """Other depths and widths on both sides."""
+    if family == "llama":
+        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=5, tie_word_embeddings=True)
+        return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=6)
+    small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False)
+    return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
+
+
+def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+
+
+def batches(case: Case, step: int) -> list[Batch]:
+    """Of all data ranks. Rows hold two documents and padding; a third of the targets is masked, one micro-batch in
+    three has none."""
+    count = case.micro_batches * case.layout.degrees.data
+    return [batch(1000 * step + number, empty=number % 3 == 1) for number in range(count)]
+
+
+def batch(seed: int, empty: bool) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    ids_BS = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=random)
+    borders = (17, 31)  # of the second document and of the padding: inside a context rank's part
+    positions_S = torch.cat([torch.arange(b - a) for a, b in zip((0, *borders), (*borders, TOKENS), strict=True)])
+    has_BS = torch.rand(ROWS, TOKENS, generator=random) > 0.3
+    has_BS[:, [borders[0] - 1, *range(borders[1] - 1, TOKENS)]] = False
+    has_BS &= torch.tensor(not empty)
+    labels_T = torch.where(has_BS, ids_BS.roll(-1, 1), -1).flatten()
+    return Batch(
+        input_ids_BS=ids_BS,
+        position_ids_BS=positions_S.repeat(ROWS, 1),
+        labels_T=labels_T,
+        weights_T=(labels_T >= 0).float(),
+        valid_index=(labels_T >= 0).nonzero()[:, 0],
+        document_T=torch.zeros(ROWS * TOKENS, dtype=torch.int64),
+        valid_tokens=int((labels_T >= 0).sum()),
+    )
+
+
+def mine(whole: list[Batch], mesh: Mesh) -> list[Batch]:
+    """This data rank's micro-batches, and of them its context rank's part."""
+    dealt = whole[mesh.place("data") :: mesh.degrees.data]
+    return [each.part(mesh.place("context"), mesh.degrees.context) for each in dealt]
+
+
+def normalizer(whole: list[Batch]) -> int:
+    return sum(each.valid_tokens for each in whole)
+
+
+def works(case: Case, given: list[Batch], tokens: int | None = None) -> list[Work]:
+    tokens = tokens or normalizer(given)
+    asks = case.recipe.needs_teacher and not case.top_k
+    return [
+        Work(each, objective_processor, partial(context, case, each, tokens), asks, nullcontext) for each in given
+    ]
+
+
+def context(case: Case, given: Batch, tokens: int, signal: Signal | None) -> ObjectiveContext:
+    if case.top_k:
+        signal = top_k(case, given)
+    return ObjectiveContext(case.recipe.terms(given.labels_T, signal), given, tokens)
+
+
+def top_k(case: Case, given: Batch) -> TopK:
+    """Made of each row's own token, so that a context rank's part has the same."""
+    ids_T1 = given.input_ids_BS.flatten()[:, None]
+    ids_TK = (ids_T1 + torch.arange(case.top_k) * 31) % VOCABULARY
+    log_probs_K = torch.log_softmax(-torch.arange(case.top_k, dtype=torch.float32), 0) + torch.tensor(0.9).log()
+    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
+
+
+def optimizer(runner: Runner) -> torch.optim.Optimizer:
+    parameters = (parameter for _, parameter in runner.named_parameters())
+    return make_optimizer(parameters, learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+# sums over ranks
+
+
+@cache
+def mesh_of(layout: Layout) -> Mesh:
+    """Groups are made once for all cases of the same degrees."""
+    return _mesh(layout.degrees)
+
+
+@cache
+def _mesh(degrees: Any) -> Mesh:
+    return Mesh(degrees, torch.device("cpu"))
+
+
+def total(made: list[ObjectiveOutput]) -> dict[str, float]:
+    sums = {"loss": sum(float(each.loss) for each in made)}
+    for name in made[0].metrics if made else ():
+        sums[name] = sum(float(each.metrics[name]) for each in made)
+    sums.pop("chunk_tokens", None)
+    return sums
+
+
+def summed(mesh: Mesh, case: Case, made: list[ObjectiveOutput]) -> dict[str, float]:
+    """Over the ranks that have different tokens: not over those that share a head's rows."""
+    own = total(made) if mesh.place("tensor") == 0 else {}
+    every: list[Any] = [None] * mesh.degrees.processes
+    dist.all_gather_object(every, own, group=mesh.everyone)
+    return {name: sum(each.get(name, 0.0) for each in every) for name in max(every, key=len)}

@@ -1,0 +1,117 @@
+"""The same training under every layout: loss, terms, gradient norm, each parameter's gradient, weights after 3 steps.
+
+A right loss says nothing: what is compared is what changes the weights. The quick half of the layouts runs in
+`make test`, the other in `make test-all`.
+"""
+
+import pytest
+from layouts import Case, Difference, compare
+from shard_ranks import Failure, RankPool, shared_pool
+
+from stillhouse.objective.recipe import parse_recipe
+from stillhouse.parallel import Degrees, Layout
+
+GRADIENT, WEIGHT = 1e-5, 1e-4
+#: seconds for a case: eight processes may share two cores
+LIMIT = 120.0
+
+
+def layout(schedule: str = "1f1b", **degrees: int) -> Layout:
+    return Layout(Degrees(**degrees), schedule)
+
+
+QUICK = [
+    Case(layout(fsdp=2)),
+    Case(layout(fsdp=2), "llama"),
+    Case(layout(fsdp=4), "llama"),
+    Case(layout(replicate=2)),
+    Case(layout(tensor=2)),
+    Case(layout(tensor=2), "llama"),
+    Case(layout(tensor=4)),
+    Case(layout(context=2)),
+    Case(layout(context=2), "llama"),
+    Case(layout(pipeline=2)),
+    Case(layout(pipeline=2), "llama"),
+    Case(layout("gpipe", pipeline=4), "llama", micro_batches=4),
+    Case(layout("interleaved", pipeline=2), micro_batches=4),
+    Case(layout("zero_bubble", pipeline=2), micro_batches=4),
+    Case(layout("zbv", pipeline=2), "qwen3", micro_batches=4),
+    Case(layout(fsdp=2, tensor=2)),
+    Case(layout(fsdp=2, pipeline=2), "llama"),
+    Case(layout(tensor=2, pipeline=2), "llama"),
+    Case(layout(context=2, fsdp=2)),
+    Case(layout(fsdp=2), checkpointing=True),
+    Case(layout(pipeline=2), top_k=8),
+    Case(layout(tensor=2), top_k=8),
+]
+SLOW = [
+    Case(layout(fsdp=4)),
+    Case(layout(replicate=2), "llama"),
+    Case(layout(replicate=2, fsdp=2)),
+    Case(layout(tensor=4), "llama"),
+    *(
+        Case(layout(schedule, pipeline=stages), family, micro_batches)
+        for schedule in ("gpipe", "1f1b")
+        for stages in (2, 4)
+        for micro_batches in (2, 4, 8)
+        for family in ("qwen3", "llama")
+        if schedule == "gpipe" or micro_batches >= stages
+    ),
+    *(
+        Case(layout(schedule, pipeline=2), family, micro_batches)
+        for schedule in ("interleaved", "zero_bubble", "zbv")
+        for micro_batches in (2, 4, 8)
+        for family in ("qwen3", "llama")
+    ),
+    Case(layout(fsdp=2, tensor=2), "llama"),
+    Case(layout(fsdp=2, pipeline=2)),
+    Case(layout("zbv", fsdp=2, pipeline=2), "llama", micro_batches=4),
+    Case(layout(tensor=2, pipeline=2)),
+    Case(layout("zero_bubble", tensor=2, pipeline=2), "llama", micro_batches=4),
+    Case(layout(fsdp=2, tensor=2, pipeline=2)),
+    Case(layout(fsdp=2, tensor=2, pipeline=2), "llama"),
+    Case(layout(context=2, fsdp=2), "llama"),
+    Case(layout(context=2, tensor=2)),
+    Case(layout(context=2, pipeline=2), "llama"),
+    Case(layout(context=2, tensor=2, pipeline=2)),
+    *(Case(layout(**degrees), top_k=8) for degrees in ({"fsdp": 2}, {"context": 2})),
+    *(
+        Case(layout(**degrees), checkpointing=True)
+        for degrees in ({"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"fsdp": 2, "pipeline": 2})
+    ),
+    Case(layout(fsdp=2), recipe=parse_recipe("reverse_kl")),
+    Case(layout(pipeline=2), recipe=parse_recipe("cross_entropy + 1e-2*z_loss")),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool(8)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_as_in_one_process(pool: RankPool, case: Case) -> None:
+    check(pool, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
+def test_as_in_one_process_further_layouts(pool: RankPool, case: Case) -> None:
+    check(pool, case)
+
+
+def check(pool: RankPool, case: Case) -> None:
+    (answer,) = pool.run(compare, [case], limit=LIMIT)
+    assert not isinstance(answer, Failure), answer.text
+    found: list[Difference] = [each for each in answer if each is not None]
+    assert len(found) == case.layout.degrees.processes
+    for rank, difference in enumerate(found):
+        assert difference.gradients, rank
+        bad = {name: error for name, error in difference.gradients.items() if not error <= GRADIENT}
+        assert not bad, (rank, "gradients", bad)
+        bad = {name: error for name, error in difference.weights.items() if not error <= WEIGHT}
+        assert not bad, (rank, "weights", bad)
+        assert difference.loss <= 1e-6, rank
+        assert difference.evaluation <= 1e-6, rank
+        assert difference.norm <= 1e-5, rank
+        assert max(difference.metrics.values()) <= 1e-5, (rank, difference.metrics)
