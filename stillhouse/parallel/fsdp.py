@@ -22,7 +22,8 @@ def apply_fsdp(
     """mesh: (shard), or (replicate, shard) for whole copies of the shards.
 
     gathered_dtype: of the layers' weights while they are gathered (None: their own), whose gradients are summed in
-    float32; embedding and head keep their own. reshard_after_forward: whether a layer is gathered again in backward.
+    float32; embedding and head keep their own. reshard_after_forward: whether layers and head are gathered again in
+    backward; a pipeline's schedule, which runs parts of backward by itself, needs them to stay.
     offload: weights, gradients and optimizer state live in host memory.
     """
     policy = MixedPrecisionPolicy()
@@ -35,8 +36,8 @@ def apply_fsdp(
         )
     if not decoder.tied and next(decoder.head.parameters(), None) is not None:
         # a tied weight is the embedding's, in the root's group, which stays gathered from forward to backward
-        fully_shard(decoder.head, mesh=mesh, offload_policy=offloading)
-    fully_shard(decoder, mesh=mesh, offload_policy=offloading)
+        fully_shard(decoder.head, mesh=mesh, offload_policy=offloading, reshard_after_forward=reshard_after_forward)
+    fully_shard(decoder, mesh=mesh, offload_policy=offloading, reshard_after_forward=False)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -61,6 +61,14 @@ class Mesh:
         )
         self.everyone = dist.new_group(list(range(degrees.processes)))
 
+    @property
+    def sharding(self) -> DeviceMesh | None:
+        """What FSDP takes: (shard), or (replicate, shard); None where weights are shared by nobody."""
+        degrees = self.degrees
+        if degrees.replicate * degrees.shard == 1:
+            return None
+        return self.weights["replicate", "shard"] if degrees.replicate > 1 else self.weights["shard"]
+
     def place(self, axis: str) -> int:
         """This process's number along an axis of `tokens`."""
         return self.tokens.get_local_rank(axis)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -69,6 +70,7 @@ class Width:
 class Pipeline:
     """The stages of this rank and their schedule. `twins`: by stage number.
 
+    sharding: FSDP's mesh, where the twins are sharded by it.
     tied: the student's embedding, on the first stage, and its head, on the last, are one weight. Both have it; their
     gradients are summed after every step, so that they stay equal.
     """
@@ -82,8 +84,13 @@ class Pipeline:
         device: torch.device,
         *,
         tied: bool = False,
+        sharding: DeviceMesh | None = None,
     ):
         self.stages = {number: _Stage(number, twin) for number, twin in twins.items()}
+        if sharding is not None:
+            # without weights of its own: so that the schedule holds what is gathered, and sums gradients once a step
+            for stage in self.stages.values():
+                fully_shard(stage, mesh=sharding)
         self.tied = tied
         self.scheme, self.width, self.group, self.device = scheme, width, group, device
         self.ranks, self.rank = group.size(), group.rank()
@@ -224,7 +231,7 @@ class _Stage(nn.Module):
             return tuple(each for each in made if each is not None)
         self.made[at] = made
         # of one dim: a loss without any breaks the schedule's merge, and the other ranks wait
-        return made.loss.reshape(1)
+        return torch.stack([made.loss])
 
 
 def _sum(loss: Tensor, _: Tensor) -> Tensor:

@@ -135,7 +135,8 @@ def lay_out(layout: Layout, mesh: Mesh | None, make_student: Maker, make_teacher
             keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
         twins[number] = _placed(layout, mesh, student, teacher)
     assert width is not None
-    pipeline = Pipeline(twins, scheme, width, mesh.tokens.get_group("pipeline"), mesh.device, tied=tied)
+    group, sharding = mesh.tokens.get_group("pipeline"), mesh.sharding
+    pipeline = Pipeline(twins, scheme, width, group, mesh.device, tied=tied, sharding=sharding)
     return Runner(layout, twins, pipeline, mesh, tied=tied)
 
 
@@ -152,10 +153,10 @@ def _placed(layout: Layout, mesh: Mesh | None, student: Decoder, teacher: Decode
             apply_context_parallel(decoder, mesh.tokens.get_group("context"))
         if degrees.tensor > 1:
             apply_tensor_parallel(decoder, mesh.weights["tensor"])
-        if degrees.replicate * degrees.shard > 1:
+        if mesh.sharding is not None:
             apply_fsdp(
                 decoder,
-                mesh.weights["replicate", "shard"] if degrees.replicate > 1 else mesh.weights["shard"],
+                mesh.sharding,
                 gathered_dtype=layout.gathered_dtype if decoder is student else None,
                 reshard_after_forward=layout.stages == 1,
                 offload=layout.offload,

@@ -66,6 +66,8 @@ SLOW = [
     Case(layout(fsdp=2, tensor=2), "llama"),
     Case(layout(fsdp=2, pipeline=2)),
     Case(layout("zbv", fsdp=2, pipeline=2), "llama", micro_batches=4),
+    Case(layout("zbv", fsdp=2, pipeline=2), micro_batches=4),
+    Case(layout("zero_bubble", fsdp=2, pipeline=2), micro_batches=4),
     Case(layout(tensor=2, pipeline=2)),
     Case(layout("zero_bubble", tensor=2, pipeline=2), "llama", micro_batches=4),
     Case(layout(fsdp=2, tensor=2, pipeline=2)),
