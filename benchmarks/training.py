@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from stillhouse.teachers import LocalTeacher
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -31,12 +32,11 @@ from stillhouse.data import Batch, DataReport, Documents, PackedSequences
 from stillhouse.models import Decoder
 from stillhouse.objective import linear_objective
 from stillhouse.objective.recipe import parse_recipe
-from stillhouse.teachers import LocalTeacher
 from stillhouse.train.folder import RunFolder, claim
 from stillhouse.train.off_policy import train
 from stillhouse.train.schedule import make_plan
 from stillhouse.train.session import Session
-from stillhouse.train.step import clip_gradients, make_optimizer, optimizer_step, valid_tokens
+from stillhouse.train.step import make_optimizer, optimizer_step, valid_tokens
 
 PARTS = ("teacher_forward", "student_forward", "objective", "student_backward", "optimizer")
 
@@ -118,7 +118,7 @@ def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
             micro_batch_by_hand(session, batch, valid_tokens(batches), seconds)
 
         def update() -> None:
-            clip_gradients(session.student.parameters(), 1.0)
+            session.runner.clip(1.0)
             optimizer_step(optimizer, 1e-5)
 
         timed(session, seconds, "optimizer", update)

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the work failed, 2 the call or the configuration is wrong,
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from stillhouse.config import RunConfig
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+#: that the other processes of a torchrun wait with an error that all of them find
+SECONDS_FOR_FIRST = 10.0
 FLAGS = {
     "student.model": "--student",
     "teacher.model": "--teacher",
@@ -124,7 +127,9 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
     from stillhouse.report import write_report
     from stillhouse.train.run import distill
 
-    click.echo(f"report: {write_report(distill(config))}")
+    folder = distill(config)
+    if os.environ.get("RANK", "0") == "0":
+        click.echo(f"report: {write_report(folder)}")
 
 
 @cli.command()
@@ -255,7 +260,17 @@ def _interrupted(arguments: Sequence[str]) -> int:
 
 
 def _report(error: Exception, message: str, code: int) -> int:
+    rank = os.environ.get("RANK", "0")
     if os.environ.get("STILLHOUSE_TRACEBACK") == "1":
         traceback.print_exception(error)
-    click.echo(f"error: {message}", err=True)
+    if rank == "0" or _has_joined():
+        click.echo(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", err=True)
+    else:
+        time.sleep(SECONDS_FOR_FIRST)  # what every process finds, the first one says; torchrun ends the others then
     return code
+
+
+def _has_joined() -> bool:
+    """Whether this process has met others, so that its errors may be its own."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()

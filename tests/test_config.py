@@ -216,7 +216,7 @@ def test_a_section_that_a_file_gives_as_a_value_is_not_overridden(tmp_path: Path
 
 
 def test_every_fault_has_its_line() -> None:
-    error = failure("train.clip=a", "device=gpu", "parallel.tensor=2")
+    error = failure("train.clip=a", "device=gpu", "parallel.tensor=0")
     assert [part.key for part in error.parts] == ["train.clip", "parallel.tensor", "device"]
     assert error.key == "train.clip"
     assert len(str(error).splitlines()) == 3
@@ -244,13 +244,6 @@ def test_a_packed_sequence_must_fit(overrides: list[str], key: str) -> None:
     assert error.key == key
     assert "2048" in str(error)
     assert "data.max_tokens=4096" in str(error)
-
-
-def test_this_version_runs_in_one_process() -> None:
-    assert load("parallel.fsdp=1").parallel.fsdp == 1
-    error = failure("parallel.fsdp=4", "parallel.tensor=2")
-    assert error.key == "parallel.fsdp"
-    assert "fsdp 4 x tensor 2 = 8 processes" in str(error)
 
 
 @pytest.mark.parametrize(

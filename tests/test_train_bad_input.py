@@ -254,11 +254,11 @@ def pretend_torchrun() -> None:
     os.environ["WORLD_SIZE"] = "8"
 
 
-def test_torchrun_is_refused_instead_of_writing_one_run_eight_times(here: Path) -> None:
+def test_processes_that_the_layout_does_not_make(here: Path) -> None:
     before = contents(here)
-    command = Command("distill", here / "run.yaml", hook=pretend_torchrun)
+    command = Command("distill", here / "run.yaml", "parallel.tensor=3", hook=pretend_torchrun)
     assert command.wait() == USAGE
-    assert "torchrun started 8 processes" in command.err
+    assert "parallel: fsdp 2 × tensor 3 makes 6 processes, and torchrun started 8" in command.err
     assert contents(here) == before
 
 

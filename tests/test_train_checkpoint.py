@@ -41,7 +41,7 @@ def stepped(session: Session) -> torch.optim.Optimizer:
     """The session after one optimizer step, so that the optimizer has something to save."""
     optimizer = fresh_optimizer(session)
     batches = [session.train.batch(rows) for rows in session.plan.micro_batches(session.train, 0)]
-    forward_backward(session.student, session.teacher, batches, session.recipe, precision=session.precision())
+    forward_backward(session.runner, batches, session.recipe, precision=session.precision)
     optimizer_step(optimizer, 1e-2)
     return optimizer
 
@@ -58,11 +58,11 @@ def test_it_brings_back_weights_optimizer_and_random_state(tmp_path: Path, famil
     assert session.student.tied == tied
     optimizer = stepped(session)
     progress = Progress(7, 1234, 5.5, {"eval/cross_entropy": 2.5}, {"train": "abc"})
-    path = save_checkpoint(tmp_path / "saved", progress, session.student, optimizer, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", progress, session.runner, optimizer, session.tokenizer)
     drawn = torch.rand(4)
     again = session_of(tmp_path, family=family, tied=tied)
     other = fresh_optimizer(again)
-    assert load_checkpoint(path, again.student, other) == progress
+    assert load_checkpoint(path, again.runner, other) == progress
     assert torch.equal(torch.rand(4), drawn)
     assert again.student.tied == tied
     assert (again.student.head.linear.weight is again.student.pretrained.get_input_embeddings().weight) == tied
@@ -91,10 +91,10 @@ def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str
 
     session = prepared()
     optimizer = stepped(session)
-    path = save_checkpoint(tmp_path / "saved", Progress(1), session.student, optimizer, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.runner, optimizer, session.tokenizer)
     again = prepared()
     other = fresh_optimizer(again)
-    load_checkpoint(path, again.student, other)
+    load_checkpoint(path, again.runner, other)
     for one, two in zip(session.student.parameters(), again.student.parameters(), strict=True):
         assert torch.equal(one, two)
         assert one.requires_grad == two.requires_grad

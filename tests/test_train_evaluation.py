@@ -191,5 +191,5 @@ def test_the_held_out_teacher_has_no_dropout(tmp_path: Path) -> None:
     save_model(tmp_path / "teacher", "gpt2", seed=2)
     session = session_of(tmp_path)
     assert session.teacher is not None
-    session.teacher.decoder.train()
+    session.teacher.train()
     assert held_out_tokens(session, 0) == held_out_tokens(session, 0)

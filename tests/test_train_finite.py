@@ -60,7 +60,7 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
     session = odd_session(tmp_path)
     assert session.teacher is not None
     with torch.no_grad():
-        session.teacher.decoder.pretrained.get_input_embeddings().weight[odd_token(session)] = math.nan
+        session.teacher.pretrained.get_input_embeddings().weight[odd_token(session)] = math.nan
     seen: list[dict[str, Tensor]] = []
     optimized = torch.optim.AdamW.step
     step = odd_step(session)
@@ -93,7 +93,7 @@ def test_the_checkpoint_before_it_goes_on_as_if_nothing_had_happened(tmp_path: P
     session = odd_session(tmp_path)
     assert session.teacher is not None
     with torch.no_grad():
-        session.teacher.decoder.pretrained.get_input_embeddings().weight[odd_token(session)] = math.nan
+        session.teacher.pretrained.get_input_embeddings().weight[odd_token(session)] = math.nan
     with pytest.raises(ValueError, match="not finite"):
         train_in(session)
     session = odd_session(tmp_path)

@@ -19,7 +19,7 @@ from stillhouse.train.check import check
 from stillhouse.train.checkpoint import Progress
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.logging import RunLog
-from stillhouse.train.step import clip_gradients, forward_backward
+from stillhouse.train.step import forward_backward
 
 TRAIN_KEYS = {
     "step",
@@ -211,11 +211,9 @@ def test_checks_figures_are_the_first_steps(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     session = session_of(tmp_path)
     batches = [session.train.batch(rows) for rows in session.plan.micro_batches(session.train, 0)]
-    outputs = forward_backward(
-        session.student, session.teacher, batches, session.recipe, precision=session.precision()
-    )
+    outputs = forward_backward(session.runner, batches, session.recipe, precision=session.precision)
     loss = sum(float(output.loss) for output in outputs)
-    norm = float(clip_gradients(session.student.parameters(), 0.0))
+    norm = float(session.runner.clip(0.0))
     assert f"loss {loss:.4f}, gradient norm {norm:.4g}" in shown
     run("distill", tmp_path / "run.yaml", "train.steps=1")
     first = metrics(tmp_path / "out")[1]

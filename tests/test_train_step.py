@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.data import Batch
 from stillhouse.models import Decoder
+from stillhouse.objective import FullVocab, OutputHead
 from stillhouse.objective.recipe import parse_recipe
-from stillhouse.teachers import LocalTeacher
+from stillhouse.parallel import Work, alone
 from stillhouse.train.folder import RunFolder, claim
 from stillhouse.train.off_policy import train
 from stillhouse.train.session import Session
 from stillhouse.train.step import (
-    clip_gradients,
     forward_backward,
     make_optimizer,
     optimizer_step,
@@ -52,9 +52,7 @@ def step_batches(session: Session, step: int = 0) -> list[Batch]:
 def gradients_of(session: Session, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
     """The step's loss and gradients, by the parameter's name in the Hugging Face model."""
     session.student.zero_grad()
-    outputs = forward_backward(
-        session.student, session.teacher, batches, session.recipe, precision=session.precision()
-    )
+    outputs = forward_backward(session.runner, batches, session.recipe, precision=session.precision)
     named = session.student.pretrained.named_parameters()
     return summed_metrics(outputs)["loss"], {name: each.grad.clone() for name, each in named if each.grad is not None}
 
@@ -142,27 +140,35 @@ def test_the_whole_loss_curve_does_not_depend_on_the_micro_batch(tmp_path: Path)
 def test_a_term_in_the_log_is_unscaled_and_the_total_is_scaled(tmp_path: Path) -> None:
     session = prompted(tmp_path)
     batches = step_batches(session)
-    outputs = forward_backward(
-        session.student, session.teacher, batches, session.recipe, precision=session.precision()
-    )
+    outputs = forward_backward(session.runner, batches, session.recipe, precision=session.precision)
     sums, count = summed_metrics(outputs), valid_tokens(batches)
     assert sums["tokens"] == count
     assert sums["loss"] == pytest.approx((0.3 * sums["cross_entropy"] + 0.7 * sums["jsd(0.5)"]) / count)
 
 
-class Silent:
-    """A teacher that must not be asked."""
+def refuse(*_: Any) -> None:
+    raise AssertionError("asked")
 
-    def signal(self, batch: Batch) -> Any:
-        raise AssertionError("asked")
+
+def heard(session: Session, batch: Batch) -> FullVocab:
+    """What the teacher says to the student's processor."""
+
+    def processor(*, hidden_states: Tensor, head: OutputHead, context: FullVocab, depth: int = 0) -> FullVocab:
+        return context
+
+    (signal,) = session.runner.forward([Work(batch, processor, lambda signal: signal, True, session.precision)])
+    return signal
 
 
 def test_the_teacher_is_skipped_where_no_term_needs_it(tmp_path: Path) -> None:
     session = prompted(tmp_path)
-    batches, settings = step_batches(session), {"precision": session.precision()}
-    forward_backward(session.student, Silent(), batches, parse_recipe("cross_entropy - 0.1*entropy"), **settings)
+    assert session.teacher is not None
+    session.teacher.register_forward_pre_hook(refuse)
+    batches = step_batches(session)
+    recipe = parse_recipe("cross_entropy - 0.1*entropy")
+    forward_backward(session.runner, batches, recipe, precision=session.precision)
     with pytest.raises(AssertionError, match="asked"):
-        forward_backward(session.student, Silent(), batches, parse_recipe("reverse_kl"), **settings)
+        forward_backward(session.runner, batches, parse_recipe("reverse_kl"), precision=session.precision)
 
 
 def test_the_teacher_has_no_dropout_whatever_mode_it_is_put_in(tmp_path: Path) -> None:
@@ -170,24 +176,24 @@ def test_the_teacher_has_no_dropout_whatever_mode_it_is_put_in(tmp_path: Path) -
     session = session_of(tmp_path)
     (batch, *_), teacher = step_batches(session), session.teacher
     assert teacher is not None
-    assert teacher.decoder.config.resid_pdrop > 0
-    expected = teacher.signal(batch).hidden_TE
+    assert teacher.config.resid_pdrop > 0
+    expected = heard(session, batch).hidden_TE
     session.student.train()
-    teacher.decoder.train()
-    assert torch.equal(teacher.signal(batch).hidden_TE, expected)
+    teacher.train()
+    assert torch.equal(heard(session, batch).hidden_TE, expected)
     torch.testing.assert_close(gradients_of(session, [batch])[0], gradients_of(session, [batch])[0], rtol=0, atol=0)
 
 
 def test_no_gradient_reaches_the_teacher_and_a_run_leaves_it_as_it_was(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"train.steps": 3, "train.weight_decay": 0.1})
     assert session.teacher is not None
-    before = {name: each.clone() for name, each in session.teacher.decoder.state_dict().items()}
+    before = {name: each.clone() for name, each in session.teacher.state_dict().items()}
     claim(RunFolder(tmp_path / "out"), session.config)
     student = {name: each.clone() for name, each in session.student.state_dict().items()}
     train(session, RunFolder(tmp_path / "out"))
-    assert all(torch.equal(each, before[name]) for name, each in session.teacher.decoder.state_dict().items())
+    assert all(torch.equal(each, before[name]) for name, each in session.teacher.state_dict().items())
     assert not any(torch.equal(each, student[name]) for name, each in session.student.state_dict().items())
-    for parameter in session.teacher.decoder.parameters():
+    for parameter in session.teacher.parameters():
         assert parameter.grad is None
         assert not parameter.requires_grad
 
@@ -215,10 +221,9 @@ def test_bfloat16_is_for_products_only(tmp_path: Path) -> None:
 def test_a_float32_teacher_stays_float32_beside_a_bfloat16_student(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"train.precision": "bf16"})
     (batch, *_), teacher = step_batches(session), session.teacher
-    assert isinstance(teacher, LocalTeacher)
-    expected = teacher.signal(batch).hidden_TE
-    with session.precision():
-        assert torch.equal(teacher.signal(batch).hidden_TE, expected)
+    assert teacher is not None
+    expected = teacher.signal(batch.input_ids_BS, batch.position_ids_BS).hidden_TE
+    assert torch.equal(heard(session, batch).hidden_TE, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -264,7 +269,7 @@ def test_clipping_is_of_the_whole_gradient(tmp_path: Path, limit: float) -> None
     session = session_of(tmp_path)
     _, before = gradients_of(session, step_batches(session))
     norm = torch.cat([each.flatten() for each in before.values()]).double().norm()
-    assert float(clip_gradients(session.student.parameters(), limit)) == pytest.approx(float(norm), rel=1e-6)
+    assert float(session.runner.clip(limit)) == pytest.approx(float(norm), rel=1e-6)
     expected = limit if 0 < limit < norm else norm
     after = torch.cat([each.grad.flatten() for each in session.student.parameters() if each.grad is not None])
     assert float(after.double().norm()) == pytest.approx(float(expected), rel=1e-5)
@@ -289,11 +294,11 @@ def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> No
     save_model(tmp_path / "teacher", "qwen3", seed=2, change=lambda model: model.resize_token_embeddings(416))
     session = session_of(tmp_path)
     assert session.teacher is not None
-    assert (session.student.vocabulary_rows, session.teacher.decoder.vocabulary_rows) == (400, 416)
+    assert (session.student.vocabulary_rows, session.teacher.vocabulary_rows) == (400, 416)
     with_padding = gradients_of(session, step_batches(session))
-    model = session.teacher.decoder.pretrained
+    model = session.teacher.pretrained
     model.resize_token_embeddings(400)
-    session.teacher = LocalTeacher(Decoder(model))
+    session.runner = alone(session.student, Decoder(model))
     without = gradients_of(session, step_batches(session))
     assert with_padding[0] == pytest.approx(without[0], rel=1e-6)
     assert_close(with_padding[1], without[1], 1e-5)

@@ -36,6 +36,42 @@ class Batch:
     document_T: Tensor  # int64: the document's number in its Documents, -1 for padding
     valid_tokens: int  # how many rows have weight, known without asking the device
 
+    def without_targets(self) -> "Batch":
+        """The same tokens, of which none counts."""
+        return replace(
+            self,
+            labels_T=torch.full_like(self.labels_T, NO_LABEL),
+            weights_T=torch.zeros_like(self.weights_T),
+            valid_index=self.valid_index[:0],
+            document_T=torch.full_like(self.document_T, -1),
+            valid_tokens=0,
+        )
+
+    def padded(self, rows: int, width: int) -> "Batch":
+        """With more rows and columns of padding, which is a document of its own in each row."""
+        old = self.input_ids_BS.shape
+        if old == (rows, width):
+            return self
+
+        def grown(tensor: Tensor, fill: int) -> Tensor:
+            whole = torch.full((rows, width), fill, dtype=tensor.dtype)
+            whole[: old[0], : old[1]] = tensor.view(old)
+            return whole
+
+        position_ids_BS = grown(self.position_ids_BS, 0)
+        position_ids_BS[:, old[1] :] = torch.arange(width - old[1])
+        position_ids_BS[old[0] :] = torch.arange(width)
+        weights_T = grown(self.weights_T, 0).flatten()
+        return replace(
+            self,
+            input_ids_BS=grown(self.input_ids_BS, 0),
+            position_ids_BS=position_ids_BS,
+            labels_T=grown(self.labels_T, NO_LABEL).flatten(),
+            weights_T=weights_T,
+            valid_index=weights_T.nonzero()[:, 0],
+            document_T=grown(self.document_T, -1).flatten(),
+        )
+
     def part(self, number: int, count: int) -> "Batch":
         """A context rank's part: columns of each sequence, labels and all. `count` divides the sequences' length."""
         if count == 1:

@@ -7,7 +7,7 @@ number, and a resumed run goes on exactly where it stopped without any state.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -58,6 +58,15 @@ class PackedSequences:
         """These sequences as the rows of one micro-batch."""
         return make_batch(self.documents, [self.members(sequence) for sequence in sequences])
 
+    def tokens(self, micro_batches: Iterable[np.ndarray]) -> int:
+        """Of the documents of these sequences, padding left out."""
+        return sum(int(self.documents.lengths_D[self.members(each)].sum()) for each in _all(micro_batches))
+
+    def targets(self, micro_batches: Iterable[np.ndarray]) -> int:
+        """What a step on these sequences is divided by: the tokens with a label, 1 where there are none."""
+        documents = (document for each in _all(micro_batches) for document in self.members(each))
+        return max(1, sum(int(self.documents.targets(document)[1:].sum()) for document in documents))
+
     def order(self, epoch: int) -> np.ndarray:
         """The sequences in the order of one epoch."""
         if not self.shuffle:
@@ -81,6 +90,10 @@ class PackedSequences:
         return np.concatenate(
             [self.order(int(epoch))[places[epochs == epoch] % len(self)] for epoch in np.unique(epochs)]
         )
+
+
+def _all(micro_batches: Iterable[np.ndarray]) -> Iterator[int]:
+    return (int(sequence) for rows in micro_batches for sequence in rows)
 
 
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from stillhouse.config import RunConfig, load_config
 from stillhouse.demo.corpus import collect_split, write_jsonl
 from stillhouse.demo.student import TEACHER, save_new_student
+from stillhouse.parallel import alone
 from stillhouse.report import write_report
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.run import distill
@@ -100,7 +101,7 @@ def table(rows: list[Row]) -> str:
 def _teacher_row(config: RunConfig) -> Row:
     session = prepare(config, announce=False)
     assert session.teacher is not None
-    figures = evaluate(replace(session, student=session.teacher.decoder))
+    figures = evaluate(replace(session, runner=alone(session.teacher, session.teacher)))
     return _row("teacher", TEACHER, figures, tokens=0, seconds=0.0)
 
 

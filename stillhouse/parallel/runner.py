@@ -41,6 +41,10 @@ class Layout:
     gathered_dtype: torch.dtype | None = None
     offload: bool = False
 
+    def __str__(self) -> str:
+        schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""
+        return f"{self.degrees}{schedule}"
+
     @property
     def stages(self) -> int:
         """Of the pipeline, over all ranks."""
@@ -75,6 +79,17 @@ class Runner:
         with torch.no_grad():
             return [self.twins[0](work) for work in works]
 
+    @property
+    def teacher(self) -> Decoder | None:
+        """The teacher, or its part on this rank's first stage."""
+        return next(iter(self.twins.values())).teacher
+
+    @property
+    def has_results(self) -> bool:
+        """Whether this rank's results are to be summed: of the last stage, one rank for each set of tokens."""
+        mesh = self.mesh
+        return mesh is None or (self.layout.stages - 1 in self.twins and mesh.place("tensor") == 0)
+
     def students(self) -> list[Decoder]:
         """The student, or this rank's parts of it."""
         return [twin.student for twin in self.twins.values()]
@@ -85,6 +100,16 @@ class Runner:
         """
         for student in self.students():
             yield from student.named_parameters()
+
+    def shared_name(self, name: str) -> str:
+        """The name that a parameter has in the whole model: of a head that is a copy of the embedding, that one's."""
+        if self.tied and name == "head.linear.weight":
+            return self.students()[0].embedding_name
+        return name
+
+    def zero_grad(self) -> None:
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
 
     def clip(self, limit: float) -> Tensor:
         """The norm of the whole gradient, the same on every rank, before it is cut down to `limit` (0: it is not)."""
@@ -109,6 +134,11 @@ class Runner:
         made = self.twins[0](work)
         made.loss.backward()
         return made
+
+
+def alone(student: Decoder, teacher: Decoder | None) -> Runner:
+    """The runner of a process that has it all."""
+    return lay_out(Layout(), None, lambda: student, None if teacher is None else lambda: teacher)
 
 
 def lay_out(layout: Layout, mesh: Mesh | None, make_student: Maker, make_teacher: Maker | None) -> Runner:

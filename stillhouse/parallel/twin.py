@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.models import Decoder, OutputProcessor, evaluating
 from stillhouse.models.decoder import full_vocab
 from stillhouse.objective import FullVocab, OutputHead, Signal
 
@@ -70,7 +70,8 @@ class Twin(nn.Module):
                 )
 
         # the student learns inside the teacher's head: where that is gathered for its forward alone, it is there
-        with torch.no_grad(), torch.autocast(work.tokens.input_ids_BS.device.type, enabled=False):
+        precision = torch.autocast(work.tokens.input_ids_BS.device.type, enabled=False)
+        with torch.no_grad(), evaluating(self.teacher), precision:
             heard = self.teacher(**_inputs(work.tokens, teacher_BSE), processor=told)
         return heard if self.teacher.has_head else (*self._learn(work, student_BSD, None)[:1], heard)
 

@@ -20,7 +20,7 @@ from stillhouse.objective.recipe import Recipe
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder, require_same_data, resumable
 from stillhouse.train.session import Session, data_reports, prepare
-from stillhouse.train.step import clip_gradients, forward_backward, summed_metrics
+from stillhouse.train.step import forward_backward, summed_metrics
 
 #: characters of the sample document that are shown
 _SAMPLE = 600
@@ -56,7 +56,7 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     config, plan = session.config, session.plan
     yield _row("student", _model_line(session.student))
     if session.teacher is not None:
-        yield _row("teacher", _model_line(session.teacher.decoder))
+        yield _row("teacher", _model_line(session.teacher))
     same = "" if session.teacher is None else ", the same for both"
     yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {session.tokenizer_hash[:12]}{same}")
     yield from (_row("warning", warning) for warning in session.warnings)
@@ -113,7 +113,7 @@ def _step_lines(session: Session) -> Iterator[str]:
     with PeakMemory(session.device) as memory:
         started = time.monotonic()
         outputs = _pass(session, session.recipe, batches)
-        norm = float(clip_gradients(parameters, 0.0))
+        norm = float(session.runner.clip(0.0))
         seconds = time.monotonic() - started
     sums = summed_metrics(outputs)
     stop_unless_finite(session, 1, batches, outputs, sums["loss"], norm)
@@ -122,19 +122,18 @@ def _step_lines(session: Session) -> Iterator[str]:
     yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {sums['loss']:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     for name, recipe in _single_terms(session.recipe):
-        session.student.zero_grad(set_to_none=True)
+        session.runner.zero_grad()
         _pass(session, recipe, batches)
-        yield _row(f"  {name} ", f"gradient norm {float(clip_gradients(parameters, 0.0)):.4g}")
-    session.student.zero_grad(set_to_none=True)
+        yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")
+    session.runner.zero_grad()
 
 
 def _pass(session: Session, recipe: Recipe, batches: Sequence[Batch]) -> list[ObjectiveOutput]:
     return forward_backward(
-        session.student,
-        session.teacher,
+        session.runner,
         batches,
         recipe,
-        precision=session.precision(),
+        precision=session.precision,
         chunk_tokens=session.config.objective.chunk_tokens,
     )
 

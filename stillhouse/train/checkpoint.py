@@ -15,23 +15,26 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from transformers import AutoModelForCausalLM
 
 from stillhouse.models import Decoder
+from stillhouse.parallel import Mesh, Runner, is_first
+from stillhouse.parallel.gradients import local
 
 _PREFIX = "step-"
 _UNFINISHED = ".partial"
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_WEIGHT, _MOMENT = "student.", "optimizer.state."
 
 
 @dataclass
@@ -49,40 +52,43 @@ class Progress:
 
 
 def save_checkpoint(
-    folder: Path, progress: Progress, student: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Any
+    folder: Path, progress: Progress, runner: Runner, optimizer: torch.optim.Optimizer, tokenizer: Any
 ) -> Path:
-    """Write checkpoints/step-<n> whole or not at all; returns its path."""
+    """Write checkpoints/step-<n> whole or not at all; returns its path. All processes take part."""
     final = folder / f"{_PREFIX}{progress.step:08d}"
-    with atomic_folder(final) as partial:
-        with _one_process():
-            dcp.save(
-                _tensors(student, optimizer),
-                storage_writer=dcp.HuggingFaceStorageWriter(path=str(partial / "resume"), save_distributed=True),
-                no_dist=True,
-            )
-        save_student(partial / "student", student, tokenizer)
-        # NaN is no JSON, and no figure to be best by
-        finite = {key: value for key, value in progress.metrics.items() if math.isfinite(value)}
-        state = asdict(replace(progress, metrics=finite))
-        (partial / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
+    with written_together(final, runner.mesh) as partial:
+        _save_tensors(partial / "resume", _tensors(runner, optimizer), runner.mesh)
+        if is_first():
+            save_student(partial / "student", runner, tokenizer, partial / "resume")
+            # NaN is no JSON, and no figure to be best by
+            finite = {key: value for key, value in progress.metrics.items() if math.isfinite(value)}
+            state = asdict(replace(progress, metrics=finite))
+            (partial / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
     return final
 
 
-def load_checkpoint(path: Path, student: Decoder, optimizer: torch.optim.Optimizer) -> Progress:
+def load_checkpoint(path: Path, runner: Runner, optimizer: torch.optim.Optimizer) -> Progress:
     """Put weights, optimizer and random generators back as they were; returns how far the run was.
 
-    Raises ValueError for a checkpoint that is damaged or of another model.
+    The layout need not be the one that it was saved under. Raises ValueError for a checkpoint that is damaged or of
+    another model.
     """
     progress = read_progress(path)
-    tensors = _tensors(student, optimizer)
     reader = dcp.HuggingFaceStorageReader(path=str(path / "resume"))
-    stored = _stored_shapes(path, reader)
-    _require_fit(path, stored, tensors)
+    stored = _stored_shapes(path)
+    weights = _weights(runner)
+    _require_fit(path, stored, weights, whole=runner.mesh is None)
+    moments = {
+        f"{_MOMENT}{name}.{key}": torch.zeros_like(parameter) if key != "step" else torch.zeros(())
+        for name, parameter in _owned(runner).items()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
     # absent: the random state of a device it was not written on, the moments of a parameter without a gradient so far
-    tensors = {name: value for name, value in tensors.items() if name in stored}
+    wanted = {**weights, **moments, **_random_states(runner)}
+    tensors = {name: value for name, value in wanted.items() if name in stored}
     with _one_process():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    _put_back(tensors, student, optimizer)
+    _put_back(tensors, runner, optimizer)
     return progress
 
 
@@ -131,16 +137,35 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def save_student(folder: Path, student: Decoder, tokenizer: Any) -> None:
-    """The student for exchange: Hugging Face safetensors, configuration and tokenizer."""
+def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
+    """The student for exchange: Hugging Face safetensors, configuration and tokenizer.
+
+    resume: the tensors of a checkpoint of it, read where this process has only a part of the student. One process
+    then holds all of its weights, in host memory.
+    """
+    (student, *_) = runner.students()
+    if runner.mesh is not None:
+        student = _whole_student(student, resume)
     student.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _whole_student(part: Decoder, resume: Path) -> Decoder:
+    with torch.device("meta"):
+        whole = Decoder(AutoModelForCausalLM.from_config(part.config), verify=False)
+    state = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in whole.state_dict().items()}
+    dtypes = {name: meta.properties.dtype for name, meta in _stored_tensors(resume).items()}
+    tensors = {f"{_WEIGHT}{name}": each.to(dtypes[f"{_WEIGHT}{name}"]) for name, each in state.items()}
+    with _one_process():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
+    whole.load_state_dict({name: tensors[f"{_WEIGHT}{name}"] for name in state}, assign=True)
+    return whole
 
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
     """A folder to write to that takes its name when the block ends without an error, after all of it is on disk."""
-    partial = final.with_name(final.name + _UNFINISHED)
+    partial = _partial(final)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -153,43 +178,106 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     _flush(final.parent)
 
 
-def _tensors(student: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    weights, moments = get_state_dict(student, optimizer, options=_FLAT)
-    tensors: dict[str, Any] = {f"student.{name}": value for name, value in weights.items()}
-    # hyper-parameters are not tensors: they come from the configuration
-    tensors |= {f"optimizer.{name}": value for name, value in moments.items() if isinstance(value, Tensor)}
-    tensors["random.cpu"] = torch.get_rng_state()
-    device = next(student.parameters()).device
-    if device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+@contextmanager
+def written_together(final: Path, mesh: Mesh | None) -> Iterator[Path]:
+    """`atomic_folder` for all processes: the first one makes it and gives it its name, after the others are done."""
+    if mesh is None:
+        with atomic_folder(final) as partial:
+            yield partial
+        return
+    with atomic_folder(final) if is_first() else nullcontext(_partial(final)) as partial:
+        dist.barrier(mesh.everyone)
+        yield partial
+        dist.barrier(mesh.everyone)
+    dist.barrier(mesh.everyone)
+
+
+def _partial(final: Path) -> Path:
+    return final.with_name(final.name + _UNFINISHED)
+
+
+def _save_tensors(folder: Path, tensors: dict[str, Any], mesh: Mesh | None) -> None:
+    writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    if mesh is None:
+        with _one_process():
+            dcp.save(tensors, storage_writer=writer, no_dist=True)
+    else:
+        dcp.save(tensors, storage_writer=writer, process_group=mesh.everyone)
+
+
+def _tensors(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    tensors = _weights(runner) | _random_states(runner)
+    for name, parameter in _owned(runner).items():
+        # hyper-parameters are not tensors: they come from the configuration
+        tensors |= {f"{_MOMENT}{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
     return tensors
 
 
-def _put_back(tensors: dict[str, Any], student: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    _, moments = get_state_dict(student, optimizer, options=_FLAT)
-    weights: dict[str, Any] = {name: tensors[f"student.{name}"] for name in student.state_dict()}
-    restored: dict[str, Any] = {name: tensors.get(f"optimizer.{name}", value) for name, value in moments.items()}
-    set_state_dict(student, optimizer, model_state_dict=weights, optim_state_dict=restored, options=_FLAT)
-    for name, parameter in student.named_parameters():
-        if f"optimizer.state.{name}.step" not in tensors:
-            optimizer.state.pop(parameter, None)  # only made up for the sake of its shape
-    torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"], next(student.parameters()).device)
+def _weights(runner: Runner) -> dict[str, Any]:
+    """The student's parameters and buffers that are here, a weight that two stages share by the embedding's name."""
+    weights: dict[str, Any] = {}
+    for student in runner.students():
+        for name, value in student.state_dict().items():
+            weights.setdefault(f"{_WEIGHT}{runner.shared_name(name)}", value)
+    return weights
 
 
-def _stored_shapes(path: Path, reader: dcp.HuggingFaceStorageReader) -> dict[str, tuple[int, ...]]:
+def _owned(runner: Runner) -> dict[str, nn.Parameter]:
+    """The parameters that are here by their names in a checkpoint; one that is here twice, once."""
+    owned: dict[str, nn.Parameter] = {}
+    for name, parameter in runner.named_parameters():
+        owned.setdefault(runner.shared_name(name), parameter)
+    return owned
+
+
+def _random_states(runner: Runner) -> dict[str, Tensor]:
+    """Of this process's generators."""
+    mesh = runner.mesh
+    own = "" if mesh is None else f".{mesh.everyone.rank()}"
+    device = next(runner.students()[0].parameters()).device
+    states = {f"random.cpu{own}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"random.cuda{own}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _put_back(tensors: dict[str, Any], runner: Runner, optimizer: torch.optim.Optimizer) -> None:
+    """The weights are where they belong, since they were read in place."""
+    owned = _owned(runner)
+    for name, parameter in runner.named_parameters():
+        shared = runner.shared_name(name)
+        if parameter is not owned[shared]:
+            local(parameter.detach()).copy_(local(owned[shared].detach()))
+        found = {key: tensors.get(f"{_MOMENT}{shared}.{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
+        optimizer.state.pop(parameter, None)
+        if found["step"] is not None:
+            optimizer.state[parameter] = {key: value.clone() for key, value in found.items() if value is not None}
+    for name in _random_states(runner):
+        if name in tensors:
+            put = torch.set_rng_state if ".cpu" in name else torch.cuda.set_rng_state
+            put(tensors[name])
+
+
+def _stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:
+    stored = dcp.HuggingFaceStorageReader(path=str(resume)).read_metadata().state_dict_metadata
+    return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+
+
+def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
-        stored = reader.read_metadata().state_dict_metadata
+        return {name: tuple(each.size) for name, each in _stored_tensors(path / "resume").items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is damaged: {error}; remove it to go on from the one before") from error
-    return {name: tuple(each.size) for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
 
 
-def _require_fit(path: Path, stored: dict[str, tuple[int, ...]], tensors: dict[str, Any]) -> None:
-    """Before DCP: it says less, leaves out what it is not asked for, and its own error is no Exception."""
-    wanted = {name: tuple(value.shape) for name, value in tensors.items()}
-    for name in sorted(name for name in stored.keys() | wanted.keys() if name.startswith("student.")):
+def _require_fit(path: Path, stored: dict[str, tuple[int, ...]], weights: dict[str, Any], whole: bool) -> None:
+    """Before DCP: it says less, leaves out what it is not asked for, and its own error is no Exception.
+
+    whole: this process has the whole student, so that what it does not ask for is too much.
+    """
+    wanted = {name: tuple(value.shape) for name, value in weights.items()}
+    names = stored.keys() | wanted.keys() if whole else wanted.keys()
+    for name in sorted(name for name in names if name.startswith(_WEIGHT)):
         there, here = (f"of shape {shapes[name]}" if name in shapes else "absent" for shapes in (stored, wanted))
         if there != here:
             raise ValueError(

@@ -1,16 +1,19 @@
 """Held-out figures: cross-entropy, forward KL over the full vocabulary, agreement, entropies; per target token."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
+import numpy as np
 import torch
 
-from stillhouse.data import Batch
+from stillhouse.data import PackedSequences
 from stillhouse.models import evaluating
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.divergence import forward_kl
 from stillhouse.objective.recipe import Recipe
+from stillhouse.train.dealing import deal
 from stillhouse.train.session import Session
-from stillhouse.train.step import ObjectiveContext, objective_processor, summed_metrics
+from stillhouse.train.step import works
 
 #: metric keys of an evaluation, from the names that the objective gives them
 KEYS = {
@@ -28,31 +31,31 @@ def evaluate(session: Session) -> dict[str, float]:
 
     Always at temperature 1. Without a teacher there is cross-entropy alone. Empty without held-out data.
     """
-    recipe = Recipe(cross_entropy=1.0, divergence=None if session.teacher is None else forward_kl())
-    outputs: list[ObjectiveOutput] = []
-    with evaluating(session.student), session.precision():
-        for batch in _batches(session):
-            signal = None if session.teacher is None else session.teacher.signal(batch)
-            context = ObjectiveContext(
-                recipe.terms(batch.labels_T, signal), batch, 1.0, session.config.objective.chunk_tokens
-            )
-            outputs.append(
-                session.student(
-                    batch.input_ids_BS, batch.position_ids_BS, processor=objective_processor, context=context
-                )
-            )
-    if not outputs:
+    sequences = session.evaluation
+    if sequences is None:
         return {}
-    sums = summed_metrics(outputs)
+    recipe = Recipe(cross_entropy=1.0, divergence=None if session.teacher is None else forward_kl())
+    chunk_tokens = session.config.objective.chunk_tokens
+    outputs: list[ObjectiveOutput] = []
+    with ExitStack() as modes:
+        for student in session.runner.students():
+            modes.enter_context(evaluating(student))
+        for rows in _rows(session, sequences):
+            batches = deal(sequences, rows, session.runner.mesh, session.device, alike=False)
+            given = works(batches, recipe, 1.0, precision=session.precision, chunk_tokens=chunk_tokens)
+            outputs += session.runner.forward(given)
+    sums = session.totals(outputs)
     tokens = sums["tokens"]
     return {key: sums[name] / tokens for name, key in KEYS.items() if name in sums} | {"eval/tokens": tokens}
 
 
-def _batches(session: Session) -> Iterator[Batch]:
-    sequences = session.evaluation
-    if sequences is None:
-        return
+def _rows(session: Session, sequences: PackedSequences) -> Iterator[list[np.ndarray]]:
+    """Micro-batches' sequences, as many at a time as keep all processes at work."""
+    mesh, stages = session.runner.mesh, session.runner.layout.stages
+    together = 1 if mesh is None else mesh.degrees.data * stages
     budget = session.config.eval.micro_batch_tokens or session.config.train.micro_batch_tokens
     rows = max(1, budget // session.config.data.max_tokens)
-    for start in range(0, len(sequences), rows):
-        yield sequences.batch(range(start, min(start + rows, len(sequences)))).to(session.device)
+    numbers = np.arange(len(sequences))
+    micro_batches = [numbers[start : start + rows] for start in range(0, len(sequences), rows)]
+    for start in range(0, len(micro_batches), together):
+        yield micro_batches[start : start + together]

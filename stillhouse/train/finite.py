@@ -8,7 +8,7 @@ import torch
 from stillhouse.data import Batch, make_batch
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.train.session import Session
-from stillhouse.train.step import clip_gradients, forward_backward
+from stillhouse.train.step import forward_backward
 
 #: sources of samples that an error names
 _NAMED = 5
@@ -25,9 +25,12 @@ def stop_unless_finite(
     """Raise ValueError if the step's loss or gradient norm is NaN or infinite. The weights are still untouched."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    findings = _losses(session, batches, outputs) or _gradients(session, batches)
-    session.student.zero_grad(set_to_none=True)
-    where = "; ".join(findings) or "in no single micro-batch: the sum over them overflowed"
+    # under a layout every process has its own samples, and none could run one again without the others
+    alone = session.runner.mesh is None
+    findings = (_losses(session, batches, outputs) or _gradients(session, batches)) if alone else []
+    session.runner.zero_grad()
+    where = "; ".join(findings) or ("in no single micro-batch: the sum over them overflowed" if alone else "")
+    where = where or "run stillhouse check in one process to find the samples"
     what = "loss" if not math.isfinite(loss) else "gradient"
     raise ValueError(
         f"step {step}: the {what} is not finite (loss {loss:g}, gradient norm {norm:g}): {where}. "
@@ -82,19 +85,18 @@ def _sources(session: Session, documents: Iterable[int]) -> str:
 
 def _fails_alone(session: Session, document: int) -> bool:
     output = _run_again(session, make_batch(session.train.documents, [[document]]).to(session.device))
-    norm = clip_gradients(session.student.parameters(), 0.0)
+    norm = session.runner.clip(0.0)
     return not bool(output.loss.isfinite() & norm.isfinite())
 
 
 def _run_again(session: Session, batch: Batch) -> ObjectiveOutput:
     """One micro-batch by itself; its gradient is the student's afterwards."""
-    session.student.zero_grad(set_to_none=True)
+    session.runner.zero_grad()
     (output,) = forward_backward(
-        session.student,
-        session.teacher,
+        session.runner,
         [batch],
         session.recipe,
-        precision=session.precision(),
+        precision=session.precision,
         chunk_tokens=session.config.objective.chunk_tokens,
     )
     return output

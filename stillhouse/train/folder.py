@@ -29,6 +29,7 @@ _FREE = {
     "checkpoint",
     "track",
     "device",
+    "parallel",
     "objective.chunk_tokens",
     "train.micro_batch_tokens",
     "train.activation_checkpointing",

@@ -7,16 +7,40 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
 
+from stillhouse.parallel import is_first
 from stillhouse.train.checkpoint import Progress
 
 #: seconds between printed lines where there is no terminal to redraw one on
 _PLAIN_EVERY = 10.0
+
+
+def open_log(folder: Path, progress: Progress, steps: int, track: Sequence[str]) -> "RunLog | Silence":
+    """The log of a run, on the process that writes; on the others nothing is said."""
+    return RunLog(folder, progress, steps, track) if is_first() else Silence()
+
+
+class Silence(nullcontext[Any]):
+    """In the place of a log, on a process that does not write."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def train(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        pass
+
+    evaluation = train
+
+    def say(self, line: str) -> None:
+        pass
 
 
 class RunLog:

@@ -7,20 +7,16 @@ import time
 from pathlib import Path
 
 from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.parallel import is_first
 from stillhouse.train.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
+from stillhouse.train.dealing import deal
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
-from stillhouse.train.logging import RunLog
+from stillhouse.train.logging import open_log
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
-from stillhouse.train.step import (
-    clip_gradients,
-    forward_backward,
-    make_optimizer,
-    optimizer_step,
-    summed_metrics,
-)
+from stillhouse.train.step import forward_backward, make_optimizer, optimizer_step
 
 
 def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Progress:
@@ -28,45 +24,45 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
 
     Raises ValueError at a loss or gradient that is not finite, before it is applied.
     """
-    config, plan, student = session.config, session.plan, session.student
+    config, plan, runner = session.config, session.plan, session.runner
     settings = config.train
     optimizer = make_optimizer(
-        student.parameters(),
+        (parameter for _, parameter in runner.named_parameters()),
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
         betas=settings.betas,
         eps=settings.eps,
     )
-    progress = load_checkpoint(resume, student, optimizer) if resume is not None else Progress()
+    progress = load_checkpoint(resume, runner, optimizer) if resume is not None else Progress()
     progress.data = session.data
     if progress.step > plan.steps:
         raise ValueError(f"{resume} is at step {progress.step}, and this run ends at {plan.steps}: nothing to train")
-    with RunLog(folder.path, progress, plan.steps, config.track) as log:
+    with open_log(folder.path, progress, plan.steps, config.track) as log:
         if progress.step == 0 and session.evaluation is not None:
             progress.metrics = evaluate(session)
             log.evaluation(0, 0, progress.metrics)
         for step in range(progress.step, plan.steps):
             started = time.monotonic()
-            packed = [session.train.batch(rows) for rows in plan.micro_batches(session.train, step)]
-            inputs = sum(int((batch.document_T >= 0).sum()) for batch in packed)
-            batches = [batch.to(session.device) for batch in packed]
+            rows = list(plan.micro_batches(session.train, step))
+            batches = deal(session.train, rows, runner.mesh, session.device, alike=runner.pipeline is not None)
             outputs = forward_backward(
-                student,
-                session.teacher,
+                runner,
                 batches,
                 session.recipe,
-                precision=session.precision(),
+                precision=session.precision,
+                normalizer=session.train.targets(rows),
                 chunk_tokens=config.objective.chunk_tokens,
             )
-            norm = float(clip_gradients(student.parameters(), settings.clip or 0.0))
-            sums = summed_metrics(outputs)
+            norm = float(runner.clip(settings.clip or 0.0))
+            sums = session.totals(outputs)
             stop_unless_finite(session, step + 1, batches, outputs, sums["loss"], norm)
             rate = learning_rate(settings, plan.steps, step)
             optimizer_step(optimizer, rate)
 
             progress.step, progress.tokens = step + 1, progress.tokens + int(sums["tokens"])
             seconds = time.monotonic() - started
-            log.train(progress.step, progress.tokens, _train_metrics(sums, rate, norm, inputs / seconds))
+            speed = session.train.tokens(rows) / seconds
+            log.train(progress.step, progress.tokens, _train_metrics(sums, rate, norm, speed))
             last = progress.step == plan.steps
             saving = _due(progress.step, config.checkpoint.every) or last
             if session.evaluation is not None and (_due(progress.step, config.eval.every) or saving):
@@ -74,8 +70,9 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
                 log.evaluation(progress.step, progress.tokens, progress.metrics)
             if saving:
                 progress.seconds = log.seconds
-                save_checkpoint(folder.checkpoints, progress, student, optimizer, session.tokenizer)
-                prune(folder.checkpoints, config.checkpoint.keep, config.checkpoint.best)
+                save_checkpoint(folder.checkpoints, progress, runner, optimizer, session.tokenizer)
+                if is_first():
+                    prune(folder.checkpoints, config.checkpoint.keep, config.checkpoint.best)
     return progress
 
 

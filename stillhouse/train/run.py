@@ -1,9 +1,11 @@
 """A whole run: make everything ready, claim the folder, train, leave the model behind."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from stillhouse.config import RunConfig
-from stillhouse.train.checkpoint import atomic_folder, save_student
+from stillhouse.parallel import is_first, leave
+from stillhouse.train.checkpoint import atomic_folder, checkpoints, save_student
 from stillhouse.train.folder import RunFolder, alone, claim, environment, require_same_data, resumable
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.off_policy import train
@@ -19,32 +21,46 @@ def distill(config: RunConfig) -> Path:
     parse_objective(config)  # before anything else: a misspelt loss is not to hide behind an occupied folder
     resume, folder = resumable(config), RunFolder(Path(config.out))
     if folder.complete:
-        print(f"{folder.path} holds this run, complete: {folder.model}. Nothing to do; another run needs another out")
+        say(f"{folder.path} holds this run, complete: {folder.model}. Nothing to do; another run needs another out")
         return folder.path
-    session = prepare(config)
+    session = prepare(config, announce=is_first())
     if resume is not None:
         require_same_data(resume, folder, session.data)
-    with alone(folder):
-        claim(folder, config)
+    with alone(folder) if is_first() else nullcontext():
+        if is_first():
+            claim(folder, config)
         _run(session, folder, resume)
     return folder.path
+
+
+def say(line: str) -> None:
+    """Once, of all processes."""
+    if is_first():
+        print(line)
 
 
 def _run(session: Session, folder: RunFolder, resume: Path | None) -> None:
     config = session.config
     reports = data_reports(session)
     for which, report in reports.items():
-        print(f"{which}: {report.summary()}")
+        say(f"{which}: {report.summary()}")
     for warning in session.warnings:
-        print(f"warning: {warning}")
+        say(f"warning: {warning}")
+    if session.runner.mesh is not None:
+        say(f"layout: {session.runner.layout}")
     if resume is not None:
-        print(f"resuming from {resume}")
-    folder.write_json("environment.json", environment(in_words(config, session.recipe), config.seed, session.device))
-    folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
+        say(f"resuming from {resume}")
+    if is_first():
+        words = in_words(config, session.recipe)
+        folder.write_json("environment.json", environment(words, config.seed, session.device))
+        folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
     progress = train(session, folder, resume)
     tokens = held_out_tokens(session, progress.step)
     if tokens is not None:
         folder.write_json("tokens.json", tokens)
-    with atomic_folder(folder.model) as model:
-        save_student(model, session.student, session.tokenizer)
-    print(f"model: {folder.model}")
+    if is_first():
+        newest = checkpoints(folder.checkpoints)[-1]  # of the last step
+        with atomic_folder(folder.model) as model:
+            save_student(model, session.runner, session.tokenizer, newest / "resume")
+    leave()
+    say(f"model: {folder.model}")

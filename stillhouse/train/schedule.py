@@ -32,15 +32,20 @@ class Plan:
             yield chosen[start : start + self.rows_per_micro_batch]
 
 
-def make_plan(train: TrainConfig, sequences: int, max_tokens: int) -> Plan:
-    """The plan for a number of packed sequences of at most `max_tokens` tokens."""
+def make_plan(train: TrainConfig, sequences: int, max_tokens: int, parts: int = 1, least: int = 1) -> Plan:
+    """The plan for a number of packed sequences of at most `max_tokens` tokens.
+
+    parts: among which each step's micro-batches are dealt out; least: micro-batches that each of them should have,
+    for which they are made smaller where there are sequences enough.
+    """
     per_step = max(1, train.tokens_per_step // max_tokens)
+    rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step // (parts * least)))
     if train.steps is not None:
         total = train.steps * per_step
     else:
         assert train.epochs is not None
         total = max(1, round(train.epochs * sequences))
-    return Plan(math.ceil(total / per_step), total, per_step, max(1, train.micro_batch_tokens // max_tokens))
+    return Plan(math.ceil(total / per_step), total, per_step, rows)
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:

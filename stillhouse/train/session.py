@@ -4,8 +4,10 @@ The objective's expression, then the tokenizers, then the data, then the models:
 second, a teacher of another tokenizer before any weight is read.
 """
 
-import os
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,10 +24,12 @@ from stillhouse.data import (
     tokenizer_fingerprint,
 )
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
+from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.recipe import Recipe, parse_recipe
-from stillhouse.teachers import LocalTeacher
+from stillhouse.parallel import Layout, Runner, alone, gathered, join, lay_out, layout_of, local_rank, process_count
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
+from stillhouse.train.step import add_up, summed_metrics
 
 
 @dataclass
@@ -40,10 +44,25 @@ class Session:
     train: PackedSequences
     evaluation: PackedSequences | None
     plan: Plan
-    student: Decoder
-    teacher: LocalTeacher | None
+    runner: Runner
     data: dict[str, str]  # a hash of each split's documents
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def student(self) -> Decoder:
+        """The student, or its part on this process's first stage."""
+        return self.runner.students()[0]
+
+    @property
+    def teacher(self) -> Decoder | None:
+        """The same of the teacher."""
+        return self.runner.teacher
+
+    def totals(self, outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
+        """`summed_metrics` over all processes, the same on each. Waits for the device once."""
+        mesh = self.runner.mesh
+        own = summed_metrics(outputs if self.runner.has_results else ())
+        return add_up(gathered(own, None if mesh is None else mesh.everyone, self.device))
 
     def precision(self) -> torch.autocast:
         """The autocast of a run: bfloat16 products over float32 master weights, or nothing."""
@@ -58,8 +77,8 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     recipe = parse_objective(config)
     if announce:
         print(in_words(config, recipe), flush=True)
-    require_one_process()
     require_trackers(config.track)
+    layout = layout_of(config.parallel, process_count())
     device = choose_device(config.device)
     torch.manual_seed(config.seed)
     tokenizer, warnings = load_tokenizers(config)
@@ -78,7 +97,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     if evaluation_documents is not None:
         evaluation = PackedSequences(evaluation_documents, max_tokens=max_tokens, seed=config.seed, shuffle=False)
     student, teacher = load_models(config, device)
-    for which, decoder in (("student", student), ("teacher", teacher.decoder if teacher else None)):
+    for which, decoder in (("student", student), ("teacher", teacher)):
         if decoder is not None:
             warnings += check_vocabulary(tokenizer, decoder.vocabulary_rows, which)
             check_document_length(decoder, max_tokens, which)
@@ -92,9 +111,8 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         tokenizer_hash=tokenizer_fingerprint(tokenizer),
         train=train,
         evaluation=evaluation,
-        plan=make_plan(config.train, len(train), max_tokens),
-        student=student,
-        teacher=teacher,
+        plan=make_plan(config.train, len(train), max_tokens, layout.degrees.data, layout.stages),
+        runner=place_models(layout, device, student, teacher),
         data={which: documents.fingerprint() for which, documents in splits.items()},
         warnings=list(dict.fromkeys(warnings)),
     )
@@ -129,17 +147,10 @@ def in_words(config: RunConfig, recipe: Recipe) -> str:
     )
 
 
-def require_one_process() -> None:
-    """Refuse torchrun: its processes would all write the same run."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes != "1":
-        raise ConfigError("parallel", f"torchrun started {processes} processes; this version runs in one, without it")
-
-
 def choose_device(name: str) -> torch.device:
     """`auto` is the GPU if there is one. Raises ConfigError for a device that this machine does not have."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu"
     device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError("device", f"got {name}, and this machine has {count} CUDA devices; expected auto or cpu")
@@ -173,7 +184,7 @@ def load_data(
     return train.split(data.eval) if data.eval else (train, None)
 
 
-def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, LocalTeacher | None]:
+def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Decoder | None]:
     """Student and teacher on the device, their weights finite."""
     student = _load("student", config.student, device)
     if config.train.activation_checkpointing:
@@ -181,7 +192,20 @@ def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Local
     student.train()
     if config.teacher is None:
         return student, None
-    return student, LocalTeacher(_load("teacher", config.teacher, device))
+    return student, _load("teacher", config.teacher, device)
+
+
+def place_models(layout: Layout, device: torch.device, student: Decoder, teacher: Decoder | None) -> Runner:
+    """The models as they lie over the processes."""
+    mesh = join(layout, device)
+    if mesh is None:
+        return alone(student, teacher)
+    try:
+        return lay_out(
+            layout, mesh, partial(deepcopy, student), None if teacher is None else partial(deepcopy, teacher)
+        )
+    except ValueError as error:
+        raise ConfigError("parallel", str(error)) from error
 
 
 def data_reports(session: Session) -> dict[str, DataReport]:

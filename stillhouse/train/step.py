@@ -5,8 +5,9 @@ neither the loss nor the gradient depends on how the step was cut. T tokens of a
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stillhouse.data import Batch
-from stillhouse.models import Decoder
-from stillhouse.objective import ObjectiveOutput, OutputHead, Term, linear_objective
+from stillhouse.objective import ObjectiveOutput, OutputHead, Signal, Term, linear_objective
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.recipe import Recipe
-from stillhouse.teachers import Teacher
+from stillhouse.parallel import Runner, Work
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,41 @@ def objective_processor(
     )
 
 
+def works(
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    normalizer: float,
+    *,
+    precision: Callable[[], torch.autocast],
+    chunk_tokens: int | None = None,
+) -> list[Work]:
+    """Micro-batches with what is to be made of them, as a runner takes them."""
+
+    def context(batch: Batch, signal: Signal | None) -> ObjectiveContext:
+        return ObjectiveContext(recipe.terms(batch.labels_T, signal), batch, normalizer, chunk_tokens)
+
+    return [
+        Work(batch, objective_processor, partial(context, batch), recipe.needs_teacher, precision)
+        for batch in batches
+    ]
+
+
 def forward_backward(
-    student: Decoder,
-    teacher: Teacher | None,
+    runner: Runner,
     batches: Sequence[Batch],
     recipe: Recipe,
     *,
-    precision: torch.autocast,
+    precision: Callable[[], torch.autocast],
+    normalizer: int | None = None,
     chunk_tokens: int | None = None,
 ) -> list[ObjectiveOutput]:
-    """Add the step's gradient to the student's parameters. Returns each micro-batch's output, its loss detached."""
-    normalizer = valid_tokens(batches)
-    outputs = []
-    for batch in batches:
-        with precision:
-            signal = teacher.signal(batch) if teacher is not None and recipe.needs_teacher else None
-            context = ObjectiveContext(recipe.terms(batch.labels_T, signal), batch, normalizer, chunk_tokens)
-            output: ObjectiveOutput = student(
-                batch.input_ids_BS, batch.position_ids_BS, processor=objective_processor, context=context
-            )
-        output.loss.backward()
-        outputs.append(ObjectiveOutput(output.loss.detach(), output.metrics, output.per_token))
-    return outputs
+    """Add the step's gradient to the student's parameters. Returns each micro-batch's output, its loss detached (of
+    a pipeline, on the last stage's ranks).
+
+    normalizer: the valid tokens of the whole step, of all processes; None: those of `batches`.
+    """
+    tokens = valid_tokens(batches) if normalizer is None else normalizer
+    return runner.forward_backward(works(batches, recipe, tokens, precision=precision, chunk_tokens=chunk_tokens))
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -76,15 +89,6 @@ def optimizer_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> No
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-    """The norm of the whole gradient, before it is scaled down to `limit` (0: left as it is)."""
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
-    if limit:
-        nn.utils.clip_grads_with_norm_(held, limit, norm)
-    return norm
 
 
 def valid_tokens(batches: Sequence[Batch]) -> int:
@@ -102,10 +106,21 @@ def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
         sums["loss"] += output.loss.double()
         for name, value in output.metrics.items():
             sums[name] += value.double()
-    if outputs:
-        sums[CHUNK_TOKENS] = torch.stack([output.metrics[CHUNK_TOKENS] for output in outputs]).max().double()
+    if not outputs:
+        return {}
+    sums[CHUNK_TOKENS] = torch.stack([output.metrics[CHUNK_TOKENS] for output in outputs]).max().double()
     values = torch.stack(list(sums.values())).tolist()
     return dict(zip(sums, values, strict=True))
+
+
+def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`summed_metrics` of several processes, as one."""
+    total: dict[str, float] = {}
+    for each in sums:
+        for name, value in each.items():
+            both = (total.get(name, 0.0), value)
+            total[name] = max(both) if name == CHUNK_TOKENS else sum(both)
+    return total
 
 
 def make_optimizer(

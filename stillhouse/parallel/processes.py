@@ -1,0 +1,84 @@
+"""The processes that torchrun started, as a run's mesh, and what they tell each other beside tensors."""
+
+import json
+import math
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from stillhouse.config import ConfigError, ParallelConfig
+from stillhouse.parallel.mesh import Degrees, Mesh
+from stillhouse.parallel.runner import Layout
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def process_count() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def layout_of(config: ParallelConfig, processes: int) -> Layout:
+    """The layout over a number of processes. Raises ConfigError where the degrees do not make that number."""
+    others = {name: getattr(config, name) for name in ("tensor", "pipeline", "context", "replicate")}
+    product = math.prod(others.values())
+    fsdp = config.fsdp if config.fsdp is not None else max(1, processes // product)
+    degrees = Degrees(fsdp=fsdp, **others)
+    if degrees.processes != processes:
+        started = f"torchrun started {processes}" if processes > 1 else "there is one, without torchrun"
+        raise ConfigError(
+            "parallel",
+            f"{degrees} makes {degrees.processes} processes, and {started}: expected "
+            f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
+        )
+    if config.offload and degrees.replicate * degrees.shard == 1:
+        raise ConfigError("parallel.offload", "got true without fsdp or replicate, which is what can offload")
+    return Layout(degrees, config.schedule, offload=config.offload)
+
+
+def join(layout: Layout, device: torch.device) -> Mesh | None:
+    """Meet the other processes; None where there are none."""
+    if layout.degrees.processes == 1:
+        return None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(BACKENDS[device.type])
+    return Mesh(layout.degrees, device)
+
+
+def leave() -> None:
+    """Part from the other processes, after all of them are done."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def gathered(value: Any, group: ProcessGroup | None, device: torch.device) -> list[Any]:
+    """What every process of a group gives, in the order of ranks; anything that JSON can hold."""
+    if group is None:
+        return [value]
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    lengths[group.rank()] = len(own)
+    dist.all_reduce(lengths, group=group)
+    texts = [torch.empty(int(lengths.max()), dtype=torch.uint8, device=device) for _ in range(group.size())]
+    padded = torch.zeros_like(texts[0])
+    padded[: len(own)] = own
+    dist.all_gather(texts, padded, group=group)
+    return [
+        json.loads(bytes(text[:length].tolist()).decode())
+        for text, length in zip(texts, lengths.tolist(), strict=True)
+    ]

@@ -1,0 +1,103 @@
+"""Whole runs under torchrun: the same model as in one process, checkpoints that any layout can go on from, errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import world
+from safetensors.torch import load_file
+
+from stillhouse.cli import USAGE
+
+LIMIT = 180
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models, data, run.yaml, and a complete run in one process, whose checkpoints are all kept."""
+    folder = tmp_path_factory.mktemp("layouts")
+    world(folder, family="llama", tied=True, **{"checkpoint.every": 1, "checkpoint.keep": 9})
+    distill(folder, "alone", 1)
+    return folder
+
+
+def distill(folder: Path, out: str, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = launcher if processes > 1 else [sys.executable]
+    command = ["-m", "stillhouse", "distill", str(folder / "run.yaml"), f"out={folder / out}", *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*launcher, *command], env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    expected, found = weights(one), weights(other)
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name
+    assert (one / "model" / "config.json").read_text() == (other / "model" / "config.json").read_text()
+
+
+def test_checkpoints_move_between_layouts(alone: Path) -> None:
+    """One process → fsdp → tensor → pipeline → one process, each from a checkpoint of the one before."""
+    before = alone / "alone"
+    for step, out, processes, overrides in [
+        (1, "fsdp", 2, ["parallel.fsdp=2"]),
+        (2, "tensor", 2, ["parallel.tensor=2"]),
+        (3, "pipeline", 2, ["parallel.pipeline=2"]),
+        (4, "again", 1, []),
+    ]:
+        checkpoint = before / "checkpoints" / f"step-{step:08d}"
+        run = distill(alone, out, processes, f"checkpoint.resume={checkpoint}", *overrides)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("resuming from") == 1
+        assert_same_model(alone / "alone", alone / out)
+        before = alone / out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.context=2"],
+        ["parallel.replicate=2", "parallel.fsdp=1"],
+        ["parallel.pipeline=2", "parallel.schedule=zbv"],
+    ],
+    ids=str,
+)
+def test_the_model_of_one_process(alone: Path, overrides: list[str]) -> None:
+    out = overrides[-1].replace("=", "-")
+    run = distill(alone, out, 2, *overrides)
+    assert run.returncode == 0, run.stderr
+    assert_same_model(alone / "alone", alone / out)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.tensor=4"], "parallel: tensor 4 makes 4 processes, and torchrun started 2"),
+        (["parallel.pipeline=2", "parallel.schedule=zbv"], "4 pipeline stages for a student of 2 layers"),
+        (["parallel.offload=true", "parallel.tensor=2"], "parallel.offload: got true without fsdp or replicate"),
+    ],
+    ids=["product", "stages", "offload"],
+)
+def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
+    run = distill(alone, "refused", 2, *overrides)
+    assert run.returncode != 0
+    assert run.stderr.count("error: ") == 1, run.stderr
+    assert f"error: {message}" in run.stderr or message in run.stderr
+    assert not (alone / "refused").exists()
+
+
+def test_usage_is_the_exit_code_of_a_wrong_layout(alone: Path) -> None:
+    run = distill(alone, "refused", 1, "parallel.fsdp=2")
+    assert run.returncode == USAGE
+    assert "there is one, without torchrun" in run.stderr
