@@ -27,7 +27,7 @@ def test_every_row_of_what_works_names_a_test_that_exists() -> None:
     rows = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line][1:]
     assert len(rows) > 10
     for row in rows:
-        proofs = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", row)
+        proofs = re.findall(r"`((?:\w+/)?test_\w+\.py)?(?:::(test_\w+))?`", row)
         assert proofs, row
         current = ""
         for file, test in proofs:

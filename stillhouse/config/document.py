@@ -39,7 +39,7 @@ train:
   precision: bf16
 eval: {every: 100}                 # cross-entropy, forward KL (full vocabulary) and agreement; also at step 0
 checkpoint: {every: 500, keep: 2, best: eval/cross_entropy, resume: auto}
-parallel: {fsdp: 1, tensor: 1, pipeline: 1, context: 1, replicate: 1}
+parallel: {fsdp: null, tensor: 1, pipeline: 1, context: 1, replicate: 1}
 track: [tensorboard]
 out: runs/qwen3
 seed: 0
