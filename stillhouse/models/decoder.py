@@ -155,7 +155,7 @@ class Decoder(nn.Module):
     @property
     def vocabulary_rows(self) -> int:
         """Rows of the head: the tokenizer's vocabulary, and any padding above it."""
-        return self._own_head.linear.out_features
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def output_weight(self) -> Tensor:
@@ -165,6 +165,11 @@ class Decoder(nn.Module):
     def output_head(self) -> OutputHead:
         """The head's tensors outside a forward: for an unsharded model."""
         return self._own_head.tensors()
+
+    def tie(self) -> None:
+        """Make one weight of a tied embedding and head again, after something has given them one each."""
+        if self.tied:
+            self._own_head.linear.weight = self.pretrained.get_input_embeddings().weight
 
     @property
     def _own_head(self) -> Head:
@@ -233,5 +238,4 @@ def _find_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, *_
 def _tie_again(decoder: nn.Module, _: Any) -> None:
     """`load_state_dict(assign=True)` gives the embedding and the head a parameter each."""
     assert isinstance(decoder, Decoder)
-    if decoder.tied:
-        decoder._own_head.linear.weight = decoder.pretrained.get_input_embeddings().weight
+    decoder.tie()

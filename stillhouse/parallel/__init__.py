@@ -1,9 +1,10 @@
 """Student and teacher laid over processes, from outside (see `runner.py`)."""
 
+from stillhouse.parallel.loading import empty_decoder, fill, local_folder
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES
 from stillhouse.parallel.processes import gathered, is_first, join, layout_of, leave, local_rank, process_count
-from stillhouse.parallel.runner import Layout, Runner, alone, lay_out
+from stillhouse.parallel.runner import Layout, Origin, Runner, alone, lay_out
 from stillhouse.parallel.twin import Twin, Work
 
 __all__ = [
@@ -11,16 +12,20 @@ __all__ = [
     "Degrees",
     "Layout",
     "Mesh",
+    "Origin",
     "Runner",
     "Twin",
     "Work",
     "alone",
+    "empty_decoder",
+    "fill",
     "gathered",
     "is_first",
     "join",
     "lay_out",
     "layout_of",
     "leave",
+    "local_folder",
     "local_rank",
     "process_count",
 ]

@@ -25,7 +25,17 @@ from stillhouse.parallel.twin import Twin, Work
 
 ONE = Degrees()
 
-Maker = Callable[[], Decoder]
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from.
+
+    make: all of it, with weights or on the meta device; called once for each stage that is here.
+    fill: gives it weights when it lies where it belongs, if it has none.
+    """
+
+    make: Callable[[], Decoder]
+    fill: Callable[[Decoder], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,60 +148,72 @@ class Runner:
 
 def alone(student: Decoder, teacher: Decoder | None) -> Runner:
     """The runner of a process that has it all."""
-    return lay_out(Layout(), None, lambda: student, None if teacher is None else lambda: teacher)
+    return lay_out(Layout(), None, Origin(lambda: student), None if teacher is None else Origin(lambda: teacher))
 
 
-def lay_out(layout: Layout, mesh: Mesh | None, make_student: Maker, make_teacher: Maker | None) -> Runner:
-    """The runner of this process. `make_…`: a whole model each time, with weights or on the meta device; called once
-    for each stage that is here. mesh: None for one process alone.
+def lay_out(layout: Layout, mesh: Mesh | None, student_from: Origin, teacher_from: Origin | None) -> Runner:
+    """The runner of this process. mesh: None for one process alone.
 
     Raises ValueError for a model that the layout does not fit.
     """
     degrees = layout.degrees
     if layout.stages == 1:
-        student, teacher = make_student(), None if make_teacher is None else make_teacher()
-        twin = _placed(layout, mesh, student, teacher)
+        student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
+        twin = _placed(layout, mesh, student, teacher, student_from, teacher_from)
         return Runner(layout, {0: twin}, None, mesh, tied=student.tied)
     assert mesh is not None
     scheme = SCHEMES[layout.schedule]
     twins = {}
     tied, width = False, None
     for number in scheme.stages_of(mesh.place("pipeline"), degrees.pipeline):
-        student, teacher = make_student(), None if make_teacher is None else make_teacher()
+        student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
         stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
         tied, width, stage = student.tied, _width(student, teacher), stages[number]
         keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
         if teacher is not None:
             keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
-        twins[number] = _placed(layout, mesh, student, teacher)
+        twins[number] = _placed(layout, mesh, student, teacher, student_from, teacher_from)
     assert width is not None
     group, sharding = mesh.tokens.get_group("pipeline"), mesh.sharding
     pipeline = Pipeline(twins, scheme, width, group, mesh.device, tied=tied, sharding=sharding)
     return Runner(layout, twins, pipeline, mesh, tied=tied)
 
 
-def _placed(layout: Layout, mesh: Mesh | None, student: Decoder, teacher: Decoder | None) -> Twin:
+def _placed(
+    layout: Layout,
+    mesh: Mesh | None,
+    student: Decoder,
+    teacher: Decoder | None,
+    student_from: Origin,
+    teacher_from: Origin | None,
+) -> Twin:
+    """Each in its layout, then with its weights."""
+    twin = Twin(student, teacher)  # from here on the teacher is frozen
+    for decoder, origin in ((student, student_from), (teacher, teacher_from)):
+        if decoder is None or origin is None:
+            continue
+        if mesh is not None:
+            _place(decoder, layout, mesh, trained=decoder is student)
+        if origin.fill is not None:
+            origin.fill(decoder)
+    return twin
+
+
+def _place(decoder: Decoder, layout: Layout, mesh: Mesh, trained: bool) -> None:
     """Inner layouts first: attention, then matrices, then what is shared of them."""
     degrees = layout.degrees
-    twin = Twin(student, teacher)
-    if mesh is None:
-        return twin
-    for decoder in (student, teacher):
-        if decoder is None:
-            continue
-        if degrees.context > 1:
-            apply_context_parallel(decoder, mesh.tokens.get_group("context"))
-        if degrees.tensor > 1:
-            apply_tensor_parallel(decoder, mesh.weights["tensor"])
-        if mesh.sharding is not None:
-            apply_fsdp(
-                decoder,
-                mesh.sharding,
-                gathered_dtype=layout.gathered_dtype if decoder is student else None,
-                reshard_after_forward=layout.stages == 1,
-                offload=layout.offload,
-            )
-    return twin
+    if degrees.context > 1:
+        apply_context_parallel(decoder, mesh.tokens.get_group("context"))
+    if degrees.tensor > 1:
+        apply_tensor_parallel(decoder, mesh.weights["tensor"])
+    if mesh.sharding is not None:
+        apply_fsdp(
+            decoder,
+            mesh.sharding,
+            gathered_dtype=layout.gathered_dtype if trained else None,
+            reshard_after_forward=layout.stages == 1,
+            offload=layout.offload,
+        )
 
 
 def _width(student: Decoder, teacher: Decoder | None) -> Width:

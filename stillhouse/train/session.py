@@ -5,8 +5,7 @@ second, a teacher of another tokenizer before any weight is read.
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -26,7 +25,22 @@ from stillhouse.data import (
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.recipe import Recipe, parse_recipe
-from stillhouse.parallel import Layout, Runner, alone, gathered, join, lay_out, layout_of, local_rank, process_count
+from stillhouse.parallel import (
+    Layout,
+    Mesh,
+    Origin,
+    Runner,
+    alone,
+    empty_decoder,
+    fill,
+    gathered,
+    join,
+    lay_out,
+    layout_of,
+    local_folder,
+    local_rank,
+    process_count,
+)
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
 from stillhouse.train.step import add_up, summed_metrics
@@ -96,8 +110,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     evaluation = None
     if evaluation_documents is not None:
         evaluation = PackedSequences(evaluation_documents, max_tokens=max_tokens, seed=config.seed, shuffle=False)
-    student, teacher = load_models(config, device)
-    for which, decoder in (("student", student), ("teacher", teacher)):
+    mesh = join(layout, device)
+    runner = alone(*load_models(config, device)) if mesh is None else lay_out_models(config, layout, mesh, device)
+    for which, decoder in (("student", runner.students()[0]), ("teacher", runner.teacher)):
         if decoder is not None:
             warnings += check_vocabulary(tokenizer, decoder.vocabulary_rows, which)
             check_document_length(decoder, max_tokens, which)
@@ -112,7 +127,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         train=train,
         evaluation=evaluation,
         plan=make_plan(config.train, len(train), max_tokens, layout.degrees.data, layout.stages),
-        runner=place_models(layout, device, student, teacher),
+        runner=runner,
         data={which: documents.fingerprint() for which, documents in splits.items()},
         warnings=list(dict.fromkeys(warnings)),
     )
@@ -186,26 +201,40 @@ def load_data(
 
 def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Decoder | None]:
     """Student and teacher on the device, their weights finite."""
-    student = _load("student", config.student, device)
-    if config.train.activation_checkpointing:
-        student.gradient_checkpointing_enable()
-    student.train()
-    if config.teacher is None:
-        return student, None
-    return student, _load("teacher", config.teacher, device)
+    student = _trained(_load("student", config.student, device), config)
+    return student, None if config.teacher is None else _load("teacher", config.teacher, device)
 
 
-def place_models(layout: Layout, device: torch.device, student: Decoder, teacher: Decoder | None) -> Runner:
-    """The models as they lie over the processes."""
-    mesh = join(layout, device)
-    if mesh is None:
-        return alone(student, teacher)
+def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.device) -> Runner:
+    """The same over processes, each of which reads its own part."""
+    student, teacher = _origin("student", config.student, device), None
+    if config.teacher is not None:
+        teacher = _origin("teacher", config.teacher, device)
+    make = student.make
     try:
-        return lay_out(
-            layout, mesh, partial(deepcopy, student), None if teacher is None else partial(deepcopy, teacher)
-        )
+        return lay_out(layout, mesh, replace(student, make=lambda: _trained(make(), config)), teacher)
     except ValueError as error:
         raise ConfigError("parallel", str(error)) from error
+
+
+def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Origin:
+    if model.trust_remote_code:
+        raise ConfigError(
+            f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
+        )
+    folder = local_folder(model.model, model.revision)
+
+    def weights(decoder: Decoder) -> None:
+        fill(decoder, folder, device)
+        check_finite_weights(decoder, which)
+
+    return Origin(partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention), weights)
+
+
+def _trained(student: Decoder, config: RunConfig) -> Decoder:
+    if config.train.activation_checkpointing:
+        student.gradient_checkpointing_enable()
+    return student.train()
 
 
 def data_reports(session: Session) -> dict[str, DataReport]:

@@ -6,7 +6,7 @@ layout, and says how far each of its parameters' gradients is from the reference
 T tokens, B rows, S tokens per row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -23,7 +23,7 @@ from stillhouse.data import Batch
 from stillhouse.models import Decoder
 from stillhouse.objective import ObjectiveOutput, Signal, TopK
 from stillhouse.objective.recipe import Recipe, parse_recipe
-from stillhouse.parallel import Layout, Mesh, Runner, Work, lay_out
+from stillhouse.parallel import Layout, Mesh, Origin, Runner, Work, lay_out
 from stillhouse.train.step import ObjectiveContext, make_optimizer, objective_processor, optimizer_step
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
@@ -77,7 +77,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     mesh = mesh_of(case.layout)
     if rank.number >= case.layout.degrees.processes:
         return None
-    alone, laid = lay_out(Layout(), None, *makers(case)), lay_out(case.layout, mesh, *makers(case))
+    alone, laid = lay_out(Layout(), None, *origins(case)), lay_out(case.layout, mesh, *origins(case))
     steps = [batches(case, step) for step in range(STEPS)]
     # the reference's micro-batches are those of all data ranks
     whole = [works(case, each) for each in steps]
@@ -145,10 +145,10 @@ def alias(case: Case, name: str) -> str:
 # models and data, the same on every rank
 
 
-def makers(case: Case) -> tuple[Callable[[], Decoder], Callable[[], Decoder] | None]:
+def origins(case: Case) -> tuple[Origin, Origin | None]:
     student, teacher = configurations(case.family)
     needs = case.recipe.needs_teacher and not case.top_k
-    return partial(decoder, student, 0), partial(decoder, teacher, 1) if needs else None
+    return Origin(partial(decoder, student, 0)), Origin(partial(decoder, teacher, 1)) if needs else None
 
 
 def configurations(family: str) -> tuple[PreTrainedConfig, PreTrainedConfig]:

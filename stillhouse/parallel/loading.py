@@ -1,0 +1,87 @@
+"""Weights straight from safetensors into their places: no process ever holds more of a model than its own part.
+
+decoder = empty_decoder(path)       all of it on the meta device: shapes, no memory
+…                                   cut, shard
+fill(decoder, path, device)         memory for what is here, read from the files by slices
+"""
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stillhouse.models import Decoder
+from stillhouse.models.loading import parse_dtype
+
+
+def local_folder(name_or_path: str, revision: str | None = None) -> str:
+    """Where a model's files are on this machine, fetched from the hub if need be."""
+    if os.path.isdir(name_or_path):
+        return name_or_path
+    return snapshot_download(name_or_path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
+
+
+def empty_decoder(
+    folder: str | os.PathLike[str], *, dtype: str | None = None, attention: str | None = None
+) -> Decoder:
+    """A decoder of a folder's configuration on the meta device. dtype: None or "auto" for the one it was saved in.
+
+    Code that comes with a model is not run.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    wanted = parse_dtype(dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=config.dtype if wanted == "auto" else wanted, attn_implementation=attention
+        )
+    return Decoder(model, verify=False)
+
+
+def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device) -> None:
+    """Give a decoder on the meta device, whatever has been cut from it, its memory and the weights of a folder.
+
+    Raises ValueError for a weight that the folder does not have under the name that it has in the model (experts,
+    which transformers stores one by one).
+    """
+    decoder.to_empty(device=device)
+    decoder.tie()
+    _make_buffers(decoder)
+    stored = dcp.HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+    wanted: dict[str, Any] = {}
+    for name, value in decoder.state_dict().items():
+        candidates = checkpoint_names(decoder, name)
+        found = next((each for each in candidates if each in stored), None)
+        if found is None:
+            raise ValueError(
+                f"{folder} has no tensor '{candidates[0]}': expected the names of the model itself, so that each "
+                "process can read its own part of them"
+            )
+        wanted[found] = value
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+
+
+def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
+    """What a tensor of a decoder may be called in transformers' files: a tied head's has the embedding's name."""
+    model = decoder.pretrained
+    inner = f"{model.base_model_prefix}."
+    if name.startswith("backbone."):
+        return [inner + name.removeprefix("backbone.")]
+    own = next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
+    candidates = [f"{own}.{name.removeprefix('head.linear.')}"]
+    if model.config.get_text_config().tie_word_embeddings:
+        candidates.append(inner + decoder.embedding_name.removeprefix("backbone."))
+    return candidates
+
+
+@torch.no_grad()
+def _make_buffers(decoder: Decoder) -> None:
+    """What no file holds: rotary frequencies and the like, by the family's own initialisation."""
+    for module in decoder.modules():
+        if module._non_persistent_buffers_set:
+            decoder.pretrained._init_weights(module)

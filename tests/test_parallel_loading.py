@@ -1,0 +1,51 @@
+"""Models filled from their files after they were made without memory: the same to the bit, with no more than is here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import build
+
+from stillhouse.models import Decoder
+from stillhouse.parallel.loading import empty_decoder, fill
+from stillhouse.parallel.stages import keep_layers
+
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2"])
+def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool) -> None:
+    build(family, tied=tied).save_pretrained(tmp_path)
+    filled = empty_decoder(tmp_path)
+    assert all(parameter.is_meta for parameter in filled.parameters())
+    fill(filled, tmp_path, torch.device("cpu"))
+    loaded = Decoder.from_pretrained(tmp_path)
+    filled.eval()
+    assert filled.state_dict().keys() == loaded.state_dict().keys()
+    assert filled.tied == loaded.tied == tied
+    assert len(list(filled.parameters())) == len(list(loaded.parameters()))
+    for (name, one), (_, two) in zip(filled.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+    for (name, one), (_, two) in zip(filled.named_buffers(), loaded.named_buffers(), strict=True):
+        assert torch.equal(one, two), name
+    assert torch.equal(filled(IDS), loaded(IDS))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
+    build("llama", tied=tied).save_pretrained(tmp_path)
+    first, second = empty_decoder(tmp_path), empty_decoder(tmp_path)
+    keep_layers(first, range(1), first=True, last=False)
+    keep_layers(second, range(1, 2), first=False, last=True)
+    for stage in (first, second):
+        fill(stage, tmp_path, torch.device("cpu"))
+        stage.eval()
+    hidden = first(IDS)
+    assert torch.equal(second(None, inputs_embeds=hidden), Decoder.from_pretrained(tmp_path)(IDS))
+
+
+def test_experts_that_are_stored_one_by_one_are_refused(tmp_path: Path) -> None:
+    build("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no tensor 'model.layers.0.mlp.experts"):
+        fill(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
