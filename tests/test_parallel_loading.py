@@ -1,4 +1,4 @@
-"""Models filled from their files after they were made without memory: the same to the bit, with no more than is here."""
+"""Models that were made without memory and filled from their files: the same to the bit, stage by stage."""
 
 from pathlib import Path
 
@@ -47,5 +47,5 @@ def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
 
 def test_experts_that_are_stored_one_by_one_are_refused(tmp_path: Path) -> None:
     build("qwen3_moe").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no tensor 'model.layers.0.mlp.experts"):
+    with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\.experts"):
         fill(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
