@@ -151,6 +151,32 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
 
 
 @cli.command()
+@configured
+def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
+    """Check that layouts change no gradient.
+
+    One step of a run under every layout that the processes allow, in float32, against the same step in one process,
+    which has to hold both models.
+
+    \b
+    torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
+    """
+    config = _load(arguments, flags)
+    _quiet_libraries()
+    from stillhouse.parity import HEADER, line, parity
+
+    first, same = os.environ.get("RANK", "0") == "0", True
+    if first:
+        click.echo(HEADER)
+    for row in parity(config):
+        same &= bool(row.refused) or row.verdict == "same"
+        if first:
+            click.echo(line(row))
+    if not same:
+        raise ValueError("a layout's gradients are not those of one process")
+
+
+@cli.command()
 @click.argument("run_dir", type=RUN_DIR)
 @click.option("--compare", type=RUN_DIR, multiple=True, help="Another run to draw into the same curves; repeatable.")
 def report(run_dir: Path, compare: tuple[Path, ...]) -> None:

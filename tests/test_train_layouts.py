@@ -25,13 +25,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distill(folder: Path, out: str, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return stillhouse(processes, "distill", str(folder / "run.yaml"), f"out={folder / out}", *overrides)
+
+
+def stillhouse(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     launcher = launcher if processes > 1 else [sys.executable]
-    command = ["-m", "stillhouse", "distill", str(folder / "run.yaml"), f"out={folder / out}", *overrides]
+    command = [*launcher, "-m", "stillhouse", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launcher, *command], env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -101,3 +103,14 @@ def test_usage_is_the_exit_code_of_a_wrong_layout(alone: Path) -> None:
     run = distill(alone, "refused", 1, "parallel.fsdp=2")
     assert run.returncode == USAGE
     assert "there is one, without torchrun" in run.stderr
+
+
+def test_parity_is_a_command(alone: Path) -> None:
+    run = stillhouse(2, "parity", str(alone / "run.yaml"))
+    assert run.returncode == 0, run.stderr
+    header, *rows = run.stdout.splitlines()
+    assert header.split() == ["layout", "loss", "gradient", "verdict"]
+    verdicts = {row[:28].strip(): row.split()[-1] for row in rows if "not possible" not in row}
+    assert {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b"} <= verdicts.keys()
+    assert set(verdicts.values()) == {"same"}
+    assert sum("expected at most one stage per layer" in row for row in rows) == 3

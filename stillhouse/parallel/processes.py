@@ -48,14 +48,19 @@ def layout_of(config: ParallelConfig, processes: int) -> Layout:
     return Layout(degrees, config.schedule, offload=config.offload)
 
 
-def join(layout: Layout, device: torch.device) -> Mesh | None:
-    """Meet the other processes; None where there are none."""
-    if layout.degrees.processes == 1:
-        return None
+def start(device: torch.device) -> None:
+    """Meet the other processes that torchrun started."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group(BACKENDS[device.type])
+
+
+def join(layout: Layout, device: torch.device) -> Mesh | None:
+    """The mesh of a layout, after all of its processes have met; None for a process alone."""
+    if layout.degrees.processes == 1:
+        return None
+    start(device)
     return Mesh(layout.degrees, device)
 
 

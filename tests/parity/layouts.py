@@ -6,7 +6,6 @@ layout, and says how far each of its parameters' gradients is from the reference
 T tokens, B rows, S tokens per row.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -15,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shard_ranks import Rank
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from stillhouse.data import Batch
@@ -24,6 +21,7 @@ from stillhouse.models import Decoder
 from stillhouse.objective import ObjectiveOutput, Signal, TopK
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.parallel import Layout, Mesh, Origin, Runner, Work, lay_out
+from stillhouse.parity import apart, whole
 from stillhouse.train.step import ObjectiveContext, make_optimizer, objective_processor, optimizer_step
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
@@ -80,60 +78,50 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     alone, laid = lay_out(Layout(), None, *origins(case)), lay_out(case.layout, mesh, *origins(case))
     steps = [batches(case, step) for step in range(STEPS)]
     # the reference's micro-batches are those of all data ranks
-    whole = [works(case, each) for each in steps]
+    everything = [works(case, each) for each in steps]
     own = [works(case, mine(each, mesh), normalizer(each)) for each in steps]
     for student in (*alone.students(), *laid.students()):
         student.train()
         if case.checkpointing:
             student.gradient_checkpointing_enable()
-    evaluated = abs(summed(mesh, case, laid.forward(own[0]))["loss"] - total(alone.forward(whole[0]))["loss"])
-    difference = first_step(case, mesh, alone, laid, whole[0], own[0])
+    evaluated = abs(summed(mesh, case, laid.forward(own[0]))["loss"] - total(alone.forward(everything[0]))["loss"])
+    difference = first_step(case, mesh, alone, laid, everything[0], own[0])
     difference.evaluation = evaluated
     optimizers = [optimizer(each) for each in (alone, laid)]
     for step in range(STEPS):
-        for runner, theirs, made in ((alone, whole, optimizers[0]), (laid, own, optimizers[1])):
+        for runner, theirs, made in ((alone, everything, optimizers[0]), (laid, own, optimizers[1])):
             if step:
                 runner.forward_backward(theirs[step])
             runner.clip(1.0)
             optimizer_step(made, LEARNING_RATE)
     expected = dict(alone.named_parameters())
     difference.weights = {
-        name: apart(full(each), expected[alias(case, name)]) for name, each in laid_parameters(laid)
+        name: apart(whole(each), expected[alias(case, name)]) for name, each in laid.named_parameters()
     }
     return difference
 
 
-def first_step(case: Case, mesh: Mesh, alone: Runner, laid: Runner, whole: list[Work], own: list[Work]) -> Difference:
+def first_step(
+    case: Case, mesh: Mesh, alone: Runner, laid: Runner, everything: list[Work], own: list[Work]
+) -> Difference:
     """Leaves the gradients where they are."""
-    expected, found = total(alone.forward_backward(whole)), summed(mesh, case, laid.forward_backward(own))
+    expected, found = total(alone.forward_backward(everything)), summed(mesh, case, laid.forward_backward(own))
     norms = [float(each.clip(0.0)) for each in (alone, laid)]
     references = dict(alone.named_parameters())
     gradients = {}
-    for name, parameter in laid_parameters(laid):
+    for name, parameter in laid.named_parameters():
         reference = references[alias(case, name)]
         if reference.grad is None:
             assert parameter.grad is None, name
             continue
         assert parameter.grad is not None, name
-        gradients[name] = apart(full(parameter.grad), reference.grad, 1e-3 * norms[0])
+        gradients[name] = apart(whole(parameter.grad), reference.grad, 1e-3 * norms[0])
     return Difference(
         loss=abs(found["loss"] / expected["loss"] - 1),
         metrics={name: abs(found[name] - value) / max(abs(value), 1.0) for name, value in expected.items()},
         norm=abs(norms[1] / norms[0] - 1),
         gradients=gradients,
     )
-
-
-def apart(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
-    return float((value - reference).norm() / max(float(reference.norm()), least))
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def laid_parameters(laid: Runner) -> Iterator[tuple[str, Tensor]]:
-    return laid.named_parameters()
 
 
 def alias(case: Case, name: str) -> str:
@@ -192,14 +180,14 @@ def batch(seed: int, empty: bool) -> Batch:
     )
 
 
-def mine(whole: list[Batch], mesh: Mesh) -> list[Batch]:
+def mine(given: list[Batch], mesh: Mesh) -> list[Batch]:
     """This data rank's micro-batches, and of them its context rank's part."""
-    dealt = whole[mesh.place("data") :: mesh.degrees.data]
+    dealt = given[mesh.place("data") :: mesh.degrees.data]
     return [each.part(mesh.place("context"), mesh.degrees.context) for each in dealt]
 
 
-def normalizer(whole: list[Batch]) -> int:
-    return sum(each.valid_tokens for each in whole)
+def normalizer(given: list[Batch]) -> int:
+    return sum(each.valid_tokens for each in given)
 
 
 def works(case: Case, given: list[Batch], tokens: int | None = None) -> list[Work]:
