@@ -1,8 +1,10 @@
 """Whole runs under torchrun: the same model as in one process, checkpoints that any layout can go on from, errors."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,32 @@ def test_parity_is_a_command(alone: Path) -> None:
     assert {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b"} <= verdicts.keys()
     assert set(verdicts.values()) == {"same"}
     assert sum("expected at most one stage per layer" in row for row in rows) == 3
+
+
+def test_a_rank_that_dies_takes_the_job_with_it(alone: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        "-m",
+        "stillhouse",
+        "distill",
+        str(alone / "run.yaml"),
+        f"out={alone / 'killed'}",
+        "train.steps=100000",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(
+        [*launcher, *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        checkpoint = alone / "killed" / "checkpoints" / "step-00000001" / "state.json"
+        deadline = time.monotonic() + LIMIT
+        while not checkpoint.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        assert job.wait(timeout=30) != 0
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    finally:
+        job.kill()
