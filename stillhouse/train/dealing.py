@@ -15,13 +15,15 @@ def deal(
     """This process's part of a step's micro-batches, each given by its packed sequences.
 
     Every data rank gets as many; for want of one it takes a micro-batch again, without targets, since all have to
-    take part. Of each, a context rank gets its columns. alike: of one shape, as a pipeline wants them.
+    take part. Of each, a context rank gets its columns. alike: of one shape, and a multiple of the pipeline's ranks,
+    as its schedules want them.
     """
     if mesh is None:
         return [sequences.batch(each).to(device) for each in rows]
     degrees = mesh.degrees
     batches = [sequences.batch(each) for each in rows]
-    batches += [batches[0].without_targets()] * (-len(batches) % degrees.data)
+    even = degrees.data * (degrees.pipeline if alike else 1)
+    batches += [batches[0].without_targets()] * (-len(batches) % even)
     width = max(each.input_ids_BS.shape[1] for each in batches)
     height = max(each.input_ids_BS.shape[0] for each in batches)
     own = batches[mesh.place("data") :: degrees.data]
