@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from stillhouse.teachers import LocalTeacher
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -32,6 +31,7 @@ from stillhouse.data import Batch, DataReport, Documents, PackedSequences
 from stillhouse.models import Decoder
 from stillhouse.objective import linear_objective
 from stillhouse.objective.recipe import parse_recipe
+from stillhouse.parallel import alone
 from stillhouse.train.folder import RunFolder, claim
 from stillhouse.train.off_policy import train
 from stillhouse.train.schedule import make_plan
@@ -90,7 +90,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         "sizes": vars(arguments)
         | {
             "student_parameters": parameters(session.student),
-            "teacher_parameters": parameters(teacher_of(session).decoder),
+            "teacher_parameters": parameters(teacher_of(session)),
         },
     }
 
@@ -126,7 +126,8 @@ def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
 
 
 def micro_batch_by_hand(session: Session, batch: Batch, normalizer: int, seconds: dict[str, float]) -> None:
-    signal = timed(session, seconds, "teacher_forward", lambda: teacher_of(session).signal(batch))
+    tokens = batch.input_ids_BS, batch.position_ids_BS
+    signal = timed(session, seconds, "teacher_forward", lambda: teacher_of(session).signal(*tokens))
 
     def student_forward() -> torch.Tensor:
         with session.precision():
@@ -184,8 +185,7 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         train=packed,
         evaluation=None,
         plan=make_plan(config.train, len(packed), arguments.max_tokens),
-        student=student.train(),
-        teacher=LocalTeacher(teacher),
+        runner=alone(student.train(), teacher),
         data={},
     )
 
@@ -234,8 +234,8 @@ def random_model(arguments: argparse.Namespace, width: int, layers: int, seed: i
     return Decoder(LlamaForCausalLM(config))
 
 
-def teacher_of(session: Session) -> LocalTeacher:
-    assert isinstance(session.teacher, LocalTeacher)
+def teacher_of(session: Session) -> Decoder:
+    assert session.teacher is not None
     return session.teacher
 
 
