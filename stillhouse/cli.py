@@ -124,11 +124,12 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
     """
     config = _load(arguments, flags)
     _quiet_libraries()
+    from stillhouse.parallel import is_first
     from stillhouse.report import write_report
     from stillhouse.train.run import distill
 
     folder = distill(config)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         click.echo(f"report: {write_report(folder)}")
 
 
@@ -163,15 +164,17 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     """
     config = _load(arguments, flags)
     _quiet_libraries()
+    from stillhouse.parallel import is_first, leave
     from stillhouse.parity import HEADER, line, parity
 
-    first, same = os.environ.get("RANK", "0") == "0", True
-    if first:
+    same = True
+    if is_first():
         click.echo(HEADER)
     for row in parity(config):
         same &= bool(row.refused) or row.verdict == "same"
-        if first:
+        if is_first():
             click.echo(line(row))
+    leave()
     if not same:
         raise ValueError("a layout's gradients are not those of one process")
 

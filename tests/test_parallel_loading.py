@@ -8,7 +8,7 @@ from families import build
 
 from stillhouse.models import Decoder
 from stillhouse.parallel.loading import empty_decoder, fill
-from stillhouse.parallel.stages import keep_layers
+from stillhouse.parallel.stages import keep_layers, require_cuttable
 
 IDS = torch.arange(3, 40)[None]
 
@@ -49,3 +49,18 @@ def test_experts_that_are_stored_one_by_one_are_refused(tmp_path: Path) -> None:
     build("qwen3_moe").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\.experts"):
         fill(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])
+def test_families_that_can_be_cut(family: str) -> None:
+    require_cuttable(build(family).config)
+
+
+def test_a_scaled_embedding_would_be_scaled_on_every_stage() -> None:
+    with pytest.raises(ValueError, match="changes its embeddings on the way to its first layer"):
+        require_cuttable(build("granite").config)
+
+
+def test_parts_of_other_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="has no pipeline plan in transformers"):
+        require_cuttable(build("gpt2").config)

@@ -105,9 +105,8 @@ def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
     [
         (["parallel.tensor=4"], "parallel: tensor 4 makes 4 processes, and torchrun started 2"),
         (["parallel.pipeline=2", "parallel.schedule=zbv"], "4 pipeline stages for a student of 2 layers"),
-        (["parallel.offload=true", "parallel.tensor=2"], "parallel.offload: got true without fsdp or replicate"),
     ],
-    ids=["product", "stages", "offload"],
+    ids=["product", "stages"],
 )
 def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
     run = distill(alone, "refused", 2, *overrides)

@@ -24,6 +24,3 @@ class ParallelConfig(Section):
         default="1f1b",
         description="Of the pipeline. The last three have two stages on each rank, and less idle time.",
     )
-    offload: bool = Field(
-        default=False, description="Under fsdp or replicate: weights, gradients and optimizer state in host memory."
-    )

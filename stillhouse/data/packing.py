@@ -58,6 +58,10 @@ class PackedSequences:
         """These sequences as the rows of one micro-batch."""
         return make_batch(self.documents, [self.members(sequence) for sequence in sequences])
 
+    def width(self, sequences: Iterable[int] | np.ndarray) -> int:
+        """Tokens of the longest of these sequences: the columns of their batch."""
+        return max(int(self.documents.lengths_D[self.members(each)].sum()) for each in sequences)
+
     def tokens(self, micro_batches: Iterable[np.ndarray]) -> int:
         """Of the documents of these sequences, padding left out."""
         return sum(int(self.documents.lengths_D[self.members(each)].sum()) for each in _all(micro_batches))

@@ -145,8 +145,8 @@ class Decoder(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         """The backbone's layers that are here, in their order."""
-        layers: Any = self.backbone.layers
-        return [layer for layer in layers if next(layer.parameters(), None) is not None]
+        lists = [child for child in self.backbone.children() if isinstance(child, nn.ModuleList)]
+        return [layer for each in lists for layer in each if next(layer.parameters(), None) is not None]
 
     @property
     def config(self) -> PreTrainedConfig:

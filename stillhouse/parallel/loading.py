@@ -49,7 +49,7 @@ def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device)
     """
     decoder.to_empty(device=device)
     decoder.tie()
-    _make_buffers(decoder)
+    make_buffers(decoder)
     stored = dcp.HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {}
     for name, value in decoder.state_dict().items():
@@ -80,7 +80,7 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
 
 
 @torch.no_grad()
-def _make_buffers(decoder: Decoder) -> None:
+def make_buffers(decoder: Decoder) -> None:
     """What no file holds: rotary frequencies and the like, by the family's own initialisation."""
     for module in decoder.modules():
         if module._non_persistent_buffers_set:

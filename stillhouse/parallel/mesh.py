@@ -13,14 +13,13 @@ from torch.distributed import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True)
 class Degrees:
-    """Into how many parts a run is cut, each way. `expert` cuts the experts over fsdp, context and tensor ranks."""
+    """Into how many parts a run is cut, each way."""
 
     pipeline: int = 1
     replicate: int = 1
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1
 
     @property
     def processes(self) -> int:
@@ -47,7 +46,6 @@ class Mesh:
 
     weights: (pipeline, replicate, shard, tensor), where weights lie.
     tokens: (pipeline, data, context, tensor), where tokens lie.
-    experts: (pipeline, replicate, shard, expert), where experts lie.
     everyone: the group of all of them.
     """
 
@@ -56,9 +54,6 @@ class Mesh:
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
-        self.experts = self._grid(
-            pipeline=pipeline, replicate=replicate, shard=shard * tensor // degrees.expert, expert=degrees.expert
-        )
         self.everyone = dist.new_group(list(range(degrees.processes)))
 
     @property

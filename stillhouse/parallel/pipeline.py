@@ -95,7 +95,8 @@ class Pipeline:
         self.scheme, self.width, self.group, self.device = scheme, width, group, device
         self.ranks, self.rank = group.size(), group.rank()
         self.count = self.ranks * scheme.per_rank
-        self._schedules: dict[tuple[Any, ...], Any] = {}
+        self._made_for: tuple[Any, ...] = ()
+        self._latest: Any = None
 
     def forward_backward(self, works: Sequence[Work]) -> list[Any]:
         """Adds the gradients of the works' losses; gives what the processor made of each, on the last stage's rank.
@@ -188,13 +189,13 @@ class Pipeline:
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
         ((rows, tokens), asks_teacher) = next(iter(shapes))
         key = (len(works), rows, tokens, asks_teacher)
-        if key not in self._schedules:
+        if key != self._made_for:
             hidden = self._hidden(rows, tokens, asks_teacher)
             stages = [self._stage(number, hidden) for number in sorted(self.stages)]
             options = {"loss_fn": _sum, "scale_grads": False}
             chosen = stages if self.scheme.per_rank > 1 else stages[0]
-            self._schedules = {key: self.scheme.schedule(chosen, len(works), **options)}
-        return self._schedules[key]
+            self._made_for, self._latest = key, self.scheme.schedule(chosen, len(works), **options)
+        return self._latest
 
     def _stage(self, number: int, hidden: tuple[Tensor, ...]) -> PipelineStage:
         anything, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
@@ -227,8 +228,8 @@ class _Stage(nn.Module):
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         at = int(number)
         made = self.twin(self.works[at], *(received if self.number else ()))
-        if isinstance(made, tuple):
-            return tuple(each for each in made if each is not None)
+        if not self.twin.student.has_head:
+            return made if isinstance(made, tuple) else (made,)
         self.made[at] = made
         # of one dim: a loss without any breaks the schedule's merge, and the other ranks wait
         return torch.stack([made.loss])

@@ -43,9 +43,7 @@ def layout_of(config: ParallelConfig, processes: int) -> Layout:
             f"{degrees} makes {degrees.processes} processes, and {started}: expected "
             f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
         )
-    if config.offload and degrees.replicate * degrees.shard == 1:
-        raise ConfigError("parallel.offload", "got true without fsdp or replicate, which is what can offload")
-    return Layout(degrees, config.schedule, offload=config.offload)
+    return Layout(degrees, config.schedule)
 
 
 def start(device: torch.device) -> None:

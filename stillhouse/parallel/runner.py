@@ -19,7 +19,7 @@ from stillhouse.parallel.fsdp import apply_fsdp
 from stillhouse.parallel.gradients import gradient_norm, scale_gradients, settle
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
-from stillhouse.parallel.stages import cost_of, keep_layers, split
+from stillhouse.parallel.stages import cost_of, keep_layers, require_cuttable, split
 from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
 from stillhouse.parallel.twin import Twin, Work
 
@@ -40,16 +40,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run lies over processes. schedule: of the pipeline, a name of `SCHEMES`.
-
-    gathered_dtype: of the layers' weights while fsdp has gathered them; None for their own.
-    offload: weights, gradients and optimizer state in host memory, under fsdp.
-    """
+    """How a run lies over processes. schedule: of the pipeline, a name of `SCHEMES`."""
 
     degrees: Degrees = ONE
     schedule: str = "1f1b"
-    gathered_dtype: torch.dtype | None = None
-    offload: bool = False
 
     def __str__(self) -> str:
         schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""
@@ -167,6 +161,9 @@ def lay_out(layout: Layout, mesh: Mesh | None, student_from: Origin, teacher_fro
     tied, width = False, None
     for number in scheme.stages_of(mesh.place("pipeline"), degrees.pipeline):
         student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
+        for decoder in (student, teacher):
+            if decoder is not None:
+                require_cuttable(decoder.config)
         stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
         tied, width, stage = student.tied, _width(student, teacher), stages[number]
         keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
@@ -193,13 +190,13 @@ def _placed(
         if decoder is None or origin is None:
             continue
         if mesh is not None:
-            _place(decoder, layout, mesh, trained=decoder is student)
+            _place(decoder, layout, mesh)
         if origin.fill is not None:
             origin.fill(decoder)
     return twin
 
 
-def _place(decoder: Decoder, layout: Layout, mesh: Mesh, trained: bool) -> None:
+def _place(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
     """Inner layouts first: attention, then matrices, then what is shared of them."""
     degrees = layout.degrees
     if degrees.context > 1:
@@ -207,13 +204,7 @@ def _place(decoder: Decoder, layout: Layout, mesh: Mesh, trained: bool) -> None:
     if degrees.tensor > 1:
         apply_tensor_parallel(decoder, mesh.weights["tensor"])
     if mesh.sharding is not None:
-        apply_fsdp(
-            decoder,
-            mesh.sharding,
-            gathered_dtype=layout.gathered_dtype if trained else None,
-            reshard_after_forward=layout.stages == 1,
-            offload=layout.offload,
-        )
+        apply_fsdp(decoder, mesh.sharding, reshard_after_forward=layout.stages == 1)
 
 
 def _width(student: Decoder, teacher: Decoder | None) -> Width:

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from stillhouse.models import Decoder
 from stillhouse.models.head import NoHead
+from stillhouse.parallel.loading import make_buffers
 
 #: what transformers calls the parts of a base model that can be cut
 PARTS = ("embed_tokens", "layers", "norm")
@@ -81,30 +84,44 @@ def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
 
 
 def cost_of(decoder: Decoder, passes: int) -> Cost:
-    """From its weights: a number of a matrix is a product per token; only the experts that a token meets count."""
-    config = decoder.config.get_text_config()
-    share = (getattr(config, "num_experts_per_tok", None) or 1) / (getattr(config, "num_experts", None) or 1)
+    """From its weights: each number of a matrix is a product per token."""
     layers = decoder.layers()
-    products = sum(
-        parameter.numel() * (share if ".experts." in name else 1)
-        for layer in layers
-        for name, parameter in layer.named_parameters()
-    )
-    return Cost(len(layers), products / len(layers), decoder.vocabulary_rows * config.hidden_size, passes)
+    products = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    head = decoder.vocabulary_rows * decoder.config.get_text_config().hidden_size
+    return Cost(len(layers), products / len(layers), head, passes)
+
+
+@torch.no_grad()
+def require_cuttable(config: PreTrainedConfig) -> None:
+    """Raise ValueError for a family that cannot be cut into stages.
+
+    Its parts must have the names of transformers' plan for pipelines, and its backbone must do nothing beside them: a
+    scaled embedding would be scaled again on every stage. Found out by running it without any part: it has to hand on
+    what it is given.
+    """
+    plan = getattr(config.get_text_config(), "base_model_pp_plan", None)
+    if not plan or set(PARTS) - plan.keys():
+        raise ValueError(
+            f"model type '{config.model_type}' has no pipeline plan in transformers that names "
+            f"{', '.join(PARTS)}: expected parallel.pipeline=1"
+        )
+    with torch.device("meta"):
+        decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+    keep_layers(decoder, range(0), first=False, last=False)
+    decoder.to_empty(device="cpu")
+    make_buffers(decoder)
+    given = torch.linspace(-1, 1, 4 * config.get_text_config().hidden_size, dtype=torch.float32).view(1, 4, -1)
+    if not torch.equal(decoder(None, torch.arange(4)[None], inputs_embeds=given), given):
+        raise ValueError(
+            f"model type '{config.model_type}' changes its embeddings on the way to its first layer, which every "
+            "stage of a pipeline would do again: expected parallel.pipeline=1"
+        )
 
 
 def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool) -> None:
     """Take from a decoder what is on other stages: it then takes hidden states if it is not the first, and gives
-    hidden states if it is not the last.
-
-    Raises ValueError for a model whose parts have other names than transformers' plan for pipelines says.
+    hidden states if it is not the last. Of a family that `require_cuttable` accepts.
     """
-    plan = getattr(decoder.config.get_text_config(), "base_model_pp_plan", None)
-    if not plan or set(PARTS) - plan.keys():
-        raise ValueError(
-            f"model type '{decoder.config.model_type}' has no pipeline plan in transformers that names "
-            f"{', '.join(PARTS)}: expected parallel.pipeline=1"
-        )
     backbone: Any = decoder.backbone
     for number in range(len(backbone.layers)):
         if number not in layers:

@@ -55,8 +55,8 @@ class Twin(nn.Module):
         return self
 
     def forward(self, work: Work, student_BSD: Tensor | None = None, teacher_BSE: Tensor | None = None) -> Any:
-        """What the processor makes of the micro-batch; where the student has no head, hidden states of both (of the
-        teacher None if it is not asked). student_BSD, teacher_BSE: those of the stage before.
+        """What the processor makes of the micro-batch; where the student has no head, its hidden states, or a pair of
+        those and the teacher's, if it is asked. student_BSD, teacher_BSE: those of the stage before.
         """
         if not work.asks_teacher:
             return self._learn(work, student_BSD, None)
@@ -64,29 +64,22 @@ class Twin(nn.Module):
         learns = torch.is_grad_enabled()
 
         def told(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
+            signal = full_vocab(hidden_states=hidden_states, head=head, context=None)
             with torch.set_grad_enabled(learns):
-                return self._learn(
-                    work, student_BSD, full_vocab(hidden_states=hidden_states, head=head, context=None)
-                )
+                return self._learn(work, student_BSD, signal)
 
         # the student learns inside the teacher's head: where that is gathered for its forward alone, it is there
         precision = torch.autocast(work.tokens.input_ids_BS.device.type, enabled=False)
         with torch.no_grad(), evaluating(self.teacher), precision:
             heard = self.teacher(**_inputs(work.tokens, teacher_BSE), processor=told)
-        return heard if self.teacher.has_head else (*self._learn(work, student_BSD, None)[:1], heard)
+        return heard if self.teacher.has_head else (self._learn(work, student_BSD, None), heard)
 
     def _learn(self, work: Work, student_BSD: Tensor | None, signal: FullVocab | None) -> Any:
-        inputs = _inputs(work.tokens, student_BSD)
+        context = work.context(signal) if self.student.has_head else None
         with work.precision():
-            if not self.student.has_head:
-                return self.student(**inputs), None
-            return self.student(**inputs, processor=work.processor, context=work.context(signal))
+            return self.student(**_inputs(work.tokens, student_BSD), processor=work.processor, context=context)
 
 
 def _inputs(tokens: Tokens, hidden: Tensor | None) -> dict[str, Tensor | None]:
-    embedded = {} if hidden is None else {"inputs_embeds": hidden}
-    return {
-        "input_ids": tokens.input_ids_BS if hidden is None else None,
-        "position_ids": tokens.position_ids_BS,
-        **embedded,
-    }
+    inputs: dict[str, Tensor | None] = {"input_ids": tokens.input_ids_BS, "position_ids": tokens.position_ids_BS}
+    return inputs if hidden is None else inputs | {"input_ids": None, "inputs_embeds": hidden}

@@ -35,6 +35,7 @@ from stillhouse.parallel.gradients import local
 _PREFIX = "step-"
 _UNFINISHED = ".partial"
 _WEIGHT, _MOMENT = "student.", "optimizer.state."
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 
 
 @dataclass
@@ -81,7 +82,7 @@ def load_checkpoint(path: Path, runner: Runner, optimizer: torch.optim.Optimizer
     moments = {
         f"{_MOMENT}{name}.{key}": torch.zeros_like(parameter) if key != "step" else torch.zeros(())
         for name, parameter in _owned(runner).items()
-        for key in ("step", "exp_avg", "exp_avg_sq")
+        for key in _MOMENTS
     }
     # absent: the random state of a device it was not written on, the moments of a parameter without a gradient so far
     wanted = {**weights, **moments, **_random_states(runner)}
@@ -153,12 +154,14 @@ def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> 
 def _whole_student(part: Decoder, resume: Path) -> Decoder:
     with torch.device("meta"):
         whole = Decoder(AutoModelForCausalLM.from_config(part.config), verify=False)
-    state = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in whole.state_dict().items()}
-    dtypes = {name: meta.properties.dtype for name, meta in _stored_tensors(resume).items()}
-    tensors = {f"{_WEIGHT}{name}": each.to(dtypes[f"{_WEIGHT}{name}"]) for name, each in state.items()}
+    stored = _stored_tensors(resume)
+    tensors: dict[str, Any] = {
+        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+        for name in (f"{_WEIGHT}{each}" for each in whole.state_dict())
+    }
     with _one_process():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
-    whole.load_state_dict({name: tensors[f"{_WEIGHT}{name}"] for name in state}, assign=True)
+    whole.load_state_dict({name.removeprefix(_WEIGHT): each for name, each in tensors.items()}, assign=True)
     return whole
 
 
@@ -246,16 +249,18 @@ def _put_back(tensors: dict[str, Any], runner: Runner, optimizer: torch.optim.Op
     owned = _owned(runner)
     for name, parameter in runner.named_parameters():
         shared = runner.shared_name(name)
+        found = {key: tensors.get(f"{_MOMENT}{shared}.{key}") for key in _MOMENTS}
         if parameter is not owned[shared]:
             local(parameter.detach()).copy_(local(owned[shared].detach()))
-        found = {key: tensors.get(f"{_MOMENT}{shared}.{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            found = {key: None if value is None else value.clone() for key, value in found.items()}
         optimizer.state.pop(parameter, None)
         if found["step"] is not None:
-            optimizer.state[parameter] = {key: value.clone() for key, value in found.items() if value is not None}
-    for name in _random_states(runner):
-        if name in tensors:
-            put = torch.set_rng_state if ".cpu" in name else torch.cuda.set_rng_state
-            put(tensors[name])
+            optimizer.state[parameter] = found
+    for name in _random_states(runner).keys() & tensors.keys():
+        if name.startswith("random.cpu"):
+            torch.set_rng_state(tensors[name])
+        else:
+            torch.cuda.set_rng_state(tensors[name], next(runner.students()[0].parameters()).device)
 
 
 def _stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:

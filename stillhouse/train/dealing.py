@@ -20,22 +20,18 @@ def deal(
     """
     if mesh is None:
         return [sequences.batch(each).to(device) for each in rows]
-    degrees = mesh.degrees
-    batches = [sequences.batch(each) for each in rows]
+    degrees, own = mesh.degrees, []
     even = degrees.data * (degrees.pipeline if alike else 1)
-    batches += [batches[0].without_targets()] * (-len(batches) % even)
-    width = max(each.input_ids_BS.shape[1] for each in batches)
-    height = max(each.input_ids_BS.shape[0] for each in batches)
-    own = batches[mesh.place("data") :: degrees.data]
-    return [
-        each.padded(
-            height if alike else each.input_ids_BS.shape[0],
-            _up_to(width if alike else each.input_ids_BS.shape[1], degrees.context),
-        )
-        .part(mesh.place("context"), degrees.context)
-        .to(device)
-        for each in own
-    ]
+    count = _up_to(len(rows), even)
+    height, width = max(map(len, rows)), max(map(sequences.width, rows))
+    for number in range(mesh.place("data"), count, degrees.data):
+        batch = sequences.batch(rows[number] if number < len(rows) else rows[0])
+        if number >= len(rows):
+            batch = batch.without_targets()
+        shape_BS = (height, width) if alike else batch.input_ids_BS.shape
+        batch = batch.padded(shape_BS[0], _up_to(shape_BS[1], degrees.context))
+        own.append(batch.part(mesh.place("context"), degrees.context).to(device))
+    return own
 
 
 def _up_to(length: int, divisor: int) -> int:
