@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from stillhouse.config import RunConfig
 from stillhouse.data import PackedSequences
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, Runner, alone, gathered, process_count, start
+from stillhouse.parallel.expert_parallel import dispatched_experts
 from stillhouse.train.dealing import deal
 from stillhouse.train.session import (
     choose_device,
@@ -26,7 +27,7 @@ from stillhouse.train.session import (
     load_tokenizers,
     parse_objective,
 )
-from stillhouse.train.step import add_up, forward_backward, summed_metrics
+from stillhouse.train.step import add_up, forward_backward, router_balances, summed_metrics
 
 #: relative difference up to which two gradients are the same in float32
 SAME = 1e-4
@@ -53,10 +54,12 @@ class Row:
         return "same" if self.gradient <= SAME and self.loss <= SAME else f"DIFFERENT in {self.parameter}"
 
 
-def layouts(processes: int) -> list[Layout]:
-    """Each degree alone, and two at a time where there are processes for that."""
+def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
+    """Each degree alone, and two at a time where there are processes for that. experts: whether there are any."""
     axes = ("fsdp", "replicate", "tensor", "context", "pipeline")
     found = [Degrees(**{axis: processes}) for axis in axes]
+    if experts:
+        found.append(Degrees(fsdp=processes, expert=processes))
     if processes >= 4 and processes % 2 == 0:
         rest = processes // 2
         found += [Degrees(**{one: 2, other: rest}) for at, one in enumerate(axes) for other in axes[at + 1 :]]
@@ -91,7 +94,10 @@ def parity(config: RunConfig) -> Iterator[Row]:
         for student in runner.students():
             student.eval()  # dropout draws otherwise on every layout
         batches = deal(sequences, rows, mesh, device, alike=runner.pipeline is not None)
-        outputs = forward_backward(runner, batches, recipe, precision=float32, normalizer=sequences.targets(rows))
+        tokens = sequences.targets(rows)
+        coefficient = config.objective.router_aux_loss
+        balances = router_balances(batches, coefficient, tokens, runner.context_group)
+        outputs = forward_backward(runner, batches, recipe, precision=float32, normalizer=tokens, balances=balances)
         runner.clip(0.0)
         own = summed_metrics(outputs if runner.has_results else ())
         return add_up(gathered(own, None if mesh is None else mesh.everyone, device))
@@ -100,8 +106,9 @@ def parity(config: RunConfig) -> Iterator[Row]:
     expected = step(reference)
     gradients = {name: each.grad.cpu() for name, each in reference.named_parameters() if each.grad is not None}
     total = float(torch.stack([each.norm() for each in gradients.values()]).norm())
+    has_experts = any(dispatched_experts(each) for each in (*reference.students(), reference.teacher) if each)
     del reference
-    for layout in layouts(processes):
+    for layout in layouts(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
             runner = lay_out_models(config, layout, mesh, device)

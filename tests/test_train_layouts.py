@@ -1,5 +1,6 @@
 """Whole runs under torchrun: the same model as in one process, checkpoints that any layout can go on from, errors."""
 
+import json
 import os
 import signal
 import subprocess
@@ -40,6 +41,11 @@ def stillhouse(processes: int, *arguments: str) -> subprocess.CompletedProcess[s
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
+
+
+def lines(folder: Path) -> list[str]:
+    """The steps' records of a run."""
+    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss/' in line]
 
 
 def assert_same_model(one: Path, other: Path) -> None:
@@ -100,13 +106,33 @@ def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
         assert (found[name] - weight).norm() <= 2e-2 * weight.norm(), name
 
 
+@pytest.mark.slow
+def test_experts_in_a_run(tmp_path: Path) -> None:
+    """Read one by one from the files, dealt out, balanced, and written one by one."""
+    world(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
+    layouts = {"dealt": ["parallel.fsdp=2", "parallel.expert=2"], "tensor": ["parallel.tensor=2"]}
+    assert distill(tmp_path, "alone", 1).returncode == 0
+    for out, overrides in layouts.items():
+        resume = tmp_path / "alone" / "checkpoints" / "step-00000003"
+        run = distill(tmp_path, out, 2, *overrides, f"checkpoint.resume={resume}")
+        assert run.returncode == 0, run.stderr
+        assert_same_model(tmp_path / "alone", tmp_path / out)
+        last, expected = (json.loads(lines(tmp_path / each)[-1]) for each in (out, "alone"))
+        assert last["loss/router_aux"] == pytest.approx(expected["loss/router_aux"], rel=1e-4)
+    rows = stillhouse(2, "parity", str(tmp_path / "run.yaml")).stdout.splitlines()
+    assert any(row.startswith("fsdp 2 × expert 2 ") and row.endswith("same") for row in rows), rows
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["parallel.tensor=4"], "parallel: tensor 4 makes 4 processes, and torchrun started 2"),
         (["parallel.pipeline=2", "parallel.schedule=zbv"], "4 pipeline stages for a student of 2 layers"),
+        (["parallel.expert=3"], "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1"),
+        (["parallel.expert=2"], "parallel.expert=2 for models without experts"),
+        (["objective.router_aux_loss=1.0"], "objective.router_aux_loss: model type 'llama' has no routers"),
     ],
-    ids=["product", "stages"],
+    ids=["product", "stages", "expert", "experts", "routers"],
 )
 def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
     run = distill(alone, "refused", 2, *overrides)

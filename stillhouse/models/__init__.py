@@ -2,6 +2,15 @@
 
 from stillhouse.models.checks import check_document_length, check_finite_weights
 from stillhouse.models.decoder import Decoder, evaluating
+from stillhouse.models.experts import Balance, balance_routers
 from stillhouse.models.head import OutputProcessor
 
-__all__ = ["Decoder", "OutputProcessor", "check_document_length", "check_finite_weights", "evaluating"]
+__all__ = [
+    "Balance",
+    "Decoder",
+    "OutputProcessor",
+    "balance_routers",
+    "check_document_length",
+    "check_finite_weights",
+    "evaluating",
+]

@@ -4,8 +4,12 @@ Each layer is gathered when it is needed, the head inside its own forward, where
 Gradients are summed over the ranks, never averaged: losses are sums over tokens, divided by the step's count already.
 """
 
+from collections.abc import Iterable
+
+from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from stillhouse.models import Decoder
 
@@ -26,3 +30,18 @@ def apply_fsdp(decoder: Decoder, mesh: DeviceMesh, *, reshard_after_forward: boo
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def apply_fsdp_to_experts(
+    modules: Iterable[nn.Module], mesh: DeviceMesh, *, reshard_after_forward: bool = True
+) -> None:
+    """Before the rest, for experts that have been dealt out: mesh is that of the processes with the same ones."""
+    processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
+
+    def placement(weight: nn.Parameter) -> Shard:
+        """Whole experts where there are enough of them: what is cut by experts already, FSDP cuts only evenly."""
+        count = len(weight.to_local()) if isinstance(weight, DTensor) else len(weight)
+        return Shard(0 if count % processes == 0 else 1)
+
+    for module in modules:
+        fully_shard(module, mesh=mesh, shard_placement_fn=placement, reshard_after_forward=reshard_after_forward)

@@ -35,13 +35,20 @@ def layout_of(config: ParallelConfig, processes: int) -> Layout:
     others = {name: getattr(config, name) for name in ("tensor", "pipeline", "context", "replicate")}
     product = math.prod(others.values())
     fsdp = config.fsdp if config.fsdp is not None else max(1, processes // product)
-    degrees = Degrees(fsdp=fsdp, **others)
+    degrees = Degrees(fsdp=fsdp, expert=config.expert, **others)
     if degrees.processes != processes:
         started = f"torchrun started {processes}" if processes > 1 else "there is one, without torchrun"
         raise ConfigError(
             "parallel",
             f"{degrees} makes {degrees.processes} processes, and {started}: expected "
             f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
+        )
+    sharing = degrees.shard * degrees.tensor
+    if degrees.experts % degrees.tensor or sharing % degrees.experts:
+        raise ConfigError(
+            "parallel.expert",
+            f"got {config.expert}, with fsdp × context × tensor = {sharing} and tensor = {degrees.tensor}: expected "
+            "a divisor of the first and a multiple of the second",
         )
     return Layout(degrees, config.schedule)
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from stillhouse.models import Decoder
 from stillhouse.parallel.context_parallel import apply_context_parallel
-from stillhouse.parallel.fsdp import apply_fsdp
+from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
+from stillhouse.parallel.fsdp import apply_fsdp, apply_fsdp_to_experts
 from stillhouse.parallel.gradients import gradient_norm, scale_gradients, settle
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
@@ -89,10 +91,21 @@ class Runner:
         return next(iter(self.twins.values())).teacher
 
     @property
+    def context_group(self) -> ProcessGroup | None:
+        """The ranks that have the other parts of this one's sequences; None where it has them whole."""
+        if self.mesh is None or self.layout.degrees.context == 1:
+            return None
+        return self.mesh.tokens.get_group("context")
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether what this rank's stages make is to be summed: of the ranks with the same tokens, one."""
+        return self.mesh is None or self.mesh.place("tensor") == 0
+
+    @property
     def has_results(self) -> bool:
-        """Whether this rank's results are to be summed: of the last stage, one rank for each set of tokens."""
-        mesh = self.mesh
-        return mesh is None or (self.layout.stages - 1 in self.twins and mesh.place("tensor") == 0)
+        """The same for what the last stage makes."""
+        return self.is_counted and self.layout.stages - 1 in self.twins
 
     def students(self) -> list[Decoder]:
         """The student, or this rank's parts of it."""
@@ -153,6 +166,7 @@ def lay_out(layout: Layout, mesh: Mesh | None, student_from: Origin, teacher_fro
     degrees = layout.degrees
     if layout.stages == 1:
         student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
+        _require_experts(degrees, student, teacher)
         twin = _placed(layout, mesh, student, teacher, student_from, teacher_from)
         return Runner(layout, {0: twin}, None, mesh, tied=student.tied)
     assert mesh is not None
@@ -161,6 +175,7 @@ def lay_out(layout: Layout, mesh: Mesh | None, student_from: Origin, teacher_fro
     tied, width = False, None
     for number in scheme.stages_of(mesh.place("pipeline"), degrees.pipeline):
         student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
+        _require_experts(degrees, student, teacher)
         for decoder in (student, teacher):
             if decoder is not None:
                 require_cuttable(decoder.config)
@@ -174,6 +189,14 @@ def lay_out(layout: Layout, mesh: Mesh | None, student_from: Origin, teacher_fro
     group, sharding = mesh.tokens.get_group("pipeline"), mesh.sharding
     pipeline = Pipeline(twins, scheme, width, group, mesh.device, tied=tied, sharding=sharding)
     return Runner(layout, twins, pipeline, mesh, tied=tied)
+
+
+def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
+    if degrees.expert > 1 and not any(dispatched_experts(each) for each in decoders if each is not None):
+        raise ValueError(
+            f"parallel.expert={degrees.expert} for models without experts that transformers' plans deal out: "
+            "expected 1"
+        )
 
 
 def _placed(
@@ -197,14 +220,18 @@ def _placed(
 
 
 def _place(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
-    """Inner layouts first: attention, then matrices, then what is shared of them."""
-    degrees = layout.degrees
+    """Inner layouts first: attention, then matrices, then experts, then what is shared of them."""
+    degrees, reshard = layout.degrees, layout.stages == 1
     if degrees.context > 1:
         apply_context_parallel(decoder, mesh.tokens.get_group("context"))
     if degrees.tensor > 1:
         apply_tensor_parallel(decoder, mesh.weights["tensor"])
+    if degrees.experts > 1 and (experts := dispatched_experts(decoder)):
+        apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
+        if mesh.expert_sharding is not None:
+            apply_fsdp_to_experts(experts, mesh.expert_sharding, reshard_after_forward=reshard)
     if mesh.sharding is not None:
-        apply_fsdp(decoder, mesh.sharding, reshard_after_forward=layout.stages == 1)
+        apply_fsdp(decoder, mesh.sharding, reshard_after_forward=reshard)
 
 
 def _width(student: Decoder, teacher: Decoder | None) -> Width:

@@ -84,10 +84,12 @@ def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
 
 
 def cost_of(decoder: Decoder, passes: int) -> Cost:
-    """From its weights: each number of a matrix is a product per token."""
-    layers = decoder.layers()
-    products = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-    head = decoder.vocabulary_rows * decoder.config.get_text_config().hidden_size
+    """From its weights: each number of a matrix is a product per token, of an expert's if the token chooses it."""
+    layers, config = decoder.layers(), decoder.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
+    named = (each for layer in layers for each in layer.named_parameters())
+    products = sum(each.numel() * (chosen if ".experts." in name else 1.0) for name, each in named)
+    head = decoder.vocabulary_rows * config.hidden_size
     return Cost(len(layers), products / len(layers), head, passes)
 
 

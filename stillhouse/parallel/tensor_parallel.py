@@ -54,6 +54,8 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers: "
             "expected parallel.tensor=1"
         )
+    # experts are dealt out whole (expert_parallel.py)
+    plan = {name: style for name, style in plan.items() if ".experts" not in name}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stillhouse.models import Decoder, OutputProcessor, evaluating
+from stillhouse.models import Balance, Decoder, OutputProcessor, evaluating
 from stillhouse.models.decoder import full_vocab
 from stillhouse.objective import FullVocab, OutputHead, Signal
 
@@ -31,7 +31,8 @@ class Work:
     """A micro-batch and what is to be made of it.
 
     processor: the student's; its context is `context(signal)`, with what the teacher of the twin says, None if it is
-    not asked. precision: the student's autocast; the teacher computes in its own dtype.
+    not asked. precision: the student's autocast; the teacher computes in its own dtype. balance: of the student's
+    routers, if that is asked for.
     """
 
     tokens: Tokens
@@ -39,6 +40,7 @@ class Work:
     context: Callable[[Signal | None], Any]
     asks_teacher: bool
     precision: Callable[[], AbstractContextManager[Any]]
+    balance: Balance | None = None
 
 
 class Twin(nn.Module):
@@ -76,10 +78,13 @@ class Twin(nn.Module):
 
     def _learn(self, work: Work, student_BSD: Tensor | None, signal: FullVocab | None) -> Any:
         context = work.context(signal) if self.student.has_head else None
+        inputs = _inputs(work.tokens, student_BSD)
+        if work.balance is not None:
+            inputs["balance"] = work.balance
         with work.precision():
-            return self.student(**_inputs(work.tokens, student_BSD), processor=work.processor, context=context)
+            return self.student(**inputs, processor=work.processor, context=context)
 
 
-def _inputs(tokens: Tokens, hidden: Tensor | None) -> dict[str, Tensor | None]:
-    inputs: dict[str, Tensor | None] = {"input_ids": tokens.input_ids_BS, "position_ids": tokens.position_ids_BS}
+def _inputs(tokens: Tokens, hidden: Tensor | None) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"input_ids": tokens.input_ids_BS, "position_ids": tokens.position_ids_BS}
     return inputs if hidden is None else inputs | {"input_ids": None, "inputs_embeds": hidden}

@@ -16,7 +16,7 @@ from stillhouse.train.folder import RunFolder
 from stillhouse.train.logging import open_log
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
-from stillhouse.train.step import forward_backward, make_optimizer, optimizer_step
+from stillhouse.train.step import ROUTER_LOSS, forward_backward, make_optimizer, optimizer_step
 
 
 def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Progress:
@@ -45,16 +45,19 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
             started = time.monotonic()
             rows = list(plan.micro_batches(session.train, step))
             batches = deal(session.train, rows, runner.mesh, session.device, alike=runner.pipeline is not None)
+            targets = session.train.targets(rows)
+            balances = session.balances(batches, targets)
             outputs = forward_backward(
                 runner,
                 batches,
                 session.recipe,
                 precision=session.precision,
-                normalizer=session.train.targets(rows),
+                normalizer=targets,
                 chunk_tokens=config.objective.chunk_tokens,
+                balances=balances,
             )
             norm = float(runner.clip(settings.clip or 0.0))
-            sums = session.totals(outputs)
+            sums = session.totals(outputs, balances)
             stop_unless_finite(session, step + 1, batches, outputs, sums["loss"], norm)
             rate = learning_rate(settings, plan.steps, step)
             optimizer_step(optimizer, rate)
@@ -86,7 +89,9 @@ def _train_metrics(sums: dict[str, float], rate: float, norm: float, speed: floa
     known = {"student_entropy": "_nats", "teacher_entropy": "_nats", "agreement": "", "teacher_mass": ""}
     metrics = {"loss/total_nats_per_token": sums["loss"]}
     for name, value in sums.items():
-        if name in known:
+        if name == ROUTER_LOSS:
+            metrics[f"loss/{name}"] = value / tokens
+        elif name in known:
             metrics[f"train/{name}{known[name]}"] = value / tokens
         elif name not in ("loss", "tokens", CHUNK_TOKENS):
             metrics[f"loss/{name}_nats_per_token"] = value / tokens

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TeacherConfig
 from stillhouse.data import (
+    Batch,
     DataReport,
     Documents,
     PackedSequences,
@@ -22,7 +23,7 @@ from stillhouse.data import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
-from stillhouse.models import Decoder, check_document_length, check_finite_weights
+from stillhouse.models import Balance, Decoder, balance_routers, check_document_length, check_finite_weights
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.parallel import (
@@ -43,7 +44,7 @@ from stillhouse.parallel import (
 )
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
-from stillhouse.train.step import add_up, summed_metrics
+from stillhouse.train.step import ROUTER_LOSS, add_up, router_balances, router_loss, summed_metrics
 
 
 @dataclass
@@ -72,11 +73,21 @@ class Session:
         """The same of the teacher."""
         return self.runner.teacher
 
-    def totals(self, outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
+    def balances(self, batches: Sequence[Batch], targets: int) -> list[Balance]:
+        """`router_balances` of this process's micro-batches in a step of so many targets."""
+        coefficient = self.config.objective.router_aux_loss
+        return router_balances(batches, coefficient, targets, self.runner.context_group)
+
+    def totals(self, outputs: Sequence[ObjectiveOutput], balances: Sequence[Balance] = ()) -> dict[str, float]:
         """`summed_metrics` over all processes, the same on each. Waits for the device once."""
-        mesh = self.runner.mesh
-        own = summed_metrics(outputs if self.runner.has_results else ())
-        return add_up(gathered(own, None if mesh is None else mesh.everyone, self.device))
+        runner = self.runner
+        own = summed_metrics(outputs if runner.has_results else ())
+        if runner.is_counted:
+            own |= router_loss(balances)
+        sums = add_up(gathered(own, None if runner.mesh is None else runner.mesh.everyone, self.device))
+        if ROUTER_LOSS in sums:
+            sums["loss"] += self.config.objective.router_aux_loss * sums[ROUTER_LOSS] / max(1.0, sums["tokens"])
+        return sums
 
     def precision(self) -> torch.autocast:
         """The autocast of a run: bfloat16 products over float32 master weights, or nothing."""
@@ -213,6 +224,8 @@ def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.
     make = student.make
     try:
         return lay_out(layout, mesh, replace(student, make=lambda: _trained(make(), config)), teacher)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError("parallel", str(error)) from error
 
@@ -232,6 +245,12 @@ def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.devi
 
 
 def _trained(student: Decoder, config: RunConfig) -> Decoder:
+    """Made ready for training."""
+    if config.objective.router_aux_loss:
+        try:
+            balance_routers(student)
+        except ValueError as error:
+            raise ConfigError("objective.router_aux_loss", str(error)) from error
     if config.train.activation_checkpointing:
         student.gradient_checkpointing_enable()
     return student.train()

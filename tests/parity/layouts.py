@@ -6,6 +6,7 @@ layout, and says how far each of its parameters' gradients is from the reference
 T tokens, B rows, S tokens per row.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -14,15 +15,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shard_ranks import Rank
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.data import Batch
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, balance_routers
 from stillhouse.objective import ObjectiveOutput, Signal, TopK
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.parallel import Layout, Mesh, Origin, Runner, Work, lay_out
 from stillhouse.parity import apart, whole
-from stillhouse.train.step import ObjectiveContext, make_optimizer, objective_processor, optimizer_step
+from stillhouse.train.step import (
+    ROUTER_LOSS,
+    ObjectiveContext,
+    make_optimizer,
+    objective_processor,
+    optimizer_step,
+    router_balances,
+    router_loss,
+)
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
 SHAPE: dict[str, Any] = {
@@ -38,7 +47,9 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """micro_batches: of each data rank in a step. family: qwen3, untied, or llama, tied."""
+    """micro_batches: of each data rank in a step. family: qwen3, untied, llama, tied, or qwen3_moe, with experts on
+    both sides, whose balance the student learns.
+    """
 
     layout: Layout
     family: str = "qwen3"
@@ -79,13 +90,13 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     steps = [batches(case, step) for step in range(STEPS)]
     # the reference's micro-batches are those of all data ranks
     everything = [works(case, each) for each in steps]
-    own = [works(case, mine(each, mesh), normalizer(each)) for each in steps]
+    own = [works(case, mine(each, mesh), normalizer(each), laid.context_group) for each in steps]
     for student in (*alone.students(), *laid.students()):
         student.train()
         if case.checkpointing:
             student.gradient_checkpointing_enable()
-    evaluated = abs(summed(mesh, case, laid.forward(own[0]))["loss"] - total(alone.forward(everything[0]))["loss"])
-    difference = first_step(case, mesh, alone, laid, everything[0], own[0])
+    evaluated = abs(summed(laid, laid.forward(own[0]))["loss"] - total(alone.forward(everything[0]))["loss"])
+    difference = first_step(case, alone, laid, everything[0], own[0])
     difference.evaluation = evaluated
     optimizers = [optimizer(each) for each in (alone, laid)]
     for step in range(STEPS):
@@ -101,11 +112,11 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     return difference
 
 
-def first_step(
-    case: Case, mesh: Mesh, alone: Runner, laid: Runner, everything: list[Work], own: list[Work]
-) -> Difference:
+def first_step(case: Case, alone: Runner, laid: Runner, everything: list[Work], own: list[Work]) -> Difference:
     """Leaves the gradients where they are."""
-    expected, found = total(alone.forward_backward(everything)), summed(mesh, case, laid.forward_backward(own))
+    expected = total(alone.forward_backward(everything)) | balance_of(everything)
+    found = summed(laid, laid.forward_backward(own), own)
+    assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe")
     norms = [float(each.clip(0.0)) for each in (alone, laid)]
     references = dict(alone.named_parameters())
     gradients = {}
@@ -136,7 +147,7 @@ def alias(case: Case, name: str) -> str:
 def origins(case: Case) -> tuple[Origin, Origin | None]:
     student, teacher = configurations(case.family)
     needs = case.recipe.needs_teacher and not case.top_k
-    return Origin(partial(decoder, student, 0)), Origin(partial(decoder, teacher, 1)) if needs else None
+    return Origin(partial(learner, student)), Origin(partial(decoder, teacher, 1)) if needs else None
 
 
 def configurations(family: str) -> tuple[PreTrainedConfig, PreTrainedConfig]:
@@ -144,8 +155,19 @@ def configurations(family: str) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     if family == "llama":
         small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=5, tie_word_embeddings=True)
         return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=6)
+    if family == "qwen3_moe":
+        experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
+        small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
+        return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
     small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False)
     return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
+
+
+def learner(config: PreTrainedConfig) -> Decoder:
+    student = decoder(config, 0)
+    if config.model_type == "qwen3_moe":
+        balance_routers(student)
+    return student
 
 
 def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
@@ -190,11 +212,15 @@ def normalizer(given: list[Batch]) -> int:
     return sum(each.valid_tokens for each in given)
 
 
-def works(case: Case, given: list[Batch], tokens: int | None = None) -> list[Work]:
+def works(case: Case, given: list[Batch], tokens: int | None = None, group: Any = None) -> list[Work]:
     tokens = tokens or normalizer(given)
     asks = case.recipe.needs_teacher and not case.top_k
+    balances = router_balances(given, 0.5 if case.family == "qwen3_moe" else 0.0, tokens, group) or [None] * len(
+        given
+    )
     return [
-        Work(each, objective_processor, partial(context, case, each, tokens), asks, nullcontext) for each in given
+        Work(each, objective_processor, partial(context, case, each, tokens), asks, nullcontext, balance)
+        for each, balance in zip(given, balances, strict=True)
     ]
 
 
@@ -239,9 +265,14 @@ def total(made: list[ObjectiveOutput]) -> dict[str, float]:
     return sums
 
 
-def summed(mesh: Mesh, case: Case, made: list[ObjectiveOutput]) -> dict[str, float]:
+def summed(runner: Runner, made: list[ObjectiveOutput], given: Sequence[Work] = ()) -> dict[str, float]:
     """Over the ranks that have different tokens: not over those that share a head's rows."""
-    own = total(made) if mesh.place("tensor") == 0 else {}
-    every: list[Any] = [None] * mesh.degrees.processes
-    dist.all_gather_object(every, own, group=mesh.everyone)
-    return {name: sum(each.get(name, 0.0) for each in every) for name in max(every, key=len)}
+    assert runner.mesh is not None
+    own = (total(made) if runner.has_results else {}) | (balance_of(given) if runner.is_counted else {})
+    every: list[Any] = [None] * runner.mesh.degrees.processes
+    dist.all_gather_object(every, own, group=runner.mesh.everyone)
+    return {name: sum(each.get(name, 0.0) for each in every) for name in {name for each in every for name in each}}
+
+
+def balance_of(given: Sequence[Work]) -> dict[str, float]:
+    return router_loss([work.balance for work in given if work.balance is not None])

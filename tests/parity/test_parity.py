@@ -40,6 +40,8 @@ QUICK = [
     Case(layout(fsdp=2, pipeline=2), "llama"),
     Case(layout(tensor=2, pipeline=2), "llama"),
     Case(layout(context=2, fsdp=2)),
+    Case(layout(fsdp=2, expert=2), "qwen3_moe"),
+    Case(layout(pipeline=2), "qwen3_moe"),
     Case(layout(fsdp=2), checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
     Case(layout(tensor=2), top_k=8),
@@ -76,6 +78,22 @@ SLOW = [
     Case(layout(context=2, tensor=2)),
     Case(layout(context=2, pipeline=2), "llama"),
     Case(layout(context=2, tensor=2, pipeline=2)),
+    *(
+        Case(layout(**degrees), "qwen3_moe")
+        for degrees in (
+            {"fsdp": 2},
+            {"fsdp": 4, "expert": 2},
+            {"fsdp": 4, "expert": 2, "replicate": 2},
+            {"tensor": 2},
+            {"fsdp": 3, "tensor": 2, "expert": 6},
+            {"fsdp": 2, "tensor": 2, "expert": 2},
+            {"context": 2, "expert": 2},
+            {"fsdp": 2, "pipeline": 2, "expert": 2},
+        )
+    ),
+    Case(layout("zero_bubble", fsdp=2, pipeline=2, expert=2), "qwen3_moe", micro_batches=4),
+    Case(layout(fsdp=2, expert=2), "qwen3_moe", checkpointing=True),
+    Case(layout(pipeline=2), "qwen3_moe", checkpointing=True),
     *(Case(layout(**degrees), top_k=8) for degrees in ({"fsdp": 2}, {"context": 2})),
     *(
         Case(layout(**degrees), checkpointing=True)
