@@ -18,7 +18,7 @@ from stillhouse.config import RunConfig
 from stillhouse.data import PackedSequences
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, Runner, alone, gathered, process_count, start
 from stillhouse.parallel.expert_parallel import dispatched_experts
-from stillhouse.train.dealing import deal
+from stillhouse.train.dealing import dealt_works
 from stillhouse.train.session import (
     choose_device,
     lay_out_models,
@@ -27,7 +27,7 @@ from stillhouse.train.session import (
     load_tokenizers,
     parse_objective,
 )
-from stillhouse.train.step import add_up, forward_backward, router_balances, summed_metrics
+from stillhouse.train.step import add_up, summed_metrics
 
 #: relative difference up to which two gradients are the same in float32
 SAME = 1e-4
@@ -93,11 +93,18 @@ def parity(config: RunConfig) -> Iterator[Row]:
         mesh = runner.mesh
         for student in runner.students():
             student.eval()  # dropout draws otherwise on every layout
-        batches = deal(sequences, rows, mesh, device, alike=runner.pipeline is not None)
-        tokens = sequences.targets(rows)
-        coefficient = config.objective.router_aux_loss
-        balances = router_balances(batches, coefficient, tokens, runner.context_group)
-        outputs = forward_backward(runner, batches, recipe, precision=float32, normalizer=tokens, balances=balances)
+        works = dealt_works(
+            runner,
+            sequences,
+            rows,
+            recipe,
+            sequences.targets(rows),
+            device,
+            training=True,
+            router_aux_loss=config.objective.router_aux_loss,
+            precision=float32,
+        )
+        outputs = runner.forward_backward(works)
         runner.clip(0.0)
         own = summed_metrics(outputs if runner.has_results else ())
         return add_up(gathered(own, None if mesh is None else mesh.everyone, device))

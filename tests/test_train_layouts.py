@@ -48,6 +48,10 @@ def lines(folder: Path) -> list[str]:
     return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss/' in line]
 
 
+def last_evaluation(folder: Path) -> str:
+    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"eval/' in line][-1]
+
+
 def assert_same_model(one: Path, other: Path) -> None:
     expected, found = weights(one), weights(other)
     assert expected.keys() == found.keys()
@@ -107,6 +111,28 @@ def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["parallel.fsdp=2", "teacher.parallel.tensor=2"],
+        ["parallel.pipeline=2", "teacher.parallel.context=2"],
+        ["parallel.tensor=2", "teacher.parallel.pipeline=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_teacher_in_a_layout_of_its_own(alone: Path, layouts: list[str]) -> None:
+    """Sequences of other lengths, evaluation too; steps of one sequence leave processes without any."""
+    for overrides in ([], ["train.tokens_per_step=32", "train.micro_batch_tokens=32"]):
+        names = [f"{which} {len(overrides)} {' '.join(layouts)}" for which in ("whole", "apart")]
+        for out, processes, more in zip(names, (1, 2), ([], layouts), strict=True):
+            run = distill(alone, out, processes, *overrides, *more)
+            assert run.returncode == 0, run.stderr
+        assert_same_model(*(alone / name for name in names))
+        expected, found = (json.loads(last_evaluation(alone / name)) for name in names)
+        assert found["eval/forward_kl"] == pytest.approx(expected["eval/forward_kl"], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_experts_in_a_run(tmp_path: Path) -> None:
     """Read one by one from the files, dealt out, balanced, and written one by one."""
     world(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
@@ -128,11 +154,12 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
     [
         (["parallel.tensor=4"], "parallel: tensor 4 makes 4 processes, and torchrun started 2"),
         (["parallel.pipeline=2", "parallel.schedule=zbv"], "4 pipeline stages for a student of 2 layers"),
+        (["teacher.parallel.tensor=4"], "teacher.parallel: tensor 4 makes 4 processes, and torchrun started 2"),
         (["parallel.expert=3"], "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1"),
         (["parallel.expert=2"], "parallel.expert=2 for models without experts"),
         (["objective.router_aux_loss=1.0"], "objective.router_aux_loss: model type 'llama' has no routers"),
     ],
-    ids=["product", "stages", "expert", "experts", "routers"],
+    ids=["product", "stages", "teacher", "expert", "experts", "routers"],
 )
 def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
     run = distill(alone, "refused", 2, *overrides)

@@ -5,11 +5,13 @@ from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES
 from stillhouse.parallel.processes import gathered, is_first, join, layout_of, leave, local_rank, process_count, start
 from stillhouse.parallel.runner import Layout, Origin, Runner, alone, lay_out
+from stillhouse.parallel.separate import Extent
 from stillhouse.parallel.twin import Twin, Work
 
 __all__ = [
     "SCHEMES",
     "Degrees",
+    "Extent",
     "Layout",
     "Mesh",
     "Origin",

@@ -7,7 +7,7 @@ norm = runner.clip(1.0)
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from stillhouse.parallel.fsdp import apply_fsdp, apply_fsdp_to_experts
 from stillhouse.parallel.gradients import gradient_norm, scale_gradients, settle
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
+from stillhouse.parallel.separate import SeparateTeacher, only_head, only_layers
 from stillhouse.parallel.stages import cost_of, keep_layers, require_cuttable, split
 from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
 from stillhouse.parallel.twin import Twin, Work
@@ -57,14 +58,31 @@ class Layout:
         pipeline = self.degrees.pipeline
         return pipeline * SCHEMES[self.schedule].per_rank if pipeline > 1 else 1
 
+    @property
+    def last_rank(self) -> int:
+        """The place of the last stage along the pipeline."""
+        pipeline = self.degrees.pipeline
+        return SCHEMES[self.schedule].rank_of(self.stages - 1, pipeline) if pipeline > 1 else 0
+
 
 class Runner:
-    """A twin, or this rank's stages of it, and how works go through."""
+    """A twin, or this rank's stages of it, and how works go through.
+
+    separate: the layers of a teacher in a layout of its own.
+    """
 
     def __init__(
-        self, layout: Layout, twins: dict[int, Twin], pipeline: Pipeline | None, mesh: Mesh | None, *, tied: bool
+        self,
+        layout: Layout,
+        twins: dict[int, Twin],
+        pipeline: Pipeline | None,
+        mesh: Mesh | None,
+        *,
+        tied: bool,
+        separate: SeparateTeacher | None = None,
     ):
         self.layout, self.twins, self.pipeline, self.mesh, self.tied = layout, twins, pipeline, mesh, tied
+        self.separate = separate
 
     def forward_backward(self, works: Sequence[Work]) -> list[Any]:
         """Adds the gradients of the works' losses to the student's; what the processor made of each, with its loss
@@ -88,7 +106,8 @@ class Runner:
     @property
     def teacher(self) -> Decoder | None:
         """The teacher, or its part on this rank's first stage."""
-        return next(iter(self.twins.values())).teacher
+        here = next(iter(self.twins.values())).teacher
+        return here if self.separate is None else self.separate.teacher
 
     @property
     def context_group(self) -> ProcessGroup | None:
@@ -158,17 +177,28 @@ def alone(student: Decoder, teacher: Decoder | None) -> Runner:
     return lay_out(Layout(), None, Origin(lambda: student), None if teacher is None else Origin(lambda: teacher))
 
 
-def lay_out(layout: Layout, mesh: Mesh | None, student_from: Origin, teacher_from: Origin | None) -> Runner:
-    """The runner of this process. mesh: None for one process alone.
+def lay_out(
+    layout: Layout,
+    mesh: Mesh | None,
+    student_from: Origin,
+    teacher_from: Origin | None,
+    teacher_apart: tuple[Layout, Mesh] | None = None,
+) -> Runner:
+    """The runner of this process. mesh: None for one process alone. teacher_apart: a layout of the teacher's own,
+    over the same processes.
 
     Raises ValueError for a model that the layout does not fit.
     """
     degrees = layout.degrees
+    separate = None
+    if teacher_from is not None and teacher_apart is not None and mesh is not None:
+        separate = _apart(teacher_from, teacher_apart, layout, mesh)
+        teacher_from = replace(teacher_from, make=only_head(teacher_from.make))
     if layout.stages == 1:
         student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
         _require_experts(degrees, student, teacher)
         twin = _placed(layout, mesh, student, teacher, student_from, teacher_from)
-        return Runner(layout, {0: twin}, None, mesh, tied=student.tied)
+        return Runner(layout, {0: twin}, None, mesh, tied=student.tied, separate=separate)
     assert mesh is not None
     scheme = SCHEMES[layout.schedule]
     twins = {}
@@ -180,15 +210,25 @@ def lay_out(layout: Layout, mesh: Mesh | None, student_from: Origin, teacher_fro
             if decoder is not None:
                 require_cuttable(decoder.config)
         stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
-        tied, width, stage = student.tied, _width(student, teacher), stages[number]
+        tied, stage = student.tied, stages[number]
+        width = _width(student, teacher if separate is None else None)
         keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
+        if separate is not None and not stage.is_last:
+            teacher = None
         if teacher is not None:
             keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
         twins[number] = _placed(layout, mesh, student, teacher, student_from, teacher_from)
     assert width is not None
     group, sharding = mesh.tokens.get_group("pipeline"), mesh.sharding
     pipeline = Pipeline(twins, scheme, width, group, mesh.device, tied=tied, sharding=sharding)
-    return Runner(layout, twins, pipeline, mesh, tied=tied)
+    return Runner(layout, twins, pipeline, mesh, tied=tied, separate=separate)
+
+
+def _apart(origin: Origin, teacher_apart: tuple[Layout, Mesh], layout: Layout, mesh: Mesh) -> SeparateTeacher:
+    own_layout, own_mesh = teacher_apart
+    teaching = lay_out(own_layout, own_mesh, replace(origin, make=only_layers(origin.make)), None)
+    ((teacher, *_), last_ranks) = teaching.students(), (own_layout.last_rank, layout.last_rank)
+    return SeparateTeacher(teacher, teaching.forward, own_mesh, mesh, last_ranks)
 
 
 def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
@@ -222,7 +262,7 @@ def _placed(
 def _place(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
     """Inner layouts first: attention, then matrices, then experts, then what is shared of them."""
     degrees, reshard = layout.degrees, layout.stages == 1
-    if degrees.context > 1:
+    if degrees.context > 1 and decoder.layers():
         apply_context_parallel(decoder, mesh.tokens.get_group("context"))
     if degrees.tensor > 1:
         apply_tensor_parallel(decoder, mesh.weights["tensor"])

@@ -17,6 +17,8 @@ from stillhouse.parallel.loading import make_buffers
 
 #: what transformers calls the parts of a base model that can be cut
 PARTS = ("embed_tokens", "layers", "norm")
+#: what a model that cannot be cut asks for
+UNCUT = "expected parallel.pipeline=1, and teacher.parallel=null for a teacher"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     named = (each for layer in layers for each in layer.named_parameters())
     products = sum(each.numel() * (chosen if ".experts." in name else 1.0) for name, each in named)
     head = decoder.vocabulary_rows * config.hidden_size
-    return Cost(len(layers), products / len(layers), head, passes)
+    return Cost(len(layers), products / max(1, len(layers)), head, passes)
 
 
 @torch.no_grad()
@@ -105,7 +107,7 @@ def require_cuttable(config: PreTrainedConfig) -> None:
     if not plan or set(PARTS) - plan.keys():
         raise ValueError(
             f"model type '{config.model_type}' has no pipeline plan in transformers that names "
-            f"{', '.join(PARTS)}: expected parallel.pipeline=1"
+            f"{', '.join(PARTS)}: {UNCUT}"
         )
     with torch.device("meta"):
         decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
@@ -116,7 +118,7 @@ def require_cuttable(config: PreTrainedConfig) -> None:
     if not torch.equal(decoder(None, torch.arange(4)[None], inputs_embeds=given), given):
         raise ValueError(
             f"model type '{config.model_type}' changes its embeddings on the way to its first layer, which every "
-            "stage of a pipeline would do again: expected parallel.pipeline=1"
+            f"part of it would do again: {UNCUT}"
         )
 
 

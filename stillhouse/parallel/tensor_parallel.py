@@ -38,7 +38,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Cut a decoder's weights over a mesh of one dim. Raises ValueError for a model that cannot be cut so."""
-    plan = tensor_plan(decoder, mesh.size())
+    # a head alone is cut by rows, whatever the layers would allow
+    plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
     for name, module in list(decoder.backbone.named_modules()):
         if style := plan.get(_generic(name)):
             parallelize_module(module, mesh, STYLES[style]())

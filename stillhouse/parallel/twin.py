@@ -32,7 +32,7 @@ class Work:
 
     processor: the student's; its context is `context(signal)`, with what the teacher of the twin says, None if it is
     not asked. precision: the student's autocast; the teacher computes in its own dtype. balance: of the student's
-    routers, if that is asked for.
+    routers, if that is asked for. heard_BSE: hidden states of a teacher in another layout (`separate.py`).
     """
 
     tokens: Tokens
@@ -41,6 +41,7 @@ class Work:
     asks_teacher: bool
     precision: Callable[[], AbstractContextManager[Any]]
     balance: Balance | None = None
+    heard_BSE: Tensor | None = None
 
 
 class Twin(nn.Module):
@@ -60,9 +61,10 @@ class Twin(nn.Module):
         """What the processor makes of the micro-batch; where the student has no head, its hidden states, or a pair of
         those and the teacher's, if it is asked. student_BSD, teacher_BSE: those of the stage before.
         """
-        if not work.asks_teacher:
+        if not work.asks_teacher or self.teacher is None:
             return self._learn(work, student_BSD, None)
-        assert self.teacher is not None
+        if work.heard_BSE is not None:
+            teacher_BSE = work.heard_BSE
         learns = torch.is_grad_enabled()
 
         def told(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TeacherConfig
 from stillhouse.data import (
-    Batch,
     DataReport,
     Documents,
     PackedSequences,
@@ -23,7 +23,7 @@ from stillhouse.data import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
-from stillhouse.models import Balance, Decoder, balance_routers, check_document_length, check_finite_weights
+from stillhouse.models import Decoder, balance_routers, check_document_length, check_finite_weights
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.parallel import (
@@ -31,6 +31,7 @@ from stillhouse.parallel import (
     Mesh,
     Origin,
     Runner,
+    Work,
     alone,
     empty_decoder,
     fill,
@@ -42,9 +43,10 @@ from stillhouse.parallel import (
     local_rank,
     process_count,
 )
+from stillhouse.train.dealing import dealt_works
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
-from stillhouse.train.step import ROUTER_LOSS, add_up, router_balances, router_loss, summed_metrics
+from stillhouse.train.step import ROUTER_LOSS, add_up, router_loss, summed_metrics
 
 
 @dataclass
@@ -73,17 +75,38 @@ class Session:
         """The same of the teacher."""
         return self.runner.teacher
 
-    def balances(self, batches: Sequence[Batch], targets: int) -> list[Balance]:
-        """`router_balances` of this process's micro-batches in a step of so many targets."""
-        coefficient = self.config.objective.router_aux_loss
-        return router_balances(batches, coefficient, targets, self.runner.context_group)
+    def works(
+        self,
+        sequences: PackedSequences,
+        rows: Sequence[np.ndarray],
+        recipe: Recipe,
+        normalizer: float,
+        *,
+        training: bool,
+    ) -> list[Work]:
+        """What this process computes of micro-batches that are given by their packed sequences."""
+        objective = self.config.objective
+        return dealt_works(
+            self.runner,
+            sequences,
+            rows,
+            recipe,
+            normalizer,
+            self.device,
+            training=training,
+            router_aux_loss=objective.router_aux_loss,
+            precision=self.precision,
+            chunk_tokens=objective.chunk_tokens,
+        )
 
-    def totals(self, outputs: Sequence[ObjectiveOutput], balances: Sequence[Balance] = ()) -> dict[str, float]:
-        """`summed_metrics` over all processes, the same on each. Waits for the device once."""
+    def totals(self, outputs: Sequence[ObjectiveOutput], works: Sequence[Work] = ()) -> dict[str, float]:
+        """`summed_metrics` over all processes, the same on each, and what routers made of the works. Waits for the
+        device once.
+        """
         runner = self.runner
         own = summed_metrics(outputs if runner.has_results else ())
         if runner.is_counted:
-            own |= router_loss(balances)
+            own |= router_loss(works)
         sums = add_up(gathered(own, None if runner.mesh is None else runner.mesh.everyone, self.device))
         if ROUTER_LOSS in sums:
             sums["loss"] += self.config.objective.router_aux_loss * sums[ROUTER_LOSS] / max(1.0, sums["tokens"])
@@ -104,6 +127,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         print(in_words(config, recipe), flush=True)
     require_trackers(config.track)
     layout = layout_of(config.parallel, process_count())
+    _teacher_layout(config)
     device = choose_device(config.device)
     torch.manual_seed(config.seed)
     tokenizer, warnings = load_tokenizers(config)
@@ -222,12 +246,21 @@ def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.
     if config.teacher is not None:
         teacher = _origin("teacher", config.teacher, device)
     make = student.make
+    apart = _teacher_layout(config)
+    teacher_apart = None if apart is None else (apart, Mesh(apart.degrees, device))
     try:
-        return lay_out(layout, mesh, replace(student, make=lambda: _trained(make(), config)), teacher)
+        return lay_out(layout, mesh, replace(student, make=lambda: _trained(make(), config)), teacher, teacher_apart)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError("parallel", str(error)) from error
+
+
+def _teacher_layout(config: RunConfig) -> Layout | None:
+    """The teacher's own, if it is to have one."""
+    if config.teacher is None or config.teacher.parallel is None:
+        return None
+    return layout_of(config.teacher.parallel, process_count(), "teacher.parallel")
 
 
 def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Origin:

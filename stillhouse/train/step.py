@@ -59,8 +59,12 @@ def works(
     precision: Callable[[], torch.autocast],
     chunk_tokens: int | None = None,
     balances: Sequence[Balance] = (),
+    heard: Sequence[Tensor | None] = (),
 ) -> list[Work]:
-    """Micro-batches with what is to be made of them, as a runner takes them."""
+    """Micro-batches with what is to be made of them, as a runner takes them.
+
+    balances, heard: of each micro-batch, or none at all; see `Work`.
+    """
 
     def context(batch: Batch, signal: Signal | None) -> ObjectiveContext:
         return ObjectiveContext(recipe.terms(batch.labels_T, signal), batch, normalizer, chunk_tokens)
@@ -71,6 +75,8 @@ def works(
     ]
     if balances:
         made = [replace(work, balance=balance) for work, balance in zip(made, balances, strict=True)]
+    if heard:
+        made = [replace(work, heard_BSE=hidden_BSE) for work, hidden_BSE in zip(made, heard, strict=True)]
     return made
 
 
@@ -96,19 +102,16 @@ def forward_backward(
     batches: Sequence[Batch],
     recipe: Recipe,
     *,
-    precision: Callable[[], torch.autocast],
     normalizer: int | None = None,
-    chunk_tokens: int | None = None,
-    balances: Sequence[Balance] = (),
+    **given: Any,
 ) -> list[ObjectiveOutput]:
     """Add the step's gradient to the student's parameters. Returns each micro-batch's output, its loss detached (of
     a pipeline, on the last stage's ranks).
 
-    normalizer: the valid tokens of the whole step, of all processes; None: those of `batches`.
+    normalizer: the valid tokens of the whole step, of all processes; None: those of `batches`. given: as for `works`.
     """
     tokens = valid_tokens(batches) if normalizer is None else normalizer
-    given = works(batches, recipe, tokens, precision=precision, chunk_tokens=chunk_tokens, balances=balances)
-    return runner.forward_backward(given)
+    return runner.forward_backward(works(batches, recipe, tokens, **given))
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -141,9 +144,9 @@ def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
     return dict(zip(sums, values, strict=True))
 
 
-def router_loss(balances: Sequence[Balance]) -> dict[str, float]:
+def router_loss(works: Sequence[Work]) -> dict[str, float]:
     """What the routers that are here have made of the micro-batches, summed over target tokens, as a metric sum."""
-    losses = [loss for balance in balances for loss in balance.losses.values()]
+    losses = [loss for work in works if work.balance is not None for loss in work.balance.losses.values()]
     return {ROUTER_LOSS: float(torch.stack(losses).double().sum())} if losses else {}
 
 

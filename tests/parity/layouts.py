@@ -8,7 +8,7 @@ T tokens, B rows, S tokens per row.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from stillhouse.data import Batch
 from stillhouse.models import Decoder, balance_routers
 from stillhouse.objective import ObjectiveOutput, Signal, TopK
 from stillhouse.objective.recipe import Recipe, parse_recipe
-from stillhouse.parallel import Layout, Mesh, Origin, Runner, Work, lay_out
+from stillhouse.parallel import Extent, Layout, Mesh, Origin, Runner, Work, lay_out
 from stillhouse.parity import apart, whole
 from stillhouse.train.step import (
     ROUTER_LOSS,
@@ -48,7 +48,7 @@ LEARNING_RATE = 1e-3
 @dataclass(frozen=True)
 class Case:
     """micro_batches: of each data rank in a step. family: qwen3, untied, llama, tied, or qwen3_moe, with experts on
-    both sides, whose balance the student learns.
+    both sides, whose balance the student learns. depth: the student's layers, if not the family's.
     """
 
     layout: Layout
@@ -57,12 +57,15 @@ class Case:
     recipe: Recipe = RECIPE
     top_k: int = 0
     checkpointing: bool = False
+    teacher: Layout | None = None  # of its own
+    depth: int = 0
 
     @property
     def name(self) -> str:
         kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
         schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
-        more = ("-top_k" if self.top_k else "") + ("-recomputed" if self.checkpointing else "")
+        own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
+        more = own + ("-top_k" if self.top_k else "") + ("-recomputed" if self.checkpointing else "")
         return kind + schedule + more
 
 
@@ -86,11 +89,12 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     mesh = mesh_of(case.layout)
     if rank.number >= case.layout.degrees.processes:
         return None
-    alone, laid = lay_out(Layout(), None, *origins(case)), lay_out(case.layout, mesh, *origins(case))
+    teacher_apart = None if case.teacher is None else (case.teacher, mesh_of(case.teacher))
+    alone, laid = lay_out(Layout(), None, *origins(case)), lay_out(case.layout, mesh, *origins(case), teacher_apart)
     steps = [batches(case, step) for step in range(STEPS)]
     # the reference's micro-batches are those of all data ranks
     everything = [works(case, each) for each in steps]
-    own = [works(case, mine(each, mesh), normalizer(each), laid.context_group) for each in steps]
+    own = [tell(laid, each, works(case, mine(each, mesh), normalizer(each), laid.context_group)) for each in steps]
     for student in (*alone.students(), *laid.students()):
         student.train()
         if case.checkpointing:
@@ -145,21 +149,22 @@ def alias(case: Case, name: str) -> str:
 
 
 def origins(case: Case) -> tuple[Origin, Origin | None]:
-    student, teacher = configurations(case.family)
+    student, teacher = configurations(case.family, case.depth)
     needs = case.recipe.needs_teacher and not case.top_k
     return Origin(partial(learner, student)), Origin(partial(decoder, teacher, 1)) if needs else None
 
 
-def configurations(family: str) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     """Other depths and widths on both sides."""
     if family == "llama":
-        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=5, tie_word_embeddings=True)
+        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=depth or 5, tie_word_embeddings=True)
         return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=6)
     if family == "qwen3_moe":
         experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
         small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
         return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
-    small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False)
+    layers = depth or 4
+    small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
     return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
 
 
@@ -224,6 +229,16 @@ def works(case: Case, given: list[Batch], tokens: int | None = None, group: Any 
     ]
 
 
+def tell(runner: Runner, everything: list[Batch], own: list[Work]) -> list[Work]:
+    """The works with what a teacher in a layout of its own says of them."""
+    if runner.separate is None:
+        return own
+    shape_BS = (ROWS, TOKENS)
+    extents = [Extent(*shape_BS, teacher_BS=shape_BS, student_BS=shape_BS)] * len(everything)
+    heard = runner.separate.hear(mine(everything, runner.separate.mesh), extents)
+    return [replace(work, heard_BSE=hidden_BSE) for work, hidden_BSE in zip(own, heard, strict=True)]
+
+
 def context(case: Case, given: Batch, tokens: int, signal: Signal | None) -> ObjectiveContext:
     if case.top_k:
         signal = top_k(case, given)
@@ -275,4 +290,4 @@ def summed(runner: Runner, made: list[ObjectiveOutput], given: Sequence[Work] = 
 
 
 def balance_of(given: Sequence[Work]) -> dict[str, float]:
-    return router_loss([work.balance for work in given if work.balance is not None])
+    return router_loss(given)

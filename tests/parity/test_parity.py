@@ -42,6 +42,7 @@ QUICK = [
     Case(layout(context=2, fsdp=2)),
     Case(layout(fsdp=2, expert=2), "qwen3_moe"),
     Case(layout(pipeline=2), "qwen3_moe"),
+    Case(layout(pipeline=2), "llama", teacher=layout(context=2)),
     Case(layout(fsdp=2), checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
     Case(layout(tensor=2), top_k=8),
@@ -63,6 +64,12 @@ SLOW = [
         Case(layout(schedule, pipeline=2), family, micro_batches)
         for schedule in ("interleaved", "zero_bubble", "zbv")
         for micro_batches in (2, 4, 8)
+        for family in ("qwen3", "llama")
+    ),
+    *(
+        Case(layout(schedule, pipeline=4), family, micro_batches, depth=8)
+        for schedule in ("interleaved", "zero_bubble", "zbv")
+        for micro_batches in (4, 8)
         for family in ("qwen3", "llama")
     ),
     Case(layout(fsdp=2, tensor=2), "llama"),
@@ -94,6 +101,18 @@ SLOW = [
     Case(layout("zero_bubble", fsdp=2, pipeline=2, expert=2), "qwen3_moe", micro_batches=4),
     Case(layout(fsdp=2, expert=2), "qwen3_moe", checkpointing=True),
     Case(layout(pipeline=2), "qwen3_moe", checkpointing=True),
+    *(
+        Case(layout(**ours), family, teacher=layout(**theirs))
+        for family, ours, theirs in (
+            ("qwen3", {"fsdp": 2}, {"tensor": 2}),
+            ("llama", {"tensor": 2}, {"fsdp": 2}),
+            ("llama", {"tensor": 4}, {"pipeline": 2, "fsdp": 2}),
+            ("qwen3", {"context": 4}, {"context": 2, "tensor": 2}),
+            ("qwen3", {"pipeline": 2, "fsdp": 2}, {"tensor": 4}),
+            ("qwen3_moe", {"fsdp": 2}, {"fsdp": 2, "expert": 2}),
+        )
+    ),
+    Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     *(Case(layout(**degrees), top_k=8) for degrees in ({"fsdp": 2}, {"context": 2})),
     *(
         Case(layout(**degrees), checkpointing=True)
