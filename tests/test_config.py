@@ -359,7 +359,9 @@ def test_a_dumped_configuration_loads_as_the_same(
 
 
 def test_a_dump_has_every_key_in_order() -> None:
-    dumped = YAML(typ="safe", pure=True).load(dump_config(load("teacher.model=t", "student.adapter={}")))
+    dumped = YAML(typ="safe", pure=True).load(
+        dump_config(load("teacher={model: t, parallel: {}}", "student.adapter={}"))
+    )
 
     def keys(section: dict[str, Any], prefix: str = "") -> list[str]:
         named = [(f"{prefix}{name}", part) for name, part in section.items()]

@@ -10,7 +10,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from runs import contents, metrics, run, save_model, session_of, world
 from safetensors.torch import load_file
-from test_train_layouts import distill
+from test_train_layouts import distill, stillhouse
 from test_train_resume import evaluations, kill_at, losses
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -193,6 +193,27 @@ def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -
         assert (tmp_path / out / "adapter" / "adapter_config.json").read_text() == (
             tmp_path / "alone" / "adapter" / "adapter_config.json"
         ).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", ["another", "own base"])
+def test_parity_of_an_adapter(tmp_path: Path, teacher: str) -> None:
+    world(tmp_path, tied=True, **(LORA if teacher == "another" else own_base(tmp_path)))
+    ended = stillhouse(2, "parity", str(tmp_path / "run.yaml"))
+    assert ended.returncode == 0, ended.stderr
+    rows = [row for row in ended.stdout.splitlines()[1:] if "not possible" not in row]
+    assert len(rows) >= 5
+    assert all(row.endswith("same") for row in rows), ended.stdout
+
+
+@pytest.mark.slow
+def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
+    world(tmp_path, **LORA)
+    targets = "student.adapter.targets=[layers.0.mlp.up_proj]"
+    ended = distill(tmp_path, "refused", 2, "parallel.pipeline=2", targets)
+    assert ended.returncode != 0
+    assert "parallel: nothing trains on stage 2 of 2, layers 1 to 1 of the student" in ended.stderr
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize(
