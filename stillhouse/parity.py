@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.config import RunConfig
 from stillhouse.data import PackedSequences
+from stillhouse.models import draw_lora
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, Runner, alone, gathered, process_count, start
 from stillhouse.parallel.expert_parallel import dispatched_experts
 from stillhouse.train.dealing import dealt_works
@@ -25,7 +26,9 @@ from stillhouse.train.session import (
     load_data,
     load_models,
     load_tokenizers,
+    own_base,
     parse_objective,
+    require_adapters,
 )
 from stillhouse.train.step import add_up, summed_metrics
 
@@ -80,6 +83,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         }
     )
     recipe = parse_objective(config)
+    require_adapters(config.student)
     device, processes = choose_device(config.device), process_count()
     tokenizer, _ = load_tokenizers(config)
     documents, _ = load_data(config.data, config.objective, tokenizer)
@@ -93,6 +97,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         mesh = runner.mesh
         for student in runner.students():
             student.eval()  # dropout draws otherwise on every layout
+            draw_lora(student, config.seed, fresh=False)  # a fresh adapter's A has no gradient
         works = dealt_works(
             runner,
             sequences,
@@ -109,7 +114,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         own = summed_metrics(outputs if runner.has_results else ())
         return add_up(gathered(own, None if mesh is None else mesh.everyone, device))
 
-    reference = alone(*load_models(config, device))
+    reference = alone(*load_models(config, device), own_base=own_base(config))
     expected = step(reference)
     gradients = {name: each.grad.cpu() for name, each in reference.named_parameters() if each.grad is not None}
     total = float(torch.stack([each.norm() for each in gradients.values()]).norm())

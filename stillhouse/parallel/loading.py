@@ -17,6 +17,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stillhouse.models import Decoder
+from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.models.loading import parse_dtype
 from stillhouse.parallel.stacks import parts_of_stack, read_stack
 
@@ -56,6 +57,8 @@ def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device)
     wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():
+        if is_lora(name):  # drawn, not read
+            continue
         candidates = checkpoint_names(decoder, name)
         found = next((each for each in candidates if each in files), None)
         if found is None and (parts := parts_of_stack(decoder, candidates[0])):
@@ -83,7 +86,7 @@ def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
     """What a tensor of a decoder may be called in transformers' files: a tied head's has the embedding's name."""
-    model = decoder.pretrained
+    model, name = decoder.pretrained, base_name(name)
     inner = f"{model.base_model_prefix}."
     if name.startswith("backbone."):
         return [inner + name.removeprefix("backbone.")]

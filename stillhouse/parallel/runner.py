@@ -22,7 +22,7 @@ from stillhouse.parallel.gradients import gradient_norm, scale_gradients, settle
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
 from stillhouse.parallel.separate import SeparateTeacher, only_head, only_layers
-from stillhouse.parallel.stages import cost_of, keep_layers, require_cuttable, split
+from stillhouse.parallel.stages import cost_of, keep_layers, require_cuttable, require_training, split
 from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
 from stillhouse.parallel.twin import Twin, Work
 
@@ -35,10 +35,12 @@ class Origin:
 
     make: all of it, with weights or on the meta device; called once for each stage that is here.
     fill: gives it weights when it lies where it belongs, if it has none.
+    own_base: of a student with an adapter: without it, it is the teacher, too.
     """
 
     make: Callable[[], Decoder]
     fill: Callable[[Decoder], object] | None = None
+    own_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,10 @@ class Runner:
         return made
 
 
-def alone(student: Decoder, teacher: Decoder | None) -> Runner:
+def alone(student: Decoder, teacher: Decoder | None, *, own_base: bool = False) -> Runner:
     """The runner of a process that has it all."""
-    return lay_out(Layout(), None, Origin(lambda: student), None if teacher is None else Origin(lambda: teacher))
+    teacher_from = None if teacher is None else Origin(lambda: teacher)
+    return lay_out(Layout(), None, Origin(lambda: student, own_base=own_base), teacher_from)
 
 
 def lay_out(
@@ -210,8 +213,12 @@ def lay_out(
             if decoder is not None:
                 require_cuttable(decoder.config)
         stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
-        tied, stage = student.tied, stages[number]
-        width = _width(student, teacher if separate is None else None)
+        if student.lora is not None:
+            require_training(student, stages)
+        # a frozen weight has no gradients to sum
+        tied, stage = student.tied and student.output_weight.requires_grad, stages[number]
+        beside = student if student_from.own_base else teacher
+        width = _width(student, beside if separate is None else None)
         keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
         if separate is not None and not stage.is_last:
             teacher = None
@@ -248,7 +255,7 @@ def _placed(
     teacher_from: Origin | None,
 ) -> Twin:
     """Each in its layout, then with its weights."""
-    twin = Twin(student, teacher)  # from here on the teacher is frozen
+    twin = Twin(student, teacher, own_base=student_from.own_base)  # from here on the teacher is frozen
     for decoder, origin in ((student, student_from), (teacher, teacher_from)):
         if decoder is None or origin is None:
             continue

@@ -122,6 +122,19 @@ def require_cuttable(config: PreTrainedConfig) -> None:
         )
 
 
+def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
+    """Raise ValueError for a stage without anything that trains: torch's schedules send gradients through all."""
+    layers = student.layers()
+    for stage in stages:
+        held = (parameter for number in stage.student for parameter in layers[number].parameters())
+        if not any(parameter.requires_grad for parameter in held):
+            raise ValueError(
+                f"nothing trains on stage {stage.number + 1} of {stage.count}, layers {stage.student.start} to "
+                f"{stage.student.stop - 1} of the student: expected an adapter in layers of every stage "
+                "(student.adapter.targets), or a lower parallel.pipeline"
+            )
+
+
 def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool) -> None:
     """Take from a decoder what is on other stages: it then takes hidden states if it is not the first, and gives
     hidden states if it is not the last. Of a family that `require_cuttable` accepts.

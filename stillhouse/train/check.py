@@ -21,7 +21,7 @@ from stillhouse.objective.recipe import Recipe
 from stillhouse.parallel import Work
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder, require_same_data, resumable
-from stillhouse.train.session import Session, data_reports, prepare
+from stillhouse.train.session import Session, adapter_in_words, data_reports, prepare
 
 #: characters of the sample document that are shown
 _SAMPLE = 600
@@ -58,7 +58,9 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     yield _row("student", _model_line(session.student))
     if session.teacher is not None:
         yield _row("teacher", _model_line(session.teacher))
-    same = "" if session.teacher is None else ", the same for both"
+    if session.student.lora is not None:
+        yield _row("adapter", adapter_in_words(session))
+    same = ", the same for both" if session.config.teacher is not None else ""
     yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {session.tokenizer_hash[:12]}{same}")
     yield from (_row("warning", warning) for warning in session.warnings)
     for which, report in data_reports(session).items():

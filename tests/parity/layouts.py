@@ -18,7 +18,7 @@ from shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.data import Batch
-from stillhouse.models import Decoder, balance_routers
+from stillhouse.models import Decoder, add_lora, balance_routers, draw_lora
 from stillhouse.objective import ObjectiveOutput, Signal, TopK
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.parallel import Extent, Layout, Mesh, Origin, Runner, Work, lay_out
@@ -49,6 +49,9 @@ LEARNING_RATE = 1e-3
 class Case:
     """micro_batches: of each data rank in a step. family: qwen3, untied, llama, tied, or qwen3_moe, with experts on
     both sides, whose balance the student learns. depth: the student's layers, if not the family's.
+
+    lora: the student trains one, beside a teacher ("teacher") or its own base ("base"); "": it trains itself.
+    dtype: of the weights beside a LoRA, whose own are float32.
     """
 
     layout: Layout
@@ -59,6 +62,8 @@ class Case:
     checkpointing: bool = False
     teacher: Layout | None = None  # of its own
     depth: int = 0
+    lora: str = ""
+    dtype: torch.dtype = torch.float32
 
     @property
     def name(self) -> str:
@@ -66,7 +71,8 @@ class Case:
         schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
         own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
         more = own + ("-top_k" if self.top_k else "") + ("-recomputed" if self.checkpointing else "")
-        return kind + schedule + more
+        kept = "-bf16" if self.dtype == torch.bfloat16 else ""
+        return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
 @dataclass
@@ -150,8 +156,13 @@ def alias(case: Case, name: str) -> str:
 
 def origins(case: Case) -> tuple[Origin, Origin | None]:
     student, teacher = configurations(case.family, case.depth)
-    needs = case.recipe.needs_teacher and not case.top_k
-    return Origin(partial(learner, student)), Origin(partial(decoder, teacher, 1)) if needs else None
+    needs = case.recipe.needs_teacher and not case.top_k and case.lora != "base"
+    made = Origin(partial(learner, student))
+    if case.lora:
+        # A and B are drawn where they lie, and B too, or A would have no gradient
+        draw = partial(draw_lora, seed=2, fresh=False)
+        made = Origin(partial(with_lora, student, case.dtype), draw, own_base=case.lora == "base")
+    return made, Origin(partial(decoder, teacher, 1)) if needs else None
 
 
 def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
@@ -178,6 +189,15 @@ def learner(config: PreTrainedConfig) -> Decoder:
 def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
     torch.manual_seed(seed)
     return Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+
+
+def with_lora(config: PreTrainedConfig, dtype: torch.dtype) -> Decoder:
+    """Of a rank that no layout divides."""
+    made = learner(config).to(dtype)
+    # peft takes a dense layer's names for those of experts, where a family has both
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if config.model_type == "qwen3_moe" else "all-linear"
+    add_lora(made, r=5, alpha=10.0, targets=targets)
+    return made
 
 
 def batches(case: Case, step: int) -> list[Batch]:

@@ -5,9 +5,11 @@ A right loss says nothing: what is compared is what changes the weights. The qui
 """
 
 import pytest
+import torch
 from layouts import Case, Difference, compare
 from shard_ranks import Failure, RankPool, shared_pool
 
+from stillhouse.models.adapter import is_lora
 from stillhouse.objective.recipe import parse_recipe
 from stillhouse.parallel import Degrees, Layout
 
@@ -46,6 +48,8 @@ QUICK = [
     Case(layout(fsdp=2), checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
     Case(layout(tensor=2), top_k=8),
+    Case(layout(fsdp=2), lora="base"),
+    Case(layout(tensor=2), lora="teacher"),
 ]
 SLOW = [
     Case(layout(fsdp=4)),
@@ -120,6 +124,29 @@ SLOW = [
     ),
     Case(layout(fsdp=2), recipe=parse_recipe("reverse_kl")),
     Case(layout(pipeline=2), recipe=parse_recipe("cross_entropy + 1e-2*z_loss")),
+    *(
+        Case(layout(**degrees), family, lora=lora)
+        for degrees in ({"fsdp": 2}, {"tensor": 2}, {"pipeline": 2})
+        for family in ("qwen3", "llama")
+        for lora in ("teacher", "base")
+    ),
+    *(Case(layout(**degrees), lora="base") for degrees in ({"context": 2}, {"replicate": 2}, {"fsdp": 4})),
+    *(
+        Case(layout(schedule, pipeline=2), micro_batches=4, lora="base")
+        for schedule in ("gpipe", "interleaved", "zero_bubble", "zbv")
+    ),
+    *(
+        Case(layout(**degrees), "llama", checkpointing=True, lora="base")
+        for degrees in ({"fsdp": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"fsdp": 2, "tensor": 2})
+    ),
+    *(Case(layout(fsdp=2), family, lora="base", dtype=torch.bfloat16) for family in ("qwen3", "llama")),
+    Case(layout(fsdp=2, pipeline=2), lora="base", dtype=torch.bfloat16),
+    Case(layout(fsdp=2, tensor=2, pipeline=2), lora="base"),
+    Case(layout("zbv", fsdp=2, pipeline=2), "llama", micro_batches=4, lora="base"),
+    Case(layout(fsdp=2, expert=2), "qwen3_moe", lora="base"),
+    Case(layout(fsdp=2, tensor=2, expert=2), "qwen3_moe", lora="teacher"),
+    Case(layout(pipeline=2), "qwen3_moe", lora="base"),
+    Case(layout(pipeline=2), lora="teacher", teacher=layout(context=2)),
 ]
 
 
@@ -148,8 +175,13 @@ def check(pool: RankPool, case: Case) -> None:
         assert difference.gradients, rank
         bad = {name: error for name, error in difference.gradients.items() if not error <= GRADIENT}
         assert not bad, (rank, "gradients", bad)
-        bad = {name: error for name, error in difference.weights.items() if not error <= WEIGHT}
+        # in bfloat16 the second step's hidden states are rounded otherwise
+        most = WEIGHT if case.dtype == torch.float32 else 1e-2
+        bad = {name: error for name, error in difference.weights.items() if not error <= most}
         assert not bad, (rank, "weights", bad)
+        if case.lora:
+            assert all(is_lora(name) for name in difference.gradients)
+            assert not any(error for name, error in difference.weights.items() if not is_lora(name))
         assert difference.loss <= 1e-6, rank
         assert difference.evaluation <= 1e-6, rank
         assert difference.norm <= 1e-5, rank
