@@ -89,10 +89,11 @@ def test_steps_of_one_sequence_leave_a_process_without_one(alone: Path, layout: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2 gather_dtype=bfloat16", "tensor=2", "pipeline=2"])
 def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
     """Not to the bit, but the same training: AdamW turns a rounding into a step where a gradient is nearly 0."""
-    for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, [f"parallel.{layout}"])):
+    keys = [f"parallel.{each}" for each in layout.split()]
+    for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, keys)):
         run = distill(alone, out, processes, "train.precision=bf16", *overrides)
         assert run.returncode == 0, run.stderr
     expected, found = weights(alone / "bf16"), weights(alone / f"bf16 {layout}")

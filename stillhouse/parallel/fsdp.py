@@ -4,23 +4,37 @@ Each layer is gathered when it is needed, the head inside its own forward, where
 Gradients are summed over the ranks, never averaged: losses are sums over tokens, divided by the step's count already.
 """
 
+import torch
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from stillhouse.models import Decoder
 
 
-def apply_fsdp(decoder: Decoder, mesh: DeviceMesh, *, reshard_after_forward: bool = True) -> None:
+def apply_fsdp(
+    decoder: Decoder,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool = True,
+    gather_dtype: torch.dtype | None = None,
+) -> None:
     """mesh: (shard), or (replicate, shard) for whole copies of the shards.
 
     reshard_after_forward: whether layers and head are gathered again in backward; a pipeline's schedule, which runs
     parts of backward by itself, needs them to stay.
+    gather_dtype: what layers and an untied head are gathered in, for who computes under autocast to it; None: their
+    own. Gradients are summed in float32, over ranks and micro-batches.
     """
+    policy = MixedPrecisionPolicy()
+    if gather_dtype is not None:
+        # hidden states keep their dtype between the layers, as they do under autocast
+        policy = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
     for layer in decoder.layers():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     if not decoder.tied and decoder.has_head:
         # a tied weight is the embedding's, in the root's group, which stays gathered from forward to backward
-        fully_shard(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    # in its own dtype: a row's gradient is a sum over all places of its token
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):

@@ -43,7 +43,7 @@ def layout_of(config: ParallelConfig, processes: int) -> Layout:
             f"{degrees} makes {degrees.processes} processes, and {started}: expected "
             f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
         )
-    return Layout(degrees, config.schedule)
+    return Layout(degrees, config.schedule, None if config.gather_dtype is None else torch.bfloat16)
 
 
 def start(device: torch.device) -> None:

@@ -40,10 +40,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run lies over processes. schedule: of the pipeline, a name of `SCHEMES`."""
+    """How a run lies over processes.
+
+    schedule: of the pipeline, a name of `SCHEMES`. gather_dtype: of the student's weights under FSDP (`apply_fsdp`).
+    """
 
     degrees: Degrees = ONE
     schedule: str = "1f1b"
+    gather_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""
@@ -190,13 +194,13 @@ def _placed(
         if decoder is None or origin is None:
             continue
         if mesh is not None:
-            _place(decoder, layout, mesh)
+            _place(decoder, layout, mesh, layout.gather_dtype if decoder is student else None)
         if origin.fill is not None:
             origin.fill(decoder)
     return twin
 
 
-def _place(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
+def _place(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dtype | None) -> None:
     """Inner layouts first: attention, then matrices, then what is shared of them."""
     degrees = layout.degrees
     if degrees.context > 1:
@@ -204,7 +208,8 @@ def _place(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
     if degrees.tensor > 1:
         apply_tensor_parallel(decoder, mesh.weights["tensor"])
     if mesh.sharding is not None:
-        apply_fsdp(decoder, mesh.sharding, reshard_after_forward=layout.stages == 1)
+        stays = layout.stages > 1
+        apply_fsdp(decoder, mesh.sharding, reshard_after_forward=not stays, gather_dtype=gather_dtype)
 
 
 def _width(student: Decoder, teacher: Decoder | None) -> Width:

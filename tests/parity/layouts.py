@@ -6,7 +6,8 @@ layout, and says how far each of its parameters' gradients is from the reference
 T tokens, B rows, S tokens per row.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -34,6 +35,7 @@ SHAPE: dict[str, Any] = {
 }
 RECIPE = parse_recipe("0.3*cross_entropy + 0.7*jsd(0.5)")
 LEARNING_RATE = 1e-3
+Precision = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -190,12 +192,12 @@ def normalizer(given: list[Batch]) -> int:
     return sum(each.valid_tokens for each in given)
 
 
-def works(case: Case, given: list[Batch], tokens: int | None = None) -> list[Work]:
+def works(
+    case: Case, given: list[Batch], tokens: int | None = None, precision: Precision = nullcontext
+) -> list[Work]:
     tokens = tokens or normalizer(given)
     asks = case.recipe.needs_teacher and not case.top_k
-    return [
-        Work(each, objective_processor, partial(context, case, each, tokens), asks, nullcontext) for each in given
-    ]
+    return [Work(each, objective_processor, partial(context, case, each, tokens), asks, precision) for each in given]
 
 
 def context(case: Case, given: Batch, tokens: int, signal: Signal | None) -> ObjectiveContext:
