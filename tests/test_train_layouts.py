@@ -106,8 +106,9 @@ def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
     [
         (["parallel.tensor=4"], "parallel: tensor 4 makes 4 processes, and torchrun started 2"),
         (["parallel.pipeline=2", "parallel.schedule=zbv"], "4 pipeline stages for a student of 2 layers"),
+        (["parallel.offload=true"], "parallel.offload: got true on device cpu"),
     ],
-    ids=["product", "stages"],
+    ids=["product", "stages", "offload"],
 )
 def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
     run = distill(alone, "refused", 2, *overrides)

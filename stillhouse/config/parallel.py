@@ -29,3 +29,8 @@ class ParallelConfig(Section):
         description="What the student's layers and untied head are gathered in by fsdp: bfloat16 halves that traffic"
         " and memory, gradients are summed in float32. null: the weights' own type.",
     )
+    offload: bool = Field(
+        default=False,
+        description="Keep what fsdp shares of both models in host memory between uses: weights, gradients, optimizer"
+        " state; the optimizer steps there.",
+    )

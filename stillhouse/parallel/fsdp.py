@@ -4,9 +4,11 @@ Each layer is gathered when it is needed, the head inside its own forward, where
 Gradients are summed over the ranks, never averaged: losses are sums over tokens, divided by the step's count already.
 """
 
+from functools import partial
+
 import torch
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from stillhouse.models import Decoder
 
@@ -17,6 +19,7 @@ def apply_fsdp(
     *,
     reshard_after_forward: bool = True,
     gather_dtype: torch.dtype | None = None,
+    offload: bool = False,
 ) -> None:
     """mesh: (shard), or (replicate, shard) for whole copies of the shards.
 
@@ -24,18 +27,24 @@ def apply_fsdp(
     parts of backward by itself, needs them to stay.
     gather_dtype: what layers and an untied head are gathered in, for who computes under autocast to it; None: their
     own. Gradients are summed in float32, over ranks and micro-batches.
+    offload: shards of weights and gradients lie in host memory between uses, and so does what an optimizer makes of
+    them. On a CPU nothing is moved.
     """
+    # memory that is pinned travels while the GPU computes; there is none of that kind without one
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     policy = MixedPrecisionPolicy()
     if gather_dtype is not None:
         # hidden states keep their dtype between the layers, as they do under autocast
         policy = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
+    shard = partial(fully_shard, mesh=mesh, offload_policy=home)
+    inner = partial(shard, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for layer in decoder.layers():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        inner(layer)
     if not decoder.tied and decoder.has_head:
         # a tied weight is the embedding's, in the root's group, which stays gathered from forward to backward
-        fully_shard(decoder.head, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        inner(decoder.head)
     # in its own dtype: a row's gradient is a sum over all places of its token
-    fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
+    shard(decoder, reshard_after_forward=False)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

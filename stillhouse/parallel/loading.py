@@ -41,14 +41,19 @@ def empty_decoder(
     return Decoder(model, verify=False)
 
 
-def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device) -> None:
+def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device, *, offload: bool = False) -> None:
     """Give a decoder on the meta device, whatever has been cut from it, its memory and the weights of a folder.
+
+    offload: the parameters lie in host memory, only the buffers on the device.
 
     Raises ValueError for a weight that the folder does not have under the name that it has in the model (experts,
     which transformers stores one by one).
     """
-    decoder.to_empty(device=device)
+    decoder.to_empty(device="cpu" if offload else device)
     decoder.tie()
+    for module in decoder.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
     make_buffers(decoder)
     stored = dcp.HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {}

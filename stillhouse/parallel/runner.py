@@ -42,12 +42,13 @@ class Origin:
 class Layout:
     """How a run lies over processes.
 
-    schedule: of the pipeline, a name of `SCHEMES`. gather_dtype: of the student's weights under FSDP (`apply_fsdp`).
+    schedule: of the pipeline, a name of `SCHEMES`. gather_dtype, of the student, and offload: `apply_fsdp`'s.
     """
 
     degrees: Degrees = ONE
     schedule: str = "1f1b"
     gather_dtype: torch.dtype | None = None
+    offload: bool = False
 
     def __str__(self) -> str:
         schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""
@@ -125,8 +126,8 @@ class Runner:
         degrees = self.layout.degrees
         second = self._second_of_tied()
         counted = [parameter for parameter in held if parameter is not second]
-        group = None if self.mesh is None else self.mesh.everyone
-        norm = gradient_norm(counted, degrees.processes // degrees.pipeline, group)
+        group, device = (None, None) if self.mesh is None else (self.mesh.everyone, self.mesh.device)
+        norm = gradient_norm(counted, degrees.processes // degrees.pipeline, group, device)
         if limit:
             scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -208,8 +209,13 @@ def _place(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dty
     if degrees.tensor > 1:
         apply_tensor_parallel(decoder, mesh.weights["tensor"])
     if mesh.sharding is not None:
-        stays = layout.stages > 1
-        apply_fsdp(decoder, mesh.sharding, reshard_after_forward=not stays, gather_dtype=gather_dtype)
+        apply_fsdp(
+            decoder,
+            mesh.sharding,
+            reshard_after_forward=layout.stages == 1,
+            gather_dtype=gather_dtype,
+            offload=layout.offload,
+        )
 
 
 def _width(student: Decoder, teacher: Decoder | None) -> Width:

@@ -237,7 +237,7 @@ def _random_states(runner: Runner) -> dict[str, Tensor]:
     """Of this process's generators."""
     mesh = runner.mesh
     own = "" if mesh is None else f".{mesh.everyone.rank()}"
-    device = next(runner.students()[0].parameters()).device
+    device = _device(runner)
     states = {f"random.cpu{own}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"random.cuda{own}"] = torch.cuda.get_rng_state(device)
@@ -260,7 +260,12 @@ def _put_back(tensors: dict[str, Any], runner: Runner, optimizer: torch.optim.Op
         if name.startswith("random.cpu"):
             torch.set_rng_state(tensors[name])
         else:
-            torch.cuda.set_rng_state(tensors[name], next(runner.students()[0].parameters()).device)
+            torch.cuda.set_rng_state(tensors[name], _device(runner))
+
+
+def _device(runner: Runner) -> torch.device:
+    """Where the run computes; its weights may be in host memory."""
+    return next(runner.students()[0].parameters()).device if runner.mesh is None else runner.mesh.device
 
 
 def _stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:

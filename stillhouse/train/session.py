@@ -40,6 +40,7 @@ from stillhouse.parallel import (
     local_folder,
     local_rank,
     process_count,
+    require_offload,
 )
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
@@ -94,6 +95,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     require_trackers(config.track)
     layout = layout_of(config.parallel, process_count())
     device = choose_device(config.device)
+    require_offload(layout, device)
     torch.manual_seed(config.seed)
     tokenizer, warnings = load_tokenizers(config)
     train_documents, evaluation_documents = load_data(config.data, config.objective, tokenizer)
@@ -207,9 +209,9 @@ def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Decod
 
 def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.device) -> Runner:
     """The same over processes, each of which reads its own part."""
-    student, teacher = _origin("student", config.student, device), None
+    student, teacher = _origin("student", config.student, device, layout.offload), None
     if config.teacher is not None:
-        teacher = _origin("teacher", config.teacher, device)
+        teacher = _origin("teacher", config.teacher, device, layout.offload)
     make = student.make
     try:
         return lay_out(layout, mesh, replace(student, make=lambda: _trained(make(), config)), teacher)
@@ -217,7 +219,7 @@ def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.
         raise ConfigError("parallel", str(error)) from error
 
 
-def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Origin:
+def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool) -> Origin:
     if model.trust_remote_code:
         raise ConfigError(
             f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
@@ -225,7 +227,7 @@ def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.devi
     folder = local_folder(model.model, model.revision)
 
     def weights(decoder: Decoder) -> None:
-        fill(decoder, folder, device)
+        fill(decoder, folder, device, offload=offload)
         check_finite_weights(decoder, which)
 
     return Origin(partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention), weights)

@@ -53,7 +53,8 @@ class Case:
     def name(self) -> str:
         kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
         schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
-        more = ("-top_k" if self.top_k else "") + ("-recomputed" if self.checkpointing else "")
+        flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
+        more = "".join(f"-{flag}" for flag, given in flags.items() if given)
         return kind + schedule + more
 
 
