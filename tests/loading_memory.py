@@ -1,8 +1,10 @@
-"""How much memory a rank takes while it loads its part of a model: the kernel's own count (Linux)."""
+"""How much memory a process takes while it loads its part of a model: the kernel's own count (Linux)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from shard_ranks import Rank
@@ -48,12 +50,17 @@ def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
     small, large, degrees = job
     mesh = Mesh(degrees, torch.device("cpu"))
     load(small, degrees, mesh)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
-    runner = load(large, degrees, mesh)
-    peak = status("VmHWM") - before
+    peak, runner = growth(partial(load, large, degrees, mesh))
     share = sum(local(each).numel() * each.element_size() for _, each in runner.named_parameters()) / MIB
     return Memory(share, peak)
+
+
+def growth(function: Callable[[], Any]) -> tuple[float, Any]:
+    """By how many MiB this process is larger at its largest during a call, and what that returns."""
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    result = function()
+    return status("VmHWM") - before, result
 
 
 def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:

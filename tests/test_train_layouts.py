@@ -47,7 +47,8 @@ def assert_same_model(one: Path, other: Path) -> None:
     assert expected.keys() == found.keys()
     for name, weight in expected.items():
         assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name
-    assert (one / "model" / "config.json").read_text() == (other / "model" / "config.json").read_text()
+    for name in ("config.json", "generation_config.json"):
+        assert (one / "model" / name).read_text() == (other / "model" / name).read_text()
 
 
 def test_checkpoints_move_between_layouts(alone: Path) -> None:

@@ -7,12 +7,13 @@ fill(decoder, path, device)         memory for what is here, read from the files
 
 import os
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from stillhouse.models import Decoder
 from stillhouse.models.loading import parse_dtype
@@ -38,6 +39,8 @@ def empty_decoder(
         model = AutoModelForCausalLM.from_config(
             config, dtype=config.dtype if wanted == "auto" else wanted, attn_implementation=attention
         )
+    with suppress(OSError):  # a folder need not have one
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return Decoder(model, verify=False)
 
 

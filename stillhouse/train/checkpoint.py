@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,18 +23,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from stillhouse.models import Decoder
 from stillhouse.parallel import Mesh, Runner, is_first
 from stillhouse.parallel.gradients import local
+from stillhouse.parallel.loading import checkpoint_names
 
 _PREFIX = "step-"
 _UNFINISHED = ".partial"
 _WEIGHT, _MOMENT = "student.", "optimizer.state."
+#: of a file of a model that is written from a checkpoint
+FILE_BYTES = 5 * 10**9
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 
 
@@ -141,28 +148,54 @@ def remove_unfinished(folder: Path) -> None:
 def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
     """The student for exchange: Hugging Face safetensors, configuration and tokenizer.
 
-    resume: the tensors of a checkpoint of it, read where this process has only a part of the student. One process
-    then holds all of its weights, in host memory.
+    resume: the tensors of a checkpoint of it, read where this process has only a part of the student.
     """
     (student, *_) = runner.students()
-    if runner.mesh is not None:
-        student = _whole_student(student, resume)
-    student.save_pretrained(folder)
+    if runner.mesh is None:
+        student.save_pretrained(folder)
+    else:
+        save_from_checkpoint(folder, student, resume)
     tokenizer.save_pretrained(folder)
 
 
-def _whole_student(part: Decoder, resume: Path) -> Decoder:
-    with torch.device("meta"):
-        whole = Decoder(AutoModelForCausalLM.from_config(part.config), verify=False)
+def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
+    """What transformers' `save_pretrained` writes of the model that `part` is of, with a checkpoint's weights.
+
+    One file of at most `file_bytes` is in memory at a time; all of them for a family that transformers converts when
+    it saves (experts, which it stores one by one).
+    """
     stored = _stored_tensors(resume)
-    tensors: dict[str, Any] = {
-        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
-        for name in (f"{_WEIGHT}{each}" for each in whole.state_dict())
-    }
-    with _one_process():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
-    whole.load_state_dict({name.removeprefix(_WEIGHT): each for name, each in tensors.items()}, assign=True)
-    return whole
+    dtype = stored[f"{_WEIGHT}{part.embedding_name}"].properties.dtype
+    with torch.device("meta"):
+        whole = Decoder(AutoModelForCausalLM.from_config(part.config, dtype=dtype), verify=False)
+    model = whole.pretrained
+    model.generation_config = part.pretrained.generation_config
+    keys = {checkpoint_names(whole, name)[0]: f"{_WEIGHT}{name}" for name in whole.state_dict()}
+
+    def empty(name: str, device: str) -> Tensor:
+        tensor = stored[keys[name]]
+        return torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
+
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        tensors = {name: empty(name, "cpu") for name in names}
+        with _one_process():
+            wanted: dict[str, Any] = {keys[name]: tensor for name, tensor in tensors.items()}
+            dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
+        return tensors
+
+    shapes = {name: empty(name, "meta") for name in keys}
+    written = revert_weight_conversion(model, dict(shapes))
+    if any(written.get(name) is not tensor for name, tensor in shapes.items()):
+        model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
+        return
+    model.save_pretrained(folder, state_dict={})  # the configuration alone
+    split = split_torch_state_dict_into_shards(written, max_shard_size=file_bytes)
+    for file, held in split.filename_to_tensors.items():
+        save_file(read(held), folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager
