@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import loading_memory
 import pytest
 import torch
 from families import build
+from shard_ranks import RankPool
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from stillhouse.models import Decoder
+from stillhouse.parallel import Degrees
 from stillhouse.parallel.loading import empty_decoder, fill
 from stillhouse.parallel.stages import keep_layers, require_cuttable
 
@@ -54,6 +57,28 @@ def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\."):
         fill(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, float]:
+    """A tiny model, one of 224 MiB, that one's size and its layer's."""
+    folder = tmp_path_factory.mktemp("models")
+    loading_memory.save(folder / "small", 64)
+    return folder / "small", folder / "large", *loading_memory.save(folder / "large", 1024)
+
+
+@pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(fsdp=4), Degrees(fsdp=2, tensor=2)], ids=str)
+def test_a_process_holds_its_share_and_a_layer(large: tuple[Path, Path, float, float], degrees: Degrees) -> None:
+    small, folder, whole, layer = large
+    with RankPool(degrees.processes) as pool:  # new processes: memory that was once taken does not show
+        found = pool.call(loading_memory.measure, (small, folder, degrees), limit=120)
+    for rank, memory in enumerate(found):
+        print(f"{degrees}, rank {rank}: {memory.share:.0f} MiB of {whole:.0f}, at its largest {memory.peak:.0f}")
+        assert memory.share == pytest.approx(whole / degrees.processes, rel=0.01)
+        assert memory.share <= memory.peak <= memory.share + layer + 16
+        assert memory.peak <= 0.75 * whole
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])

@@ -8,12 +8,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import loading_memory
 import pytest
 import torch
+from families import build
 from runs import Command, contents, metrics, run, session_of, world
 from safetensors.torch import load_file
+from toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stillhouse.models import Decoder
+from stillhouse.parallel import alone, empty_decoder
 from stillhouse.train import checkpoint
 from stillhouse.train.checkpoint import (
     Progress,
@@ -24,6 +29,7 @@ from stillhouse.train.checkpoint import (
     prune,
     remove_unfinished,
     save_checkpoint,
+    save_from_checkpoint,
 )
 from stillhouse.train.folder import RunFolder, claim
 from stillhouse.train.off_policy import train
@@ -143,6 +149,42 @@ def fake(folder: Path, step: int, **figures: float) -> Path:
     state = {"step": step, "tokens": 0, "seconds": 0.0, "metrics": {f"eval/{k}": v for k, v in figures.items()}}
     (path / "state.json").write_text(json.dumps(state))
     return path
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3", "phi3", "cohere", "gpt2"])
+@pytest.mark.parametrize("file_bytes", [10**6, 40_000])
+def test_files_written_one_by_one_are_those_that_transformers_writes(
+    tmp_path: Path, family: str, tied: bool, file_bytes: int
+) -> None:
+    """Down to the bytes; in one file, and in several with an index."""
+    model = build(family, tied=tied, dtype=torch.bfloat16)
+    model.generation_config.max_length = 77
+    runner = alone(Decoder(model, verify=False), None)
+    made = torch.optim.AdamW(runner.students()[0].parameters())
+    path = save_checkpoint(tmp_path, Progress(), runner, made, toy_tokenizer())
+    (tmp_path / "found").mkdir()
+    save_from_checkpoint(tmp_path / "found", runner.students()[0], path / "resume", file_bytes)
+    model.save_pretrained(tmp_path / "expected", max_shard_size=file_bytes)
+    expected, found = contents(tmp_path / "expected"), contents(tmp_path / "found")
+    assert len([name for name in found if name.endswith(".safetensors")]) > 1 or file_bytes == 10**6
+    assert found == expected
+
+
+@pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
+@pytest.mark.slow
+def test_one_file_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    whole, layer = loading_memory.save(tmp_path / "large", 1024)
+    runner = alone(Decoder.from_pretrained(tmp_path / "large", verify=False), None)
+    made = torch.optim.AdamW(runner.students()[0].parameters())
+    path = save_checkpoint(tmp_path, Progress(), runner, made, toy_tokenizer())
+    (tmp_path / "found").mkdir()
+    part, limit = empty_decoder(tmp_path / "large"), int(1.25 * layer * loading_memory.MIB)
+    save = functools.partial(save_from_checkpoint, tmp_path / "found", part, path / "resume", limit)
+    peak, _ = loading_memory.growth(save)
+    print(f"{whole:.0f} MiB in files of {1.25 * layer:.0f}: {peak:.0f} at its largest")
+    # the file that is written, and pages of what it is read from
+    assert layer < peak < 0.75 * whole
 
 
 def test_the_best_is_the_lowest_but_of_agreement_the_highest(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def assert_same_model(one: Path, other: Path) -> None:
     assert expected.keys() == found.keys()
     for name, weight in expected.items():
         assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name
-    assert (one / "model" / "config.json").read_text() == (other / "model" / "config.json").read_text()
+    for name in ("config.json", "generation_config.json"):
+        assert (one / "model" / name).read_text() == (other / "model" / name).read_text()
 
 
 def test_checkpoints_move_between_layouts(alone: Path) -> None:
@@ -99,10 +100,11 @@ def test_steps_of_one_sequence_leave_a_process_without_one(alone: Path, layout: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2 gather_dtype=bfloat16", "tensor=2", "pipeline=2"])
 def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
     """Not to the bit, but the same training: AdamW turns a rounding into a step where a gradient is nearly 0."""
-    for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, [f"parallel.{layout}"])):
+    keys = [f"parallel.{each}" for each in layout.split()]
+    for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, keys)):
         run = distill(alone, out, processes, "train.precision=bf16", *overrides)
         assert run.returncode == 0, run.stderr
     expected, found = weights(alone / "bf16"), weights(alone / f"bf16 {layout}")
@@ -154,12 +156,13 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
     [
         (["parallel.tensor=4"], "parallel: tensor 4 makes 4 processes, and torchrun started 2"),
         (["parallel.pipeline=2", "parallel.schedule=zbv"], "4 pipeline stages for a student of 2 layers"),
+        (["parallel.offload=true"], "parallel.offload: got true on device cpu"),
         (["teacher.parallel.tensor=4"], "teacher.parallel: tensor 4 makes 4 processes, and torchrun started 2"),
         (["parallel.expert=3"], "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1"),
         (["parallel.expert=2"], "parallel.expert=2 for models without experts"),
         (["objective.router_aux_loss=1.0"], "objective.router_aux_loss: model type 'llama' has no routers"),
     ],
-    ids=["product", "stages", "teacher", "expert", "experts", "routers"],
+    ids=["product", "stages", "offload", "teacher", "expert", "experts", "routers"],
 )
 def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
     run = distill(alone, "refused", 2, *overrides)

@@ -30,3 +30,13 @@ class ParallelConfig(Section):
         default="1f1b",
         description="Of the pipeline. The last three have two stages on each rank, and less idle time.",
     )
+    gather_dtype: Literal["bfloat16"] | None = Field(
+        default=None,
+        description="What the student's layers and untied head are gathered in by fsdp: bfloat16 halves that traffic"
+        " and memory, gradients are summed in float32. null: the weights' own type.",
+    )
+    offload: bool = Field(
+        default=False,
+        description="Keep what fsdp shares of both models in host memory between uses: weights, gradients, optimizer"
+        " state; the optimizer steps there.",
+    )

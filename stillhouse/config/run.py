@@ -62,3 +62,13 @@ class RunConfig(Section):
                     f" split; raise {key} or lower data.max_tokens",
                 )
         return self
+
+    @model_validator(mode="after")
+    def _gathered_as_computed(self) -> "RunConfig":
+        if self.parallel.gather_dtype is not None and self.train.precision == "fp32":
+            raise ConfigError(
+                "parallel.gather_dtype",
+                f"got {self.parallel.gather_dtype} with train.precision=fp32, which computes with the weights' own"
+                " type; expected null, or train.precision=bf16",
+            )
+        return self

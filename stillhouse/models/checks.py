@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stillhouse.models.head import local
 from stillhouse.objective import OutputHead
 
 if TYPE_CHECKING:
@@ -83,7 +84,10 @@ def verify_wrapping(model: PreTrainedModel, decoder: "Decoder") -> None:
 
 
 def check_finite_weights(decoder: "Decoder", which: str) -> None:
-    """Raise ValueError naming the first tensor that holds a NaN or an infinity; `which` says whose it is."""
+    """Raise ValueError naming the first tensor that holds a NaN or an infinity; `which` says whose it is.
+
+    Of a tensor that lies over several processes, each looks at its own part.
+    """
     for name, tensor in _floating(decoder):
         if not bool(tensor.isfinite().all()):
             bad = int((~tensor.isfinite()).sum())
@@ -167,7 +171,7 @@ def _median_error(given_ND: Tensor, expected_ND: Tensor) -> float:
 
 def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    return ((name, tensor) for name, tensor in tensors if tensor.is_floating_point())
+    return ((name, local(tensor)) for name, tensor in tensors if tensor.is_floating_point())
 
 
 def _has_position_table(decoder: "Decoder", reach: int) -> bool:

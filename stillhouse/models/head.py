@@ -64,7 +64,7 @@ class Head(nn.Module):
 
     def tensors(self) -> OutputHead:
         """The head as the objective takes it, sharing weight and bias, so that gradients reach them."""
-        weight_VD, bias = _local(self.linear.weight), _local(self.linear.bias)
+        weight_VD, bias = local(self.linear.weight), local(self.linear.bias)
         return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap, shard=self.shard)
 
     def forward(
@@ -90,7 +90,8 @@ class NoHead(nn.Module):
         return hidden_BSD
 
 
-def _local(tensor: Any) -> Any:
+def local(tensor: Any) -> Any:
+    """What of a tensor is on this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

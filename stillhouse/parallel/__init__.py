@@ -3,7 +3,17 @@
 from stillhouse.parallel.loading import empty_decoder, fill, local_folder
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES
-from stillhouse.parallel.processes import gathered, is_first, join, layout_of, leave, local_rank, process_count, start
+from stillhouse.parallel.processes import (
+    gathered,
+    is_first,
+    join,
+    layout_of,
+    leave,
+    local_rank,
+    process_count,
+    require_offload,
+    start,
+)
 from stillhouse.parallel.runner import Layout, Origin, Runner, alone, lay_out
 from stillhouse.parallel.separate import Extent
 from stillhouse.parallel.twin import Twin, Work
@@ -30,5 +40,6 @@ __all__ = [
     "local_folder",
     "local_rank",
     "process_count",
+    "require_offload",
     "start",
 ]

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-
-def local(tensor: Tensor) -> Tensor:
-    """What of a tensor is on this process."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from stillhouse.models.head import local
 
 
 def settle(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -28,11 +25,17 @@ def settle(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return held
 
 
-def gradient_norm(held: Iterable[nn.Parameter], processes: int = 1, group: ProcessGroup | None = None) -> Tensor:
-    """The norm over everything, on every process; float32.
+def gradient_norm(
+    held: Iterable[nn.Parameter],
+    processes: int = 1,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """The norm over everything, on every process; float32, where the gradients lie.
 
     processes: how many hold a copy or a shard of each of these parameters. group: those whose gradients count
-    together, all stages of a pipeline; None for this process alone.
+    together, all stages of a pipeline; None for this process alone. device: where the group's messages start from;
+    the gradients may be in host memory.
     """
     squares = [
         local(parameter.grad).float().square().sum() / copies(parameter, processes)
@@ -41,7 +44,9 @@ def gradient_norm(held: Iterable[nn.Parameter], processes: int = 1, group: Proce
     ]
     total = torch.stack(squares).sum() if squares else torch.zeros(())
     if group is not None:
-        dist.all_reduce(total, group=group)
+        together = total.to(device)
+        dist.all_reduce(together, group=group)
+        total = together.to(total.device)
     return total.sqrt()
 
 

@@ -7,6 +7,7 @@ fill(decoder, path, device)         memory for what is here, read from the files
 
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import base_name, is_lora
@@ -42,17 +43,24 @@ def empty_decoder(
         model = AutoModelForCausalLM.from_config(
             config, dtype=config.dtype if wanted == "auto" else wanted, attn_implementation=attention
         )
+    with suppress(OSError):  # a folder need not have one
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return Decoder(model, verify=False)
 
 
-def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device) -> None:
+def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device, *, offload: bool = False) -> None:
     """Give a decoder on the meta device, whatever has been cut from it, its memory and the weights of a folder.
+
+    offload: the parameters lie in host memory, only the buffers on the device.
 
     Raises ValueError for a weight that the folder does not have under the name that it has in the model, or expert by
     expert.
     """
-    decoder.to_empty(device=device)
+    decoder.to_empty(device="cpu" if offload else device)
     decoder.tie()
+    for module in decoder.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
     make_buffers(decoder)
     wanted: dict[str, Any] = {}
     files = _files(folder)

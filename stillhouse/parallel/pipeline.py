@@ -150,13 +150,14 @@ class Pipeline:
         if first == last:
             total = gradients[0] + gradients[1]
         else:
-            other = torch.empty_like(gradients[0])
+            own = gradients[0].to(self.device)  # it may be in host memory
+            other = torch.empty_like(own)
             there = last if self.rank == first else first
-            sending = dist.isend(gradients[0].contiguous(), group=self.group, group_dst=there)
+            sending = dist.isend(own.contiguous(), group=self.group, group_dst=there)
             dist.recv(other, group=self.group, group_src=there)
             assert sending is not None  # this rank is of the group
             sending.wait()
-            total = gradients[0] + other
+            total = own + other
         for gradient in gradients:
             gradient.copy_(total)
 

@@ -52,7 +52,22 @@ def layout_of(config: ParallelConfig, processes: int, key: str = "parallel") -> 
             f"got {config.expert}, with fsdp × context × tensor = {sharing} and tensor = {degrees.tensor}: expected "
             "a divisor of the first and a multiple of the second",
         )
-    return Layout(degrees, config.schedule)
+    gather_dtype = None if config.gather_dtype is None else torch.bfloat16
+    return Layout(degrees, config.schedule, gather_dtype, config.offload)
+
+
+def require_offload(layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError for an offload without a place to take from, or without FSDP, which is what offloads."""
+    if layout.offload and device.type == "cpu":
+        raise ConfigError(
+            "parallel.offload",
+            "got true on device cpu, whose memory holds everything already: expected false, or a GPU",
+        )
+    if layout.offload and layout.degrees.replicate * layout.degrees.shard == 1:
+        raise ConfigError(
+            "parallel.offload",
+            f"got true under {layout}: expected parallel.fsdp, replicate or context above 1, whose shards it moves",
+        )
 
 
 def start(device: torch.device) -> None:

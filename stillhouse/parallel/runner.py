@@ -45,10 +45,15 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run lies over processes. schedule: of the pipeline, a name of `SCHEMES`."""
+    """How a run lies over processes.
+
+    schedule: of the pipeline, a name of `SCHEMES`. gather_dtype, of the student, and offload: `apply_fsdp`'s.
+    """
 
     degrees: Degrees = ONE
     schedule: str = "1f1b"
+    gather_dtype: torch.dtype | None = None
+    offload: bool = False
 
     def __str__(self) -> str:
         schedule = f", {self.schedule}" if self.degrees.pipeline > 1 else ""
@@ -155,8 +160,8 @@ class Runner:
         degrees = self.layout.degrees
         second = self._second_of_tied()
         counted = [parameter for parameter in held if parameter is not second]
-        group = None if self.mesh is None else self.mesh.everyone
-        norm = gradient_norm(counted, degrees.processes // degrees.pipeline, group)
+        group, device = (None, None) if self.mesh is None else (self.mesh.everyone, self.mesh.device)
+        norm = gradient_norm(counted, degrees.processes // degrees.pipeline, group, device)
         if limit:
             scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -260,15 +265,20 @@ def _placed(
         if decoder is None or origin is None:
             continue
         if mesh is not None:
-            _place(decoder, layout, mesh)
+            _place(decoder, layout, mesh, layout.gather_dtype if decoder is student else None)
         if origin.fill is not None:
             origin.fill(decoder)
     return twin
 
 
-def _place(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
+def _place(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dtype | None) -> None:
     """Inner layouts first: attention, then matrices, then experts, then what is shared of them."""
-    degrees, reshard = layout.degrees, layout.stages == 1
+    degrees = layout.degrees
+    options: dict[str, Any] = {
+        "reshard_after_forward": layout.stages == 1,
+        "gather_dtype": gather_dtype,
+        "offload": layout.offload,
+    }
     if degrees.context > 1 and decoder.layers():
         apply_context_parallel(decoder, mesh.tokens.get_group("context"))
     if degrees.tensor > 1:
@@ -276,9 +286,9 @@ def _place(decoder: Decoder, layout: Layout, mesh: Mesh) -> None:
     if degrees.experts > 1 and (experts := dispatched_experts(decoder)):
         apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
         if mesh.expert_sharding is not None:
-            apply_fsdp_to_experts(experts, mesh.expert_sharding, reshard_after_forward=reshard)
+            apply_fsdp_to_experts(experts, mesh.expert_sharding, **options)
     if mesh.sharding is not None:
-        apply_fsdp(decoder, mesh.sharding, reshard_after_forward=reshard)
+        apply_fsdp(decoder, mesh.sharding, **options)
 
 
 def _width(student: Decoder, teacher: Decoder | None) -> Width:

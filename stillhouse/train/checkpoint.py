@@ -23,10 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from stillhouse.config import StudentConfig
 from stillhouse.models import Decoder
@@ -34,10 +38,13 @@ from stillhouse.models.adapter import is_lora, merged, save_lora
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.parallel import Mesh, Runner, is_first
 from stillhouse.parallel.gradients import local
+from stillhouse.parallel.loading import checkpoint_names
 
 _PREFIX = "step-"
 _UNFINISHED = ".partial"
 _WEIGHT, _MOMENT = "student.", "optimizer.state."
+#: of a file of a model that is written from a checkpoint
+FILE_BYTES = 5 * 10**9
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 
 
@@ -144,17 +151,52 @@ def remove_unfinished(folder: Path) -> None:
 def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
     """The student for exchange: Hugging Face safetensors, configuration and tokenizer. Of an adapter, it alone.
 
-    resume: the tensors of a checkpoint of it, read where this process has only a part of the student. One process
-    then holds all of its weights, in host memory.
+    resume: the tensors of a checkpoint of it, read where this process has only a part of the student.
     """
     (student, *_) = runner.students()
     if student.lora is not None:
         save_lora(student, _stored_lora(resume), folder)
-    elif runner.mesh is not None:
-        _whole_student(student, resume).save_pretrained(folder)
-    else:
+    elif runner.mesh is None:
         student.save_pretrained(folder)
+    else:
+        save_from_checkpoint(folder, student, resume)
     tokenizer.save_pretrained(folder)
+
+
+def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
+    """What transformers' `save_pretrained` writes of the model that `part` is of, with a checkpoint's weights.
+
+    One file of at most `file_bytes` is in memory at a time; all of them for a family that transformers converts when
+    it saves (experts, which it stores one by one).
+    """
+    stored = _stored_tensors(resume)
+    dtype = stored[f"{_WEIGHT}{part.embedding_name}"].properties.dtype
+    with torch.device("meta"):
+        whole = Decoder(AutoModelForCausalLM.from_config(part.config, dtype=dtype), verify=False)
+    model = whole.pretrained
+    model.generation_config = part.pretrained.generation_config
+    keys = {checkpoint_names(whole, name)[0]: f"{_WEIGHT}{name}" for name in whole.state_dict()}
+
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        tensors = _read(resume, [keys[name] for name in names])
+        return {name: tensors[keys[name]] for name in names}
+
+    held_as = {name: stored[key] for name, key in keys.items()}
+    shapes = {
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for name, each in held_as.items()
+    }
+    written = revert_weight_conversion(model, dict(shapes))
+    if any(written.get(name) is not tensor for name, tensor in shapes.items()):
+        model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
+        return
+    model.save_pretrained(folder, state_dict={})  # the configuration alone
+    split = split_torch_state_dict_into_shards(written, max_shard_size=file_bytes)
+    for file, held in split.filename_to_tensors.items():
+        save_file(read(held), folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any) -> None:
@@ -174,14 +216,6 @@ def _stored_lora(resume: Path) -> dict[str, Tensor]:
     stored = _stored_tensors(resume)
     names = [name for name in stored if name.startswith(_WEIGHT) and is_lora(name)]
     return {name.removeprefix(_WEIGHT): each for name, each in _read(resume, names).items()}
-
-
-def _whole_student(part: Decoder, resume: Path) -> Decoder:
-    with torch.device("meta"):
-        whole = Decoder(AutoModelForCausalLM.from_config(part.config), verify=False)
-    tensors = _read(resume, [f"{_WEIGHT}{each}" for each in whole.state_dict()])
-    whole.load_state_dict({name.removeprefix(_WEIGHT): each for name, each in tensors.items()}, assign=True)
-    return whole
 
 
 def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
@@ -276,7 +310,7 @@ def _random_states(runner: Runner) -> dict[str, Tensor]:
     """Of this process's generators. Tensor ranks share theirs: dropout must drop the same of what all have."""
     mesh = runner.mesh
     own = "" if mesh is None else f".{mesh.everyone.rank() - mesh.place('tensor')}"
-    device = next(runner.students()[0].parameters()).device
+    device = _device(runner)
     states = {f"random.cpu{own}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"random.cuda{own}"] = torch.cuda.get_rng_state(device)
@@ -299,7 +333,12 @@ def _put_back(tensors: dict[str, Any], runner: Runner, optimizer: torch.optim.Op
         if name.startswith("random.cpu"):
             torch.set_rng_state(tensors[name])
         else:
-            torch.cuda.set_rng_state(tensors[name], next(runner.students()[0].parameters()).device)
+            torch.cuda.set_rng_state(tensors[name], _device(runner))
+
+
+def _device(runner: Runner) -> torch.device:
+    """Where the run computes; its weights may be in host memory."""
+    return next(runner.students()[0].parameters()).device if runner.mesh is None else runner.mesh.device
 
 
 def _stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:

@@ -50,6 +50,7 @@ from stillhouse.parallel import (
     local_folder,
     local_rank,
     process_count,
+    require_offload,
 )
 from stillhouse.train.dealing import dealt_works
 from stillhouse.train.logging import require_trackers
@@ -138,6 +139,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     layout = layout_of(config.parallel, process_count())
     _teacher_layout(config)
     device = choose_device(config.device)
+    require_offload(layout, device)
     torch.manual_seed(config.seed)
     tokenizer, warnings = load_tokenizers(config)
     train_documents, evaluation_documents = load_data(config.data, config.objective, tokenizer)
@@ -277,12 +279,12 @@ def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Decod
 
 def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.device) -> Runner:
     """The same over processes, each of which reads its own part."""
-    student, teacher = _origin("student", config.student, device, config.seed), None
+    student, teacher = _origin("student", config.student, device, layout.offload, config.seed), None
+    apart = _teacher_layout(config)
     if config.teacher is not None and not own_base(config):
-        teacher = _origin("teacher", config.teacher, device, config.seed)
+        teacher = _origin("teacher", config.teacher, device, layout.offload, config.seed)
     make = student.make
     student = replace(student, make=lambda: _trained(make(), config), own_base=own_base(config))
-    apart = _teacher_layout(config)
     teacher_apart = None if apart is None else (apart, Mesh(apart.degrees, device))
     try:
         return lay_out(layout, mesh, student, teacher, teacher_apart)
@@ -296,10 +298,16 @@ def _teacher_layout(config: RunConfig) -> Layout | None:
     """The teacher's own, if it is to have one."""
     if config.teacher is None or config.teacher.parallel is None:
         return None
-    return layout_of(config.teacher.parallel, process_count(), "teacher.parallel")
+    for key in ("gather_dtype", "offload"):
+        if getattr(config.teacher.parallel, key):
+            raise ConfigError(f"teacher.parallel.{key}", f"is of both models: expected parallel.{key} in its place")
+    layout = layout_of(config.teacher.parallel, process_count(), "teacher.parallel")
+    return replace(layout, offload=config.parallel.offload)
 
 
-def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.device, seed: int) -> Origin:
+def _origin(
+    which: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
+) -> Origin:
     if model.trust_remote_code:
         raise ConfigError(
             f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
@@ -307,7 +315,7 @@ def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.devi
     folder = local_folder(model.model, model.revision)
 
     def weights(decoder: Decoder) -> None:
-        fill(decoder, folder, device)
+        fill(decoder, folder, device, offload=offload)
         draw_lora(decoder, seed)
         check_finite_weights(decoder, which)
 

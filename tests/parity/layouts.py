@@ -6,8 +6,8 @@ layout, and says how far each of its parameters' gradients is from the reference
 T tokens, B rows, S tokens per row.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -43,6 +43,7 @@ SHAPE: dict[str, Any] = {
 }
 RECIPE = parse_recipe("0.3*cross_entropy + 0.7*jsd(0.5)")
 LEARNING_RATE = 1e-3
+Precision = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ class Case:
         kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
         schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
         own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
-        more = own + ("-top_k" if self.top_k else "") + ("-recomputed" if self.checkpointing else "")
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
+        flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
+        more = own + "".join(f"-{flag}" for flag, given in flags.items() if given)
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
@@ -237,14 +239,19 @@ def normalizer(given: list[Batch]) -> int:
     return sum(each.valid_tokens for each in given)
 
 
-def works(case: Case, given: list[Batch], tokens: int | None = None, group: Any = None) -> list[Work]:
+def works(
+    case: Case,
+    given: list[Batch],
+    tokens: int | None = None,
+    group: Any = None,
+    precision: Precision = nullcontext,
+) -> list[Work]:
     tokens = tokens or normalizer(given)
     asks = case.recipe.needs_teacher and not case.top_k
-    balances = router_balances(given, 0.5 if case.family == "qwen3_moe" else 0.0, tokens, group) or [None] * len(
-        given
-    )
+    coefficient = 0.5 if case.family == "qwen3_moe" else 0.0
+    balances = router_balances(given, coefficient, tokens, group) or [None] * len(given)
     return [
-        Work(each, objective_processor, partial(context, case, each, tokens), asks, nullcontext, balance)
+        Work(each, objective_processor, partial(context, case, each, tokens), asks, precision, balance)
         for each, balance in zip(given, balances, strict=True)
     ]
 

@@ -50,6 +50,7 @@ QUICK = [
     Case(layout(tensor=2), top_k=8),
     Case(layout(fsdp=2), lora="base"),
     Case(layout(tensor=2), lora="teacher"),
+    Case(Layout(Degrees(fsdp=2), offload=True)),
 ]
 SLOW = [
     Case(layout(fsdp=4)),
@@ -122,6 +123,7 @@ SLOW = [
         Case(layout(**degrees), checkpointing=True)
         for degrees in ({"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"fsdp": 2, "pipeline": 2})
     ),
+    Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama"),
     Case(layout(fsdp=2), recipe=parse_recipe("reverse_kl")),
     Case(layout(pipeline=2), recipe=parse_recipe("cross_entropy + 1e-2*z_loss")),
     *(

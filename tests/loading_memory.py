@@ -1,0 +1,73 @@
+"""How much memory a process takes while it loads its part of a model: the kernel's own count (Linux)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from shard_ranks import Rank
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from stillhouse.models.head import local
+from stillhouse.parallel import Degrees, Layout, Mesh, Origin, Runner, empty_decoder, fill, lay_out
+
+MIB = 2**20
+SUPPORTED = Path("/proc/self/clear_refs").exists()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In MiB: what of the model is here, and by how much the process grew at its largest while loading."""
+
+    share: float
+    peak: float
+
+
+def save(folder: Path, width: int) -> tuple[float, float]:
+    """A model of four layers in files of at most one layer or so; all of it and its largest part, in MiB."""
+    config = LlamaConfig(
+        vocab_size=8 * width,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    layer = mebibytes(model.model.layers[0])
+    model.save_pretrained(folder, max_shard_size=int(1.25 * layer * MIB))
+    return mebibytes(model), layer
+
+
+def mebibytes(module: torch.nn.Module) -> float:
+    return sum(each.numel() * each.element_size() for each in module.parameters()) / MIB
+
+
+def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
+    """A job: what loading the second folder takes, after the first one's has brought in all that it needs."""
+    small, large, degrees = job
+    mesh = Mesh(degrees, torch.device("cpu"))
+    load(small, degrees, mesh)
+    peak, runner = growth(partial(load, large, degrees, mesh))
+    share = sum(local(each).numel() * each.element_size() for _, each in runner.named_parameters()) / MIB
+    return Memory(share, peak)
+
+
+def growth(function: Callable[[], Any]) -> tuple[float, Any]:
+    """By how many MiB this process is larger at its largest during a call, and what that returns."""
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    result = function()
+    return status("VmHWM") - before, result
+
+
+def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:
+    weights = partial(fill, folder=folder, device=torch.device("cpu"))
+    return lay_out(Layout(degrees), mesh, Origin(partial(empty_decoder, folder), weights), None)
+
+
+def status(key: str) -> float:
+    (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{key}:"))
+    return int(line.split()[1]) / 1024

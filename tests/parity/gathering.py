@@ -1,0 +1,96 @@
+"""A step whose weights are gathered in bfloat16, and the same in one process, under autocast and in float32."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from layouts import Case, Precision, alias, batches, mesh_of, mine, normalizer, origins, works
+from shard_ranks import Rank
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from stillhouse.objective import OutputHead
+from stillhouse.parallel import Layout, Mesh, Runner, lay_out
+from stillhouse.parity import apart, whole
+
+BFLOAT16 = partial(torch.autocast, "cpu", torch.bfloat16)
+#: of each rank's loss; their sum is no bfloat16 number
+SHARES = (1.0, 2.0**-9)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """From float32's gradients: by parameter, as in `layouts`; and of all together, relative to their norm."""
+
+    each: dict[str, float]
+    total: float
+
+
+@dataclass
+class Made:
+    loss: Tensor
+
+
+def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
+    """A job: the errors of autocast in one process and under the case's layout, in the parameters that are here."""
+    mesh = mesh_of(case.layout)
+    if rank.number >= case.layout.degrees.processes:
+        return None
+    laid = gradients(case, case.layout, mesh, BFLOAT16)
+    reference, alone = (
+        {name: found[alias(case, name)] for name in laid}
+        for found in (gradients(case, Layout(), None, precision) for precision in (nullcontext, BFLOAT16))
+    )
+    return errors(alone, reference), errors(laid, reference)
+
+
+def gradients(case: Case, layout: Layout, mesh: Mesh | None, precision: Precision) -> dict[str, Tensor]:
+    runner = lay_out(layout, mesh, *origins(case))
+    spread_norms(runner)
+    given = batches(case, 0)
+    runner.forward_backward(
+        works(case, given if mesh is None else mine(given, mesh), normalizer(given), precision=precision)
+    )
+    runner.clip(0.0)
+    found = {name: each.grad for name, each in runner.named_parameters() if each.grad is not None}
+    assert {each.dtype for each in found.values()} == {torch.float32}
+    return {name: whole(each) for name, each in found.items()}
+
+
+@torch.no_grad()
+def spread_norms(runner: Runner) -> None:
+    """A norm of ones would not show that it is rounded."""
+    for _, parameter in runner.named_parameters():
+        if parameter.dim() == 1:
+            factors = torch.linspace(0.9, 1.1, len(parameter))
+            if isinstance(parameter, DTensor):
+                factors = distribute_tensor(factors, parameter.device_mesh, parameter.placements)
+            parameter.mul_(factors)
+
+
+def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> Errors:
+    norm = float(torch.stack([each.norm() for each in reference.values()]).norm())
+    each = {name: apart(value, reference[name], 1e-3 * norm) for name, value in found.items()}
+    away = torch.stack([(value - reference[name]).norm() for name, value in found.items()])
+    return Errors(each, float(away.norm()) / norm)
+
+
+def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | None:
+    """A job: the dtype of the head inside its forward, and its gradient where each rank's loss is its share of it."""
+    mesh = mesh_of(case.layout)
+    if rank.number >= case.layout.degrees.processes:
+        return None
+    seen: set[torch.dtype] = set()
+
+    def share(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Made:
+        seen.add(head.weight_VD.dtype)
+        return Made(head.weight_VD.sum() * SHARES[rank.number] + 0 * hidden_states.sum())
+
+    runner = lay_out(case.layout, mesh, *origins(case))
+    given = mine(batches(case, 0), mesh)
+    runner.forward_backward([replace(work, processor=share) for work in works(case, given, precision=BFLOAT16)])
+    grad = runner.students()[0].output_weight.grad
+    assert grad is not None
+    return seen, whole(grad)

@@ -1,0 +1,72 @@
+"""Weights gathered in bfloat16 under FSDP: gradients as good as autocast's in one process, summed in float32."""
+
+import pytest
+import torch
+from gathering import SHARES, Errors, compare_gathered, sum_over_ranks
+from layouts import Case
+from shard_ranks import Failure, RankPool, shared_pool
+
+from stillhouse.parallel import Degrees, Layout
+
+LIMIT = 120.0
+
+
+def layout(**degrees: int) -> Layout:
+    return Layout(Degrees(**degrees), gather_dtype=torch.bfloat16)
+
+
+QUICK = [
+    Case(layout(fsdp=2)),
+    Case(layout(fsdp=2), "llama"),
+    Case(layout(fsdp=2, tensor=2)),
+    Case(layout(fsdp=2, pipeline=2)),
+]
+SLOW = [
+    Case(layout(fsdp=2, tensor=2), "llama"),
+    Case(layout(fsdp=2, pipeline=2), "llama"),
+    Case(layout(replicate=2, fsdp=2)),
+    Case(layout(context=2)),
+    Case(layout(fsdp=2), checkpointing=True),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool(8)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_gradients_are_as_near_to_float32s_as_autocasts(pool: RankPool, case: Case) -> None:
+    check(pool, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
+def test_gradients_are_as_near_to_float32s_as_autocasts_further_layouts(pool: RankPool, case: Case) -> None:
+    check(pool, case)
+
+
+def check(pool: RankPool, case: Case) -> None:
+    (answer,) = pool.run(compare_gathered, [case], limit=LIMIT)
+    assert not isinstance(answer, Failure), answer.text
+    found: list[tuple[Errors, Errors]] = [each for each in answer if each is not None]
+    assert len(found) == case.layout.degrees.processes
+    for rank, (alone, laid) in enumerate(found):
+        assert 1e-3 < alone.total < 0.1
+        assert laid.total <= 1.5 * alone.total + 1e-3, rank
+        # of 16 numbers of a norm: chance takes a greater part
+        bad = {name: error for name, error in laid.each.items() if not error <= 2 * alone.each[name] + 2e-3}
+        assert not bad, (rank, bad)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_gradients_are_summed_in_float32(pool: RankPool, family: str, micro_batches: int) -> None:
+    (answer,) = pool.run(sum_over_ranks, [Case(layout(fsdp=2), family, micro_batches)], limit=LIMIT)
+    assert not isinstance(answer, Failure), answer.text
+    for dtypes, gradient_VD in (each for each in answer if each is not None):
+        # a tied weight is gathered in its own type, with the embedding
+        assert dtypes == {torch.bfloat16 if family == "qwen3" else torch.float32}
+        expected = micro_batches * sum(SHARES)
+        assert float(torch.tensor(expected).bfloat16()) != expected
+        assert torch.equal(gradient_VD, torch.full_like(gradient_VD, expected))
