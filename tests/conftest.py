@@ -5,8 +5,12 @@ A shell starts background jobs with SIGINT ignored, and children inherit that; c
 
 import signal
 
+import hypothesis
 import pytest
 
+# how long an example takes says how busy the machine is
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: modules whose processes or folders one worker makes for all of their tests
