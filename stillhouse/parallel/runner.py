@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.models import Decoder
 from stillhouse.parallel.context_parallel import apply_context_parallel
@@ -98,7 +99,7 @@ class Runner:
         if self.pipeline is not None:
             made = self.pipeline.forward_backward(works)
         else:
-            made = [self._backward(work) for work in works]
+            made = self._one_by_one(works)
         for each in made:
             each.loss.detach_()
         return made
@@ -108,7 +109,11 @@ class Runner:
         if self.pipeline is not None:
             return self.pipeline.forward(works)
         with torch.no_grad():
-            return [self.twins[0](work) for work in works]
+            made = [self.twins[0](work) for work in works]
+        for student in self.students():
+            if isinstance(student.head, FSDPModule):
+                student.head.reshard()  # no backward will
+        return made
 
     @property
     def teacher(self) -> Decoder | None:
@@ -173,9 +178,14 @@ class Runner:
             return None
         return self.twins[last].student.output_weight
 
-    def _backward(self, work: Work) -> Any:
-        made = self.twins[0](work)
-        made.loss.backward()
+    def _one_by_one(self, works: Sequence[Work]) -> list[Any]:
+        twin, made = self.twins[0], []
+        for number, work in enumerate(works, start=1):
+            if isinstance(twin.student, FSDPModule):
+                # copies add up their gradients by themselves until the last one
+                twin.student.set_requires_all_reduce(number == len(works))
+            made.append(twin(work))
+            made[-1].loss.backward()
         return made
 
 
