@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from families import build
 from shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -49,7 +50,7 @@ Precision = Callable[[], AbstractContextManager[Any]]
 @dataclass(frozen=True)
 class Case:
     """micro_batches: of each data rank in a step. family: qwen3, untied, llama, tied, or qwen3_moe, with experts on
-    both sides, whose balance the student learns. depth: the student's layers, if not the family's.
+    both sides, whose balance the student learns, or one of `families`. depth: the student's layers, if not its own.
 
     lora: the student trains one, beside a teacher ("teacher") or its own base ("base"); "": it trains itself.
     dtype: of the weights beside a LoRA, whose own are float32.
@@ -176,6 +177,12 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
         experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
         small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
         return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
+    if family != "qwen3":
+        other = [build(family).config, build(family).config]
+        for config in other:
+            # dropout draws otherwise on every layout, and the norm of all heads together is in no plan
+            config.resid_pdrop, config.use_qk_norm = 0.0, False
+        return other[0], other[1]
     layers = depth or 4
     small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
     return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)

@@ -117,6 +117,7 @@ SLOW = [
             ("qwen3_moe", {"fsdp": 2}, {"fsdp": 2, "expert": 2}),
         )
     ),
+    *(Case(layout(tensor=2), family) for family in ("mistral", "phi3", "cohere", "gemma2", "gemma3", "granite")),
     Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     *(Case(layout(**degrees), top_k=8) for degrees in ({"fsdp": 2}, {"context": 2})),
     *(
