@@ -16,17 +16,21 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.config import RunConfig
 from stillhouse.data import PackedSequences
+from stillhouse.models import draw_lora
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, Runner, alone, gathered, process_count, start
-from stillhouse.train.dealing import deal
+from stillhouse.parallel.expert_parallel import dispatched_experts
+from stillhouse.train.dealing import dealt_works
 from stillhouse.train.session import (
     choose_device,
     lay_out_models,
     load_data,
     load_models,
     load_tokenizers,
+    own_base,
     parse_objective,
+    require_adapters,
 )
-from stillhouse.train.step import add_up, forward_backward, summed_metrics
+from stillhouse.train.step import add_up, summed_metrics
 
 #: relative difference up to which two gradients are the same in float32
 SAME = 1e-4
@@ -53,10 +57,12 @@ class Row:
         return "same" if self.gradient <= SAME and self.loss <= SAME else f"DIFFERENT in {self.parameter}"
 
 
-def layouts(processes: int) -> list[Layout]:
-    """Each degree alone, and two at a time where there are processes for that."""
+def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
+    """Each degree alone, and two at a time where there are processes for that. experts: whether there are any."""
     axes = ("fsdp", "replicate", "tensor", "context", "pipeline")
     found = [Degrees(**{axis: processes}) for axis in axes]
+    if experts:
+        found.append(Degrees(fsdp=processes, expert=processes))
     if processes >= 4 and processes % 2 == 0:
         rest = processes // 2
         found += [Degrees(**{one: 2, other: rest}) for at, one in enumerate(axes) for other in axes[at + 1 :]]
@@ -77,6 +83,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         }
     )
     recipe = parse_objective(config)
+    require_adapters(config.student)
     device, processes = choose_device(config.device), process_count()
     tokenizer, _ = load_tokenizers(config)
     documents, _ = load_data(config.data, config.objective, tokenizer)
@@ -90,18 +97,30 @@ def parity(config: RunConfig) -> Iterator[Row]:
         mesh = runner.mesh
         for student in runner.students():
             student.eval()  # dropout draws otherwise on every layout
-        batches = deal(sequences, rows, mesh, device, alike=runner.pipeline is not None)
-        outputs = forward_backward(runner, batches, recipe, precision=float32, normalizer=sequences.targets(rows))
+            draw_lora(student, config.seed, fresh=False)  # a fresh adapter's A has no gradient
+        works = dealt_works(
+            runner,
+            sequences,
+            rows,
+            recipe,
+            sequences.targets(rows),
+            device,
+            training=True,
+            router_aux_loss=config.objective.router_aux_loss,
+            precision=float32,
+        )
+        outputs = runner.forward_backward(works)
         runner.clip(0.0)
         own = summed_metrics(outputs if runner.has_results else ())
         return add_up(gathered(own, None if mesh is None else mesh.everyone, device))
 
-    reference = alone(*load_models(config, device))
+    reference = alone(*load_models(config, device), own_base=own_base(config))
     expected = step(reference)
     gradients = {name: each.grad.cpu() for name, each in reference.named_parameters() if each.grad is not None}
     total = float(torch.stack([each.norm() for each in gradients.values()]).norm())
+    has_experts = any(dispatched_experts(each) for each in (*reference.students(), reference.teacher) if each)
     del reference
-    for layout in layouts(processes):
+    for layout in layouts(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
             runner = lay_out_models(config, layout, mesh, device)

@@ -1,8 +1,28 @@
-"""Before any test: an interrupt must reach the processes that tests start.
+"""Before any test: an interrupt must reach the processes that tests start, and one worker starts those of a module.
 
 A shell starts background jobs with SIGINT ignored, and children inherit that; continuous integration is such a job.
 """
 
 import signal
 
+import hypothesis
+import pytest
+
+# how long an example takes says how busy the machine is
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+#: modules whose processes or folders one worker makes for all of their tests
+TOGETHER = {
+    "test_parity": "ranks of parity",
+    "test_objective_shards": "ranks of shards",
+    "test_objective_shards_layout": "ranks of shards",
+    "test_train_layouts": "layouts",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if group := TOGETHER.get(item.path.stem):
+            item.add_marker(pytest.mark.xdist_group(group))

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from stillhouse.config import ConfigError, MissingKeyError, RunConfig, TrainConfig, dump_config, load_config
+from stillhouse.config import (
+    AdapterConfig,
+    ConfigError,
+    MissingKeyError,
+    RunConfig,
+    TrainConfig,
+    dump_config,
+    load_config,
+)
 from stillhouse.config.document import EXAMPLE, json_schema, markdown, write
 from stillhouse.config.keys import section_of, value_fields
 
@@ -116,6 +124,14 @@ def test_an_empty_file_is_a_file_without_keys(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, "# nothing yet\n"), LEAST) == load()
 
 
+def test_an_adapter_is_a_section_of_the_student_or_null() -> None:
+    assert load().student.adapter is None
+    adapter = load("student.adapter={type: lora, r: 8, alpha: 16, targets: [q_proj]}", "student.adapter.r=4").student
+    assert adapter.adapter == AdapterConfig(r=4, alpha=16, targets=["q_proj"])
+    assert load("student.adapter.dropout=0.1").student.adapter == AdapterConfig(dropout=0.1)
+    assert load("student.adapter={r: 8}", "student.adapter=null").student.adapter is None
+
+
 def test_steps_take_the_place_of_epochs() -> None:
     assert (load("train.steps=5").train.epochs, TrainConfig(steps=5).epochs) == (None, None)
     assert failure("train.steps=5", "train.epochs=2").key == "train.steps"
@@ -200,6 +216,13 @@ def test_an_unknown_key_of_a_file_names_the_nearest_right_one(tmp_path: Path, te
         ("device=gpu", "device: got 'gpu' (text); expected: text such as auto, cpu, cuda, cuda:1"),
         ("train.warmup=1.5", "train.warmup: got 1.5, expected a share below 1 or a whole number of steps"),
         ("eval=0.1", "eval: got 0.1; expected: a section with the keys every, micro_batch_tokens"),
+        ("student.adapter.r=0", "student.adapter.r: got 0; expected: whole number >= 1"),
+        ("student.adapter.type=lra", "student.adapter.type: got 'lra' (text); expected: lora"),
+        ("student.adapter.targets=[]", "student.adapter.targets: got []; expected: all-linear or list of text"),
+        (
+            "student.adapter.targets=q_proj",
+            "student.adapter.targets: got 'q_proj' (text); expected: all-linear or list",
+        ),
         ("seed.x=1", "seed.x: seed is a value without keys of its own: write seed=..."),
     ],
 )
@@ -342,13 +365,15 @@ def test_a_dumped_configuration_loads_as_the_same(
 
 
 def test_a_dump_has_every_key_in_order() -> None:
-    dumped = YAML(typ="safe", pure=True).load(dump_config(load("teacher.model=t")))
-    keys = [
-        f"{name}.{key}" if isinstance(part, dict) else name
-        for name, part in dumped.items()
-        for key in (part if isinstance(part, dict) else [""])
-    ]
-    assert keys == list(value_fields(RunConfig))
+    dumped = YAML(typ="safe", pure=True).load(
+        dump_config(load("teacher={model: t, parallel: {}}", "student.adapter={}"))
+    )
+
+    def keys(section: dict[str, Any], prefix: str = "") -> list[str]:
+        named = [(f"{prefix}{name}", part) for name, part in section.items()]
+        return [key for name, part in named for key in (keys(part, f"{name}.") if isinstance(part, dict) else [name])]
+
+    assert keys(dumped) == list(value_fields(RunConfig))
 
 
 def test_every_key_has_one_line_of_description() -> None:

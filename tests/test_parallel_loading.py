@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import build
 from shard_ranks import RankPool
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from stillhouse.models import Decoder
 from stillhouse.parallel import Degrees
@@ -17,7 +18,9 @@ IDS = torch.arange(3, 40)[None]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2", "qwen3_moe"]
+)
 def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool) -> None:
     build(family, tied=tied).save_pretrained(tmp_path)
     filled = empty_decoder(tmp_path)
@@ -57,9 +60,11 @@ def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
     assert torch.equal(second(None, inputs_embeds=hidden), Decoder.from_pretrained(tmp_path)(IDS))
 
 
-def test_experts_that_are_stored_one_by_one_are_refused(tmp_path: Path) -> None:
-    build("qwen3_moe").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\.experts"):
+def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=99, num_key_value_heads=2, num_local_experts=4, **size)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\."):
         fill(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
 
 

@@ -1,5 +1,6 @@
 """Whole runs under torchrun: the same model as in one process, checkpoints that any layout can go on from, errors."""
 
+import json
 import os
 import signal
 import subprocess
@@ -41,6 +42,15 @@ def stillhouse(processes: int, *arguments: str) -> subprocess.CompletedProcess[s
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
+
+
+def lines(folder: Path) -> list[str]:
+    """The steps' records of a run."""
+    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss/' in line]
+
+
+def last_evaluation(folder: Path) -> str:
+    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"eval/' in line][-1]
 
 
 def assert_same_model(one: Path, other: Path) -> None:
@@ -103,14 +113,57 @@ def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
         assert (found[name] - weight).norm() <= 2e-2 * weight.norm(), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["parallel.fsdp=2", "teacher.parallel.tensor=2"],
+        ["parallel.pipeline=2", "teacher.parallel.context=2"],
+        ["parallel.tensor=2", "teacher.parallel.pipeline=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_teacher_in_a_layout_of_its_own(alone: Path, layouts: list[str]) -> None:
+    """Sequences of other lengths, evaluation too; steps of one sequence leave processes without any."""
+    for overrides in ([], ["train.tokens_per_step=32", "train.micro_batch_tokens=32"]):
+        names = [f"{which} {len(overrides)} {' '.join(layouts)}" for which in ("whole", "apart")]
+        for out, processes, more in zip(names, (1, 2), ([], layouts), strict=True):
+            run = distill(alone, out, processes, *overrides, *more)
+            assert run.returncode == 0, run.stderr
+        assert_same_model(*(alone / name for name in names))
+        expected, found = (json.loads(last_evaluation(alone / name)) for name in names)
+        assert found["eval/forward_kl"] == pytest.approx(expected["eval/forward_kl"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_experts_in_a_run(tmp_path: Path) -> None:
+    """Read one by one from the files, dealt out, balanced, and written one by one."""
+    world(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
+    layouts = {"dealt": ["parallel.fsdp=2", "parallel.expert=2"], "tensor": ["parallel.tensor=2"]}
+    assert distill(tmp_path, "alone", 1).returncode == 0
+    for out, overrides in layouts.items():
+        resume = tmp_path / "alone" / "checkpoints" / "step-00000003"
+        run = distill(tmp_path, out, 2, *overrides, f"checkpoint.resume={resume}")
+        assert run.returncode == 0, run.stderr
+        assert_same_model(tmp_path / "alone", tmp_path / out)
+        last, expected = (json.loads(lines(tmp_path / each)[-1]) for each in (out, "alone"))
+        assert last["loss/router_aux"] == pytest.approx(expected["loss/router_aux"], rel=1e-4)
+    rows = stillhouse(2, "parity", str(tmp_path / "run.yaml")).stdout.splitlines()
+    assert any(row.startswith("fsdp 2 × expert 2 ") and row.endswith("same") for row in rows), rows
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["parallel.tensor=4"], "parallel: tensor 4 makes 4 processes, and torchrun started 2"),
         (["parallel.pipeline=2", "parallel.schedule=zbv"], "4 pipeline stages for a student of 2 layers"),
         (["parallel.offload=true"], "parallel.offload: got true on device cpu"),
+        (["teacher.parallel.tensor=4"], "teacher.parallel: tensor 4 makes 4 processes, and torchrun started 2"),
+        (["parallel.expert=3"], "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1"),
+        (["parallel.expert=2"], "parallel.expert=2 for models without experts"),
+        (["objective.router_aux_loss=1.0"], "objective.router_aux_loss: model type 'llama' has no routers"),
     ],
-    ids=["product", "stages", "offload"],
+    ids=["product", "stages", "offload", "teacher", "expert", "experts", "routers"],
 )
 def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
     run = distill(alone, "refused", 2, *overrides)

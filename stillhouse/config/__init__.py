@@ -4,6 +4,7 @@
 The keys are a contract; `docs/config.md` lists them and is generated from here.
 """
 
+from stillhouse.config.adapter import AdapterConfig
 from stillhouse.config.checkpoint import CheckpointConfig
 from stillhouse.config.data import DataConfig
 from stillhouse.config.errors import ConfigError, MissingKeyError
@@ -17,6 +18,7 @@ from stillhouse.config.teacher import TeacherConfig
 from stillhouse.config.train import TrainConfig
 
 __all__ = [
+    "AdapterConfig",
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",

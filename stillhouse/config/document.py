@@ -73,7 +73,7 @@ def markdown() -> str:
     for name, field in RunConfig.model_fields.items():
         section = section_of(field)
         if section is not None:
-            parts.append(_table(f"`{name}`", f"{name}.", section, set(section.model_fields)))
+            parts += _tables(name, section)
     return "\n".join(parts)
 
 
@@ -88,6 +88,15 @@ def write(folder: Path) -> None:
     (folder / "config.md").write_text(markdown(), encoding="utf-8")
     schema = json.dumps(json_schema(), indent=2, ensure_ascii=False)
     (folder / "config.schema.json").write_text(f"{schema}\n", encoding="utf-8")
+
+
+def _tables(key: str, section: type[Section]) -> list[str]:
+    """A section's, then those of the sections in it."""
+    tables = [_table(f"`{key}`", f"{key}.", section, set(section.model_fields))]
+    for name, field in section.model_fields.items():
+        if (inner := section_of(field)) is not None:
+            tables += _tables(f"{key}.{name}", inner)
+    return tables
 
 
 def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> str:

@@ -28,6 +28,12 @@ class ObjectiveConfig(Section):
         description="Which tokens are predicted: completions and assistant turns, or prompts as well."
         " No effect on text.",
     )
+    router_aux_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Coefficient of the load-balancing loss of a student with experts (router_aux_loss_coef of its"
+        " configuration is not read): per packed sequence, mean over layers. 0: off.",
+    )
     chunk_tokens: int | None = Field(
         default=None,
         ge=1,

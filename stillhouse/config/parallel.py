@@ -20,6 +20,12 @@ class ParallelConfig(Section):
     pipeline: int = Field(default=1, ge=1, description="Ranks of consecutive layers, of student and teacher.")
     context: int = Field(default=1, ge=1, description="Processes that share each sequence.")
     replicate: int = Field(default=1, ge=1, description="Whole copies of the layout above, which split the data.")
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="Processes among which the experts of each layer are dealt out: some of those of fsdp, context"
+        " and tensor, to which it adds none. A multiple of tensor; 1: those of tensor.",
+    )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = Field(
         default="1f1b",
         description="Of the pipeline. The last three have two stages on each rank, and less idle time.",

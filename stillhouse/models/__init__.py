@@ -1,7 +1,20 @@
 """Causal language models as backbone and head (see `decoder.py`)."""
 
+from stillhouse.models.adapter import add_lora, draw_lora, without_lora
 from stillhouse.models.checks import check_document_length, check_finite_weights
 from stillhouse.models.decoder import Decoder, evaluating
+from stillhouse.models.experts import Balance, balance_routers
 from stillhouse.models.head import OutputProcessor
 
-__all__ = ["Decoder", "OutputProcessor", "check_document_length", "check_finite_weights", "evaluating"]
+__all__ = [
+    "Balance",
+    "Decoder",
+    "OutputProcessor",
+    "add_lora",
+    "balance_routers",
+    "check_document_length",
+    "check_finite_weights",
+    "draw_lora",
+    "evaluating",
+    "without_lora",
+]

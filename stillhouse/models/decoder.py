@@ -17,7 +17,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from stillhouse.models.checks import require_decoder, verify_wrapping
 from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.objective import FullVocab, OutputHead
+
+if TYPE_CHECKING:
+    from stillhouse.models.adapter import Lora
 
 _HEAD_WEIGHT = "head.linear.weight"
 
@@ -47,6 +50,7 @@ class Decoder(nn.Module):
     head: Head | NoHead
     tied: bool  # whether the head's weight is the input embedding's
     embedding_name: str  # of the input embedding's weight among this module's parameters
+    lora: "Lora | None" = None  # the adapter that `add_lora` has put in
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
         super().__init__()

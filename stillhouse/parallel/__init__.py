@@ -15,11 +15,13 @@ from stillhouse.parallel.processes import (
     start,
 )
 from stillhouse.parallel.runner import Layout, Origin, Runner, alone, lay_out
+from stillhouse.parallel.separate import Extent
 from stillhouse.parallel.twin import Twin, Work
 
 __all__ = [
     "SCHEMES",
     "Degrees",
+    "Extent",
     "Layout",
     "Mesh",
     "Origin",

@@ -43,14 +43,15 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup) -> None:
     AttentionInterface.register(name, _Ulysses(inner, group))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
     decoder.pretrained.set_attn_implementation(name)
-    decoder.backbone.register_forward_pre_hook(_WholeMask(config, group), with_kwargs=True)
+    dtype = next(decoder.parameters()).dtype
+    decoder.backbone.register_forward_pre_hook(_WholeMask(config, dtype, group), with_kwargs=True)
 
 
 class _WholeMask:
     """Gives a backbone the masks of the whole sequences, from the position ids of all ranks."""
 
-    def __init__(self, config: Any, group: ProcessGroup):
-        self.config, self.group = config, group
+    def __init__(self, config: Any, dtype: torch.dtype, group: ProcessGroup):
+        self.config, self.dtype, self.group = config, dtype, group
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         own_BS = options["position_ids"].contiguous()
@@ -58,7 +59,7 @@ class _WholeMask:
         dist.all_gather(parts, own_BS, group=self.group)
         whole_BS = torch.cat(parts, 1)
         # only its shape, dtype and device are looked at
-        embeddings = torch.empty((), dtype=self.config.dtype, device=own_BS.device).expand(*whole_BS.shape, 1)
+        embeddings = torch.empty((), dtype=self.dtype, device=own_BS.device).expand(*whole_BS.shape, 1)
         masks = create_masks_for_generate(self.config, embeddings, None, None, position_ids=whole_BS)
         return arguments, options | {"attention_mask": masks, "whole_position_ids": whole_BS}
 

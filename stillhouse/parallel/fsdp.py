@@ -4,11 +4,14 @@ Each layer is gathered when it is needed, the head inside its own forward, where
 Gradients are summed over the ranks, never averaged: losses are sums over tokens, divided by the step's count already.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from stillhouse.models import Decoder
 
@@ -30,14 +33,8 @@ def apply_fsdp(
     offload: shards of weights and gradients lie in host memory between uses, and so does what an optimizer makes of
     them. On a CPU nothing is moved.
     """
-    # memory that is pinned travels while the GPU computes; there is none of that kind without one
-    home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    policy = MixedPrecisionPolicy()
-    if gather_dtype is not None:
-        # hidden states keep their dtype between the layers, as they do under autocast
-        policy = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
-    shard = partial(fully_shard, mesh=mesh, offload_policy=home)
-    inner = partial(shard, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    shard = partial(fully_shard, mesh=mesh, offload_policy=_home(mesh, offload))
+    inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
     for layer in decoder.layers():
         inner(layer)
     if not decoder.tied and decoder.has_head:
@@ -49,3 +46,44 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def apply_fsdp_to_experts(
+    modules: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool = True,
+    gather_dtype: torch.dtype | None = None,
+    offload: bool = False,
+) -> None:
+    """Before the rest, for experts that have been dealt out: mesh is that of the processes with the same ones. The
+    other arguments are those of `apply_fsdp`.
+    """
+    processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
+
+    def placement(weight: nn.Parameter) -> Shard:
+        """Whole experts where there are enough of them: what is cut by experts already, FSDP cuts only evenly."""
+        count = len(weight.to_local()) if isinstance(weight, DTensor) else len(weight)
+        return Shard(0 if count % processes == 0 else 1)
+
+    for module in modules:
+        fully_shard(
+            module,
+            mesh=mesh,
+            shard_placement_fn=placement,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=_precision(gather_dtype),
+            offload_policy=_home(mesh, offload),
+        )
+
+
+def _home(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
+    # memory that is pinned travels while the GPU computes; there is none of that kind without one
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+
+
+def _precision(gather_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    if gather_dtype is None:
+        return MixedPrecisionPolicy()
+    # hidden states keep their dtype between the layers, as they do under autocast
+    return MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)

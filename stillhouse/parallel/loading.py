@@ -8,15 +8,19 @@ fill(decoder, path, device)         memory for what is here, read from the files
 import os
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from stillhouse.models import Decoder
+from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.models.loading import parse_dtype
+from stillhouse.parallel.stacks import parts_of_stack, read_stack
 
 
 def local_folder(name_or_path: str, revision: str | None = None) -> str:
@@ -49,8 +53,8 @@ def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device,
 
     offload: the parameters lie in host memory, only the buffers on the device.
 
-    Raises ValueError for a weight that the folder does not have under the name that it has in the model (experts,
-    which transformers stores one by one).
+    Raises ValueError for a weight that the folder does not have under the name that it has in the model, or expert by
+    expert.
     """
     decoder.to_empty(device="cpu" if offload else device)
     decoder.tie()
@@ -58,11 +62,16 @@ def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device,
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     make_buffers(decoder)
-    stored = dcp.HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {}
+    files = _files(folder)
     for name, value in decoder.state_dict().items():
+        if is_lora(name):  # drawn, not read
+            continue
         candidates = checkpoint_names(decoder, name)
-        found = next((each for each in candidates if each in stored), None)
+        found = next((each for each in candidates if each in files), None)
+        if found is None and (parts := parts_of_stack(decoder, candidates[0])):
+            read_stack(value, parts, files)
+            continue
         if found is None:
             raise ValueError(
                 f"{folder} has no tensor '{candidates[0]}': expected the names of the model itself, so that each "
@@ -74,9 +83,18 @@ def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device,
         dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
 
 
+def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Of each tensor in a folder, the file that holds it."""
+    found: dict[str, str] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), str(path))
+    return found
+
+
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
     """What a tensor of a decoder may be called in transformers' files: a tied head's has the embedding's name."""
-    model = decoder.pretrained
+    model, name = decoder.pretrained, base_name(name)
     inner = f"{model.base_model_prefix}."
     if name.startswith("backbone."):
         return [inner + name.removeprefix("backbone.")]

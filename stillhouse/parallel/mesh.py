@@ -1,7 +1,7 @@
 """Which process does what: the degrees of a layout, this process's place in it, and the groups that it talks to.
 
 Ranks count with the tensor degree fastest, so that those who talk most are neighbours: pipeline, replicate, fsdp,
-context, tensor.
+context, tensor. The experts of a layer are dealt out over neighbours of the last three.
 """
 
 from dataclasses import asdict, dataclass
@@ -20,6 +20,7 @@ class Degrees:
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1  # some of the processes of fsdp, context and tensor, to which it adds none
 
     @property
     def processes(self) -> int:
@@ -35,6 +36,11 @@ class Degrees:
         """The processes that share weights, gradients and optimizer state: those of one sequence, too."""
         return self.fsdp * self.context
 
+    @property
+    def experts(self) -> int:
+        """The processes among which a layer's experts are dealt out: those of tensor parallelism at least."""
+        return max(self.expert, self.tensor)
+
     def __str__(self) -> str:
         return " × ".join(f"{name} {degree}" for name, degree in asdict(self).items() if degree > 1) or "1 process"
 
@@ -45,6 +51,7 @@ class Mesh:
     Making one is a collective of the whole world, also of processes that it does not count.
 
     weights: (pipeline, replicate, shard, tensor), where weights lie.
+    experts: (pipeline, replicate, shard, expert), where the weights of experts lie.
     tokens: (pipeline, data, context, tensor), where tokens lie.
     everyone: the group of all of them.
     """
@@ -53,16 +60,26 @@ class Mesh:
         self.degrees, self.device = degrees, device
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
+        rest = shard * tensor // degrees.experts
+        self.experts = self._grid(pipeline=pipeline, replicate=replicate, shard=rest, expert=degrees.experts)
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
         self.everyone = dist.new_group(list(range(degrees.processes)))
 
     @property
     def sharding(self) -> DeviceMesh | None:
         """What FSDP takes: (shard), or (replicate, shard); None where weights are shared by nobody."""
+        return self._sharding(self.weights)
+
+    @property
+    def expert_sharding(self) -> DeviceMesh | None:
+        """The same for the weights of experts."""
+        return self._sharding(self.experts)
+
+    def _sharding(self, grid: DeviceMesh) -> DeviceMesh | None:
         degrees = self.degrees
         if degrees.replicate * degrees.shard == 1:
             return None
-        return self.weights["replicate", "shard"] if degrees.replicate > 1 else self.weights["shard"]
+        return grid["replicate", "shard"] if degrees.replicate > 1 else grid["shard"]
 
     def place(self, axis: str) -> int:
         """This process's number along an axis of `tokens`."""

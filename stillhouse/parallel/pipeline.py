@@ -59,7 +59,7 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Width:
-    """Of the hidden states that travel: D and E, and their dtypes."""
+    """Of the hidden states that travel: D and E, 0 where the teacher's do not, and their dtypes."""
 
     student: int
     student_dtype: torch.dtype
@@ -86,15 +86,15 @@ class Pipeline:
         tied: bool = False,
         sharding: DeviceMesh | None = None,
     ):
-        self.stages = {number: _Stage(number, twin) for number, twin in twins.items()}
+        self.ranks, self.rank = group.size(), group.rank()
+        self.count = self.ranks * scheme.per_rank
+        self.stages = {number: _Stage(number, self.count, twin) for number, twin in twins.items()}
         if sharding is not None:
             # without weights of its own: so that the schedule holds what is gathered, and sums gradients once a step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=sharding)
         self.tied = tied
         self.scheme, self.width, self.group, self.device = scheme, width, group, device
-        self.ranks, self.rank = group.size(), group.rank()
-        self.count = self.ranks * scheme.per_rank
         self._made_for: tuple[Any, ...] = ()
         self._latest: Any = None
 
@@ -214,24 +214,27 @@ class Pipeline:
         width = self.width
         student = torch.empty(rows, tokens, width.student, dtype=width.student_dtype, device="meta")
         teacher = torch.empty(rows, tokens, width.teacher, dtype=width.teacher_dtype, device="meta")
-        return (student.requires_grad_(), teacher) if asks_teacher else (student.requires_grad_(),)
+        return (student.requires_grad_(), teacher) if asks_teacher and width.teacher else (student.requires_grad_(),)
 
 
 class _Stage(nn.Module):
     """A twin as torch's schedules call it: with what it received and a micro-batch's number."""
 
-    def __init__(self, number: int, twin: Twin):
+    def __init__(self, number: int, count: int, twin: Twin):
         super().__init__()
         self.number, self.twin = number, twin
+        self.is_last = number + 1 == count
         self.works: Sequence[Work] = ()
         self.made: dict[int, Any] = {}
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         at = int(number)
         made = self.twin(self.works[at], *(received if self.number else ()))
-        if not self.twin.student.has_head:
+        if not self.is_last:
             return made if isinstance(made, tuple) else (made,)
         self.made[at] = made
+        if not torch.is_grad_enabled():
+            return ()
         # of one dim: a loss without any breaks the schedule's merge, and the other ranks wait
         return torch.stack([made.loss])
 

@@ -30,18 +30,27 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def layout_of(config: ParallelConfig, processes: int) -> Layout:
-    """The layout over a number of processes. Raises ConfigError where the degrees do not make that number."""
+def layout_of(config: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
+    """The layout over a number of processes. key: of its section. Raises ConfigError where the degrees do not make
+    that number.
+    """
     others = {name: getattr(config, name) for name in ("tensor", "pipeline", "context", "replicate")}
     product = math.prod(others.values())
     fsdp = config.fsdp if config.fsdp is not None else max(1, processes // product)
-    degrees = Degrees(fsdp=fsdp, **others)
+    degrees = Degrees(fsdp=fsdp, expert=config.expert, **others)
     if degrees.processes != processes:
         started = f"torchrun started {processes}" if processes > 1 else "there is one, without torchrun"
         raise ConfigError(
-            "parallel",
+            key,
             f"{degrees} makes {degrees.processes} processes, and {started}: expected "
             f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
+        )
+    sharing = degrees.shard * degrees.tensor
+    if degrees.experts % degrees.tensor or sharing % degrees.experts:
+        raise ConfigError(
+            f"{key}.expert",
+            f"got {config.expert}, with fsdp × context × tensor = {sharing} and tensor = {degrees.tensor}: expected "
+            "a divisor of the first and a multiple of the second",
         )
     gather_dtype = None if config.gather_dtype is None else torch.bfloat16
     return Layout(degrees, config.schedule, gather_dtype, config.offload)

@@ -7,19 +7,22 @@ norm = runner.clip(1.0)
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from stillhouse.models import Decoder
 from stillhouse.parallel.context_parallel import apply_context_parallel
-from stillhouse.parallel.fsdp import apply_fsdp
+from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
+from stillhouse.parallel.fsdp import apply_fsdp, apply_fsdp_to_experts
 from stillhouse.parallel.gradients import gradient_norm, scale_gradients, settle
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
-from stillhouse.parallel.stages import cost_of, keep_layers, require_cuttable, split
+from stillhouse.parallel.separate import SeparateTeacher, only_head, only_layers
+from stillhouse.parallel.stages import cost_of, keep_layers, require_cuttable, require_training, split
 from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
 from stillhouse.parallel.twin import Twin, Work
 
@@ -32,10 +35,12 @@ class Origin:
 
     make: all of it, with weights or on the meta device; called once for each stage that is here.
     fill: gives it weights when it lies where it belongs, if it has none.
+    own_base: of a student with an adapter: without it, it is the teacher, too.
     """
 
     make: Callable[[], Decoder]
     fill: Callable[[Decoder], object] | None = None
+    own_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,31 @@ class Layout:
         pipeline = self.degrees.pipeline
         return pipeline * SCHEMES[self.schedule].per_rank if pipeline > 1 else 1
 
+    @property
+    def last_rank(self) -> int:
+        """The place of the last stage along the pipeline."""
+        pipeline = self.degrees.pipeline
+        return SCHEMES[self.schedule].rank_of(self.stages - 1, pipeline) if pipeline > 1 else 0
+
 
 class Runner:
-    """A twin, or this rank's stages of it, and how works go through."""
+    """A twin, or this rank's stages of it, and how works go through.
+
+    separate: the layers of a teacher in a layout of its own.
+    """
 
     def __init__(
-        self, layout: Layout, twins: dict[int, Twin], pipeline: Pipeline | None, mesh: Mesh | None, *, tied: bool
+        self,
+        layout: Layout,
+        twins: dict[int, Twin],
+        pipeline: Pipeline | None,
+        mesh: Mesh | None,
+        *,
+        tied: bool,
+        separate: SeparateTeacher | None = None,
     ):
         self.layout, self.twins, self.pipeline, self.mesh, self.tied = layout, twins, pipeline, mesh, tied
+        self.separate = separate
 
     def forward_backward(self, works: Sequence[Work]) -> list[Any]:
         """Adds the gradients of the works' losses to the student's; what the processor made of each, with its loss
@@ -91,13 +113,25 @@ class Runner:
     @property
     def teacher(self) -> Decoder | None:
         """The teacher, or its part on this rank's first stage."""
-        return next(iter(self.twins.values())).teacher
+        here = next(iter(self.twins.values())).teacher
+        return here if self.separate is None else self.separate.teacher
+
+    @property
+    def context_group(self) -> ProcessGroup | None:
+        """The ranks that have the other parts of this one's sequences; None where it has them whole."""
+        if self.mesh is None or self.layout.degrees.context == 1:
+            return None
+        return self.mesh.tokens.get_group("context")
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether what this rank's stages make is to be summed: of the ranks with the same tokens, one."""
+        return self.mesh is None or self.mesh.place("tensor") == 0
 
     @property
     def has_results(self) -> bool:
-        """Whether this rank's results are to be summed: of the last stage, one rank for each set of tokens."""
-        mesh = self.mesh
-        return mesh is None or (self.layout.stages - 1 in self.twins and mesh.place("tensor") == 0)
+        """The same for what the last stage makes."""
+        return self.is_counted and self.layout.stages - 1 in self.twins
 
     def students(self) -> list[Decoder]:
         """The student, or this rank's parts of it."""
@@ -145,40 +179,76 @@ class Runner:
         return made
 
 
-def alone(student: Decoder, teacher: Decoder | None) -> Runner:
+def alone(student: Decoder, teacher: Decoder | None, *, own_base: bool = False) -> Runner:
     """The runner of a process that has it all."""
-    return lay_out(Layout(), None, Origin(lambda: student), None if teacher is None else Origin(lambda: teacher))
+    teacher_from = None if teacher is None else Origin(lambda: teacher)
+    return lay_out(Layout(), None, Origin(lambda: student, own_base=own_base), teacher_from)
 
 
-def lay_out(layout: Layout, mesh: Mesh | None, student_from: Origin, teacher_from: Origin | None) -> Runner:
-    """The runner of this process. mesh: None for one process alone.
+def lay_out(
+    layout: Layout,
+    mesh: Mesh | None,
+    student_from: Origin,
+    teacher_from: Origin | None,
+    teacher_apart: tuple[Layout, Mesh] | None = None,
+) -> Runner:
+    """The runner of this process. mesh: None for one process alone. teacher_apart: a layout of the teacher's own,
+    over the same processes.
 
     Raises ValueError for a model that the layout does not fit.
     """
     degrees = layout.degrees
+    separate = None
+    if teacher_from is not None and teacher_apart is not None and mesh is not None:
+        separate = _apart(teacher_from, teacher_apart, layout, mesh)
+        teacher_from = replace(teacher_from, make=only_head(teacher_from.make))
     if layout.stages == 1:
         student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
+        _require_experts(degrees, student, teacher)
         twin = _placed(layout, mesh, student, teacher, student_from, teacher_from)
-        return Runner(layout, {0: twin}, None, mesh, tied=student.tied)
+        return Runner(layout, {0: twin}, None, mesh, tied=student.tied, separate=separate)
     assert mesh is not None
     scheme = SCHEMES[layout.schedule]
     twins = {}
     tied, width = False, None
     for number in scheme.stages_of(mesh.place("pipeline"), degrees.pipeline):
         student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
+        _require_experts(degrees, student, teacher)
         for decoder in (student, teacher):
             if decoder is not None:
                 require_cuttable(decoder.config)
         stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
-        tied, width, stage = student.tied, _width(student, teacher), stages[number]
+        if student.lora is not None:
+            require_training(student, stages)
+        # a frozen weight has no gradients to sum
+        tied, stage = student.tied and student.output_weight.requires_grad, stages[number]
+        beside = student if student_from.own_base else teacher
+        width = _width(student, beside if separate is None else None)
         keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
+        if separate is not None and not stage.is_last:
+            teacher = None
         if teacher is not None:
             keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
         twins[number] = _placed(layout, mesh, student, teacher, student_from, teacher_from)
     assert width is not None
     group, sharding = mesh.tokens.get_group("pipeline"), mesh.sharding
     pipeline = Pipeline(twins, scheme, width, group, mesh.device, tied=tied, sharding=sharding)
-    return Runner(layout, twins, pipeline, mesh, tied=tied)
+    return Runner(layout, twins, pipeline, mesh, tied=tied, separate=separate)
+
+
+def _apart(origin: Origin, teacher_apart: tuple[Layout, Mesh], layout: Layout, mesh: Mesh) -> SeparateTeacher:
+    own_layout, own_mesh = teacher_apart
+    teaching = lay_out(own_layout, own_mesh, replace(origin, make=only_layers(origin.make)), None)
+    ((teacher, *_), last_ranks) = teaching.students(), (own_layout.last_rank, layout.last_rank)
+    return SeparateTeacher(teacher, teaching.forward, own_mesh, mesh, last_ranks)
+
+
+def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
+    if degrees.expert > 1 and not any(dispatched_experts(each) for each in decoders if each is not None):
+        raise ValueError(
+            f"parallel.expert={degrees.expert} for models without experts that transformers' plans deal out: "
+            "expected 1"
+        )
 
 
 def _placed(
@@ -190,7 +260,7 @@ def _placed(
     teacher_from: Origin | None,
 ) -> Twin:
     """Each in its layout, then with its weights."""
-    twin = Twin(student, teacher)  # from here on the teacher is frozen
+    twin = Twin(student, teacher, own_base=student_from.own_base)  # from here on the teacher is frozen
     for decoder, origin in ((student, student_from), (teacher, teacher_from)):
         if decoder is None or origin is None:
             continue
@@ -202,20 +272,23 @@ def _placed(
 
 
 def _place(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dtype | None) -> None:
-    """Inner layouts first: attention, then matrices, then what is shared of them."""
+    """Inner layouts first: attention, then matrices, then experts, then what is shared of them."""
     degrees = layout.degrees
-    if degrees.context > 1:
+    options: dict[str, Any] = {
+        "reshard_after_forward": layout.stages == 1,
+        "gather_dtype": gather_dtype,
+        "offload": layout.offload,
+    }
+    if degrees.context > 1 and decoder.layers():
         apply_context_parallel(decoder, mesh.tokens.get_group("context"))
     if degrees.tensor > 1:
         apply_tensor_parallel(decoder, mesh.weights["tensor"])
+    if degrees.experts > 1 and (experts := dispatched_experts(decoder)):
+        apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
+        if mesh.expert_sharding is not None:
+            apply_fsdp_to_experts(experts, mesh.expert_sharding, **options)
     if mesh.sharding is not None:
-        apply_fsdp(
-            decoder,
-            mesh.sharding,
-            reshard_after_forward=layout.stages == 1,
-            gather_dtype=gather_dtype,
-            offload=layout.offload,
-        )
+        apply_fsdp(decoder, mesh.sharding, **options)
 
 
 def _width(student: Decoder, teacher: Decoder | None) -> Width:

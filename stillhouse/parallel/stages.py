@@ -17,6 +17,8 @@ from stillhouse.parallel.loading import make_buffers
 
 #: what transformers calls the parts of a base model that can be cut
 PARTS = ("embed_tokens", "layers", "norm")
+#: what a model that cannot be cut asks for
+UNCUT = "expected parallel.pipeline=1, and teacher.parallel=null for a teacher"
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,13 @@ def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
 
 
 def cost_of(decoder: Decoder, passes: int) -> Cost:
-    """From its weights: each number of a matrix is a product per token."""
-    layers = decoder.layers()
-    products = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-    head = decoder.vocabulary_rows * decoder.config.get_text_config().hidden_size
-    return Cost(len(layers), products / len(layers), head, passes)
+    """From its weights: each number of a matrix is a product per token, of an expert's if the token chooses it."""
+    layers, config = decoder.layers(), decoder.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
+    named = (each for layer in layers for each in layer.named_parameters())
+    products = sum(each.numel() * (chosen if ".experts." in name else 1.0) for name, each in named)
+    head = decoder.vocabulary_rows * config.hidden_size
+    return Cost(len(layers), products / max(1, len(layers)), head, passes)
 
 
 @torch.no_grad()
@@ -103,7 +107,7 @@ def require_cuttable(config: PreTrainedConfig) -> None:
     if not plan or set(PARTS) - plan.keys():
         raise ValueError(
             f"model type '{config.model_type}' has no pipeline plan in transformers that names "
-            f"{', '.join(PARTS)}: expected parallel.pipeline=1"
+            f"{', '.join(PARTS)}: {UNCUT}"
         )
     with torch.device("meta"):
         decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
@@ -114,8 +118,21 @@ def require_cuttable(config: PreTrainedConfig) -> None:
     if not torch.equal(decoder(None, torch.arange(4)[None], inputs_embeds=given), given):
         raise ValueError(
             f"model type '{config.model_type}' changes its embeddings on the way to its first layer, which every "
-            "stage of a pipeline would do again: expected parallel.pipeline=1"
+            f"part of it would do again: {UNCUT}"
         )
+
+
+def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
+    """Raise ValueError for a stage without anything that trains: torch's schedules send gradients through all."""
+    layers = student.layers()
+    for stage in stages:
+        held = (parameter for number in stage.student for parameter in layers[number].parameters())
+        if not any(parameter.requires_grad for parameter in held):
+            raise ValueError(
+                f"nothing trains on stage {stage.number + 1} of {stage.count}, layers {stage.student.start} to "
+                f"{stage.student.stop - 1} of the student: expected an adapter in layers of every stage "
+                "(student.adapter.targets), or a lower parallel.pipeline"
+            )
 
 
 def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool) -> None:

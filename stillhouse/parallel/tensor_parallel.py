@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stillhouse.models import Decoder
+from stillhouse.models.adapter import lora_parts
 from stillhouse.models.head import Head
 from stillhouse.objective import VocabShard
 
@@ -38,11 +39,16 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Cut a decoder's weights over a mesh of one dim. Raises ValueError for a model that cannot be cut so."""
-    plan = tensor_plan(decoder, mesh.size())
+    # a head alone is cut by rows, whatever the layers would allow
+    plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
+    frozen = {name for name, each in decoder.named_parameters() if not each.requires_grad}
     for name, module in list(decoder.backbone.named_modules()):
         if style := plan.get(_generic(name)):
-            parallelize_module(module, mesh, STYLES[style]())
+            for each in _matrices(module, style):
+                parallelize_module(each, mesh, STYLES[style]())
     _cut_vocabulary(decoder, mesh)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(name not in frozen)  # torch's SequenceParallel makes parameters that train
 
 
 def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
@@ -54,6 +60,8 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers: "
             "expected parallel.tensor=1"
         )
+    # experts are dealt out whole (expert_parallel.py)
+    plan = {name: style for name, style in plan.items() if ".experts" not in name}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "
@@ -67,6 +75,14 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
                 f"'{config.model_type}'): expected a divisor of it"
             )
     return plan
+
+
+def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
+    """What is cut of a layer; with an adapter the weight, and of A and B the one that has the dim which is cut."""
+    parts = lora_parts(layer)
+    if not parts:
+        return [layer]
+    return [parts["base_layer"], parts["lora_A" if style.startswith("rowwise") else "lora_B"]]
 
 
 def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:

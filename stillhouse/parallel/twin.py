@@ -5,13 +5,13 @@ B rows, S tokens per row; D, E widths of student and teacher.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from stillhouse.models import Decoder, OutputProcessor, evaluating
+from stillhouse.models import Balance, Decoder, OutputProcessor, evaluating, without_lora
 from stillhouse.models.decoder import full_vocab
 from stillhouse.objective import FullVocab, OutputHead, Signal
 
@@ -31,7 +31,8 @@ class Work:
     """A micro-batch and what is to be made of it.
 
     processor: the student's; its context is `context(signal)`, with what the teacher of the twin says, None if it is
-    not asked. precision: the student's autocast; the teacher computes in its own dtype.
+    not asked. precision: the student's autocast; the teacher computes in its own dtype. balance: of the student's
+    routers, if that is asked for. heard_BSE: hidden states of a teacher in another layout (`separate.py`).
     """
 
     tokens: Tokens
@@ -39,14 +40,20 @@ class Work:
     context: Callable[[Signal | None], Any]
     asks_teacher: bool
     precision: Callable[[], AbstractContextManager[Any]]
+    balance: Balance | None = None
+    heard_BSE: Tensor | None = None
 
 
 class Twin(nn.Module):
-    """Decoders of which each may have lost layers to other pipeline stages. The teacher has no gradient, ever."""
+    """Decoders of which each may have lost layers to other pipeline stages. The teacher has no gradient, ever.
 
-    def __init__(self, student: Decoder, teacher: Decoder | None):
+    own_base: the student without its adapter is the teacher; there is no other one.
+    """
+
+    def __init__(self, student: Decoder, teacher: Decoder | None, *, own_base: bool = False):
         super().__init__()
-        self.student = student
+        assert teacher is None or not own_base
+        self.student, self.own_base = student, own_base
         self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> "Twin":
@@ -58,9 +65,12 @@ class Twin(nn.Module):
         """What the processor makes of the micro-batch; where the student has no head, its hidden states, or a pair of
         those and the teacher's, if it is asked. student_BSD, teacher_BSE: those of the stage before.
         """
-        if not work.asks_teacher:
-            return self._learn(work, student_BSD, None)
-        assert self.teacher is not None
+        if work.asks_teacher and self.own_base:
+            return self._learn_from_base(work, student_BSD, teacher_BSE)
+        if not work.asks_teacher or self.teacher is None:
+            return self._learn(work, student_BSD)
+        if work.heard_BSE is not None:
+            teacher_BSE = work.heard_BSE
         learns = torch.is_grad_enabled()
 
         def told(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
@@ -72,14 +82,43 @@ class Twin(nn.Module):
         precision = torch.autocast(work.tokens.input_ids_BS.device.type, enabled=False)
         with torch.no_grad(), evaluating(self.teacher), precision:
             heard = self.teacher(**_inputs(work.tokens, teacher_BSE), processor=told)
-        return heard if self.teacher.has_head else (self._learn(work, student_BSD, None), heard)
+        return heard if self.teacher.has_head else (self._learn(work, student_BSD), heard)
 
-    def _learn(self, work: Work, student_BSD: Tensor | None, signal: FullVocab | None) -> Any:
+    def signal(self, tokens: Tokens, precision: Callable[[], AbstractContextManager[Any]]) -> FullVocab:
+        """What the teacher says, where all of it is here. precision: as in `Work`."""
+        if self.own_base:
+            with without_lora(self.student), precision():
+                return self.student.signal(**_inputs(tokens, None))
+        assert self.teacher is not None
+        with torch.autocast(tokens.input_ids_BS.device.type, enabled=False):
+            return self.teacher.signal(**_inputs(tokens, None))
+
+    def _learn_from_base(self, work: Work, student_BSD: Tensor | None, base_BSD: Tensor | None) -> Any:
+        """One after the other, since it is one model, and in the same precision. Both heads are its own, frozen."""
+        with torch.no_grad(), evaluating(self.student), without_lora(self.student), work.precision():
+            base_BSD = self.student(**_inputs(work.tokens, base_BSD), processor=_hidden_states)
+        if not self.student.has_head:
+            return self._learn(work, student_BSD), base_BSD
+
+        def told(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
+            context = work.context(full_vocab(hidden_states=base_BSD, head=head, context=None))
+            return work.processor(hidden_states=hidden_states, head=head, context=context, depth=depth)
+
+        return self._learn(replace(work, processor=told, context=lambda _: None), student_BSD)
+
+    def _learn(self, work: Work, student_BSD: Tensor | None, signal: FullVocab | None = None) -> Any:
         context = work.context(signal) if self.student.has_head else None
+        inputs = _inputs(work.tokens, student_BSD)
+        if work.balance is not None:
+            inputs["balance"] = work.balance
         with work.precision():
-            return self.student(**_inputs(work.tokens, student_BSD), processor=work.processor, context=context)
+            return self.student(**inputs, processor=work.processor, context=context)
 
 
-def _inputs(tokens: Tokens, hidden: Tensor | None) -> dict[str, Tensor | None]:
-    inputs: dict[str, Tensor | None] = {"input_ids": tokens.input_ids_BS, "position_ids": tokens.position_ids_BS}
+def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+    return hidden_states
+
+
+def _inputs(tokens: Tokens, hidden: Tensor | None) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"input_ids": tokens.input_ids_BS, "position_ids": tokens.position_ids_BS}
     return inputs if hidden is None else inputs | {"input_ids": None, "inputs_embeds": hidden}

@@ -9,18 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from stillhouse.config import RunConfig
-from stillhouse.data import Batch, Documents
+from stillhouse.data import Documents
 from stillhouse.models import Decoder
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.recipe import Recipe
+from stillhouse.parallel import Work
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder, require_same_data, resumable
-from stillhouse.train.session import Session, data_reports, prepare
-from stillhouse.train.step import forward_backward, summed_metrics
+from stillhouse.train.session import Session, adapter_in_words, data_reports, prepare
 
 #: characters of the sample document that are shown
 _SAMPLE = 600
@@ -57,7 +58,9 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     yield _row("student", _model_line(session.student))
     if session.teacher is not None:
         yield _row("teacher", _model_line(session.teacher))
-    same = "" if session.teacher is None else ", the same for both"
+    if session.student.lora is not None:
+        yield _row("adapter", adapter_in_words(session))
+    same = ", the same for both" if session.config.teacher is not None else ""
     yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {session.tokenizer_hash[:12]}{same}")
     yield from (_row("warning", warning) for warning in session.warnings)
     for which, report in data_reports(session).items():
@@ -108,34 +111,29 @@ def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 def _step_lines(session: Session) -> Iterator[str]:
     """One step without its update: time, peak memory, loss, and what each term contributes to the gradient."""
-    batches = [session.train.batch(rows).to(session.device) for rows in session.plan.micro_batches(session.train, 0)]
+    rows = list(session.plan.micro_batches(session.train, 0))
     parameters = [each for each in session.student.parameters() if each.requires_grad]
     with PeakMemory(session.device) as memory:
         started = time.monotonic()
-        outputs = _pass(session, session.recipe, batches)
+        works, outputs = _pass(session, session.recipe, rows)
         norm = float(session.runner.clip(0.0))
         seconds = time.monotonic() - started
-    sums = summed_metrics(outputs)
-    stop_unless_finite(session, 1, batches, outputs, sums["loss"], norm)
+    sums = session.totals(outputs, works)
+    stop_unless_finite(session, 1, works, outputs, sums["loss"], norm)
     optimizer_bytes = 2 * sum(each.numel() * each.element_size() for each in parameters)
-    tokens = sum(batch.input_ids_BS.numel() for batch in batches)
+    tokens = sum(work.tokens.input_ids_BS.numel() for work in works)
     yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {sums['loss']:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     for name, recipe in _single_terms(session.recipe):
         session.runner.zero_grad()
-        _pass(session, recipe, batches)
+        _pass(session, recipe, rows)
         yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")
     session.runner.zero_grad()
 
 
-def _pass(session: Session, recipe: Recipe, batches: Sequence[Batch]) -> list[ObjectiveOutput]:
-    return forward_backward(
-        session.runner,
-        batches,
-        recipe,
-        precision=session.precision,
-        chunk_tokens=session.config.objective.chunk_tokens,
-    )
+def _pass(session: Session, recipe: Recipe, rows: Sequence[np.ndarray]) -> tuple[list[Work], list[ObjectiveOutput]]:
+    works = session.works(session.train, rows, recipe, session.train.targets(rows), training=True)
+    return works, session.runner.forward_backward(works)
 
 
 def _single_terms(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:

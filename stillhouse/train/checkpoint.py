@@ -2,7 +2,7 @@
 
     checkpoints/step-00000500/
         resume/        weights and optimizer in PyTorch's distributed checkpoint format, as safetensors
-        student/       the student and its tokenizer, as transformers reads them
+        student/       the student and its tokenizer, as transformers reads them; an adapter by itself, as peft does
         state.json     step, tokens, the last evaluation, a hash of the data
 
 A folder is written under another name and renamed when it is complete, so that a process killed at any moment leaves
@@ -32,7 +32,10 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from stillhouse.config import StudentConfig
 from stillhouse.models import Decoder
+from stillhouse.models.adapter import is_lora, merged, save_lora
+from stillhouse.models.loading import load_causal_lm
 from stillhouse.parallel import Mesh, Runner, is_first
 from stillhouse.parallel.gradients import local
 from stillhouse.parallel.loading import checkpoint_names
@@ -146,12 +149,14 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
-    """The student for exchange: Hugging Face safetensors, configuration and tokenizer.
+    """The student for exchange: Hugging Face safetensors, configuration and tokenizer. Of an adapter, it alone.
 
     resume: the tensors of a checkpoint of it, read where this process has only a part of the student.
     """
     (student, *_) = runner.students()
-    if runner.mesh is None:
+    if student.lora is not None:
+        save_lora(student, _stored_lora(resume), folder)
+    elif runner.mesh is None:
         student.save_pretrained(folder)
     else:
         save_from_checkpoint(folder, student, resume)
@@ -172,18 +177,14 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     model.generation_config = part.pretrained.generation_config
     keys = {checkpoint_names(whole, name)[0]: f"{_WEIGHT}{name}" for name in whole.state_dict()}
 
-    def empty(name: str, device: str) -> Tensor:
-        tensor = stored[keys[name]]
-        return torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
-
     def read(names: Iterable[str]) -> dict[str, Tensor]:
-        tensors = {name: empty(name, "cpu") for name in names}
-        with _one_process():
-            wanted: dict[str, Any] = {keys[name]: tensor for name, tensor in tensors.items()}
-            dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
-        return tensors
+        tensors = _read(resume, [keys[name] for name in names])
+        return {name: tensors[keys[name]] for name in names}
 
-    shapes = {name: empty(name, "meta") for name in keys}
+    held_as = {name: stored[key] for name, key in keys.items()}
+    shapes = {
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for name, each in held_as.items()
+    }
     written = revert_weight_conversion(model, dict(shapes))
     if any(written.get(name) is not tensor for name, tensor in shapes.items()):
         model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
@@ -196,6 +197,36 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any) -> None:
+    """A plain Hugging Face model: an adapter's folder added to the weights that it was trained on, in host memory."""
+    model = load_causal_lm(
+        base.model,
+        revision=base.revision,
+        dtype=base.dtype,
+        trust_remote_code=base.trust_remote_code,
+    )
+    merged(model, adapter).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _stored_lora(resume: Path) -> dict[str, Tensor]:
+    """An adapter's matrices, by their names in the decoder."""
+    stored = _stored_tensors(resume)
+    names = [name for name in stored if name.startswith(_WEIGHT) and is_lora(name)]
+    return {name.removeprefix(_WEIGHT): each for name, each in _read(resume, names).items()}
+
+
+def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Tensors of a checkpoint, whole."""
+    stored = _stored_tensors(resume)
+    tensors: dict[str, Any] = {
+        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
+    }
+    with _one_process():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
+    return tensors
 
 
 @contextmanager
@@ -250,26 +281,35 @@ def _tensors(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _weights(runner: Runner) -> dict[str, Any]:
-    """The student's parameters and buffers that are here, a weight that two stages share by the embedding's name."""
+    """The student's parameters and buffers that are here, a weight that two stages share by the embedding's name.
+
+    Without what is frozen, beside an adapter: that is in the files of the model that it was trained on.
+    """
     weights: dict[str, Any] = {}
     for student in runner.students():
+        frozen = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
         for name, value in student.state_dict().items():
-            weights.setdefault(f"{_WEIGHT}{runner.shared_name(name)}", value)
+            if name not in frozen:
+                weights.setdefault(f"{_WEIGHT}{runner.shared_name(name)}", value)
     return weights
 
 
 def _owned(runner: Runner) -> dict[str, nn.Parameter]:
-    """The parameters that are here by their names in a checkpoint; one that is here twice, once."""
+    """What trains, of what is here, by its name in a checkpoint; a parameter that is here twice, once."""
     owned: dict[str, nn.Parameter] = {}
-    for name, parameter in runner.named_parameters():
+    for name, parameter in _trained(runner):
         owned.setdefault(runner.shared_name(name), parameter)
     return owned
 
 
+def _trained(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in runner.named_parameters() if parameter.requires_grad)
+
+
 def _random_states(runner: Runner) -> dict[str, Tensor]:
-    """Of this process's generators."""
+    """Of this process's generators. Tensor ranks share theirs: dropout must drop the same of what all have."""
     mesh = runner.mesh
-    own = "" if mesh is None else f".{mesh.everyone.rank()}"
+    own = "" if mesh is None else f".{mesh.everyone.rank() - mesh.place('tensor')}"
     device = _device(runner)
     states = {f"random.cpu{own}": torch.get_rng_state()}
     if device.type == "cuda":
@@ -280,7 +320,7 @@ def _random_states(runner: Runner) -> dict[str, Tensor]:
 def _put_back(tensors: dict[str, Any], runner: Runner, optimizer: torch.optim.Optimizer) -> None:
     """The weights are where they belong, since they were read in place."""
     owned = _owned(runner)
-    for name, parameter in runner.named_parameters():
+    for name, parameter in _trained(runner):
         shared = runner.shared_name(name)
         found = {key: tensors.get(f"{_MOMENT}{shared}.{key}") for key in _MOMENTS}
         if parameter is not owned[shared]:

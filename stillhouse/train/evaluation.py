@@ -11,9 +11,7 @@ from stillhouse.models import evaluating
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.divergence import forward_kl
 from stillhouse.objective.recipe import Recipe
-from stillhouse.train.dealing import deal
 from stillhouse.train.session import Session
-from stillhouse.train.step import works
 
 #: metric keys of an evaluation, from the names that the objective gives them
 KEYS = {
@@ -34,16 +32,13 @@ def evaluate(session: Session) -> dict[str, float]:
     sequences = session.evaluation
     if sequences is None:
         return {}
-    recipe = Recipe(cross_entropy=1.0, divergence=None if session.teacher is None else forward_kl())
-    chunk_tokens = session.config.objective.chunk_tokens
+    recipe = Recipe(cross_entropy=1.0, divergence=None if session.config.teacher is None else forward_kl())
     outputs: list[ObjectiveOutput] = []
     with ExitStack() as modes:
         for student in session.runner.students():
             modes.enter_context(evaluating(student))
         for rows in _rows(session, sequences):
-            batches = deal(sequences, rows, session.runner.mesh, session.device, alike=False)
-            given = works(batches, recipe, 1.0, precision=session.precision, chunk_tokens=chunk_tokens)
-            outputs += session.runner.forward(given)
+            outputs += session.runner.forward(session.works(sequences, rows, recipe, 1.0, training=False))
     sums = session.totals(outputs)
     tokens = sums["tokens"]
     return {key: sums[name] / tokens for name, key in KEYS.items() if name in sums} | {"eval/tokens": tokens}

@@ -7,6 +7,7 @@ import torch
 
 from stillhouse.data import Batch, make_batch
 from stillhouse.objective import ObjectiveOutput
+from stillhouse.parallel import Work
 from stillhouse.train.session import Session
 from stillhouse.train.step import forward_backward
 
@@ -17,7 +18,7 @@ _NAMED = 5
 def stop_unless_finite(
     session: Session,
     step: int,
-    batches: Sequence[Batch],
+    works: Sequence[Work],
     outputs: Sequence[ObjectiveOutput],
     loss: float,
     norm: float,
@@ -25,6 +26,7 @@ def stop_unless_finite(
     """Raise ValueError if the step's loss or gradient norm is NaN or infinite. The weights are still untouched."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
+    batches = [work.tokens for work in works if isinstance(work.tokens, Batch)]
     # under a layout every process has its own samples, and none could run one again without the others
     alone = session.runner.mesh is None
     findings = (_losses(session, batches, outputs) or _gradients(session, batches)) if alone else []

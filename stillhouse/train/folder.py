@@ -52,6 +52,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        """Of a run that trains one; `model` is then what it was trained on with the adapter added."""
+        return self.path / "adapter"
+
+    @property
     def complete(self) -> bool:
         """Whether the run has reached its end: the model is the last thing that it writes."""
         return self.model.is_dir()

@@ -26,7 +26,7 @@ def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
     The entry of a token describes the distributions that predicted it, so the first token of a document has none.
     None without a teacher or held-out data, and where a process has only a part of the models.
     """
-    if session.teacher is None or session.evaluation is None or session.runner.mesh is not None:
+    if session.config.teacher is None or session.evaluation is None or session.runner.mesh is not None:
         return None
     documents = session.evaluation.documents
     chosen = [_document(session, documents, document) for document in _choose(documents)]
@@ -41,13 +41,10 @@ def _choose(documents: Documents) -> list[int]:
 
 
 def _document(session: Session, documents: Documents, document: int) -> dict[str, Any]:
-    assert session.teacher is not None
     batch = make_batch(documents, [[document]]).to(session.device)
-    tokens = batch.input_ids_BS, batch.position_ids_BS
-    with torch.autocast(session.device.type, enabled=False):
-        teacher = _first_rows(session.teacher.signal(*tokens))
+    teacher = _first_rows(session.runner.twins[0].signal(batch, session.precision))
     with session.precision():
-        student = _first_rows(session.student.signal(*tokens))
+        student = _first_rows(session.student.signal(batch.input_ids_BS, batch.position_ids_BS))
         output = linear_objective(student.hidden_TE, student.head, [Distill(teacher, forward_kl())])
         rows = common_vocabulary([student.head, teacher.head])
         student_top = _top(session, student, rows)

@@ -9,14 +9,13 @@ from pathlib import Path
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.parallel import is_first
 from stillhouse.train.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
-from stillhouse.train.dealing import deal
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.logging import open_log
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
-from stillhouse.train.step import forward_backward, make_optimizer, optimizer_step
+from stillhouse.train.step import ROUTER_LOSS, make_optimizer, optimizer_step
 
 
 def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Progress:
@@ -44,18 +43,12 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
         for step in range(progress.step, plan.steps):
             started = time.monotonic()
             rows = list(plan.micro_batches(session.train, step))
-            batches = deal(session.train, rows, runner.mesh, session.device, alike=runner.pipeline is not None)
-            outputs = forward_backward(
-                runner,
-                batches,
-                session.recipe,
-                precision=session.precision,
-                normalizer=session.train.targets(rows),
-                chunk_tokens=config.objective.chunk_tokens,
-            )
+            targets = session.train.targets(rows)
+            works = session.works(session.train, rows, session.recipe, targets, training=True)
+            outputs = runner.forward_backward(works)
             norm = float(runner.clip(settings.clip or 0.0))
-            sums = session.totals(outputs)
-            stop_unless_finite(session, step + 1, batches, outputs, sums["loss"], norm)
+            sums = session.totals(outputs, works)
+            stop_unless_finite(session, step + 1, works, outputs, sums["loss"], norm)
             rate = learning_rate(settings, plan.steps, step)
             optimizer_step(optimizer, rate)
 
@@ -86,7 +79,9 @@ def _train_metrics(sums: dict[str, float], rate: float, norm: float, speed: floa
     known = {"student_entropy": "_nats", "teacher_entropy": "_nats", "agreement": "", "teacher_mass": ""}
     metrics = {"loss/total_nats_per_token": sums["loss"]}
     for name, value in sums.items():
-        if name in known:
+        if name == ROUTER_LOSS:
+            metrics[f"loss/{name}"] = value / tokens
+        elif name in known:
             metrics[f"train/{name}{known[name]}"] = value / tokens
         elif name not in ("loss", "tokens", CHUNK_TOKENS):
             metrics[f"loss/{name}_nats_per_token"] = value / tokens

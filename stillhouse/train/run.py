@@ -5,11 +5,11 @@ from pathlib import Path
 
 from stillhouse.config import RunConfig
 from stillhouse.parallel import is_first, leave
-from stillhouse.train.checkpoint import atomic_folder, checkpoints, save_student
+from stillhouse.train.checkpoint import atomic_folder, checkpoints, save_merged, save_student
 from stillhouse.train.folder import RunFolder, alone, claim, environment, require_same_data, resumable
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.off_policy import train
-from stillhouse.train.session import Session, data_reports, in_words, parse_objective, prepare
+from stillhouse.train.session import Session, adapter_in_words, data_reports, in_words, parse_objective, prepare
 
 
 def distill(config: RunConfig) -> Path:
@@ -48,6 +48,8 @@ def _run(session: Session, folder: RunFolder, resume: Path | None) -> None:
         say(f"warning: {warning}")
     if session.runner.mesh is not None:
         say(f"layout: {session.runner.layout}")
+    if session.student.lora is not None:
+        say(f"adapter: {adapter_in_words(session)}")
     if resume is not None:
         say(f"resuming from {resume}")
     if is_first():
@@ -59,8 +61,19 @@ def _run(session: Session, folder: RunFolder, resume: Path | None) -> None:
     if tokens is not None:
         folder.write_json("tokens.json", tokens)
     if is_first():
-        newest = checkpoints(folder.checkpoints)[-1]  # of the last step
-        with atomic_folder(folder.model) as model:
-            save_student(model, session.runner, session.tokenizer, newest / "resume")
+        _leave_model(session, folder)
     leave()
     say(f"model: {folder.model}")
+
+
+def _leave_model(session: Session, folder: RunFolder) -> None:
+    """The final student, last of all: it is what makes a run complete."""
+    resume = checkpoints(folder.checkpoints)[-1] / "resume"  # of the last step
+    if session.student.lora is None:
+        with atomic_folder(folder.model) as model:
+            save_student(model, session.runner, session.tokenizer, resume)
+        return
+    with atomic_folder(folder.adapter) as adapter:
+        save_student(adapter, session.runner, session.tokenizer, resume)
+    with atomic_folder(folder.model) as model:
+        save_merged(model, session.config.student, folder.adapter, session.tokenizer)

@@ -4,10 +4,12 @@ The objective's expression, then the tokenizers, then the data, then the models:
 second, a teacher of another tokenizer before any weight is read.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +24,14 @@ from stillhouse.data import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
-from stillhouse.models import Decoder, check_document_length, check_finite_weights
+from stillhouse.models import (
+    Decoder,
+    add_lora,
+    balance_routers,
+    check_document_length,
+    check_finite_weights,
+    draw_lora,
+)
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.parallel import (
@@ -30,6 +39,7 @@ from stillhouse.parallel import (
     Mesh,
     Origin,
     Runner,
+    Work,
     alone,
     empty_decoder,
     fill,
@@ -42,9 +52,10 @@ from stillhouse.parallel import (
     process_count,
     require_offload,
 )
+from stillhouse.train.dealing import dealt_works
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
-from stillhouse.train.step import add_up, summed_metrics
+from stillhouse.train.step import ROUTER_LOSS, add_up, router_loss, summed_metrics
 
 
 @dataclass
@@ -70,14 +81,45 @@ class Session:
 
     @property
     def teacher(self) -> Decoder | None:
-        """The same of the teacher."""
+        """The same of the teacher; None where it is the student's own base, too."""
         return self.runner.teacher
 
-    def totals(self, outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
-        """`summed_metrics` over all processes, the same on each. Waits for the device once."""
-        mesh = self.runner.mesh
-        own = summed_metrics(outputs if self.runner.has_results else ())
-        return add_up(gathered(own, None if mesh is None else mesh.everyone, self.device))
+    def works(
+        self,
+        sequences: PackedSequences,
+        rows: Sequence[np.ndarray],
+        recipe: Recipe,
+        normalizer: float,
+        *,
+        training: bool,
+    ) -> list[Work]:
+        """What this process computes of micro-batches that are given by their packed sequences."""
+        objective = self.config.objective
+        return dealt_works(
+            self.runner,
+            sequences,
+            rows,
+            recipe,
+            normalizer,
+            self.device,
+            training=training,
+            router_aux_loss=objective.router_aux_loss,
+            precision=self.precision,
+            chunk_tokens=objective.chunk_tokens,
+        )
+
+    def totals(self, outputs: Sequence[ObjectiveOutput], works: Sequence[Work] = ()) -> dict[str, float]:
+        """`summed_metrics` over all processes, the same on each, and what routers made of the works. Waits for the
+        device once.
+        """
+        runner = self.runner
+        own = summed_metrics(outputs if runner.has_results else ())
+        if runner.is_counted:
+            own |= router_loss(works)
+        sums = add_up(gathered(own, None if runner.mesh is None else runner.mesh.everyone, self.device))
+        if ROUTER_LOSS in sums:
+            sums["loss"] += self.config.objective.router_aux_loss * sums[ROUTER_LOSS] / max(1.0, sums["tokens"])
+        return sums
 
     def precision(self) -> torch.autocast:
         """The autocast of a run: bfloat16 products over float32 master weights, or nothing."""
@@ -93,7 +135,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     if announce:
         print(in_words(config, recipe), flush=True)
     require_trackers(config.track)
+    require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
+    _teacher_layout(config)
     device = choose_device(config.device)
     require_offload(layout, device)
     torch.manual_seed(config.seed)
@@ -113,7 +157,10 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     if evaluation_documents is not None:
         evaluation = PackedSequences(evaluation_documents, max_tokens=max_tokens, seed=config.seed, shuffle=False)
     mesh = join(layout, device)
-    runner = alone(*load_models(config, device)) if mesh is None else lay_out_models(config, layout, mesh, device)
+    if mesh is None:
+        runner = alone(*load_models(config, device), own_base=own_base(config))
+    else:
+        runner = lay_out_models(config, layout, mesh, device)
     for which, decoder in (("student", runner.students()[0]), ("teacher", runner.teacher)):
         if decoder is not None:
             warnings += check_vocabulary(tokenizer, decoder.vocabulary_rows, which)
@@ -151,6 +198,11 @@ def parse_objective(config: RunConfig) -> Recipe:
                 f"got {config.checkpoint.best} without a teacher: expected eval/cross_entropy or null",
             )
     return recipe
+
+
+def adapter_in_words(session: Session) -> str:
+    teacher = "; the teacher is the same model without it, held once" if own_base(session.config) else ""
+    return f"{session.student.lora}{teacher}"
 
 
 def in_words(config: RunConfig, recipe: Recipe) -> str:
@@ -201,25 +253,61 @@ def load_data(
     return train.split(data.eval) if data.eval else (train, None)
 
 
+def require_adapters(student: StudentConfig) -> None:
+    """Raise ConfigError for an adapter without the library that it needs."""
+    if student.adapter is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
+
+
+def own_base(config: RunConfig) -> bool:
+    """Whether the teacher is what the student is without its adapter, so that there is one model and not two."""
+    student, teacher = config.student, config.teacher
+    if student.adapter is None or teacher is None:
+        return False
+    same = all(getattr(student, key) == getattr(teacher, key) for key in ("model", "revision", "attention"))
+    return same and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
+
+
 def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Decoder | None]:
-    """Student and teacher on the device, their weights finite."""
+    """Student and teacher on the device, their weights finite. No teacher where it is the student's base."""
     student = _trained(_load("student", config.student, device), config)
-    return student, None if config.teacher is None else _load("teacher", config.teacher, device)
+    draw_lora(student, config.seed)
+    if config.teacher is None or own_base(config):
+        return student, None
+    return student, _load("teacher", config.teacher, device)
 
 
 def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.device) -> Runner:
     """The same over processes, each of which reads its own part."""
-    student, teacher = _origin("student", config.student, device, layout.offload), None
-    if config.teacher is not None:
-        teacher = _origin("teacher", config.teacher, device, layout.offload)
+    student, teacher = _origin("student", config.student, device, layout.offload, config.seed), None
+    apart = _teacher_layout(config)
+    if config.teacher is not None and not own_base(config):
+        teacher = _origin("teacher", config.teacher, device, layout.offload, config.seed)
     make = student.make
+    student = replace(student, make=lambda: _trained(make(), config), own_base=own_base(config))
+    teacher_apart = None if apart is None else (apart, Mesh(apart.degrees, device))
     try:
-        return lay_out(layout, mesh, replace(student, make=lambda: _trained(make(), config)), teacher)
+        return lay_out(layout, mesh, student, teacher, teacher_apart)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError("parallel", str(error)) from error
 
 
-def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool) -> Origin:
+def _teacher_layout(config: RunConfig) -> Layout | None:
+    """The teacher's own, if it is to have one."""
+    if config.teacher is None or config.teacher.parallel is None:
+        return None
+    for key in ("gather_dtype", "offload"):
+        if getattr(config.teacher.parallel, key):
+            raise ConfigError(f"teacher.parallel.{key}", f"is of both models: expected parallel.{key} in its place")
+    layout = layout_of(config.teacher.parallel, process_count(), "teacher.parallel")
+    return replace(layout, offload=config.parallel.offload)
+
+
+def _origin(
+    which: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
+) -> Origin:
     if model.trust_remote_code:
         raise ConfigError(
             f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
@@ -228,12 +316,26 @@ def _origin(which: str, model: StudentConfig | TeacherConfig, device: torch.devi
 
     def weights(decoder: Decoder) -> None:
         fill(decoder, folder, device, offload=offload)
+        draw_lora(decoder, seed)
         check_finite_weights(decoder, which)
 
     return Origin(partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention), weights)
 
 
 def _trained(student: Decoder, config: RunConfig) -> Decoder:
+    """Made ready for training."""
+    adapter = config.student.adapter
+    if adapter is not None:
+        options = adapter.model_dump(exclude={"type"})
+        try:
+            add_lora(student, **options, base=config.student.model, revision=config.student.revision)
+        except ValueError as error:
+            raise ConfigError("student.adapter.targets", str(error)) from error
+    if config.objective.router_aux_loss:
+        try:
+            balance_routers(student)
+        except ValueError as error:
+            raise ConfigError("objective.router_aux_loss", str(error)) from error
     if config.train.activation_checkpointing:
         student.gradient_checkpointing_enable()
     return student.train()

@@ -6,19 +6,24 @@ neither the loss nor the gradient depends on how the step was cut. T tokens of a
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from stillhouse.data import Batch
+from stillhouse.models import Balance
 from stillhouse.objective import ObjectiveOutput, OutputHead, Signal, Term, linear_objective
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.recipe import Recipe
 from stillhouse.parallel import Runner, Work
+
+#: the key of the routers' load balancing among a step's sums
+ROUTER_LOSS = "router_aux"
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,43 @@ def works(
     *,
     precision: Callable[[], torch.autocast],
     chunk_tokens: int | None = None,
+    balances: Sequence[Balance] = (),
+    heard: Sequence[Tensor | None] = (),
 ) -> list[Work]:
-    """Micro-batches with what is to be made of them, as a runner takes them."""
+    """Micro-batches with what is to be made of them, as a runner takes them.
+
+    balances, heard: of each micro-batch, or none at all; see `Work`.
+    """
 
     def context(batch: Batch, signal: Signal | None) -> ObjectiveContext:
         return ObjectiveContext(recipe.terms(batch.labels_T, signal), batch, normalizer, chunk_tokens)
 
-    return [
+    made = [
         Work(batch, objective_processor, partial(context, batch), recipe.needs_teacher, precision)
         for batch in batches
     ]
+    if balances:
+        made = [replace(work, balance=balance) for work, balance in zip(made, balances, strict=True)]
+    if heard:
+        made = [replace(work, heard_BSE=hidden_BSE) for work, hidden_BSE in zip(made, heard, strict=True)]
+    return made
+
+
+def router_balances(
+    batches: Sequence[Batch], coefficient: float, normalizer: float, group: ProcessGroup | None = None
+) -> list[Balance]:
+    """The load balancing of each micro-batch's routers; none where the coefficient is 0.
+
+    group: of the context ranks, which have a part of each sequence.
+    """
+    if not coefficient:
+        return []
+    made = []
+    for batch in batches:
+        shape_BS = batch.input_ids_BS.shape
+        targets_B = (batch.labels_T >= 0).view(shape_BS).sum(1)
+        made.append(Balance((batch.document_T >= 0).view(shape_BS), targets_B, coefficient / normalizer, group))
+    return made
 
 
 def forward_backward(
@@ -70,17 +102,16 @@ def forward_backward(
     batches: Sequence[Batch],
     recipe: Recipe,
     *,
-    precision: Callable[[], torch.autocast],
     normalizer: int | None = None,
-    chunk_tokens: int | None = None,
+    **given: Any,
 ) -> list[ObjectiveOutput]:
     """Add the step's gradient to the student's parameters. Returns each micro-batch's output, its loss detached (of
     a pipeline, on the last stage's ranks).
 
-    normalizer: the valid tokens of the whole step, of all processes; None: those of `batches`.
+    normalizer: the valid tokens of the whole step, of all processes; None: those of `batches`. given: as for `works`.
     """
     tokens = valid_tokens(batches) if normalizer is None else normalizer
-    return runner.forward_backward(works(batches, recipe, tokens, precision=precision, chunk_tokens=chunk_tokens))
+    return runner.forward_backward(works(batches, recipe, tokens, **given))
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -111,6 +142,12 @@ def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
     sums[CHUNK_TOKENS] = torch.stack([output.metrics[CHUNK_TOKENS] for output in outputs]).max().double()
     values = torch.stack(list(sums.values())).tolist()
     return dict(zip(sums, values, strict=True))
+
+
+def router_loss(works: Sequence[Work]) -> dict[str, float]:
+    """What the routers that are here have made of the micro-batches, summed over target tokens, as a metric sum."""
+    losses = [loss for work in works if work.balance is not None for loss in work.balance.losses.values()]
+    return {ROUTER_LOSS: float(torch.stack(losses).double().sum())} if losses else {}
 
 
 def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:

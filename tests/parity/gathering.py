@@ -50,7 +50,9 @@ def gradients(case: Case, layout: Layout, mesh: Mesh | None, precision: Precisio
     runner = lay_out(layout, mesh, *origins(case))
     spread_norms(runner)
     given = batches(case, 0)
-    runner.forward_backward(works(case, given if mesh is None else mine(given, mesh), normalizer(given), precision))
+    runner.forward_backward(
+        works(case, given if mesh is None else mine(given, mesh), normalizer(given), precision=precision)
+    )
     runner.clip(0.0)
     found = {name: each.grad for name, each in runner.named_parameters() if each.grad is not None}
     assert {each.dtype for each in found.values()} == {torch.float32}

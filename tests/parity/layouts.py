@@ -6,24 +6,32 @@ layout, and says how far each of its parameters' gradients is from the reference
 T tokens, B rows, S tokens per row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from shard_ranks import Rank
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.data import Batch
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, add_lora, balance_routers, draw_lora
 from stillhouse.objective import ObjectiveOutput, Signal, TopK
 from stillhouse.objective.recipe import Recipe, parse_recipe
-from stillhouse.parallel import Layout, Mesh, Origin, Runner, Work, lay_out
+from stillhouse.parallel import Extent, Layout, Mesh, Origin, Runner, Work, lay_out
 from stillhouse.parity import apart, whole
-from stillhouse.train.step import ObjectiveContext, make_optimizer, objective_processor, optimizer_step
+from stillhouse.train.step import (
+    ROUTER_LOSS,
+    ObjectiveContext,
+    make_optimizer,
+    objective_processor,
+    optimizer_step,
+    router_balances,
+    router_loss,
+)
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
 SHAPE: dict[str, Any] = {
@@ -40,7 +48,12 @@ Precision = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """micro_batches: of each data rank in a step. family: qwen3, untied, or llama, tied."""
+    """micro_batches: of each data rank in a step. family: qwen3, untied, llama, tied, or qwen3_moe, with experts on
+    both sides, whose balance the student learns. depth: the student's layers, if not the family's.
+
+    lora: the student trains one, beside a teacher ("teacher") or its own base ("base"); "": it trains itself.
+    dtype: of the weights beside a LoRA, whose own are float32.
+    """
 
     layout: Layout
     family: str = "qwen3"
@@ -48,14 +61,20 @@ class Case:
     recipe: Recipe = RECIPE
     top_k: int = 0
     checkpointing: bool = False
+    teacher: Layout | None = None  # of its own
+    depth: int = 0
+    lora: str = ""
+    dtype: torch.dtype = torch.float32
 
     @property
     def name(self) -> str:
         kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
         schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
+        own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
+        kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
-        more = "".join(f"-{flag}" for flag, given in flags.items() if given)
-        return kind + schedule + more
+        more = own + "".join(f"-{flag}" for flag, given in flags.items() if given)
+        return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
 @dataclass
@@ -78,17 +97,18 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     mesh = mesh_of(case.layout)
     if rank.number >= case.layout.degrees.processes:
         return None
-    alone, laid = lay_out(Layout(), None, *origins(case)), lay_out(case.layout, mesh, *origins(case))
+    teacher_apart = None if case.teacher is None else (case.teacher, mesh_of(case.teacher))
+    alone, laid = lay_out(Layout(), None, *origins(case)), lay_out(case.layout, mesh, *origins(case), teacher_apart)
     steps = [batches(case, step) for step in range(STEPS)]
     # the reference's micro-batches are those of all data ranks
     everything = [works(case, each) for each in steps]
-    own = [works(case, mine(each, mesh), normalizer(each)) for each in steps]
+    own = [tell(laid, each, works(case, mine(each, mesh), normalizer(each), laid.context_group)) for each in steps]
     for student in (*alone.students(), *laid.students()):
         student.train()
         if case.checkpointing:
             student.gradient_checkpointing_enable()
-    evaluated = abs(summed(mesh, case, laid.forward(own[0]))["loss"] - total(alone.forward(everything[0]))["loss"])
-    difference = first_step(case, mesh, alone, laid, everything[0], own[0])
+    evaluated = abs(summed(laid, laid.forward(own[0]))["loss"] - total(alone.forward(everything[0]))["loss"])
+    difference = first_step(case, alone, laid, everything[0], own[0])
     difference.evaluation = evaluated
     optimizers = [optimizer(each) for each in (alone, laid)]
     for step in range(STEPS):
@@ -104,11 +124,11 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     return difference
 
 
-def first_step(
-    case: Case, mesh: Mesh, alone: Runner, laid: Runner, everything: list[Work], own: list[Work]
-) -> Difference:
+def first_step(case: Case, alone: Runner, laid: Runner, everything: list[Work], own: list[Work]) -> Difference:
     """Leaves the gradients where they are."""
-    expected, found = total(alone.forward_backward(everything)), summed(mesh, case, laid.forward_backward(own))
+    expected = total(alone.forward_backward(everything)) | balance_of(everything)
+    found = summed(laid, laid.forward_backward(own), own)
+    assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe")
     norms = [float(each.clip(0.0)) for each in (alone, laid)]
     references = dict(alone.named_parameters())
     gradients = {}
@@ -137,23 +157,49 @@ def alias(case: Case, name: str) -> str:
 
 
 def origins(case: Case) -> tuple[Origin, Origin | None]:
-    student, teacher = configurations(case.family)
-    needs = case.recipe.needs_teacher and not case.top_k
-    return Origin(partial(decoder, student, 0)), Origin(partial(decoder, teacher, 1)) if needs else None
+    student, teacher = configurations(case.family, case.depth)
+    needs = case.recipe.needs_teacher and not case.top_k and case.lora != "base"
+    made = Origin(partial(learner, student))
+    if case.lora:
+        # A and B are drawn where they lie, and B too, or A would have no gradient
+        draw = partial(draw_lora, seed=2, fresh=False)
+        made = Origin(partial(with_lora, student, case.dtype), draw, own_base=case.lora == "base")
+    return made, Origin(partial(decoder, teacher, 1)) if needs else None
 
 
-def configurations(family: str) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     """Other depths and widths on both sides."""
     if family == "llama":
-        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=5, tie_word_embeddings=True)
+        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=depth or 5, tie_word_embeddings=True)
         return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=6)
-    small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False)
+    if family == "qwen3_moe":
+        experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
+        small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
+        return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
+    layers = depth or 4
+    small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
     return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
+
+
+def learner(config: PreTrainedConfig) -> Decoder:
+    student = decoder(config, 0)
+    if config.model_type == "qwen3_moe":
+        balance_routers(student)
+    return student
 
 
 def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
     torch.manual_seed(seed)
     return Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+
+
+def with_lora(config: PreTrainedConfig, dtype: torch.dtype) -> Decoder:
+    """Of a rank that no layout divides."""
+    made = learner(config).to(dtype)
+    # peft takes a dense layer's names for those of experts, where a family has both
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if config.model_type == "qwen3_moe" else "all-linear"
+    add_lora(made, r=5, alpha=10.0, targets=targets)
+    return made
 
 
 def batches(case: Case, step: int) -> list[Batch]:
@@ -194,11 +240,30 @@ def normalizer(given: list[Batch]) -> int:
 
 
 def works(
-    case: Case, given: list[Batch], tokens: int | None = None, precision: Precision = nullcontext
+    case: Case,
+    given: list[Batch],
+    tokens: int | None = None,
+    group: Any = None,
+    precision: Precision = nullcontext,
 ) -> list[Work]:
     tokens = tokens or normalizer(given)
     asks = case.recipe.needs_teacher and not case.top_k
-    return [Work(each, objective_processor, partial(context, case, each, tokens), asks, precision) for each in given]
+    coefficient = 0.5 if case.family == "qwen3_moe" else 0.0
+    balances = router_balances(given, coefficient, tokens, group) or [None] * len(given)
+    return [
+        Work(each, objective_processor, partial(context, case, each, tokens), asks, precision, balance)
+        for each, balance in zip(given, balances, strict=True)
+    ]
+
+
+def tell(runner: Runner, everything: list[Batch], own: list[Work]) -> list[Work]:
+    """The works with what a teacher in a layout of its own says of them."""
+    if runner.separate is None:
+        return own
+    shape_BS = (ROWS, TOKENS)
+    extents = [Extent(*shape_BS, teacher_BS=shape_BS, student_BS=shape_BS)] * len(everything)
+    heard = runner.separate.hear(mine(everything, runner.separate.mesh), extents)
+    return [replace(work, heard_BSE=hidden_BSE) for work, hidden_BSE in zip(own, heard, strict=True)]
 
 
 def context(case: Case, given: Batch, tokens: int, signal: Signal | None) -> ObjectiveContext:
@@ -242,9 +307,14 @@ def total(made: list[ObjectiveOutput]) -> dict[str, float]:
     return sums
 
 
-def summed(mesh: Mesh, case: Case, made: list[ObjectiveOutput]) -> dict[str, float]:
+def summed(runner: Runner, made: list[ObjectiveOutput], given: Sequence[Work] = ()) -> dict[str, float]:
     """Over the ranks that have different tokens: not over those that share a head's rows."""
-    own = total(made) if mesh.place("tensor") == 0 else {}
-    every: list[Any] = [None] * mesh.degrees.processes
-    dist.all_gather_object(every, own, group=mesh.everyone)
-    return {name: sum(each.get(name, 0.0) for each in every) for name in max(every, key=len)}
+    assert runner.mesh is not None
+    own = (total(made) if runner.has_results else {}) | (balance_of(given) if runner.is_counted else {})
+    every: list[Any] = [None] * runner.mesh.degrees.processes
+    dist.all_gather_object(every, own, group=runner.mesh.everyone)
+    return {name: sum(each.get(name, 0.0) for each in every) for name in {name for each in every for name in each}}
+
+
+def balance_of(given: Sequence[Work]) -> dict[str, float]:
+    return router_loss(given)

@@ -5,9 +5,11 @@ A right loss says nothing: what is compared is what changes the weights. The qui
 """
 
 import pytest
+import torch
 from layouts import Case, Difference, compare
 from shard_ranks import Failure, RankPool, shared_pool
 
+from stillhouse.models.adapter import is_lora
 from stillhouse.objective.recipe import parse_recipe
 from stillhouse.parallel import Degrees, Layout
 
@@ -40,9 +42,14 @@ QUICK = [
     Case(layout(fsdp=2, pipeline=2), "llama"),
     Case(layout(tensor=2, pipeline=2), "llama"),
     Case(layout(context=2, fsdp=2)),
+    Case(layout(fsdp=2, expert=2), "qwen3_moe"),
+    Case(layout(pipeline=2), "qwen3_moe"),
+    Case(layout(pipeline=2), "llama", teacher=layout(context=2)),
     Case(layout(fsdp=2), checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
     Case(layout(tensor=2), top_k=8),
+    Case(layout(fsdp=2), lora="base"),
+    Case(layout(tensor=2), lora="teacher"),
     Case(Layout(Degrees(fsdp=2), offload=True)),
 ]
 SLOW = [
@@ -64,6 +71,12 @@ SLOW = [
         for micro_batches in (2, 4, 8)
         for family in ("qwen3", "llama")
     ),
+    *(
+        Case(layout(schedule, pipeline=4), family, micro_batches, depth=8)
+        for schedule in ("interleaved", "zero_bubble", "zbv")
+        for micro_batches in (4, 8)
+        for family in ("qwen3", "llama")
+    ),
     Case(layout(fsdp=2, tensor=2), "llama"),
     Case(layout(fsdp=2, pipeline=2)),
     Case(layout("zbv", fsdp=2, pipeline=2), "llama", micro_batches=4),
@@ -77,6 +90,34 @@ SLOW = [
     Case(layout(context=2, tensor=2)),
     Case(layout(context=2, pipeline=2), "llama"),
     Case(layout(context=2, tensor=2, pipeline=2)),
+    *(
+        Case(layout(**degrees), "qwen3_moe")
+        for degrees in (
+            {"fsdp": 2},
+            {"fsdp": 4, "expert": 2},
+            {"fsdp": 4, "expert": 2, "replicate": 2},
+            {"tensor": 2},
+            {"fsdp": 3, "tensor": 2, "expert": 6},
+            {"fsdp": 2, "tensor": 2, "expert": 2},
+            {"context": 2, "expert": 2},
+            {"fsdp": 2, "pipeline": 2, "expert": 2},
+        )
+    ),
+    Case(layout("zero_bubble", fsdp=2, pipeline=2, expert=2), "qwen3_moe", micro_batches=4),
+    Case(layout(fsdp=2, expert=2), "qwen3_moe", checkpointing=True),
+    Case(layout(pipeline=2), "qwen3_moe", checkpointing=True),
+    *(
+        Case(layout(**ours), family, teacher=layout(**theirs))
+        for family, ours, theirs in (
+            ("qwen3", {"fsdp": 2}, {"tensor": 2}),
+            ("llama", {"tensor": 2}, {"fsdp": 2}),
+            ("llama", {"tensor": 4}, {"pipeline": 2, "fsdp": 2}),
+            ("qwen3", {"context": 4}, {"context": 2, "tensor": 2}),
+            ("qwen3", {"pipeline": 2, "fsdp": 2}, {"tensor": 4}),
+            ("qwen3_moe", {"fsdp": 2}, {"fsdp": 2, "expert": 2}),
+        )
+    ),
+    Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     *(Case(layout(**degrees), top_k=8) for degrees in ({"fsdp": 2}, {"context": 2})),
     *(
         Case(layout(**degrees), checkpointing=True)
@@ -85,6 +126,29 @@ SLOW = [
     Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama"),
     Case(layout(fsdp=2), recipe=parse_recipe("reverse_kl")),
     Case(layout(pipeline=2), recipe=parse_recipe("cross_entropy + 1e-2*z_loss")),
+    *(
+        Case(layout(**degrees), family, lora=lora)
+        for degrees in ({"fsdp": 2}, {"tensor": 2}, {"pipeline": 2})
+        for family in ("qwen3", "llama")
+        for lora in ("teacher", "base")
+    ),
+    *(Case(layout(**degrees), lora="base") for degrees in ({"context": 2}, {"replicate": 2}, {"fsdp": 4})),
+    *(
+        Case(layout(schedule, pipeline=2), micro_batches=4, lora="base")
+        for schedule in ("gpipe", "interleaved", "zero_bubble", "zbv")
+    ),
+    *(
+        Case(layout(**degrees), "llama", checkpointing=True, lora="base")
+        for degrees in ({"fsdp": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"fsdp": 2, "tensor": 2})
+    ),
+    *(Case(layout(fsdp=2), family, lora="base", dtype=torch.bfloat16) for family in ("qwen3", "llama")),
+    Case(layout(fsdp=2, pipeline=2), lora="base", dtype=torch.bfloat16),
+    Case(layout(fsdp=2, tensor=2, pipeline=2), lora="base"),
+    Case(layout("zbv", fsdp=2, pipeline=2), "llama", micro_batches=4, lora="base"),
+    Case(layout(fsdp=2, expert=2), "qwen3_moe", lora="base"),
+    Case(layout(fsdp=2, tensor=2, expert=2), "qwen3_moe", lora="teacher"),
+    Case(layout(pipeline=2), "qwen3_moe", lora="base"),
+    Case(layout(pipeline=2), lora="teacher", teacher=layout(context=2)),
 ]
 
 
@@ -113,8 +177,13 @@ def check(pool: RankPool, case: Case) -> None:
         assert difference.gradients, rank
         bad = {name: error for name, error in difference.gradients.items() if not error <= GRADIENT}
         assert not bad, (rank, "gradients", bad)
-        bad = {name: error for name, error in difference.weights.items() if not error <= WEIGHT}
+        # in bfloat16 the second step's hidden states are rounded otherwise
+        most = WEIGHT if case.dtype == torch.float32 else 1e-2
+        bad = {name: error for name, error in difference.weights.items() if not error <= most}
         assert not bad, (rank, "weights", bad)
+        if case.lora:
+            assert all(is_lora(name) for name in difference.gradients)
+            assert not any(error for name, error in difference.weights.items() if not is_lora(name))
         assert difference.loss <= 1e-6, rank
         assert difference.evaluation <= 1e-6, rank
         assert difference.norm <= 1e-5, rank

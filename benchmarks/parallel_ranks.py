@@ -1,0 +1,315 @@
+"""What benchmarks/parallel.py reads on each rank: a small twin's steps under a layout, what they send and hold.
+
+Traffic is what torch dispatches of collectives, whoever starts them (FSDP2, DTensor, the pipeline's sends, ours).
+Memory is what Python can reach between steps, and what PyTorch's allocator gives within one; what others allocate
+(gloo, MKL) is not counted.
+"""
+
+import gc
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.parallel_costs import Job, Shape
+from stillhouse.data import Batch
+from stillhouse.models import Decoder
+from stillhouse.objective.recipe import parse_recipe
+from stillhouse.parallel import Layout, Mesh, Origin, Runner, Work, lay_out
+from stillhouse.train.step import make_optimizer, optimizer_step, works
+
+CPU = torch.device("cpu")
+VOCABULARY, ROWS, TOKENS, CHUNK = 4096, 2, 128, 64
+STUDENT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TEACHER = {
+    "hidden_size": 128,
+    "num_hidden_layers": 12,
+    "intermediate_size": 384,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+#: of jsd and cross-entropy, not compiled: read off once at the peak
+SCRATCH_TILES = 11
+#: steps whose memory is looked at, and seconds behind each collective in them
+MEMORY_STEPS, PATIENCE = 3, 0.002
+LOSS = "0.3*cross_entropy + 0.7*jsd(0.5)"
+
+
+@dataclass(frozen=True)
+class Case:
+    """bf16: the student under autocast, the teacher's weights in it. recomputed: activation checkpointing."""
+
+    layout: Layout
+    bf16: bool = False
+    recomputed: bool = False
+
+    def __str__(self) -> str:
+        return str(self.layout) + ", bf16" * self.bf16 + ", recomputed" * self.recomputed
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a data rank: in a pipeline more than it has ranks, so that it runs full."""
+        return max(4, 2 * self.layout.degrees.pipeline)
+
+    @property
+    def job(self) -> Job:
+        half = 2 if self.bf16 else 4
+        return Job(
+            student=Shape.of(config(STUDENT)),
+            teacher=Shape.of(config(TEACHER)),
+            layout=self.layout,
+            micro_batches=self.micro_batches,
+            tokens=ROWS * TOKENS,
+            chunk=CHUNK,
+            scratch_tiles=SCRATCH_TILES,
+            recomputed=self.recomputed,
+            teacher_bytes=half,
+            product_bytes=half,
+        )
+
+
+def run_cases(cases: list[Case]) -> dict[str, Any]:
+    """Every layout that counts this rank, one after the other."""
+    result = {}
+    for case in cases:
+        mesh = Mesh(case.layout.degrees, CPU)
+        if dist.get_rank() < case.layout.degrees.processes:
+            result[str(case)] = run_case(case, mesh)
+        dist.barrier()
+    return result
+
+
+def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
+    """One step in which ranks agree on shapes, one for the traffic, a few for the memory."""
+    before = alive()
+    alone = case.layout.degrees.processes == 1
+    runner = lay_out(case.layout, None if alone else mesh, *origins(case))
+    for student in runner.students():
+        student.train()
+        if case.recomputed:
+            student.gradient_checkpointing_enable()
+    given = step_works(case, mesh)
+    parameters = (each for _, each in runner.named_parameters())
+    optimizer = make_optimizer(parameters, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+    def step() -> None:
+        runner.forward_backward(given)
+        runner.clip(1.0)
+        optimizer_step(optimizer, 1e-3)
+
+    step()
+    with Traffic(runner, mesh) as traffic, order_of_stages() as order:
+        step()
+    held = alive() - before
+    peaks = [allocations(runner, given) for _ in range(MEMORY_STEPS)]
+    return {
+        "pipeline_rank": mesh.place("pipeline"),
+        "sent": dict(traffic.sent),
+        "between_steps": held,
+        "within_step": min(peak for peak, _ in peaks),
+        "largest_allocation": max(largest for _, largest in peaks),
+        "order": order,
+    }
+
+
+# models and data
+
+
+def config(sizes: dict[str, int]) -> Qwen3Config:
+    return Qwen3Config(**sizes, vocab_size=VOCABULARY, head_dim=16, tie_word_embeddings=False)
+
+
+def origins(case: Case) -> tuple[Origin, Origin]:
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    return Origin(partial(decoder, STUDENT, torch.float32)), Origin(partial(decoder, TEACHER, dtype))
+
+
+def decoder(sizes: dict[str, int], dtype: torch.dtype) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(AutoModelForCausalLM.from_config(config(sizes), dtype=dtype), verify=False)
+
+
+def step_works(case: Case, mesh: Mesh) -> list[Work]:
+    """Random tokens, each of them with a target."""
+    parts = [batch(seed).part(mesh.place("context"), mesh.degrees.context) for seed in range(case.micro_batches)]
+    precision = partial(torch.autocast, "cpu", torch.bfloat16, enabled=case.bf16)
+    tokens = case.micro_batches * ROWS * TOKENS * mesh.degrees.data
+    return works(parts, parse_recipe(LOSS), tokens, precision=precision, chunk_tokens=CHUNK)
+
+
+def batch(seed: int) -> Batch:
+    ids_BS = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(seed))
+    count = ids_BS.numel()
+    return Batch(
+        input_ids_BS=ids_BS,
+        position_ids_BS=torch.arange(TOKENS).repeat(ROWS, 1),
+        labels_T=ids_BS.flatten().roll(-1),
+        weights_T=torch.ones(count),
+        valid_index=torch.arange(count),
+        document_T=torch.zeros(count, dtype=torch.int64),
+        valid_tokens=count,
+    )
+
+
+# what travels
+
+#: of the bytes that a rank puts in, what it sends: collectives as rings over n ranks
+SENT: dict[str, Callable[[int], float]] = {
+    "allgather_base": lambda n: n - 1,
+    "allgather": lambda n: n - 1,
+    "reduce_scatter_base": lambda n: (n - 1) / n,
+    "alltoall_base": lambda n: (n - 1) / n,
+    "allreduce": lambda n: 2 * (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,  # DTensor's
+    "send": lambda n: 1.0,
+}
+#: where what a rank receives is the first argument
+GIVEN_SECOND = ("allgather_base", "allgather", "reduce_scatter_base", "alltoall_base")
+NO_SENDING = ("recv", "wait_tensor", "wrap_tensor_autograd")
+#: what a collective over an axis of the mesh is there for
+PURPOSES = {
+    ("shard", "allgather_base"): "{who} weights, {way}",
+    ("shard", "reduce_scatter_base"): "gradients to their shards",
+    ("replicate", "allreduce"): "gradients between copies",
+    ("tensor", "all_reduce"): "{who} layers, {way}",
+    ("tensor", "allgather_base"): "objective's statistics",
+    ("tensor", "allreduce"): "objective's gradient",
+    ("context", "alltoall_base"): "{who} heads, {way}",
+    ("context", "allgather"): "positions",
+    ("everyone", "allreduce"): "norm of the gradient",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that this rank sends, under the names of `parallel_costs.traffic`."""
+
+    def __init__(self, runner: Runner, mesh: Mesh):
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        self._axes = {mesh.everyone.group_name: "everyone"}
+        for grid in (mesh.tokens, mesh.weights):
+            self._axes |= {grid.get_group(axis).group_name: axis for axis in grid.mesh_dim_names or ()}
+        self._inside: list[str] = []
+        for twin in runner.twins.values():
+            self._listen(twin.student, "student's")
+            if twin.teacher is not None:
+                self._listen(twin.teacher, "teacher's")
+
+    def _listen(self, module: nn.Module, whose: str) -> None:
+        # before FSDP's own hook, which gathers; the student runs inside the teacher
+        module.register_forward_pre_hook(lambda *_: self._inside.append(whose), prepend=True)
+        module.register_forward_hook(lambda *_: self._inside.remove(whose))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.strip("_")
+        if "c10d" in func.namespace and name not in NO_SENDING:
+            group = group_of(args)
+            given = args[1] if name in GIVEN_SECOND else args[0]
+            if sent := round(SENT[name](group.size()) * byte_count(given)):
+                self.sent[self._purpose(name, self._axes[group.group_name], given)] += sent
+        return func(*args, **(kwargs or {}))
+
+    def _purpose(self, name: str, axis: str, given: Any) -> str:
+        if name == "send":
+            of_teacher = given[0].shape[-1] == TEACHER["hidden_size"]
+            return "teacher's hidden states" if of_teacher else "student's hidden states and their gradients"
+        if torch._C._current_graph_task_id() != -1:
+            who, way = "student's", "backward"
+        elif not self._inside:
+            who, way = "student's", "update"
+        else:
+            who, way = self._inside[-1], "forward"
+        return PURPOSES.get((axis, name), f"{axis} {name}").format(who=who, way=way)
+
+
+def group_of(args: Any) -> ProcessGroup:
+    """Of a collective's arguments: a group, or its name in DTensor's."""
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return ProcessGroup.unbox(each)
+    return dist.distributed_c10d._resolve_process_group(args[-1])
+
+
+def byte_count(value: Any) -> int:
+    return value.nbytes if isinstance(value, Tensor) else sum(map(byte_count, value))
+
+
+# what stays
+
+
+def alive() -> int:
+    """Bytes of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter, DTensor):
+            storage = (each._local_tensor if isinstance(each, DTensor) else each).untyped_storage()
+            if storage.device == CPU:
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def allocations(runner: Runner, given: list[Work]) -> tuple[int, int]:
+    """Of a forward and backward: the most bytes that were there at a time, of those allocated in it, and in one
+    allocation.
+    """
+    runner.zero_grad()
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile, Patience():
+        runner.forward_backward(given)
+    events = [each for each in profile.kineto_results.events() if each.name() == "[memory]"]
+    sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    return max(itertools.accumulate(sizes)), max(sizes)
+
+
+class Patience(TorchDispatchMode):
+    """Waits behind every collective, so that gloo's threads are done with its tensors: what they give back, as the
+    last ones that have it, the profiler does not see. It still happens: of several steps the least is right.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "c10d" in func.namespace:
+            time.sleep(PATIENCE)
+        return result
+
+
+@contextmanager
+def order_of_stages() -> Iterator[list[tuple[int, str, int]]]:
+    """What the pipeline's stages on this rank compute, in its order, as `pipeline_idle.Move`s."""
+    order: list[tuple[int, str, int]] = []
+
+    def noting(compute: Callable[..., Any], kind: Callable[[dict[str, Any]], str]) -> Callable[..., Any]:
+        def noted(stage: PipelineStage, micro_batch: int, *arguments: Any, **options: Any) -> Any:
+            order.append((stage.stage_index, kind(options), micro_batch))
+            return compute(stage, micro_batch, *arguments, **options)
+
+        return noted
+
+    kinds: dict[str, Callable[[dict[str, Any]], str]] = {
+        "forward_one_chunk": lambda _: "F",
+        "backward_one_chunk": lambda options: "B" if options.get("full_backward", True) else "I",
+        "backward_weight_one_chunk": lambda _: "W",
+    }
+    noted = {name: noting(getattr(PipelineStage, name), kind) for name, kind in kinds.items()}
+    with mock.patch.multiple(PipelineStage, **noted):
+        yield order

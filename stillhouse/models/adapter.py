@@ -1,0 +1,244 @@
+"""LoRA on a decoder: small matrices beside the weights of its linear layers, which alone are trained.
+
+W x becomes W x + (alpha / r) B A x, where A is [r, inputs] and B [outputs, r] (Hu et al. 2021, arXiv:2106.09685).
+The layers are peft's own, put in the places of the linear ones; the decoder's model stays a transformers model. Files
+are in peft's format, and merging is peft's, too. It is optional: nothing here imports it before it is needed.
+"""
+
+import copy
+import hashlib
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from stillhouse.models.decoder import Decoder
+
+ALL_LINEAR = "all-linear"
+_NAME = "default"  # peft's, of a model's only adapter
+_LINEAR = (nn.Linear, Conv1D)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What an adapter is, in numbers of the whole model: layers that have one, parameters that train, and all."""
+
+    r: int
+    alpha: float
+    layers: int
+    trained: int
+    parameters: int
+
+    def __str__(self) -> str:
+        return (
+            f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, "
+            f"{_short(self.trained)} of {_short(self.parameters)} parameters train"
+        )
+
+
+def add_lora(
+    decoder: Decoder,
+    *,
+    r: int = 16,
+    alpha: float = 32.0,
+    targets: str | list[str] = ALL_LINEAR,
+    dropout: float = 0.0,
+    base: str | None = None,
+    revision: str | None = None,
+) -> Lora:
+    """Put an adapter into a whole decoder and freeze all else. Its matrices have no values before `draw_lora`.
+
+    targets: `ALL_LINEAR`, for all linear layers but the head, or the ends of module names. base, revision: what the
+    adapter's files are to say it belongs to; None for where the model came from.
+    A and B are float32, or as wide as the weight beside them. Raises ValueError for targets that cannot have one.
+    """
+    from peft import LoraConfig
+
+    model = decoder.pretrained
+    names = _target_names(model, targets)
+    config = LoraConfig(
+        r=r,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        target_modules=_shortened(names, model),
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",
+        revision=revision,
+    )
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sees itself that GPT-2 stores [in, out]
+        model.add_adapter(config)
+    config.base_model_name_or_path = base or model.name_or_path
+    config.target_modules = sorted(config.target_modules)  # peft's set, which every process would write otherwise
+    _require_placed(model, names)
+    layers = _lora_layers(decoder)
+    for layer in layers:
+        weight = layer.get_base_layer().weight
+        for matrices in (layer.lora_A, layer.lora_B):
+            matrices.to_empty(device=weight.device).to(torch.promote_types(weight.dtype, torch.float32))
+    sizes = {each.requires_grad: 0 for each in decoder.parameters()}
+    for each in decoder.parameters():
+        sizes[each.requires_grad] += each.numel()
+    decoder.lora = Lora(r, alpha, len(layers), sizes[True], sum(sizes.values()))
+    return decoder.lora
+
+
+@torch.no_grad()
+def draw_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
+    """Values for the adapter's matrices that are here, as peft draws them: A uniform, B zero.
+
+    Each from the seed and its name, whole, of which this process takes its part: so they are the same whatever the
+    decoder's layout. fresh: False draws B as A is drawn, so that no gradient is 0. Nothing for a decoder without one.
+    """
+    for name, parameter in decoder.named_parameters():
+        if not is_lora(name):
+            continue
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        if not fresh or ".lora_A." in name:
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        _here(parameter).copy_(whole[_part(parameter)])
+
+
+def is_lora(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter's matrix."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """The name that a weight has without the adapter beside it."""
+    return name.replace(".base_layer.", ".")
+
+
+def lora_parts(layer: nn.Module) -> dict[str, nn.Module]:
+    """Of a layer with an adapter the modules that multiply: base_layer, lora_A, lora_B. Empty for any other layer."""
+    children = dict(layer.named_children())
+    if "lora_A" not in children:
+        return {}
+    matrices = {name: children[name].get_submodule(_NAME) for name in ("lora_A", "lora_B")}
+    return {"base_layer": children["base_layer"], **matrices}
+
+
+@contextmanager
+def without_lora(decoder: Decoder) -> Iterator[None]:
+    """The model without its adapter, for forwards without gradients."""
+    layers = _lora_layers(decoder)
+    for layer in layers:
+        layer.enable_adapters(False)
+        # peft freezes what it switches off; FSDP asks at its first forward, which may be this one, what trains
+        layer.set_requires_grad(layer.active_adapters)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
+    """The adapter in peft's format. matrices: whole, by their names in the decoder."""
+    config: Any = copy.copy(decoder.pretrained.peft_config[_NAME])
+    config.inference_mode = True  # as peft writes it
+    config.save_pretrained(os.fspath(folder))
+    inside = f"base_model.model.{decoder.pretrained.base_model_prefix}."
+    named = {
+        inside + name.removeprefix("backbone.").replace(f".{_NAME}.", "."): each.contiguous()
+        for name, each in matrices.items()
+    }
+    save_file(named, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+
+
+def merged(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
+    """A model on the CPU, with the adapter of a folder added to its weights."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # and peft asks for it
+        return PeftModel.from_pretrained(model, os.fspath(folder), torch_device="cpu").merge_and_unload()
+
+
+def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
+    """The linear layers that targets mean, by their whole names. ValueError for one that means anything else."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    modules = dict(model.named_modules())
+    linear = [name for name, each in modules.items() if isinstance(each, _LINEAR) and each is not head]
+    if targets == ALL_LINEAR:
+        return linear
+    names: dict[str, None] = {}
+    for target in [targets] if isinstance(targets, str) else targets:
+        found = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if not found:
+            raise ValueError(
+                f"no module is called '{target}': expected {ALL_LINEAR}, or of its linear layers "
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
+            )
+        for name in found:
+            if modules[name] is head or modules[name] is embedding:
+                which = "output head" if modules[name] is head else "input embedding"
+                shared = ", one weight with the other" if head.weight is embedding.weight else ""
+                raise ValueError(
+                    f"'{target}' is the {which} ('{name}'{shared}), which stays as it is: the objective multiplies "
+                    f"by its weight alone, without a LoRA beside it. Expected {ALL_LINEAR}, or layers of the backbone"
+                )
+            if name not in linear:
+                raise ValueError(f"'{target}' is a {type(modules[name]).__name__} ('{name}'): expected linear layers")
+        names |= dict.fromkeys(found)
+    return list(names)
+
+
+def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:
+    """The ends of the names, as adapters usually have them, where these mean the same modules."""
+    ends = {name.rpartition(".")[2] for name in names}
+    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
+    return sorted(ends) if meant == set(names) else names
+
+
+def _require_placed(model: PreTrainedModel, names: list[str]) -> None:
+    """Raise ValueError where peft took other modules than it was given: it takes some names for those of experts."""
+    placed = {name for name, each in model.named_modules() if _is_lora_layer(each)}
+    if different := sorted(placed ^ set(names)):
+        raise ValueError(
+            f"peft does not put a LoRA on the layers that were asked for in model type '{model.config.model_type}' "
+            f"(first: '{different[0]}'): expected names that are not those of experts, such as [q_proj, v_proj]"
+        )
+
+
+def _lora_layers(decoder: Decoder) -> list[Any]:
+    return [module for module in decoder.modules() if _is_lora_layer(module)]
+
+
+def _is_lora_layer(module: nn.Module) -> bool:
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)
+
+
+def _here(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _part(parameter: Tensor) -> tuple[slice, ...]:
+    """What of a whole tensor is on this process."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    sizes, starts = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _short(count: int) -> str:
+    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
