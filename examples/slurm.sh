@@ -12,6 +12,8 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
+# processes that are started again must not get the addresses of the dead ones (pytorch#135712)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # a run's data are packed alike on every node: the tokenizer and the files must be the same everywhere
 srun torchrun \

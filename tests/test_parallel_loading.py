@@ -38,6 +38,15 @@ def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: boo
     assert torch.equal(filled(IDS), loaded(IDS))
 
 
+def test_the_generation_configuration_comes_along(tmp_path: Path) -> None:
+    model = build("llama")
+    model.generation_config.max_length = 77
+    model.save_pretrained(tmp_path)
+    assert empty_decoder(tmp_path).pretrained.generation_config.max_length == 77
+    (tmp_path / "generation_config.json").unlink()
+    assert empty_decoder(tmp_path).pretrained.generation_config.max_length != 77
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
     build("llama", tied=tied).save_pretrained(tmp_path)

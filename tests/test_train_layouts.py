@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from runs import world
+from runs import metrics, world
 from safetensors.torch import load_file
 
 from stillhouse.cli import USAGE
@@ -190,29 +191,64 @@ def test_parity_is_a_command(alone: Path) -> None:
 
 
 def test_a_rank_that_dies_takes_the_job_with_it(alone: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [
-        "-m",
-        "stillhouse",
-        "distill",
-        str(alone / "run.yaml"),
-        f"out={alone / 'killed'}",
-        "train.steps=100000",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(
-        [*launcher, *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    job = start(alone, "killed", "train.steps=100000")
     try:
-        checkpoint = alone / "killed" / "checkpoints" / "step-00000001" / "state.json"
-        deadline = time.monotonic() + LIMIT
-        while not checkpoint.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
-        assert len(ranks) == 2
+        ranks = ranks_after_first_checkpoint(job, alone / "killed")
         os.kill(ranks[1], signal.SIGKILL)
         assert job.wait(timeout=30) != 0
         assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     finally:
         job.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "killed"), [("fsdp", 1), ("pipeline", 0)])
+def test_a_job_that_torchrun_restarts_goes_on(alone: Path, layout: str, killed: int) -> None:
+    """From its last checkpoint, to the model of a job that nobody has disturbed. Rank 0 is the one that writes."""
+    quiet, disturbed = alone / f"quiet {layout}", alone / f"disturbed {layout}"
+    overrides = [f"parallel.{layout}=2", "train.steps=20", "checkpoint.every=5", "checkpoint.keep=1"]
+    run = distill(alone, quiet.name, 2, *overrides)
+    assert run.returncode == 0, run.stderr
+    job = start(alone, disturbed.name, *overrides, launcher=["--max-restarts", "1"])
+    try:
+        ranks = ranks_after_first_checkpoint(job, disturbed)
+        os.kill(ranks[killed], signal.SIGKILL)
+        assert job.wait(timeout=LIMIT) == 0
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    finally:
+        job.kill()
+    assert (disturbed / "model" / "model.safetensors").read_bytes() == (
+        quiet / "model" / "model.safetensors"
+    ).read_bytes()
+    assert trained_steps(disturbed) == trained_steps(quiet) == list(range(1, 21))
+    assert {path.name for path in (disturbed / "checkpoints").iterdir()} == {
+        path.name for path in (quiet / "checkpoints").iterdir()
+    }
+
+
+def trained_steps(run: Path) -> list[int]:
+    return [each["step"] for each in metrics(run) if "train/learning_rate" in each]
+
+
+def start(folder: Path, out: str, *overrides: str, launcher: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Two processes, still running."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *launcher]
+    command = ["-m", "stillhouse", "distill", str(folder / "run.yaml"), f"out={folder / out}", *overrides]
+    return subprocess.Popen(
+        [*torchrun, *command],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def ranks_after_first_checkpoint(job: subprocess.Popen[bytes], run: Path) -> list[int]:
+    """The processes of a job, in the order of their ranks."""
+    deadline = time.monotonic() + LIMIT
+    while not any(run.glob("checkpoints/step-????????/state.json")):
+        assert time.monotonic() < deadline
+        assert job.poll() is None
+        time.sleep(0.05)
+    ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+    assert len(ranks) == 2
+    return ranks

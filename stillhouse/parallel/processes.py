@@ -75,7 +75,12 @@ def start(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(BACKENDS[device.type])
+        store, rank, processes = next(dist.rendezvous("env://"))
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # torchrun's own store outlives its restarts, with the addresses of dead processes in it (torch 2.13);
+            # only on one machine do all agree on how many there were
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes)
 
 
 def join(layout: Layout, device: torch.device) -> Mesh | None:
