@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from runs import metrics, save_model, session_of, world
+from shard_ranks import Rank, shared_pool
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.data import Documents
+from stillhouse.objective import FullVocab, OutputHead, VocabShard
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.folder import RunFolder, claim
-from stillhouse.train.held_out import DOCUMENTS, TOP, held_out_tokens
+from stillhouse.train.held_out import DOCUMENTS, TOP, held_out_tokens, likeliest
 from stillhouse.train.off_policy import train
 from stillhouse.train.session import Session
 
@@ -174,6 +176,31 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
                 best = log_p.exp().topk(TOP)
                 assert [text for text, _ in each[side]] == [session.tokenizer.decode([t]) for t in best.indices]
                 assert [value for _, value in each[side]] == pytest.approx(best.values.tolist(), abs=2e-6)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
+def test_the_likeliest_over_vocabulary_shards(rows: int, ranks: int) -> None:
+    """Fewer rows on a rank than are asked for, and none at all."""
+    for found in shared_pool(4).call(likeliest_of_shards, (rows, ranks)):
+        if found is not None:
+            sharded, whole = ([pair for row in each for pair in row] for each in found)
+            assert len(whole) == 6 * min(TOP, rows)
+            assert [token for token, _ in sharded] == [token for token, _ in whole]
+            assert [value for _, value in sharded] == pytest.approx([value for _, value in whole], rel=1e-5)
+
+
+def likeliest_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:
+    rows, ranks = job
+    if rank.number >= ranks:
+        return None
+    random = torch.Generator().manual_seed(rows)
+    hidden_TE, weight_VE = torch.randn(6, 8, generator=random), torch.randn(rows, 8, generator=random)
+    size = -(-rows // ranks)
+    start, stop = (min(rows, place * size) for place in (rank.number, rank.number + 1))
+    shard = VocabShard(start, stop, rank.groups[ranks])
+    head = OutputHead(weight_VE[start:stop], shard=shard)
+    sharded = likeliest(FullVocab(hidden_TE, head), rows, shard)
+    return sharded, likeliest(FullVocab(hidden_TE, OutputHead(weight_VE)), rows, None)
 
 
 def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:

@@ -60,6 +60,19 @@ def assert_same_model(one: Path, other: Path) -> None:
         assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name
     for name in ("config.json", "generation_config.json"):
         assert (one / "model" / name).read_text() == (other / "model" / name).read_text()
+    assert_same_held_out_text(one, other)
+
+
+def assert_same_held_out_text(one: Path, other: Path) -> None:
+    """Of models that are nearly the same: not the order of tokens that are nearly as likely."""
+    expected, found = (json.loads((run / "tokens.json").read_text())["documents"] for run in (one, other))
+    assert [each["source"] for each in found] == [each["source"] for each in expected]
+    tokens, others = ([token for each in documents for token in each["tokens"]] for documents in (found, expected))
+    for here, there in zip(tokens, others, strict=True):
+        assert (here["text"], here["target"]) == (there["text"], there["target"])
+        assert here["kl"] == (None if there["kl"] is None else pytest.approx(there["kl"], rel=1e-2, abs=1e-3))
+        for side in ("teacher", "student"):
+            assert [value for _, value in here[side]] == pytest.approx([value for _, value in there[side]], abs=1e-3)
 
 
 def test_checkpoints_move_between_layouts(alone: Path) -> None:

@@ -84,15 +84,6 @@ class Twin(nn.Module):
             heard = self.teacher(**_inputs(work.tokens, teacher_BSE), processor=told)
         return heard if self.teacher.has_head else (self._learn(work, student_BSD), heard)
 
-    def signal(self, tokens: Tokens, precision: Callable[[], AbstractContextManager[Any]]) -> FullVocab:
-        """What the teacher says, where all of it is here. precision: as in `Work`."""
-        if self.own_base:
-            with without_lora(self.student), precision():
-                return self.student.signal(**_inputs(tokens, None))
-        assert self.teacher is not None
-        with torch.autocast(tokens.input_ids_BS.device.type, enabled=False):
-            return self.teacher.signal(**_inputs(tokens, None))
-
     def _learn_from_base(self, work: Work, student_BSD: Tensor | None, base_BSD: Tensor | None) -> Any:
         """One after the other, since it is one model, and in the same precision. Both heads are its own, frozen."""
         with torch.no_grad(), evaluating(self.student), without_lora(self.student), work.precision():

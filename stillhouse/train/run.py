@@ -58,7 +58,7 @@ def _run(session: Session, folder: RunFolder, resume: Path | None) -> None:
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
     progress = train(session, folder, resume)
     tokens = held_out_tokens(session, progress.step)
-    if tokens is not None:
+    if tokens is not None and is_first():
         folder.write_json("tokens.json", tokens)
     if is_first():
         _leave_model(session, folder)
