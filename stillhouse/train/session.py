@@ -123,7 +123,9 @@ class Session:
 
     def precision(self) -> torch.autocast:
         """The autocast of a run: bfloat16 products over float32 master weights, or nothing."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+        enabled = self.config.train.precision == "bf16"
+        # its cache would keep all layers' weights in bfloat16 until a forward ends, gathered ones too
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
