@@ -17,7 +17,7 @@ import torch
 from benchmarks.objective_scaling import on_ranks
 from benchmarks.parallel_costs import between_steps, traffic, within_step
 from benchmarks.parallel_ranks import CHUNK, LOSS, ROWS, STUDENT, TEACHER, TOKENS, VOCABULARY, Case, run_cases
-from benchmarks.pipeline_idle import Move, in_flight, line, rows, trace
+from benchmarks.pipeline_idle import SCHEDULES, Move, in_flight, line, rows, trace
 from benchmarks.record import result_file, write_result
 from stillhouse.parallel import SCHEMES, Degrees, Layout
 
@@ -44,7 +44,7 @@ def cases() -> list[Case]:
     found += [Case(Layout(), recomputed=True), Case(Layout(Degrees(fsdp=2)), bf16=True)]
     found += [Case(Layout(Degrees(fsdp=2), gather_dtype=torch.bfloat16), bf16=True)]
     found += [Case(Layout(Degrees(pipeline=2, tensor=2)), bf16=True)]
-    return found + [Case(Layout(Degrees(pipeline=4), name)) for name in SCHEMES if name != "1f1b"]
+    return found + [Case(Layout(Degrees(pipeline=4), name)) for name in SCHEDULES if name != "1f1b"]
 
 
 def measured() -> list[dict[str, Any]]:

@@ -108,6 +108,11 @@ class Session:
             chunk_tokens=objective.chunk_tokens,
         )
 
+    def step_works(self, step: int) -> list[Work]:
+        """What this process computes of training step `step` (from 0)."""
+        rows = list(self.plan.micro_batches(self.train, step))
+        return self.works(self.train, rows, self.recipe, self.train.targets(rows), training=True)
+
     def totals(self, outputs: Sequence[ObjectiveOutput], works: Sequence[Work] = ()) -> dict[str, float]:
         """`summed_metrics` over all processes, the same on each, and what routers made of the works. Waits for the
         device once.

@@ -109,13 +109,13 @@ def compare(rank: Rank, case: Case) -> Difference | None:
         if case.checkpointing:
             student.gradient_checkpointing_enable()
     evaluated = abs(summed(laid, laid.forward(own[0]))["loss"] - total(alone.forward(everything[0]))["loss"])
-    difference = first_step(case, alone, laid, everything[0], own[0])
+    difference = first_step(case, alone, laid, everything[0], own)
     difference.evaluation = evaluated
     optimizers = [optimizer(each) for each in (alone, laid)]
     for step in range(STEPS):
         for runner, theirs, made in ((alone, everything, optimizers[0]), (laid, own, optimizers[1])):
             if step:
-                runner.forward_backward(theirs[step])
+                runner.forward_backward(theirs[step], theirs[step + 1] if step + 1 < STEPS else ())
             runner.clip(1.0)
             optimizer_step(made, LEARNING_RATE)
     expected = dict(alone.named_parameters())
@@ -125,10 +125,13 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     return difference
 
 
-def first_step(case: Case, alone: Runner, laid: Runner, everything: list[Work], own: list[Work]) -> Difference:
-    """Leaves the gradients where they are."""
+def first_step(
+    case: Case, alone: Runner, laid: Runner, everything: list[Work], steps: list[list[Work]]
+) -> Difference:
+    """Leaves the gradients where they are. steps: of the layout, announced one ahead."""
+    own = steps[0]
     expected = total(alone.forward_backward(everything)) | balance_of(everything)
-    found = summed(laid, laid.forward_backward(own), own)
+    found = summed(laid, laid.forward_backward(own, steps[1]), own)
     assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe")
     norms = [float(each.clip(0.0)) for each in (alone, laid)]
     references = dict(alone.named_parameters())
