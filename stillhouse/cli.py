@@ -292,14 +292,7 @@ def _report(error: Exception, message: str, code: int) -> int:
     rank = os.environ.get("RANK", "0")
     if os.environ.get("STILLHOUSE_TRACEBACK") == "1":
         traceback.print_exception(error)
-    if rank == "0" or _has_joined():
-        click.echo(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", err=True)
-    else:
-        time.sleep(SECONDS_FOR_FIRST)  # what every process finds, the first one says; torchrun ends the others then
+    if rank != "0":
+        time.sleep(SECONDS_FOR_FIRST)  # what every process finds, the first one says, and torchrun ends the others
+    click.echo(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", err=True)
     return code
-
-
-def _has_joined() -> bool:
-    """Whether this process has met others, so that its errors may be its own."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized()

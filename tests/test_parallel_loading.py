@@ -1,5 +1,6 @@
 """Models that were made without memory and filled from their files: the same to the bit, stage by stage."""
 
+import json
 from pathlib import Path
 
 import loading_memory
@@ -11,8 +12,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from stillhouse.models import Decoder
 from stillhouse.parallel import Degrees
+from stillhouse.parallel.context_parallel import require_heads
 from stillhouse.parallel.loading import empty_decoder, fill
 from stillhouse.parallel.stages import keep_layers, require_cuttable
+from stillhouse.parallel.tensor_parallel import tensor_plan
 
 IDS = torch.arange(3, 40)[None]
 
@@ -88,6 +91,24 @@ def test_a_process_holds_its_share_and_a_layer(large: tuple[Path, Path, float, f
         assert memory.share == pytest.approx(whole / degrees.processes, rel=0.01)
         assert memory.share <= memory.peak <= memory.share + layer + 16
         assert memory.peak <= 0.75 * whole
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is quantized: expected plain weights"):
+        empty_decoder(tmp_path)
+
+
+def test_heads_that_degrees_do_not_divide_are_refused() -> None:
+    decoder = Decoder(build("llama"), verify=False)  # 4 heads, 2 of keys and values
+    with pytest.raises(ValueError, match=r"parallel\.tensor=4 does not divide the model's num_key_value_heads=2"):
+        tensor_plan(decoder, 4)
+    require_heads(decoder.config, 2, 1)
+    with pytest.raises(ValueError, match=r"parallel\.context=2 × parallel\.tensor=2 does not divide"):
+        require_heads(decoder.config, 2, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])

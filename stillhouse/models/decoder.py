@@ -148,9 +148,9 @@ class Decoder(nn.Module):
         return isinstance(self.head, Head)
 
     def layers(self) -> list[nn.Module]:
-        """The backbone's layers that are here, in their order."""
-        lists = [child for child in self.backbone.children() if isinstance(child, nn.ModuleList)]
-        return [layer for each in lists for layer in each if next(layer.parameters(), None) is not None]
+        """The backbone's layers that are here, in their order; of all its parts, where it has several."""
+        layers = (layer for each in _outermost_lists(self.backbone) for layer in each)
+        return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -211,6 +211,14 @@ def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: 
     bias = None if head.bias is None else head.bias.detach()
     frozen = dataclasses.replace(head, weight_VD=head.weight_VD.detach(), bias=bias)
     return FullVocab(hidden_states.flatten(0, -2), frozen)
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
 
 
 def _refuse_masked_packing(position_ids: Tensor, attention_mask: Tensor) -> None:

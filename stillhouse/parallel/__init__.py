@@ -11,7 +11,7 @@ from stillhouse.parallel.processes import (
     leave,
     local_rank,
     process_count,
-    require_offload,
+    require_sharing,
     start,
 )
 from stillhouse.parallel.runner import Layout, Origin, Runner, alone, lay_out
@@ -40,6 +40,6 @@ __all__ = [
     "local_folder",
     "local_rank",
     "process_count",
-    "require_offload",
+    "require_sharing",
     "start",
 ]

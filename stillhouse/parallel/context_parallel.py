@@ -20,10 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stillhouse.models import Decoder
 
 
-def apply_context_parallel(decoder: Decoder, group: ProcessGroup) -> None:
-    """From here on the decoder takes this rank's part of each sequence, with its position ids.
+def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
+    """From here on the decoder takes this rank's part of each sequence, with its position ids. tensor: the degree of
+    tensor parallelism, which deals out the same heads.
 
-    Raises ValueError for an attention that cannot be wrapped, and for heads that the group's size does not divide.
+    Raises ValueError for an attention that cannot be wrapped, and for heads that the degrees do not divide.
     """
     config, ranks = decoder.config.get_text_config(), group.size()
     inner = config._attn_implementation
@@ -32,19 +33,29 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup) -> None:
             f"attention '{inner}' under parallel.context={ranks}: expected one of transformers' own functions, "
             "such as sdpa or flash_attention_2 (student.attention, teacher.attention)"
         )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if heads is not None and heads % ranks:
-            raise ValueError(
-                f"parallel.context={ranks} does not divide the {name}={heads} of model type '{config.model_type}': "
-                "expected a divisor, since the heads are dealt out over the context ranks"
-            )
+    if not isinstance(getattr(decoder.backbone, "layers", None), nn.ModuleList):
+        raise ValueError(
+            f"the layers of model type '{config.model_type}' are inside of another part of it: "
+            "expected parallel.context=1"
+        )
+    require_heads(config, ranks, tensor)
     name = f"ulysses_{inner}_{group.group_name}"
     AttentionInterface.register(name, _Ulysses(inner, group))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner])
     decoder.pretrained.set_attn_implementation(name)
     dtype = next(decoder.parameters()).dtype
     decoder.backbone.register_forward_pre_hook(_WholeMask(config, dtype, group), with_kwargs=True)
+
+
+def require_heads(config: Any, context: int, tensor: int) -> None:
+    """Raise ValueError for heads that cannot be dealt out over tensor, then context ranks."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % (context * tensor):
+            raise ValueError(
+                f"parallel.context={context} × parallel.tensor={tensor} does not divide the {name}={heads} of model "
+                f"type '{config.model_type}': expected a divisor, since both deal out the heads"
+            )
 
 
 class _WholeMask:

@@ -5,12 +5,11 @@ token goes to its experts' processes by one all-to-all and comes back by another
 parallelism send a slice each.
 """
 
-import re
-
 from torch import nn
 from torch.distributed import DeviceMesh
 
 from stillhouse.models import Decoder
+from stillhouse.parallel.tensor_parallel import generic
 
 #: transformers' name for a module of experts whose tokens come to it
 DISPATCHED = "ep_dispatch_experts"
@@ -34,7 +33,7 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
         raise ValueError(f"parallel.expert={degree} needs transformers 5.22 or later ({error})") from error
     plan = _plan(decoder)
     parts = [*decoder.backbone.named_parameters(), *decoder.backbone.named_modules()]  # weights are cut first
-    here = {name: plan[_generic(name)] for name, _ in parts if _generic(name) in plan}
+    here = {name: plan[generic(name)] for name, _ in parts if generic(name) in plan}
     apply_expert_parallelism(decoder.backbone, experts, tensor, here)
 
 
@@ -42,13 +41,8 @@ def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
     """The modules that hold the experts of the layers that are here; none for a model without."""
     plan = _plan(decoder)
     named = decoder.backbone.named_modules()
-    return [module for name, module in named if plan.get(_generic(name)) == DISPATCHED]
+    return [module for name, module in named if plan.get(generic(name)) == DISPATCHED]
 
 
 def _plan(decoder: Decoder) -> dict[str, str]:
     return getattr(decoder.config.get_text_config(), "base_model_ep_plan", None) or {}
-
-
-def _generic(name: str) -> str:
-    """A name as plans have it, for all layers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -35,14 +35,19 @@ def empty_decoder(
 ) -> Decoder:
     """A decoder of a folder's configuration on the meta device. dtype: None or "auto" for the one it was saved in.
 
-    Code that comes with a model is not run.
+    Code that comes with a model is not run. Raises ValueError for what cannot be made, or is quantized.
     """
     config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{folder} is quantized: expected plain weights under a layout of several processes")
     wanted = parse_dtype(dtype)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=config.dtype if wanted == "auto" else wanted, attn_implementation=attention
-        )
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=config.dtype if wanted == "auto" else wanted, attn_implementation=attention
+            )
+        except (ValueError, ImportError, KeyError) as error:
+            raise ValueError(f"{folder} cannot be made as a causal language model: {error}") from error
     with suppress(OSError):  # a folder need not have one
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return Decoder(model, verify=False)

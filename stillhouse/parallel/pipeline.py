@@ -79,8 +79,8 @@ class Pipeline:
     sharding: FSDP's mesh, where the twins are sharded by it.
     tied: the student's embedding, on the first stage, and its head, on the last, are one weight. Both have it; their
     gradients are summed after every step, so that they stay equal.
-    teacher_cost: of the teacher's layers, in forwards of the student's. further: two more groups of
-    the same ranks. Both are for a scheme that runs the teacher ahead.
+    teacher_cost: of the teacher's layers, in forwards of the student's, for a scheme that runs it ahead. further: two
+    more groups of the same ranks.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Pipeline:
                 fully_shard(stage, mesh=sharding)
         self.tied = tied
         self.scheme, self.width, self.group, self.device = scheme, width, group, device
+        self.further = further
         self.ahead: Ahead | None = None
         if scheme.ahead:
             (stage,), (teaching, backward) = self.stages.values(), further
@@ -159,7 +160,8 @@ class Pipeline:
                 if behind == self.rank:
                     stays[number, at] = passed
                 else:
-                    sent += [(dist.isend(each, group=self.group, group_dst=behind), each) for each in passed]
+                    group = self._towards(self.rank, behind)
+                    sent += [(dist.isend(each, group=group, group_dst=behind), each) for each in passed]
         for sending, _ in sent:
             sending.wait()
         return [made[number] for number in sorted(made)]
@@ -174,11 +176,14 @@ class Pipeline:
         else:
             own = gradients[0].to(self.device)  # it may be in host memory
             other = torch.empty_like(own)
-            there = last if self.rank == first else first
-            sending = dist.isend(own.contiguous(), group=self.group, group_dst=there)
-            dist.recv(other, group=self.group, group_src=there)
-            assert sending is not None  # this rank is of the group
-            sending.wait()
+            there = dist.get_global_rank(self.group, last if self.rank == first else first)
+            # together: each of two that first send to the other would wait for it (NCCL)
+            both = [
+                dist.P2POp(dist.isend, own.contiguous(), there, self.group),
+                dist.P2POp(dist.irecv, other, there, self.group),
+            ]
+            for message in dist.batch_isend_irecv(both):
+                message.wait()
             total = own + other
         for gradient in gradients:
             gradient.copy_(total)
@@ -197,8 +202,16 @@ class Pipeline:
         hidden = self._hidden(rows, tokens, work.asks_teacher)
         received = tuple(torch.empty_like(each, device=self.device, requires_grad=False) for each in hidden)
         for each in received:
-            dist.recv(each, group=self.group, group_src=source)
+            dist.recv(each, group=self._towards(source, self.rank), group_src=source)
         return received
+
+    def _towards(self, source: int, target: int) -> ProcessGroup:
+        """A group for each direction: messages of one pair both ways are in no common order (NCCL keeps to one)."""
+        back = self.further[0]
+        if source < target:
+            return self.group
+        assert back is not None
+        return back
 
     def _begin(self, works: Sequence[Work]) -> dict[int, Any]:
         made: dict[int, Any] = {}

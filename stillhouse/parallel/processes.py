@@ -56,18 +56,21 @@ def layout_of(config: ParallelConfig, processes: int, key: str = "parallel") -> 
     return Layout(degrees, config.schedule, gather_dtype, config.offload)
 
 
-def require_offload(layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError for an offload without a place to take from, or without FSDP, which is what offloads."""
+def require_sharing(layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError for an offload without a place to take from, and for what FSDP does where it is not."""
     if layout.offload and device.type == "cpu":
         raise ConfigError(
             "parallel.offload",
             "got true on device cpu, whose memory holds everything already: expected false, or a GPU",
         )
-    if layout.offload and layout.degrees.replicate * layout.degrees.shard == 1:
-        raise ConfigError(
-            "parallel.offload",
-            f"got true under {layout}: expected parallel.fsdp, replicate or context above 1, whose shards it moves",
-        )
+    if layout.degrees.replicate * layout.degrees.shard > 1:
+        return
+    for key in ("offload", "gather_dtype"):
+        if getattr(layout, key):
+            raise ConfigError(
+                f"parallel.{key}",
+                f"set under {layout}: expected parallel.fsdp, replicate or context above 1, whose shards it is about",
+            )
 
 
 def start(device: torch.device) -> None:

@@ -109,13 +109,14 @@ class Runner:
 
     def forward(self, works: Sequence[Work]) -> list[Any]:
         """What the processor makes of each work, without gradients."""
-        if self.pipeline is not None:
-            return self.pipeline.forward(works)
         with torch.no_grad():
-            made = [self.twins[0](work) for work in works]
-        for student in self.students():
-            if isinstance(student.head, FSDPModule):
-                student.head.reshard()  # no backward will
+            if self.pipeline is not None:
+                made = self.pipeline.forward(works)
+            else:
+                made = [self.twins[0](work) for work in works]
+        for module in (module for student in self.students() for module in student.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # no backward will
         return made
 
     @property
@@ -314,12 +315,13 @@ def _place(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dty
     """Inner layouts first: attention, then matrices, then experts, then what is shared of them."""
     degrees = layout.degrees
     options: dict[str, Any] = {
-        "reshard_after_forward": layout.stages == 1,
+        # a pipeline's schedule runs parts of backward by itself: what trains stays until then
+        "reshard_after_forward": layout.stages == 1 or not any(each.requires_grad for each in decoder.parameters()),
         "gather_dtype": gather_dtype,
         "offload": layout.offload,
     }
     if degrees.context > 1 and decoder.layers():
-        apply_context_parallel(decoder, mesh.tokens.get_group("context"))
+        apply_context_parallel(decoder, mesh.tokens.get_group("context"), degrees.tensor)
     if degrees.tensor > 1:
         apply_tensor_parallel(decoder, mesh.weights["tensor"])
     if degrees.experts > 1 and (experts := dispatched_experts(decoder)):

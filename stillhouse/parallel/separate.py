@@ -82,6 +82,8 @@ class SeparateTeacher:
     ):
         self.teacher, self.forward, self.mesh, self.student = teacher, forward, mesh, student
         self.last_stage = last_stage
+        # the first collective of a group has to be one of all its processes (NCCL)
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.everyone)
         self.width, self.dtype = teacher.config.get_text_config().hidden_size, next(teacher.parameters()).dtype
 
     @torch.no_grad()
@@ -121,10 +123,10 @@ class SeparateTeacher:
             if each.source == each.target:
                 place.copy_(piece)
             elif rank == each.source:
-                operations.append(dist.P2POp(dist.isend, piece, each.target))
+                operations.append(dist.P2POp(dist.isend, piece, each.target, self.mesh.everyone))
             else:
                 arriving.append((place, torch.empty(place.shape, dtype=self.dtype, device=self.mesh.device)))
-                operations.append(dist.P2POp(dist.irecv, arriving[-1][1], each.source))
+                operations.append(dist.P2POp(dist.irecv, arriving[-1][1], each.source, self.mesh.everyone))
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         for place, arrived in arriving:

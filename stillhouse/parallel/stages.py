@@ -116,6 +116,10 @@ def require_cuttable(config: PreTrainedConfig) -> None:
         )
     with torch.device("meta"):
         decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+    if missing := [part for part in PARTS if not hasattr(decoder.backbone, part)]:
+        raise ValueError(
+            f"the backbone of model type '{config.model_type}' has no {', '.join(missing)} of its own: {UNCUT}"
+        )
     keep_layers(decoder, range(0), first=False, last=False)
     decoder.to_empty(device="cpu")
     make_buffers(decoder)

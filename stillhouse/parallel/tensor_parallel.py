@@ -43,8 +43,13 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     # a head alone is cut by rows, whatever the layers would allow
     plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
     frozen = {name for name, each in decoder.named_parameters() if not each.requires_grad}
+    if plan and not any(generic(name) in plan for name, _ in decoder.backbone.named_modules()):
+        raise ValueError(
+            f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules, whose "
+            "layers are inside of another part: expected parallel.tensor=1"
+        )
     for name, module in list(decoder.backbone.named_modules()):
-        if style := plan.get(_generic(name)):
+        if style := plan.get(generic(name)):
             for each in _matrices(module, style):
                 parallelize_module(each, mesh, STYLES[style]())
         elif _reads_once(name, module, plan):
@@ -85,7 +90,7 @@ def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
     nothing else.
     """
     children = [(child, each) for child, each in module.named_children() if next(each.parameters(), None) is not None]
-    styles = [plan.get(_generic(f"{name}.{child}"), "") for child, _ in children]
+    styles = [plan.get(generic(f"{name}.{child}"), "") for child, _ in children]
     whole = [each for _, each in children if lora_parts(each)]  # of an adapter, one matrix is not cut
     return all(styles) and not whole and styles.count("colwise") > 1
 
@@ -138,5 +143,6 @@ def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)]), requires_grad=parameter.requires_grad)
 
 
-def _generic(name: str) -> str:
+def generic(name: str) -> str:
+    """A name as plans have it, for all layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

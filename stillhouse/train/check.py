@@ -18,7 +18,8 @@ from stillhouse.models import Decoder
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.divergence import weighted_parts
 from stillhouse.objective.recipe import Recipe
-from stillhouse.parallel import Work
+from stillhouse.parallel import Work, is_first
+from stillhouse.parallel.gradients import local
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder, require_same_data, resumable
 from stillhouse.train.session import Session, adapter_in_words, data_reports, prepare
@@ -29,14 +30,15 @@ _SAMPLE = 600
 
 def check(config: RunConfig) -> None:
     """Print the findings. Raises what the run itself would raise; that its folder is not free, at the end."""
-    session = prepare(config)
+    session = prepare(config, announce=is_first())
     occupied: ValueError | None = None
     try:
         state = _state(session)
     except ValueError as error:
         state, occupied = "not free, see below", error
     for line in _lines(session, state):
-        print(line, flush=True)
+        if is_first():
+            print(line, flush=True)
     if occupied is not None:
         raise occupied
 
@@ -120,7 +122,7 @@ def _step_lines(session: Session) -> Iterator[str]:
         seconds = time.monotonic() - started
     sums = session.totals(outputs, works)
     stop_unless_finite(session, 1, works, outputs, sums["loss"], norm)
-    optimizer_bytes = 2 * sum(each.numel() * each.element_size() for each in parameters)
+    optimizer_bytes = 2 * sum(local(each).numel() * each.element_size() for each in parameters)
     tokens = sum(work.tokens.input_ids_BS.numel() for work in works)
     yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {sums['loss']:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")

@@ -88,7 +88,7 @@ def load_checkpoint(path: Path, runner: Runner, optimizer: torch.optim.Optimizer
     reader = dcp.HuggingFaceStorageReader(path=str(path / "resume"))
     stored = _stored_shapes(path)
     weights = _weights(runner)
-    _require_fit(path, stored, weights, whole=runner.mesh is None)
+    _require_fit(path, stored, weights, whole=runner.layout.stages == 1)
     moments = {
         f"{_MOMENT}{name}.{key}": torch.zeros_like(parameter) if key != "step" else torch.zeros(())
         for name, parameter in _owned(runner).items()

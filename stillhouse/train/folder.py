@@ -30,6 +30,7 @@ _FREE = {
     "track",
     "device",
     "parallel",
+    "teacher.parallel",
     "objective.chunk_tokens",
     "train.micro_batch_tokens",
     "train.activation_checkpointing",
@@ -202,7 +203,8 @@ def _values(config: RunConfig) -> dict[str, Any]:
             values |= {f"{section}.{name}": value for name, value in content.items()}
         else:
             values[section] = content
-    return {key: value for key, value in values.items() if not {key, key.partition(".")[0]} & _FREE}
+    free = tuple(f"{key}." for key in _FREE)
+    return {key: value for key, value in values.items() if not f"{key}.".startswith(free)}
 
 
 def _cpu_name() -> str:

@@ -50,7 +50,7 @@ from stillhouse.parallel import (
     local_folder,
     local_rank,
     process_count,
-    require_offload,
+    require_sharing,
 )
 from stillhouse.train.dealing import dealt_works
 from stillhouse.train.logging import require_trackers
@@ -146,7 +146,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     layout = layout_of(config.parallel, process_count())
     _teacher_layout(config)
     device = choose_device(config.device)
-    require_offload(layout, device)
+    require_sharing(layout, device)
     torch.manual_seed(config.seed)
     tokenizer, warnings = load_tokenizers(config)
     train_documents, evaluation_documents = load_data(config.data, config.objective, tokenizer)
@@ -168,6 +168,8 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         runner = alone(*load_models(config, device), own_base=own_base(config))
     else:
         runner = lay_out_models(config, layout, mesh, device)
+        # dropout draws otherwise for other tokens, and alike on ranks that share them
+        torch.manual_seed(config.seed + mesh.everyone.rank() - mesh.place("tensor"))
     for which, decoder in (("student", runner.students()[0]), ("teacher", runner.teacher)):
         if decoder is not None:
             warnings += check_vocabulary(tokenizer, decoder.vocabulary_rows, which)
@@ -228,6 +230,10 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu"
     device, count = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and process_count() > 1:
+        if device.index is not None and name != f"cuda:{local_rank()}":
+            raise ConfigError("device", f"got {name} for {process_count()} processes: expected cuda, one for each")
+        device = torch.device("cuda", local_rank())
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError("device", f"got {name}, and this machine has {count} CUDA devices; expected auto or cpu")
     return device

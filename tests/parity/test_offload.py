@@ -14,7 +14,7 @@ from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError
 from stillhouse.models.head import local
-from stillhouse.parallel import Degrees, Layout, Mesh, Runner, Twin, empty_decoder, fill, require_offload
+from stillhouse.parallel import Degrees, Layout, Mesh, Runner, Twin, empty_decoder, fill, require_sharing
 from stillhouse.parallel.fsdp import apply_fsdp
 from stillhouse.parallel.processes import BACKENDS
 from stillhouse.train.checkpoint import Progress, load_checkpoint, save_checkpoint
@@ -63,14 +63,14 @@ def test_offloaded_training_is_the_training(tmp_path: Path, mesh: Mesh, family: 
     ("degrees", "device", "message"),
     [
         (Degrees(fsdp=2), "cpu", "got true on device cpu, whose memory holds everything already"),
-        (Degrees(tensor=2), "cuda", "got true under tensor 2: expected parallel.fsdp, replicate or context above 1"),
-        (Degrees(), "cuda", "got true under 1 process: expected"),
+        (Degrees(tensor=2), "cuda", "set under tensor 2: expected parallel.fsdp, replicate or context above 1"),
+        (Degrees(), "cuda", "set under 1 process: expected"),
     ],
 )
 def test_an_offload_of_nothing_is_refused(degrees: Degrees, device: str, message: str) -> None:
-    require_offload(Layout(degrees), torch.device(device))
+    require_sharing(Layout(degrees), torch.device(device))
     with pytest.raises(ConfigError, match=message) as caught:
-        require_offload(Layout(degrees, offload=True), torch.device(device))
+        require_sharing(Layout(degrees, offload=True), torch.device(device))
     assert caught.value.key == "parallel.offload"
 
 

@@ -109,6 +109,7 @@ SLOW = [
             {"fsdp": 3, "tensor": 2, "expert": 6},
             {"fsdp": 2, "tensor": 2, "expert": 2},
             {"context": 2, "expert": 2},
+            {"fsdp": 6, "expert": 2},
             {"fsdp": 2, "pipeline": 2, "expert": 2},
         )
     ),
@@ -131,7 +132,21 @@ SLOW = [
     *(Case(layout(**degrees), top_k=8) for degrees in ({"fsdp": 2}, {"context": 2})),
     *(
         Case(layout(**degrees), checkpointing=True)
-        for degrees in ({"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"fsdp": 2, "pipeline": 2})
+        for degrees in (
+            {"tensor": 2},
+            {"context": 2},
+            {"pipeline": 2},
+            {"replicate": 2},
+            {"fsdp": 2, "pipeline": 2},
+            {"fsdp": 2, "tensor": 2},
+            {"tensor": 2, "pipeline": 2},
+            {"fsdp": 2, "tensor": 2, "pipeline": 2},
+            {"context": 2, "fsdp": 2},
+        )
+    ),
+    *(
+        Case(layout(schedule, pipeline=2), micro_batches=4, checkpointing=True)
+        for schedule in ("gpipe", "interleaved", "zero_bubble", "zbv", "1f1b_ahead")
     ),
     Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama"),
     Case(layout(fsdp=2), recipe=parse_recipe("reverse_kl")),
