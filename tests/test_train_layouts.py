@@ -176,18 +176,26 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
     assert any(row.startswith("fsdp 2 × expert 2 ") and row.endswith("same") for row in rows), rows
 
 
+REFUSED = {
+    "parallel.tensor=4": "parallel: tensor 4 makes 4 processes, and torchrun started 2",
+    "parallel.pipeline=2 parallel.schedule=zbv": "4 pipeline stages for a student of 2 layers",
+}
+REFUSED_TOO = {
+    "parallel.offload=true": "parallel.offload: got true on device cpu",
+    "teacher.parallel.tensor=4": "teacher.parallel: tensor 4 makes 4 processes, and torchrun started 2",
+    "parallel.expert=3": "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1",
+    "parallel.expert=2": "parallel.expert=2 for models without experts",
+    "objective.router_aux_loss=1.0": "objective.router_aux_loss: model type 'llama' has no routers",
+}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.tensor=4"], "parallel: tensor 4 makes 4 processes, and torchrun started 2"),
-        (["parallel.pipeline=2", "parallel.schedule=zbv"], "4 pipeline stages for a student of 2 layers"),
-        (["parallel.offload=true"], "parallel.offload: got true on device cpu"),
-        (["teacher.parallel.tensor=4"], "teacher.parallel: tensor 4 makes 4 processes, and torchrun started 2"),
-        (["parallel.expert=3"], "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1"),
-        (["parallel.expert=2"], "parallel.expert=2 for models without experts"),
-        (["objective.router_aux_loss=1.0"], "objective.router_aux_loss: model type 'llama' has no routers"),
+        *((each.split(), message) for each, message in REFUSED.items()),
+        *(pytest.param(each.split(), message, marks=pytest.mark.slow) for each, message in REFUSED_TOO.items()),
     ],
-    ids=["product", "stages", "offload", "teacher", "expert", "experts", "routers"],
+    ids=[*REFUSED, *REFUSED_TOO],
 )
 def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
     run = distill(alone, "refused", 2, *overrides)
