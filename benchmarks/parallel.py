@@ -12,10 +12,12 @@ Writes benchmarks/results/parallel-<date>.json. docs/scaling.md says what follow
 
 from typing import Any
 
+import torch
+
 from benchmarks.objective_scaling import on_ranks
 from benchmarks.parallel_costs import between_steps, traffic, within_step
 from benchmarks.parallel_ranks import CHUNK, LOSS, ROWS, STUDENT, TEACHER, TOKENS, VOCABULARY, Case, run_cases
-from benchmarks.pipeline_idle import Move, in_flight, line, rows, trace
+from benchmarks.pipeline_idle import SCHEDULES, Move, in_flight, line, rows, trace
 from benchmarks.record import result_file, write_result
 from stillhouse.parallel import SCHEMES, Degrees, Layout
 
@@ -40,8 +42,9 @@ def cases() -> list[Case]:
     degrees += [Degrees(context=2), Degrees(pipeline=2), Degrees(pipeline=4), Degrees(pipeline=2, fsdp=2, tensor=2)]
     found = [Case(Layout(each)) for each in degrees]
     found += [Case(Layout(), recomputed=True), Case(Layout(Degrees(fsdp=2)), bf16=True)]
+    found += [Case(Layout(Degrees(fsdp=2), gather_dtype=torch.bfloat16), bf16=True)]
     found += [Case(Layout(Degrees(pipeline=2, tensor=2)), bf16=True)]
-    return found + [Case(Layout(Degrees(pipeline=4), name)) for name in SCHEMES if name != "1f1b"]
+    return found + [Case(Layout(Degrees(pipeline=4), name)) for name in SCHEDULES if name != "1f1b"]
 
 
 def measured() -> list[dict[str, Any]]:

@@ -95,6 +95,12 @@ class Job:
     product_bytes: int = 4
 
     @property
+    def gathered_bytes(self) -> int:
+        """Of the student's weights outside of the root, on their way."""
+        dtype = self.layout.gather_dtype
+        return self.student_bytes if dtype is None else dtype.itemsize
+
+    @property
     def own_tokens(self) -> int:
         return self.tokens // self.layout.degrees.context
 
@@ -126,35 +132,31 @@ def traffic(job: Job, pipeline_rank: int) -> Counter[str]:
 
 
 def _weights(job: Job, stage: Stage, sent: Counter[str]) -> None:
-    """FSDP: for every micro-batch, in a pipeline once a step. The head is gathered for its backward, too, and a
-    teacher's embedding outside of a pipeline only for the first step of all, after which it stays.
+    """FSDP: for every micro-batch, in a pipeline once a step. The student's layers are gathered for their backward,
+    too; its embedding and its head stay until theirs. Copies sum their gradients once a step.
     """
     degrees, student, teacher = job.layout.degrees, job.student, job.teacher
     times, tensor, piped = job.micro_batches, degrees.tensor, job.layout.stages > 1
     if piped:
         times = 1
     ends = stage.is_first, stage.is_last
-    student_root, teacher_root = (
-        student.root(*ends, tensor),
-        teacher.root(*ends, tensor),
-    )
+    root, layers = student.root(*ends, tensor), len(stage.student) * student.layer(tensor)
     whole = student.weights(len(stage.student), *ends, tensor)
-    gathered = whole if piped else 2 * whole - student_root
 
-    def gather(weights: int, size: int) -> float:
-        return times * ring(degrees.shard, weights * size)
+    def gather(size: float) -> float:
+        return times * ring(degrees.shard, size)
 
-    sent["student's weights, forward"] += gather(whole, job.student_bytes)
-    sent["student's weights, backward"] += gather(gathered - whole, job.student_bytes)
-    of_teacher = teacher.weights(len(stage.teacher), *ends, tensor) - (0 if piped else teacher_root)
-    sent["teacher's weights, forward"] += gather(of_teacher, job.teacher_bytes)
-    sent["gradients to their shards"] += gather(whole, 4)
-    sent["gradients between copies"] += 2 * times * ring(degrees.replicate, whole / degrees.shard * 4)
+    sent["student's weights, forward"] += gather(root * job.student_bytes + (whole - root) * job.gathered_bytes)
+    sent["student's weights, backward"] += gather(0 if piped else layers * job.gathered_bytes)
+    of_teacher = teacher.weights(len(stage.teacher), *ends, tensor)
+    sent["teacher's weights, forward"] += gather(of_teacher * job.teacher_bytes)
+    sent["gradients to their shards"] += gather(whole * 4)
+    sent["gradients between copies"] += 2 * ring(degrees.replicate, whole / degrees.shard * 4)
 
 
 def _tensor(job: Job, stage: Stage, sent: Counter[str]) -> None:
-    """Two sums of hidden states in a layer's forward, one behind the embedding. In its backward one for each of the
-    five matrices that read them.
+    """Two sums of hidden states in a layer's forward, one behind the embedding. In its backward two,
+    of what attention and what the MLP read.
     """
     ranks, tokens = job.layout.degrees.tensor, job.own_tokens
     student, teacher, first = job.student, job.teacher, stage.is_first
@@ -165,7 +167,7 @@ def _tensor(job: Job, stage: Stage, sent: Counter[str]) -> None:
     layers, teachers = len(stage.student), len(stage.teacher)
     sent["student's layers, forward"] += total(student.width, 2 * layers, job.product_bytes)
     sent["student's layers, forward"] += total(student.width, first, job.student_bytes)
-    sent["student's layers, backward"] += total(student.width, 5 * layers, job.student_bytes)
+    sent["student's layers, backward"] += total(student.width, 2 * layers, job.student_bytes)
     sent["teacher's layers, forward"] += total(teacher.width, 2 * teachers + first, job.teacher_bytes)
     sent["student's layers, update"] += 2 * 2 * layers * ring(ranks, student.head_dim * 4)
     if stage.is_last:
@@ -208,7 +210,7 @@ def _borders(job: Job, stage: Stage, sent: Counter[str]) -> None:
 def between_steps(job: Job, pipeline_rank: int) -> Counter[str]:
     """Bytes that a rank holds between steps, without gradients."""
     degrees, held = job.layout.degrees, Counter[str]()
-    numbers, tensor, piped = job.micro_batches * job.own_tokens, degrees.tensor, job.layout.stages > 1
+    numbers, tensor = job.micro_batches * job.own_tokens, degrees.tensor
     for stage in job.stages(pipeline_rank):
         ends = stage.is_first, stage.is_last
         student = job.student.weights(len(stage.student), *ends, tensor) / degrees.shard
@@ -216,8 +218,6 @@ def between_steps(job: Job, pipeline_rank: int) -> Counter[str]:
         held["AdamW"] += 2 * student * job.student_bytes
         teacher = job.teacher.weights(len(stage.teacher), *ends, tensor) / degrees.shard
         held["teacher's weights"] += teacher * job.teacher_bytes
-        if degrees.replicate * degrees.shard > 1 and not piped:
-            held["teacher's embedding, gathered"] += job.teacher.root(*ends, tensor) * job.teacher_bytes
         pair = job.student.width * job.student_bytes + job.teacher.width * job.teacher_bytes
         held["buffers of the borders"] += (not stage.is_first) * numbers * pair
         held["buffers of the borders"] += (not stage.is_last) * numbers * job.student.width * job.student_bytes
@@ -254,15 +254,18 @@ def within_step(job: Job, pipeline_rank: int, in_flight: int) -> Counter[str]:
 
 
 def _gathered(job: Job, stage: Stage) -> float:
-    """By FSDP at the peak: in a pipeline all of a stage; else both heads and the student's embedding, the teacher's
-    being there anyway. Of what each model gathered last, a head, there is the message, too.
+    """By FSDP at the peak: in a pipeline all of a stage; else embedding and head of both models, since the student
+    learns inside the teacher's forward. Of what each model gathered last, a head, there is the message, too.
     """
     degrees, ends, tensor = job.layout.degrees, (stage.is_first, stage.is_last), job.layout.degrees.tensor
     if degrees.replicate * degrees.shard == 1:
         return 0.0
-    student, teacher = job.student.rows(tensor) * job.student_bytes, job.teacher.rows(tensor) * job.teacher_bytes
+    student, teacher = job.student.rows(tensor), job.teacher.rows(tensor) * job.teacher_bytes
     if job.layout.stages > 1:
-        of_student = job.student.weights(len(stage.student), *ends, tensor) * job.student_bytes
+        root = job.student.root(*ends, tensor)
+        others = job.student.weights(len(stage.student), *ends, tensor) - root + stage.is_last * student
         of_teacher = job.teacher.weights(len(stage.teacher), *ends, tensor) * job.teacher_bytes
-        return of_student + of_teacher + stage.is_last * student
-    return 2 * student + teacher + (degrees.shard > 1) * (student + teacher)
+        return root * job.student_bytes + others * job.gathered_bytes + of_teacher
+    messages = degrees.shard > 1
+    of_student = student * (job.student_bytes + (1 + messages) * job.gathered_bytes)
+    return of_student + (2 + messages) * teacher

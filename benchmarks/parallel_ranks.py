@@ -64,7 +64,13 @@ class Case:
     recomputed: bool = False
 
     def __str__(self) -> str:
-        return str(self.layout) + ", bf16" * self.bf16 + ", recomputed" * self.recomputed
+        gathered = self.layout.gather_dtype is not None
+        return (
+            str(self.layout)
+            + ", bf16" * self.bf16
+            + ", gathered in bf16" * gathered
+            + ", recomputed" * self.recomputed
+        )
 
     @property
     def micro_batches(self) -> int:

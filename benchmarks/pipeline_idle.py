@@ -7,17 +7,19 @@ costs nothing, all stages are alike. A rank runs its actions in the schedule's o
 what it needs is there. Steps follow one another: a step's student waits for the end of the step before on all ranks,
 since the gradient is clipped by its global norm; a teacher waits for nothing but the stage before it.
 
-Three places for the teacher:
+Places for the teacher:
     twin      in the student's forward (what Stillhouse does)
     first     all of a step's micro-batches before its student
-    filled    the next step's, in this step's idle slots: a rank with nothing else to do takes the next one
+    filled    the next step's, in this step's idle slots: a rank with nothing else to do takes the next one, and the
+              student of the next step does not wait for a teacher that is still at work
+    ahead     the same as Stillhouse does it under `1f1b_ahead`: in the order of stillhouse/parallel/filling.py, with
+              all ranks at their end before a step's gradient is clipped
 
 p ranks, m micro-batches.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,21 +27,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from stillhouse.parallel import SCHEMES
+from stillhouse.parallel.filling import Action, fill, simulate
 
 #: steps that are simulated, and the first that counts: from there on each takes as long as the next
 STEPS, STEADY = 12, 3
 #: in student's forwards: what idle slots are filled with
 TEACHER_TO_FILL = 4
 BACKWARD = {"B": 2, "I": 1, "W": 1}
-
-
-class Action(NamedTuple):
-    """kind: F, B, or B's two parts I (input) and W (weights), of the student; T: the teacher's forward."""
-
-    step: int
-    stage: int
-    kind: str
-    micro_batch: int
+#: under the names of torch's
+SCHEDULES = [name for name, scheme in SCHEMES.items() if not scheme.ahead]
 
 
 class Move(NamedTuple):
@@ -48,22 +44,6 @@ class Move(NamedTuple):
     stage: int
     kind: str
     micro_batch: int
-
-
-@dataclass
-class Rank:
-    """Lanes of actions, each in its order; a rank that is free takes the first lane whose next action can start."""
-
-    lanes: list[list[Action]]
-    doing: tuple[float, Action] | None = None
-    at: list[int] = field(default_factory=list)
-
-    def heads(self) -> Iterator[tuple[int, Action]]:
-        return (
-            (lane, each[at])
-            for lane, (each, at) in enumerate(zip(self.lanes, self.at, strict=True))
-            if at < len(each)
-        )
 
 
 def trace(schedule: str, ranks: int, micro_batches: int) -> list[list[Move]]:
@@ -107,7 +87,7 @@ def in_flight(moves: Sequence[Move]) -> float:
 
 
 def measure(schedule: str, ranks: int, micro_batches: int, teacher: int) -> dict[str, Any]:
-    """One row: idle shares and step times of the three places."""
+    """One row: idle shares and step times of the places."""
     moves = trace(schedule, ranks, micro_batches)
     work = micro_batches * SCHEMES[schedule].per_rank * (3 + teacher)
     uniform = Fraction(ranks - 1, micro_batches + ranks - 1)
@@ -115,6 +95,8 @@ def measure(schedule: str, ranks: int, micro_batches: int, teacher: int) -> dict
         place: step_time(place, schedule, moves, teacher)
         for place in (("twin", "first", "filled") if teacher == TEACHER_TO_FILL else ("twin",))
     }
+    if schedule == "1f1b" and teacher == TEACHER_TO_FILL:
+        times["ahead"] = time_ahead(ranks, micro_batches, teacher)
     return {
         "schedule": schedule,
         "ranks": ranks,
@@ -140,6 +122,16 @@ def step_time(place: str, schedule: str, moves: list[list[Move]], teacher: int) 
             last[action.step] = max(last[action.step], end)
     # the last step has no next one's teacher to run
     return (last[-2] - last[STEADY]) / (STEPS - 2 - STEADY)
+
+
+def time_ahead(ranks: int, micro_batches: int, teacher: int) -> float:
+    """Of a step among many: they take turns in a few lengths, so of many of them."""
+    done, times = (0,) * ranks, []
+    for _ in range(2 * STEPS):
+        order = fill(micro_batches, micro_batches, teacher, done)
+        done = order.done
+        times.append(order.time)
+    return sum(times[STEPS:]) / STEPS
 
 
 def _lanes(place: str, moves: Sequence[Move]) -> list[list[Action]]:
@@ -181,31 +173,6 @@ def _needs(place: str, stages: int, moves: list[list[Action]]) -> Callable[[Acti
     return needs
 
 
-def simulate(
-    lanes: list[list[list[Action]]], needs: Callable[[Action], list[Action]], costs: dict[str, int]
-) -> dict[Action, float]:
-    """When every action ends."""
-    ranks = [Rank(each, at=[0] * len(each)) for each in lanes]
-    ends: dict[Action, float] = {}
-    now = 0.0
-    while True:
-        for rank in ranks:
-            if rank.doing is not None and rank.doing[0] <= now:
-                ends[rank.doing[1]], rank.doing = rank.doing[0], None
-        for rank in ranks:
-            if rank.doing is None:
-                for lane, action in rank.heads():
-                    if all(each in ends for each in needs(action)):
-                        rank.at[lane] += 1
-                        rank.doing = now + costs[action.kind], action
-                        break
-        under_way = [rank.doing[0] for rank in ranks if rank.doing is not None]
-        if not under_way:
-            assert all(not list(rank.heads()) for rank in ranks), "the ranks wait for each other"
-            return ends
-        now = min(under_way)
-
-
 def main() -> None:
     for row in rows((2, 4, 8), (1, 2, 4), (0, 1, 4)):
         print(line(row))
@@ -213,7 +180,7 @@ def main() -> None:
 
 def rows(ranks: Sequence[int], rounds: Sequence[int], teachers: Sequence[int]) -> Iterator[dict[str, Any]]:
     """rounds: micro-batches in multiples of the ranks."""
-    for schedule, p, factor, teacher in itertools.product(SCHEMES, ranks, rounds, teachers):
+    for schedule, p, factor, teacher in itertools.product(SCHEDULES, ranks, rounds, teachers):
         yield measure(schedule, p, factor * p, teacher)
 
 
@@ -223,7 +190,7 @@ def line(row: dict[str, Any]) -> str:
     formula = "" if row["formula"] is None else f"(p-1)/(m+p-1) {row['formula']:5.1%}"
     return (
         f"{row['schedule']:<12}p {row['ranks']}  m {row['micro_batches']:<3} r {row['teacher_cost']}  "
-        f"idle: {idle:<42}{formula:<22}" + (f"gain: {gain}" if gain else "")
+        f"idle: {idle:<56}{formula:<22}" + (f"gain: {gain}" if gain else "")
     )
 
 

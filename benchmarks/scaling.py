@@ -9,6 +9,8 @@ products in bfloat16, the teacher in bfloat16; layers are recomputed in backward
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from benchmarks.parallel_costs import Job, Shape, between_steps, traffic, within_step
 from benchmarks.pipeline_idle import in_flight, trace
 from stillhouse.objective.fused import TILE_BYTES, TILE_ROWS
@@ -33,16 +35,22 @@ def main() -> None:
     print("\n".join(names))
     table("held, GB", [held(*each) for each in columns])
     table("sent in a step, GB", [traffic(*each) for each in columns])
+    gathered = [job(*each, torch.bfloat16) for each in LAYOUTS]
+    both_ways = ("student's weights, forward", "student's weights, backward")
+    for each in gathered:
+        sent = sum(traffic(each, 0)[name] for name in both_ways)
+        taken = held(each, 0)["gathered weights"]
+        print(f"{each.layout.degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB")
     products = [8 * weights(STUDENT) + 2 * weights(TEACHER), *map(weights, (STUDENT, TEACHER))]
     print("operations of a step on each GPU", f"{products[0] * STEP_TOKENS / 256:.2e}", "weights", products[1:])
 
 
-def job(degrees: Degrees, tokens: int) -> Job:
+def job(degrees: Degrees, tokens: int, gather_dtype: torch.dtype | None = None) -> Job:
     rows = TILE_BYTES["cuda"] // (4 * STUDENT.vocabulary // degrees.tensor)
     return Job(
         STUDENT,
         TEACHER,
-        Layout(degrees),
+        Layout(degrees, gather_dtype=gather_dtype),
         micro_batches=STEP_TOKENS // (tokens * degrees.data),
         tokens=tokens,
         chunk=min(max(rows, TILE_ROWS["cuda"][0]), TILE_ROWS["cuda"][1]),

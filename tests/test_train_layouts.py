@@ -104,6 +104,17 @@ def test_the_model_of_one_process(alone: Path, layout: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_teacher_that_runs_ahead(alone: Path) -> None:
+    """Whatever is evaluated and saved between steps, and from a checkpoint, at which it has said nothing yet."""
+    layout = ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead", "eval.every=1", "checkpoint.every=1"]
+    resume = f"checkpoint.resume={alone / 'alone' / 'checkpoints' / 'step-00000002'}"
+    for out, more in (("ahead", []), ("ahead, resumed", [resume])):
+        run = distill(alone, out, 2, *layout, *more)
+        assert run.returncode == 0, run.stderr
+        assert_same_model(alone / "alone", alone / out)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
 def test_steps_of_one_sequence_leave_a_process_without_one(alone: Path, layout: str) -> None:
     short = ["train.tokens_per_step=32", "train.micro_batch_tokens=32", "eval.micro_batch_tokens=32"]

@@ -26,9 +26,10 @@ class ParallelConfig(Section):
         description="Processes among which the experts of each layer are dealt out: some of those of fsdp, context"
         " and tensor, to which it adds none. A multiple of tensor; 1: those of tensor.",
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = Field(
+    schedule: Literal["gpipe", "1f1b", "1f1b_ahead", "interleaved", "zero_bubble", "zbv"] = Field(
         default="1f1b",
-        description="Of the pipeline. The last three have two stages on each rank, and less idle time.",
+        description="Of the pipeline. The last three have two stages on each rank, and less idle time; 1f1b_ahead"
+        " runs the next step's teacher in idle time, where that is a model of its own without a layout of its own.",
     )
     gather_dtype: Literal["bfloat16"] | None = Field(
         default=None,

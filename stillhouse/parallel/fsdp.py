@@ -37,11 +37,14 @@ def apply_fsdp(
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
     for layer in decoder.layers():
         inner(layer)
+    trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
-        # a tied weight is the embedding's, in the root's group, which stays gathered from forward to backward
-        inner(decoder.head)
+        # a tied weight is the embedding's, in the root's group
+        learns = any(parameter.requires_grad for parameter in decoder.head.parameters())
+        # backward begins where forward ends
+        inner(decoder.head, reshard_after_forward=reshard_after_forward and not learns)
     # in its own dtype: a row's gradient is a sum over all places of its token
-    shard(decoder, reshard_after_forward=False)
+    shard(decoder, reshard_after_forward=reshard_after_forward and not trains)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

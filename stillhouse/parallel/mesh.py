@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Mesh:
     experts: (pipeline, replicate, shard, expert), where the weights of experts lie.
     tokens: (pipeline, data, context, tensor), where tokens lie.
     everyone: the group of all of them.
+    pipelines: the group along the pipeline, two more of it: for messages that are in no order with the others.
     """
 
     def __init__(self, degrees: Degrees, device: torch.device):
@@ -64,6 +65,7 @@ class Mesh:
         self.experts = self._grid(pipeline=pipeline, replicate=replicate, shard=rest, expert=degrees.experts)
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
         self.everyone = dist.new_group(list(range(degrees.processes)))
+        self.pipelines = self._along_pipeline(), self._along_pipeline()
 
     @property
     def sharding(self) -> DeviceMesh | None:
@@ -84,6 +86,15 @@ class Mesh:
     def place(self, axis: str) -> int:
         """This process's number along an axis of `tokens`."""
         return self.tokens.get_local_rank(axis)
+
+    def _along_pipeline(self) -> ProcessGroup | None:
+        """Made by all for all: torch names a group that only its members make after what each of them has made so far
+        (2.13), which differs.
+        """
+        if self.degrees.pipeline == 1:
+            return None
+        made = {tuple(ranks): dist.new_group(ranks) for ranks in self.tokens.mesh.flatten(1).T.tolist()}
+        return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 
     def _grid(self, **sizes: int) -> DeviceMesh:
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -26,17 +26,22 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from stillhouse.parallel.ahead import Ahead, Schedule1F1BAhead, as_learner
 from stillhouse.parallel.gradients import local, settle
 from stillhouse.parallel.twin import Twin, Work
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """torch's schedule, the stages that each rank has, and whether they lie in a V: the last beside the first."""
+    """torch's schedule, the stages that each rank has, and whether they lie in a V: the last beside the first.
+
+    ahead: the teacher runs by itself, as far as one step ahead.
+    """
 
     schedule: Callable[..., Any]
     per_rank: int = 1
     in_v: bool = False
+    ahead: bool = False
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
         """The numbers of a rank's stages."""
@@ -51,6 +56,7 @@ class Scheme:
 SCHEMES = {
     "gpipe": Scheme(ScheduleGPipe),
     "1f1b": Scheme(Schedule1F1B),
+    "1f1b_ahead": Scheme(Schedule1F1BAhead, ahead=True),
     "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
     "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2),
     "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True),
@@ -73,6 +79,8 @@ class Pipeline:
     sharding: FSDP's mesh, where the twins are sharded by it.
     tied: the student's embedding, on the first stage, and its head, on the last, are one weight. Both have it; their
     gradients are summed after every step, so that they stay equal.
+    teacher_cost: of the teacher's layers, in forwards of the student's. further: two more groups of
+    the same ranks. Both are for a scheme that runs the teacher ahead.
     """
 
     def __init__(
@@ -85,6 +93,8 @@ class Pipeline:
         *,
         tied: bool = False,
         sharding: DeviceMesh | None = None,
+        teacher_cost: float = 0.0,
+        further: Sequence[ProcessGroup | None] = (),
     ):
         self.ranks, self.rank = group.size(), group.rank()
         self.count = self.ranks * scheme.per_rank
@@ -95,20 +105,32 @@ class Pipeline:
                 fully_shard(stage, mesh=sharding)
         self.tied = tied
         self.scheme, self.width, self.group, self.device = scheme, width, group, device
+        self.ahead: Ahead | None = None
+        if scheme.ahead:
+            (stage,), (teaching, backward) = self.stages.values(), further
+            assert teaching is not None
+            assert backward is not None
+            teacher = (teacher_cost, width.teacher, width.teacher_dtype)
+            self.ahead = Ahead(stage.speak, *teacher, teaching, backward, device)
         self._made_for: tuple[Any, ...] = ()
         self._latest: Any = None
 
-    def forward_backward(self, works: Sequence[Work]) -> list[Any]:
+    def forward_backward(self, works: Sequence[Work], upcoming: Sequence[Work] = ()) -> list[Any]:
         """Adds the gradients of the works' losses; gives what the processor made of each, on the last stage's rank.
 
-        All works have the same shape. Raises ValueError for a number of them that the schedule cannot take.
+        All works have the same shape. upcoming: those of the next step, for a scheme that runs their teacher already.
+        Raises ValueError for a number of works that the schedule cannot take.
         """
         numbers = torch.arange(len(works))
         made = self._begin(works)
         schedule = self._schedule(works)
+        if self.ahead is not None:
+            self._begin_ahead(self.ahead, schedule, works, upcoming)
         first = (numbers,) if 0 in self.stages else ()
         target = numbers if self.count - 1 in self.stages else None
         schedule.step(*first, target=target, number=numbers, return_outputs=False)
+        if self.ahead is not None:
+            self.ahead.end()
         if self.tied:
             self._sum_tied_gradient()
         return [made[number] for number in sorted(made)]
@@ -184,11 +206,19 @@ class Pipeline:
             stage.works, stage.made = works, made
         return made
 
+    def _begin_ahead(self, ahead: Ahead, schedule: Any, works: Sequence[Work], upcoming: Sequence[Work]) -> None:
+        (stage,) = self.stages.values()
+        asked = [work for work in upcoming if work.asks_teacher]
+        order, stage.said = ahead.begin(works, asked)
+        stage.works = [*(as_learner(work, is_last=stage.is_last) for work in works), *asked]
+        schedule.follow(order, ahead.teach, ahead.backward_group)
+
     def _schedule(self, works: Sequence[Work]) -> Any:
         """torch's, for these shapes: it fixes what travels when it is made."""
         shapes = {(work.tokens.input_ids_BS.shape, work.asks_teacher) for work in works}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
         ((rows, tokens), asks_teacher) = next(iter(shapes))
+        asks_teacher = asks_teacher and self.ahead is None
         key = (len(works), rows, tokens, asks_teacher)
         if key != self._made_for:
             hidden = self._hidden(rows, tokens, asks_teacher)
@@ -226,10 +256,17 @@ class _Stage(nn.Module):
         self.is_last = number + 1 == count
         self.works: Sequence[Work] = ()
         self.made: dict[int, Any] = {}
+        self.said: dict[int, Tensor] = {}  # by a teacher that runs ahead, of micro-batches to come
 
-    def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def speak(self, at: int, *received: Tensor) -> Tensor:
+        """The teacher's part alone. By way of `forward`, whose hooks gather its weights."""
+        return self(*received, number=torch.tensor([at]), teacher_alone=True)
+
+    def forward(self, *received: Tensor, number: Tensor, teacher_alone: bool = False) -> Tensor | tuple[Tensor, ...]:
         at = int(number)
-        made = self.twin(self.works[at], *(received if self.number else ()))
+        if teacher_alone:
+            return self.twin.speak(self.works[at].tokens, *received)
+        made = self.twin(self.works[at], *(received if self.number else ()), said_BSE=self.said.pop(at, None))
         if not self.is_last:
             return made if isinstance(made, tuple) else (made,)
         self.made[at] = made

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.models import Decoder
 from stillhouse.parallel.context_parallel import apply_context_parallel
@@ -22,7 +23,7 @@ from stillhouse.parallel.gradients import gradient_norm, scale_gradients, settle
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
 from stillhouse.parallel.separate import SeparateTeacher, only_head, only_layers
-from stillhouse.parallel.stages import cost_of, keep_layers, require_cuttable, require_training, split
+from stillhouse.parallel.stages import cost_of, forwards, keep_layers, require_cuttable, require_training, split
 from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
 from stillhouse.parallel.twin import Twin, Work
 
@@ -91,14 +92,17 @@ class Runner:
         self.layout, self.twins, self.pipeline, self.mesh, self.tied = layout, twins, pipeline, mesh, tied
         self.separate = separate
 
-    def forward_backward(self, works: Sequence[Work]) -> list[Any]:
+    def forward_backward(self, works: Sequence[Work], upcoming: Sequence[Work] = ()) -> list[Any]:
         """Adds the gradients of the works' losses to the student's; what the processor made of each, with its loss
         detached. Under a pipeline the ranks of the last stage have these, the others none.
+
+        upcoming: the next call's works, where the runner looks ahead; the teacher says what it has time for about
+        their tokens. Others may come then.
         """
         if self.pipeline is not None:
-            made = self.pipeline.forward_backward(works)
+            made = self.pipeline.forward_backward(works, upcoming)
         else:
-            made = [self._backward(work) for work in works]
+            made = self._one_by_one(works)
         for each in made:
             each.loss.detach_()
         return made
@@ -108,7 +112,16 @@ class Runner:
         if self.pipeline is not None:
             return self.pipeline.forward(works)
         with torch.no_grad():
-            return [self.twins[0](work) for work in works]
+            made = [self.twins[0](work) for work in works]
+        for student in self.students():
+            if isinstance(student.head, FSDPModule):
+                student.head.reshard()  # no backward will
+        return made
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `forward_backward` makes use of the next step's works."""
+        return self.pipeline is not None and self.pipeline.ahead is not None
 
     @property
     def teacher(self) -> Decoder | None:
@@ -173,9 +186,14 @@ class Runner:
             return None
         return self.twins[last].student.output_weight
 
-    def _backward(self, work: Work) -> Any:
-        made = self.twins[0](work)
-        made.loss.backward()
+    def _one_by_one(self, works: Sequence[Work]) -> list[Any]:
+        twin, made = self.twins[0], []
+        for number, work in enumerate(works, start=1):
+            if isinstance(twin.student, FSDPModule):
+                # copies add up their gradients by themselves until the last one
+                twin.student.set_requires_all_reduce(number == len(works))
+            made.append(twin(work))
+            made[-1].loss.backward()
         return made
 
 
@@ -198,6 +216,7 @@ def lay_out(
     Raises ValueError for a model that the layout does not fit.
     """
     degrees = layout.degrees
+    _require_own_teacher(layout, student_from, teacher_apart)
     separate = None
     if teacher_from is not None and teacher_apart is not None and mesh is not None:
         separate = _apart(teacher_from, teacher_apart, layout, mesh)
@@ -210,14 +229,16 @@ def lay_out(
     assert mesh is not None
     scheme = SCHEMES[layout.schedule]
     twins = {}
-    tied, width = False, None
+    tied, width, teacher_cost = False, None, 0.0
     for number in scheme.stages_of(mesh.place("pipeline"), degrees.pipeline):
         student, teacher = student_from.make(), None if teacher_from is None else teacher_from.make()
         _require_experts(degrees, student, teacher)
         for decoder in (student, teacher):
             if decoder is not None:
                 require_cuttable(decoder.config)
-        stages = split(layout.stages, cost_of(student, 3), None if teacher is None else cost_of(teacher, 1))
+        costs = cost_of(student, 3), None if teacher is None else cost_of(teacher, 1)
+        stages = split(layout.stages, *costs)
+        teacher_cost = 0.0 if costs[1] is None else forwards(costs[1], costs[0])
         if student.lora is not None:
             require_training(student, stages)
         # a frozen weight has no gradients to sum
@@ -232,7 +253,13 @@ def lay_out(
         twins[number] = _placed(layout, mesh, student, teacher, student_from, teacher_from)
     assert width is not None
     group, sharding = mesh.tokens.get_group("pipeline"), mesh.sharding
-    pipeline = Pipeline(twins, scheme, width, group, mesh.device, tied=tied, sharding=sharding)
+    options: dict[str, Any] = {
+        "tied": tied,
+        "sharding": sharding,
+        "teacher_cost": teacher_cost,
+        "further": mesh.pipelines,
+    }
+    pipeline = Pipeline(twins, scheme, width, group, mesh.device, **options)
     return Runner(layout, twins, pipeline, mesh, tied=tied, separate=separate)
 
 
@@ -241,6 +268,18 @@ def _apart(origin: Origin, teacher_apart: tuple[Layout, Mesh], layout: Layout, m
     teaching = lay_out(own_layout, own_mesh, replace(origin, make=only_layers(origin.make)), None)
     ((teacher, *_), last_ranks) = teaching.students(), (own_layout.last_rank, layout.last_rank)
     return SeparateTeacher(teacher, teaching.forward, own_mesh, mesh, last_ranks)
+
+
+def _require_own_teacher(layout: Layout, student_from: Origin, teacher_apart: Any) -> None:
+    """Raise ValueError where the teacher is to run ahead, and is the student's own base, or lies otherwise."""
+    if layout.stages == 1 or not SCHEMES[layout.schedule].ahead:
+        return
+    why = "is the student without its adapter" if student_from.own_base else "has a layout of its own"
+    if student_from.own_base or teacher_apart is not None:
+        raise ValueError(
+            f"schedule {layout.schedule} for a teacher that {why}: it runs a model of the teacher's own, "
+            "in the student's stages, a step ahead; expected schedule 1f1b"
+        )
 
 
 def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:

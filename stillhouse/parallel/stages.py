@@ -95,6 +95,11 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     return Cost(len(layers), products / max(1, len(layers)), head, passes)
 
 
+def forwards(teacher: Cost, student: Cost) -> float:
+    """What the teacher's layers cost, in forwards of the student's."""
+    return teacher.layers * teacher.layer / (student.layers * student.layer)
+
+
 @torch.no_grad()
 def require_cuttable(config: PreTrainedConfig) -> None:
     """Raise ValueError for a family that cannot be cut into stages.

@@ -6,10 +6,11 @@ states between the layers are whole on every rank; of the head, the objective is
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -46,6 +47,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
         if style := plan.get(_generic(name)):
             for each in _matrices(module, style):
                 parallelize_module(each, mesh, STYLES[style]())
+        elif _reads_once(name, module, plan):
+            module.register_forward_pre_hook(_whole_input(mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(name not in frozen)  # torch's SequenceParallel makes parameters that train
@@ -75,6 +78,33 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
                 f"'{config.model_type}'): expected a divisor of it"
             )
     return plan
+
+
+def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
+    """Whether a module's input goes to several matrices that are cut by columns, and as far as its weights tell to
+    nothing else.
+    """
+    children = [(child, each) for child, each in module.named_children() if next(each.parameters(), None) is not None]
+    styles = [plan.get(_generic(f"{name}.{child}"), "") for child, _ in children]
+    whole = [each for _, each in children if lora_parts(each)]  # of an adapter, one matrix is not cut
+    return all(styles) and not whole and styles.count("colwise") > 1
+
+
+def _whole_input(mesh: DeviceMesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
+    """Makes a module's hidden states one distributed tensor for all matrices that read them: the ranks then sum its
+    gradient once, where each matrix would have its own part summed.
+    """
+
+    def shared(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        if "hidden_states" in options:
+            return arguments, options | {"hidden_states": whole(options["hidden_states"])}
+        first, *rest = arguments
+        return (whole(first), *rest), options
+
+    def whole(hidden_BSD: Tensor) -> DTensor:
+        return DTensor.from_local(hidden_BSD, mesh, [Replicate()], run_check=False)
+
+    return shared
 
 
 def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:

@@ -61,9 +61,16 @@ class Twin(nn.Module):
         self.student.train(mode)
         return self
 
-    def forward(self, work: Work, student_BSD: Tensor | None = None, teacher_BSE: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        work: Work,
+        student_BSD: Tensor | None = None,
+        teacher_BSE: Tensor | None = None,
+        said_BSE: Tensor | None = None,
+    ) -> Any:
         """What the processor makes of the micro-batch; where the student has no head, its hidden states, or a pair of
-        those and the teacher's, if it is asked. student_BSD, teacher_BSE: those of the stage before.
+        those and the teacher's, if it is asked. student_BSD, teacher_BSE: those of the stage before. said_BSE: what
+        `speak` of the last stage has given, if the teacher has spoken.
         """
         if work.asks_teacher and self.own_base:
             return self._learn_from_base(work, student_BSD, teacher_BSE)
@@ -81,8 +88,19 @@ class Twin(nn.Module):
         # the student learns inside the teacher's head: where that is gathered for its forward alone, it is there
         precision = torch.autocast(work.tokens.input_ids_BS.device.type, enabled=False)
         with torch.no_grad(), evaluating(self.teacher), precision:
+            if said_BSE is not None:
+                return self.teacher.head(said_BSE, told)
             heard = self.teacher(**_inputs(work.tokens, teacher_BSE), processor=told)
         return heard if self.teacher.has_head else (self._learn(work, student_BSD), heard)
+
+    def speak(self, tokens: Tokens, teacher_BSE: Tensor | None = None) -> Tensor:
+        """The hidden states of the teacher's layers that are here, without the student; on the last stage after its
+        last norm. teacher_BSE: those of the stage before.
+        """
+        assert self.teacher is not None
+        precision = torch.autocast(tokens.input_ids_BS.device.type, enabled=False)
+        with torch.no_grad(), evaluating(self.teacher), precision:
+            return self.teacher(**_inputs(tokens, teacher_BSE), processor=_hidden_states)
 
     def _learn_from_base(self, work: Work, student_BSD: Tensor | None, base_BSD: Tensor | None) -> Any:
         """One after the other, since it is one model, and in the same precision. Both heads are its own, frozen."""

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from stillhouse.objective.keys import CHUNK_TOKENS
-from stillhouse.parallel import is_first
+from stillhouse.parallel import Work, is_first
 from stillhouse.train.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
@@ -40,12 +40,12 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
         if progress.step == 0 and session.evaluation is not None:
             progress.metrics = evaluate(session)
             log.evaluation(0, 0, progress.metrics)
+        upcoming: list[Work] = []
         for step in range(progress.step, plan.steps):
             started = time.monotonic()
-            rows = list(plan.micro_batches(session.train, step))
-            targets = session.train.targets(rows)
-            works = session.works(session.train, rows, session.recipe, targets, training=True)
-            outputs = runner.forward_backward(works)
+            works = upcoming or session.step_works(step)
+            upcoming = session.step_works(step + 1) if runner.looks_ahead and step + 1 < plan.steps else []
+            outputs = runner.forward_backward(works, upcoming)
             norm = float(runner.clip(settings.clip or 0.0))
             sums = session.totals(outputs, works)
             stop_unless_finite(session, step + 1, rows, works, outputs, sums["loss"], norm)
@@ -54,7 +54,7 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
 
             progress.step, progress.tokens = step + 1, progress.tokens + int(sums["tokens"])
             seconds = time.monotonic() - started
-            speed = session.train.tokens(rows) / seconds
+            speed = session.train.tokens(plan.micro_batches(session.train, step)) / seconds
             log.train(progress.step, progress.tokens, _train_metrics(sums, rate, norm, speed))
             last = progress.step == plan.steps
             saving = _due(progress.step, config.checkpoint.every) or last

@@ -108,6 +108,11 @@ class Session:
             chunk_tokens=objective.chunk_tokens,
         )
 
+    def step_works(self, step: int) -> list[Work]:
+        """What this process computes of training step `step` (from 0)."""
+        rows = list(self.plan.micro_batches(self.train, step))
+        return self.works(self.train, rows, self.recipe, self.train.targets(rows), training=True)
+
     def totals(self, outputs: Sequence[ObjectiveOutput], works: Sequence[Work] = ()) -> dict[str, float]:
         """`summed_metrics` over all processes, the same on each, and what routers made of the works. Waits for the
         device once.
@@ -123,7 +128,9 @@ class Session:
 
     def precision(self) -> torch.autocast:
         """The autocast of a run: bfloat16 products over float32 master weights, or nothing."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
+        enabled = self.config.train.precision == "bf16"
+        # its cache would keep all layers' weights in bfloat16 until a forward ends, gathered ones too
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:

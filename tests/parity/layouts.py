@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from families import build
 from shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -49,7 +50,7 @@ Precision = Callable[[], AbstractContextManager[Any]]
 @dataclass(frozen=True)
 class Case:
     """micro_batches: of each data rank in a step. family: qwen3, untied, llama, tied, or qwen3_moe, with experts on
-    both sides, whose balance the student learns. depth: the student's layers, if not the family's.
+    both sides, whose balance the student learns, or one of `families`. depth: the student's layers, if not its own.
 
     lora: the student trains one, beside a teacher ("teacher") or its own base ("base"); "": it trains itself.
     dtype: of the weights beside a LoRA, whose own are float32.
@@ -108,13 +109,13 @@ def compare(rank: Rank, case: Case) -> Difference | None:
         if case.checkpointing:
             student.gradient_checkpointing_enable()
     evaluated = abs(summed(laid, laid.forward(own[0]))["loss"] - total(alone.forward(everything[0]))["loss"])
-    difference = first_step(case, alone, laid, everything[0], own[0])
+    difference = first_step(case, alone, laid, everything[0], own)
     difference.evaluation = evaluated
     optimizers = [optimizer(each) for each in (alone, laid)]
     for step in range(STEPS):
         for runner, theirs, made in ((alone, everything, optimizers[0]), (laid, own, optimizers[1])):
             if step:
-                runner.forward_backward(theirs[step])
+                runner.forward_backward(theirs[step], theirs[step + 1] if step + 1 < STEPS else ())
             runner.clip(1.0)
             optimizer_step(made, LEARNING_RATE)
     expected = dict(alone.named_parameters())
@@ -124,10 +125,13 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     return difference
 
 
-def first_step(case: Case, alone: Runner, laid: Runner, everything: list[Work], own: list[Work]) -> Difference:
-    """Leaves the gradients where they are."""
+def first_step(
+    case: Case, alone: Runner, laid: Runner, everything: list[Work], steps: list[list[Work]]
+) -> Difference:
+    """Leaves the gradients where they are. steps: of the layout, announced one ahead."""
+    own = steps[0]
     expected = total(alone.forward_backward(everything)) | balance_of(everything)
-    found = summed(laid, laid.forward_backward(own), own)
+    found = summed(laid, laid.forward_backward(own, steps[1]), own)
     assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe")
     norms = [float(each.clip(0.0)) for each in (alone, laid)]
     references = dict(alone.named_parameters())
@@ -176,6 +180,12 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
         experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
         small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
         return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
+    if family != "qwen3":
+        other = [build(family).config, build(family).config]
+        for config in other:
+            # dropout draws otherwise on every layout, and the norm of all heads together is in no plan
+            config.resid_pdrop, config.use_qk_norm = 0.0, False
+        return other[0], other[1]
     layers = depth or 4
     small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
     return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)

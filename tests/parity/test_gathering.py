@@ -27,6 +27,9 @@ SLOW = [
     Case(layout(replicate=2, fsdp=2)),
     Case(layout(context=2)),
     Case(layout(fsdp=2), checkpointing=True),
+    Case(layout(fsdp=2), lora="base"),
+    Case(layout(fsdp=2), "llama", lora="teacher"),
+    Case(layout(fsdp=2, pipeline=2), lora="base"),
 ]
 
 

@@ -35,6 +35,7 @@ QUICK = [
     Case(layout(pipeline=2)),
     Case(layout(pipeline=2), "llama"),
     Case(layout("gpipe", pipeline=4), "llama", micro_batches=4),
+    Case(layout("1f1b_ahead", pipeline=2), micro_batches=4),
     Case(layout("interleaved", pipeline=2), micro_batches=4),
     Case(layout("zero_bubble", pipeline=2), micro_batches=4),
     Case(layout("zbv", pipeline=2), "qwen3", micro_batches=4),
@@ -59,11 +60,12 @@ SLOW = [
     Case(layout(tensor=4), "llama"),
     *(
         Case(layout(schedule, pipeline=stages), family, micro_batches)
-        for schedule in ("gpipe", "1f1b")
+        for schedule in ("gpipe", "1f1b", "1f1b_ahead")
         for stages in (2, 4)
         for micro_batches in (2, 4, 8)
         for family in ("qwen3", "llama")
         if schedule == "gpipe" or micro_batches >= stages
+        if (schedule, stages, micro_batches, family) != ("1f1b_ahead", 2, 4, "qwen3")  # among the quick ones
     ),
     *(
         Case(layout(schedule, pipeline=2), family, micro_batches)
@@ -79,6 +81,13 @@ SLOW = [
     ),
     Case(layout(fsdp=2, tensor=2), "llama"),
     Case(layout(fsdp=2, pipeline=2)),
+    Case(layout("1f1b_ahead", fsdp=2, pipeline=2), micro_batches=4),
+    Case(layout("1f1b_ahead", fsdp=2, pipeline=2), "llama", micro_batches=4),
+    Case(layout("1f1b_ahead", tensor=2, pipeline=2), "llama", micro_batches=4),
+    Case(layout("1f1b_ahead", context=2, pipeline=2), micro_batches=4),
+    Case(layout("1f1b_ahead", pipeline=2), "qwen3_moe", micro_batches=4, checkpointing=True),
+    Case(layout("1f1b_ahead", pipeline=2), top_k=8),
+    Case(layout("1f1b_ahead", pipeline=2), micro_batches=4, lora="teacher"),
     Case(layout("zbv", fsdp=2, pipeline=2), "llama", micro_batches=4),
     Case(layout("zbv", fsdp=2, pipeline=2), micro_batches=4),
     Case(layout("zero_bubble", fsdp=2, pipeline=2), micro_batches=4),
@@ -117,6 +126,7 @@ SLOW = [
             ("qwen3_moe", {"fsdp": 2}, {"fsdp": 2, "expert": 2}),
         )
     ),
+    *(Case(layout(tensor=2), family) for family in ("mistral", "phi3", "cohere", "gemma2", "gemma3", "granite")),
     Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     *(Case(layout(**degrees), top_k=8) for degrees in ({"fsdp": 2}, {"context": 2})),
     *(
