@@ -234,17 +234,21 @@ def grief(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("what", "layout"),
     [
         ("loss", "fsdp=2"),
-        *(pytest.param("loss", layout, marks=pytest.mark.slow) for layout in ("tensor=2", "context=2", "pipeline=2")),
         *(
-            pytest.param("gradient", layout, marks=pytest.mark.slow)
-            for layout in ("fsdp=2", "tensor=2", "pipeline=2")
+            pytest.param(what, layout, marks=pytest.mark.slow)
+            for what, layouts in (
+                ("loss", ["tensor=2", "context=2", "pipeline=2", "pipeline=2 schedule=1f1b_ahead"]),
+                ("gradient", ["fsdp=2", "tensor=2", "pipeline=2"]),
+            )
+            for layout in layouts
         ),
     ],
 )
 def test_what_is_not_finite_is_found_as_in_one_process(grief: Path, what: str, layout: str) -> None:
     """Term or parameter, and the line of the data."""
     found = []
-    for processes, out, overrides in ((1, f"{what} alone", []), (2, f"{what} {layout}", [f"parallel.{layout}"])):
+    keys = [f"parallel.{each}" for each in layout.split()]
+    for processes, out, overrides in ((1, f"{what} alone", []), (2, f"{what} {layout}", keys)):
         run = distill(grief, out, processes, f"student.model={grief / what}", *overrides)
         assert run.returncode != 0
         found += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. Nothing of this step", run.stderr)[

@@ -119,7 +119,7 @@ def _step_lines(session: Session) -> Iterator[str]:
         norm = float(session.runner.clip(0.0))
         seconds = time.monotonic() - started
     sums = session.totals(outputs, works)
-    stop_unless_finite(session, 1, rows, works, outputs, sums["loss"], norm)
+    stop_unless_finite(session, 1, works, outputs, sums["loss"], norm)
     optimizer_bytes = 2 * sum(each.numel() * each.element_size() for each in parameters)
     tokens = sum(work.tokens.input_ids_BS.numel() for work in works)
     yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {sums['loss']:.4f}, gradient norm {norm:.4g}")

@@ -23,7 +23,6 @@ _NAMED = 5
 def stop_unless_finite(
     session: Session,
     step: int,
-    rows: Sequence[np.ndarray],
     works: Sequence[Work],
     outputs: Sequence[ObjectiveOutput],
     loss: float,
@@ -31,10 +30,11 @@ def stop_unless_finite(
 ) -> None:
     """Raise ValueError if the step's loss or gradient norm is NaN or infinite. The weights are still untouched.
 
-    rows: the packed sequences of all micro-batches of the step. works, outputs: this process's part.
+    step: counted from 1. works, outputs: this process's part of it.
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return
+    rows = session.plan.micro_batches(session.train, step - 1)
     findings = _losses(session, works, outputs) or _gradients(session, rows)
     session.runner.zero_grad()
     where = "; ".join(findings) or "in no single micro-batch: the sum over them overflowed"
@@ -64,7 +64,7 @@ def _losses(session: Session, works: Sequence[Work], outputs: Sequence[Objective
     return [f"{name} on {_sources(session, documents)}" for name, documents in found.items() if documents]
 
 
-def _gradients(session: Session, rows: Sequence[np.ndarray]) -> list[str]:
+def _gradients(session: Session, rows: Iterable[np.ndarray]) -> list[str]:
     """Which micro-batches' gradients are not finite, each run again by itself; the first bad parameter names it."""
     findings = []
     for each in rows:

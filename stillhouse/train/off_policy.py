@@ -48,7 +48,7 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
             outputs = runner.forward_backward(works, upcoming)
             norm = float(runner.clip(settings.clip or 0.0))
             sums = session.totals(outputs, works)
-            stop_unless_finite(session, step + 1, rows, works, outputs, sums["loss"], norm)
+            stop_unless_finite(session, step + 1, works, outputs, sums["loss"], norm)
             rate = learning_rate(settings, plan.steps, step)
             optimizer_step(optimizer, rate)
 
