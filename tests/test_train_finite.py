@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from odd_lines import LINE, odd_id, vanishing, with_odd_line
 from runs import MAX_TOKENS, metrics, run, save_model, session_of, world, write_records
 from torch import Tensor
 
@@ -14,25 +15,12 @@ from stillhouse.train.folder import RunFolder, claim
 from stillhouse.train.off_policy import train
 from stillhouse.train.session import Session
 
-ODD = "§"  # its first byte is a token of its own, and no other text has it
-LINE = 23
 SETTINGS = {"train.steps": 8, "checkpoint.every": 1, "checkpoint.keep": 100, "checkpoint.best": None}
-
-
-def with_odd_line(folder: Path) -> None:
-    """One text among 40 that alone holds `ODD`."""
-    texts = [f"{number} the still is heated slowly" for number in range(40)]
-    texts[LINE - 1] = f"the {ODD} heads"
-    write_records(folder / "odd.jsonl", [{"text": text} for text in texts])
 
 
 def odd_session(folder: Path, **settings: Any) -> Session:
     with_odd_line(folder)
     return session_of(folder, **SETTINGS | {"data.train": str(folder / "odd.jsonl")} | settings)
-
-
-def odd_token(session: Session) -> int:
-    return int(session.tokenizer(ODD, add_special_tokens=False)["input_ids"][0])
 
 
 def odd_step(session: Session) -> int:
@@ -60,7 +48,7 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
     session = odd_session(tmp_path)
     assert session.teacher is not None
     with torch.no_grad():
-        session.teacher.pretrained.get_input_embeddings().weight[odd_token(session)] = math.nan
+        session.teacher.pretrained.get_input_embeddings().weight[odd_id()] = math.nan
     seen: list[dict[str, Tensor]] = []
     optimized = torch.optim.AdamW.step
     step = odd_step(session)
@@ -93,7 +81,7 @@ def test_the_checkpoint_before_it_goes_on_as_if_nothing_had_happened(tmp_path: P
     session = odd_session(tmp_path)
     assert session.teacher is not None
     with torch.no_grad():
-        session.teacher.pretrained.get_input_embeddings().weight[odd_token(session)] = math.nan
+        session.teacher.pretrained.get_input_embeddings().weight[odd_id()] = math.nan
     with pytest.raises(ValueError, match="not finite"):
         train_in(session)
     session = odd_session(tmp_path)
@@ -106,24 +94,11 @@ def test_more_than_one_term_and_an_infinite_student(tmp_path: Path) -> None:
     """A student whose own weight is infinite: both terms are, and its documents are still told from the others."""
     session = odd_session(tmp_path, **{"train.micro_batch_tokens": 4 * MAX_TOKENS})
     with torch.no_grad():
-        session.student.pretrained.get_input_embeddings().weight[odd_token(session)] = math.inf
+        session.student.pretrained.get_input_embeddings().weight[odd_id()] = math.inf
     with pytest.raises(ValueError, match=f"^step {odd_step(session)}: the loss is not finite") as caught:
         train_in(session)
     where = f"{tmp_path}/odd.jsonl:{LINE}"
     assert f": cross_entropy on {where}; jsd(0.5) on {where}. " in str(caught.value)
-
-
-def vanishing(model: Any) -> None:
-    """RMS norm without its epsilon: a row of 1e-19 is normalised well, and its gradient overflows."""
-    model.config.rms_norm_eps = 0.0
-    model.get_input_embeddings().weight[0] = 1.0  # the padding's row of zeros would be NaN at once
-    model.get_input_embeddings().weight[odd_id()] = 1e-19
-
-
-def odd_id() -> int:
-    from toy_tokenizer import toy_tokenizer
-
-    return int(toy_tokenizer()(ODD, add_special_tokens=False)["input_ids"][0])
 
 
 def test_a_gradient_with_a_finite_loss_names_parameter_and_line(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics, world
+from odd_lines import LINE, vanished, vanishing, with_odd_line
+from runs import metrics, save_model, world
 from safetensors.torch import load_file
 
 from stillhouse.cli import USAGE
@@ -220,6 +223,50 @@ def test_parity_is_a_command(alone: Path) -> None:
     assert {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b"} <= verdicts.keys()
     assert set(verdicts.values()) == {"same"}
     assert sum("expected at most one stage per layer" in row for row in rows) == 3
+
+
+@pytest.fixture(scope="module")
+def grief(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs in one process that end in the middle, at a loss and at a gradient that is not finite."""
+    folder = tmp_path_factory.mktemp("grief")
+    with_odd_line(folder)
+    for name, change in (("loss", vanished), ("gradient", vanishing)):
+        save_model(folder / name, tied=False, seed=1, change=change)
+    world(
+        folder, **{"data.train": str(folder / "odd.jsonl"), "data.eval": 0, "train.steps": 8, "checkpoint.every": 0}
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("what", "layout"),
+    [
+        ("loss", "fsdp=2"),
+        *(
+            pytest.param(what, layout, marks=pytest.mark.slow)
+            for what, layouts in (
+                ("loss", ["tensor=2", "context=2", "pipeline=2", "pipeline=2 schedule=1f1b_ahead"]),
+                ("gradient", ["fsdp=2", "tensor=2", "pipeline=2"]),
+            )
+            for layout in layouts
+        ),
+    ],
+)
+def test_what_is_not_finite_is_found_as_in_one_process(grief: Path, what: str, layout: str) -> None:
+    """Term or parameter, and the line of the data."""
+    found = []
+    keys = [f"parallel.{each}" for each in layout.split()]
+    for processes, out, overrides in ((1, f"{what} alone", []), (2, f"{what} {layout}", keys)):
+        run = distill(grief, out, processes, f"student.model={grief / what}", *overrides)
+        assert run.returncode != 0
+        found += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. Nothing of this step", run.stderr)[
+            :1
+        ]
+        shutil.rmtree(grief / out)
+    assert run.stderr.count("Nothing of this step was applied") == 1
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert f"on {grief}/odd.jsonl:{LINE}" in found[0][1]
 
 
 def test_a_rank_that_dies_takes_the_job_with_it(alone: Path) -> None:

@@ -144,9 +144,11 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     require_trackers(config.track)
     require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
-    _teacher_layout(config)
+    apart = _teacher_layout(config)
     device = choose_device(config.device)
-    require_sharing(layout, device)
+    for each in (layout, apart):
+        if each is not None:
+            require_sharing(each, device)
     torch.manual_seed(config.seed)
     tokenizer, warnings = load_tokenizers(config)
     train_documents, evaluation_documents = load_data(config.data, config.objective, tokenizer)
