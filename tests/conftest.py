@@ -24,6 +24,7 @@ TOGETHER = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if group := TOGETHER.get(item.path.stem):
