@@ -214,6 +214,7 @@ def test_usage_is_the_exit_code_of_a_wrong_layout(alone: Path) -> None:
     assert "there is one, without torchrun" in run.stderr
 
 
+@pytest.mark.slow
 def test_parity_is_a_command(alone: Path) -> None:
     run = stillhouse(2, "parity", str(alone / "run.yaml"))
     assert run.returncode == 0, run.stderr
