@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from objective_cases import D, T, V, make_leaves
-from shard_cases import Case, Outcome, engine, local_leaves, on_shards, one_pass, prepared
+from objective_cases import D, T, V, make_labels, make_leaves
+from shard_cases import Case, Outcome, engine, local_leaves, on_shards, one_pass, prepared, shard_of
 from shard_ranks import Collectives, Rank
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from stillhouse.objective import (
     VocabShard,
     forward_kl,
     fused,
+    linear_log_probs,
     linear_objective,
     logits_objective,
 )
@@ -60,6 +61,23 @@ def in_small_tiles(rank: Rank, case: Case) -> Outcome | None:
     """With memory for one token's logits at a time, but for the least that is taken anyway."""
     with patch.dict(fused.TILE_BYTES, cpu=V * 4):
         return on_shards(rank, case)
+
+
+def log_probs(rank: Rank, case: Case) -> dict[str, Tensor] | None:
+    """Log-probabilities and entropies of the problem's labels, and gradients of an objective over all tokens."""
+    if rank.number >= len(case.layout.student):
+        return None
+    problem = case.problem()
+    leaves = local_leaves(rank, case.layout, problem)
+    shard = shard_of(rank, case.layout.student, case.layout.reduce_hidden_grad)
+    head = OutputHead(leaves["weight"], leaves["bias"], shard=shard, **problem.head)
+    log_q_T, entropy_T = linear_log_probs(leaves["hidden"], head, make_labels(), temperature=1.3)
+    over_all_tokens(log_q_T, entropy_T).backward()
+    return {"log_q": log_q_T.detach(), "entropy": entropy_T.detach()} | {n: each.grad for n, each in leaves.items()}
+
+
+def over_all_tokens(log_q_T: Tensor, entropy_T: Tensor) -> Tensor:
+    return (log_q_T.mean() * entropy_T.sum() / 50).tanh() + log_q_T.square().sum()
 
 
 def two_backwards(rank: Rank, case: Case) -> list[dict[str, Tensor]]:

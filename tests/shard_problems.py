@@ -19,7 +19,9 @@ from stillhouse.objective import (
     Distill,
     Entropy,
     FullVocab,
+    PolicyGradient,
     Sampled,
+    SampledKL,
     Term,
     TopK,
     forward_kl,
@@ -59,13 +61,23 @@ def other_term(term: str, vocabulary: int = V, dtype: torch.dtype = torch.float3
         "both": [CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2)],
         "entropy": [Entropy(-0.05, 1.3)],
         "sampled": [Distill(draws, forward_kl(), 0.4, 0.8)],
+        "drawn": drawn(labels_T, dtype),
     }
     leaves = make_leaves(vocabulary=vocabulary, dtype=dtype)
     chosen = every_term(T, vocabulary, dtype=dtype) if term == "all" else terms[term]
     return Problem(leaves, chosen, options={"weights_T": some_weights()})
 
 
-OTHER_TERMS = ["cross_entropy", "label smoothing", "z-loss", "both", "entropy", "sampled", "all"]
+OTHER_TERMS = ["cross_entropy", "label smoothing", "z-loss", "both", "entropy", "sampled", "drawn", "all"]
+
+
+def drawn(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
+    """Terms at one drawn token of each row."""
+    known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)
+    return [
+        SampledKL(labels_T, known_NT[0], "k3", 0.3, 1.2),
+        PolicyGradient(labels_T, known_NT[1] + 5.0, known_NT[2], known_NT[3], kl_scale=0.1),
+    ]
 
 
 def through_head(head: tuple[tuple[str, float], ...], bias: bool) -> Problem:

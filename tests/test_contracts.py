@@ -72,16 +72,3 @@ def test_decoder_takes_what_transformers_models_take() -> None:
     )
     assert shown(decoder.signal).startswith("input_ids, ")
     assert shown(stillhouse.models.OutputProcessor.__call__) == "*, hidden_states, head, context, depth=0"
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: stillhouse.SampledKL(None, None),
-        lambda: stillhouse.PolicyGradient(None, None, None),
-        lambda: stillhouse.linear_log_probs(None, None, None),
-    ],
-)
-def test_what_is_not_in_this_version_says_so(make) -> None:
-    with pytest.raises(NotImplementedError, match="not in this version"):
-        make()

@@ -19,14 +19,11 @@ from stillhouse.objective import (
     Entropy,
     FullVocab,
     OutputHead,
-    PolicyGradient,
     Sampled,
-    SampledKL,
     Term,
     TopK,
     VocabShard,
     forward_kl,
-    linear_log_probs,
     linear_objective,
     logits_objective,
     reverse_kl,
@@ -161,16 +158,6 @@ def test_errors_name_what_came_and_what_was_expected(case: str) -> None:
     call, message = ERRORS[case]
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
-
-
-def test_what_is_not_in_this_version_says_so() -> None:
-    for call in (
-        lambda: linear_log_probs(torch.zeros(T, D), OutputHead(torch.zeros(V, D)), make_labels()),
-        lambda: SampledKL(make_labels(), torch.zeros(T)),
-        lambda: PolicyGradient(make_labels(), torch.zeros(T), torch.zeros(T)),
-    ):
-        with pytest.raises(NotImplementedError, match="this version"):
-            call()
 
 
 def test_a_shard_that_does_not_fit_is_refused() -> None:

@@ -21,6 +21,8 @@ from objective_cases import (
     D,
     Leaves,
     V,
+    distance,
+    make_labels,
     run,
 )
 from shard_cases import (
@@ -277,3 +279,23 @@ def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> N
         assert not isinstance(answer, Failure), answer
         layout = Layout(cut(0, 2500, 2600, 3000))
         assert complaints(layout, answer[:3], problem(), oracle(problem())) == []
+
+
+@pytest.mark.parametrize("ranks", SHARDS)
+def test_log_probs_are_those_of_one_process(pool: RankPool, ranks: int) -> None:
+    """With an objective over all tokens: its gradient of the hidden states is summed once."""
+    problem = partial(problems.distillation, "forward_kl", "full")
+    found = pool.call(jobs.log_probs, Case("log probs", problem, Layout(SHARDS[ranks])))
+    leaves = problem().leaves
+    assert isinstance(leaves, Leaves)
+    whole = {name: leaf.double().requires_grad_() for name, leaf in vars(leaves).items()}
+    log_q_TV = ((whole["hidden"] @ whole["weight"].T + whole["bias"]) / 1.3).log_softmax(1)
+    labels_T = make_labels()
+    log_q_T = log_q_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0] * (labels_T >= 0)
+    entropy_T = -(log_q_TV.exp() * log_q_TV).sum(1)
+    jobs.over_all_tokens(log_q_T, entropy_T).backward()
+    for rank, (start, stop) in enumerate(SHARDS[ranks]):
+        expected = {"log_q": log_q_T, "entropy": entropy_T, "hidden": whole["hidden"].grad}
+        expected |= {name: whole[name].grad[start:stop] for name in ("weight", "bias")}
+        for name, tensor in expected.items():
+            assert distance(found[rank][name], tensor) < 2e-5, (rank, name)

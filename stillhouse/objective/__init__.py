@@ -14,10 +14,12 @@ from stillhouse.objective.divergence import (
     skew_reverse_kl,
     total_variation,
 )
-from stillhouse.objective.fused import ObjectiveOutput, linear_log_probs, linear_objective, logits_objective
+from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective
 from stillhouse.objective.head import OutputHead
+from stillhouse.objective.log_probs import linear_log_probs
+from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.signals import Chosen, DenseLogits, FullVocab, Sampled, Signal, TopK
-from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, PolicyGradient, SampledKL, Term
+from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.vocab import VocabShard
 
 __all__ = [

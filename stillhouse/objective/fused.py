@@ -122,13 +122,6 @@ def logits_objective(
     return _objective(source, [logits_TV], terms, logits_TV.shape[0], weights_T, normalizer, None, None)
 
 
-def linear_log_probs(
-    hidden_TD: Tensor, head: OutputHead, labels_T: Tensor, *, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Differentiable log-probability [T] and entropy [T] of chosen tokens. Not in this version."""
-    raise NotImplementedError("linear_log_probs is not in this version of stillhouse")
-
-
 def _objective(
     source: Source,
     leaves: list[Tensor | None],

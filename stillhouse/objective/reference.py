@@ -15,6 +15,7 @@ from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.fused import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.keys import unique_names
+from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
@@ -76,6 +77,12 @@ def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
             log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
             value_T = _distill(term.signal, term.divergence, log_q_TV, term.temperature, vocabulary)
             return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
+        case SampledKL() | PolicyGradient():
+            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
+            log_q_T = log_q_TV.gather(1, term.labels_T.clamp_min(0)[:, None].long())[:, 0]
+            drawn_T = term.labels_T >= 0
+            value_T = _at_drawn(term, log_q_T[drawn_T], drawn_T)
+            return torch.zeros_like(log_q_T).index_put((drawn_T,), value_T)
     raise TypeError(f"no reference for {type(term).__name__}")
 
 
@@ -88,6 +95,20 @@ def _cross_entropy(term: CrossEntropy, logits_TV: Tensor) -> Tensor:
     )
     z_T = torch.logsumexp(logits_TV, 1).square()
     return value_T + term.z_loss * torch.where(term.labels_T >= 0, z_T, torch.zeros_like(z_T))
+
+
+def _at_drawn(term: SampledKL | PolicyGradient, log_q_T: Tensor, drawn_T: Tensor) -> Tensor:
+    if isinstance(term, SampledKL):
+        r_T = term.teacher_log_probs_T[drawn_T].to(log_q_T.dtype) - log_q_T
+        return r_T.square() / 2 if term.estimator == "k2" else r_T.exp() - 1 - r_T
+    advantages_T = term.advantages_T[drawn_T].to(log_q_T.dtype)
+    ratio_T = torch.exp(log_q_T - term.old_log_probs_T[drawn_T].to(log_q_T.dtype))
+    clipped_T = torch.clamp(ratio_T, 1 - term.clip_low, 1 + term.clip_high)
+    value_T = -torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
+    if term.reference_log_probs_T is None:
+        return value_T
+    r_T = term.reference_log_probs_T[drawn_T].to(log_q_T.dtype) - log_q_T
+    return value_T + term.kl_scale * (r_T.exp() - 1 - r_T)
 
 
 def _distill(signal: Signal, divergence: Divergence, log_q_TV: Tensor, temperature: float, vocabulary: int) -> Tensor:

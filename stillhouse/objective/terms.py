@@ -10,7 +10,6 @@ C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and perhaps 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -228,54 +227,6 @@ class Entropy(Term):
             tile.add_log_probability(self.temperature, weights_C / -self.temperature)
             tile.add_probability(self.temperature, weights_C / -self.temperature * entropy_C)
         return TermResult(entropy_C, {})
-
-
-class _Announced(Term):
-    """A term whose signature is final and whose maths is not in this version."""
-
-    name = "announced"
-    tokens = None
-
-    def __post_init__(self) -> None:
-        raise NotImplementedError(
-            f"{type(self).__name__} is not in this version of stillhouse; Distill takes TopK and Chosen signals"
-        )
-
-    def ask(self, plan: PlanBuilder) -> None:
-        raise NotImplementedError
-
-    def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, eq=False)
-class SampledKL(_Announced):
-    """KL estimated at sampled tokens. "k2" descends reverse KL on-policy, "k3" forward KL. Not in this version."""
-
-    labels_T: Tensor
-    teacher_log_probs_T: Tensor
-    estimator: Literal["k2", "k3"] = "k2"
-    scale: float = 1.0
-    temperature: float = 1.0
-    _: KW_ONLY
-    weights_T: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class PolicyGradient(_Announced):
-    """The clipped policy gradient at sampled tokens. Not in this version."""
-
-    labels_T: Tensor
-    advantages_T: Tensor
-    old_log_probs_T: Tensor
-    reference_log_probs_T: Tensor | None = None
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_scale: float = 0.0
-    scale: float = 1.0
-    temperature: float = 1.0
-    _: KW_ONLY
-    weights_T: Tensor | None = None
 
 
 def check_labels(label_C: Tensor, vocabulary: int) -> None:

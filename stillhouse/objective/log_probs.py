@@ -1,0 +1,74 @@
+"""Log-probabilities and entropies of chosen tokens, differentiable, for objectives with arithmetic of their own.
+
+An objective over sequences (a sum before an exponential, a mean over a group) cannot say what a token's gradient is
+before it has seen them all. So nothing but the two vectors is kept, and backward projects each chunk a second time.
+
+T tokens, D width.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.fused import linear_objective
+from stillhouse.objective.head import OutputHead
+from stillhouse.objective.sampled import LogProb, check_drawn
+from stillhouse.objective.terms import Entropy, check_temperature
+
+
+def linear_log_probs(
+    hidden_TD: Tensor, head: OutputHead, labels_T: Tensor, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """log q of labels_T [T] and the entropy of q in nats [T], of softmax(logits / temperature); float32 at least.
+
+    Differentiable in hidden states and head, once. A negative label has log-probability 0. No logits of all tokens
+    exist, forward or backward. Over a sharded head all ranks call this with the same tokens and get the same numbers.
+
+    Raises ValueError for shapes that disagree and labels beyond the vocabulary.
+    """
+    check_drawn(labels_T)
+    check_temperature(temperature)
+    return _LogProbs.apply(hidden_TD, head.weight_VD, head.bias, head, labels_T, temperature)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        head: OutputHead,
+        labels_T: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden_TD.device.type
+        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        ctx.head, ctx.temperature = head, temperature
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, labels_T)
+        terms = [LogProb(labels_T, temperature), Entropy(1.0, temperature)]
+        made = linear_objective(hidden_TD, head, terms).per_token
+        return made["log_prob"], made["entropy"]
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("log-probabilities have no second derivative here: call backward without create_graph")
+        *saved, labels_T = ctx.saved_tensors
+        leaves: list[Any] = [
+            None if each is None else each.detach().requires_grad_(needed)
+            for each, needed in zip(saved, ctx.needs_input_grad, strict=False)
+        ]
+        hidden_TD, weight_VD, bias_V = leaves
+        head = replace(ctx.head, weight_VD=weight_VD, bias=bias_V)
+        terms = [
+            LogProb(labels_T, ctx.temperature, weights_T=grad_log_probs_T),
+            Entropy(1.0, ctx.temperature, weights_T=grad_entropy_T),
+        ]
+        device, dtype, enabled = ctx.autocast
+        with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled):
+            loss = linear_objective(hidden_TD, head, terms).loss
+        loss.backward()
+        return *(None if each is None else each.grad for each in leaves), None, None, None

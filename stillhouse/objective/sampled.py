@@ -1,0 +1,208 @@
+"""Terms at sampled tokens: of each row, only the log-probability of the token that was drawn counts.
+
+    value = φ(log q_y),   ∂value/∂z_v = φ'(log q_y) · ([v = y] − q_v) / τ
+
+On-policy, where y is drawn from q itself, what a term descends is the expectation of its gradient over y, not the
+gradient of its expected value; the two differ for the estimators k1, k2, k3 of a KL (Schulman 2020).
+
+C rows of a chunk of T tokens.
+"""
+
+from abc import abstractmethod
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.plan import PlanBuilder
+from stillhouse.objective.terms import Term, TermResult, check_labels, check_scale, check_temperature
+from stillhouse.objective.tile import Tile
+
+
+class AtLabel(Term):
+    """A term that reads log q at labels_T. A negative label has no value."""
+
+    labels_T: Tensor
+    temperature: float
+
+    @property
+    def tokens(self) -> int:
+        return self.labels_T.shape[0]
+
+    @abstractmethod
+    def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """φ, φ' and what else is worth knowing, [C] each."""
+
+    def ask(self, plan: PlanBuilder) -> None:
+        plan.softmax(self.temperature)
+        plan.logits_at(self.labels_T)
+
+    def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
+        label_C = tile.take(self.labels_T)
+        check_labels(label_C, tile.vocabulary)
+        has_label_C = label_C >= 0
+        # rows without a label have log q = −inf, which φ need not bear
+        log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0].masked_fill(~has_label_C, 0.0)
+        value_C, slope_C, statistics = self.of(tile, log_q_C)
+        if tile.needs_gradient:
+            weighted_C = torch.where(has_label_C, weights_C * slope_C / self.temperature, 0.0)
+            tile.add_probability(self.temperature, -weighted_C)
+            tile.add_at(label_C[:, None], weighted_C[:, None])
+        statistics = {name: each_C.masked_fill(~has_label_C, 0.0) for name, each_C in statistics.items()}
+        return TermResult(value_C.masked_fill(~has_label_C, 0.0), statistics)
+
+
+@dataclass(frozen=True, eq=False)
+class SampledKL(AtLabel):
+    """KL between student q and teacher p, estimated at tokens that the student drew; r = log p(y) − log q(y).
+
+    estimator: "k2", r²/2, whose expected on-policy gradient is that of reverse KL, KL(q‖p); "k3", e^r − 1 − r, whose
+    one is that of forward KL, KL(p‖q), though its expected value is the reverse KL. On tokens that another policy
+    drew neither holds.
+
+    teacher_log_probs_T: at the term's temperature.
+    """
+
+    labels_T: Tensor
+    teacher_log_probs_T: Tensor
+    estimator: Literal["k2", "k3"] = "k2"
+    scale: float = 1.0
+    temperature: float = 1.0
+    _: KW_ONLY
+    weights_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.estimator == "k1":
+            raise ValueError(
+                "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the drawn token is 0; "
+                "expected 'k2' (descends reverse KL) or 'k3' (forward KL). k1 is an advantage: pass log p − log q to "
+                "PolicyGradient"
+            )
+        if self.estimator not in ("k2", "k3"):
+            raise ValueError(
+                f"estimator={self.estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)"
+            )
+        check_drawn(self.labels_T, teacher_log_probs_T=self.teacher_log_probs_T)
+        check_temperature(self.temperature)
+        check_scale(self.scale)
+
+    @property
+    def descends(self) -> str:
+        """The divergence whose gradient is expected, on-policy."""
+        return "reverse_kl" if self.estimator == "k2" else "forward_kl"
+
+    @property
+    def name(self) -> str:
+        return f"sampled_{self.descends}"
+
+    def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        r_C = tile.take(self.teacher_log_probs_T).to(log_q_C.dtype) - log_q_C
+        if self.estimator == "k2":
+            return r_C.square() / 2, -r_C, {}
+        return *k3(r_C), {}
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyGradient(AtLabel):
+    """The clipped surrogate of PPO and GRPO at drawn tokens, and a penalty for leaving a reference.
+
+    value = −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)·A) + kl_scale·(e^r − 1 − r),
+    ρ = q(y) / q_old(y),  r = log q_ref(y) − log q(y)
+    (Schulman et al. 2017, arXiv:1707.06347, eq. 7; Shao et al. 2024, arXiv:2402.03300, eqs. 3 and 4)
+
+    The penalty is GRPO's; on-policy it descends KL(ref‖q). For KL(q‖ref) add SampledKL(…, "k2") with the reference's
+    log-probabilities in place of a teacher's, and kl_scale=0. Distillation as a reward: advantages_T = log p − log q.
+    All log-probabilities are at the term's temperature. Advantages and old log-probabilities are constants.
+
+    Statistics: `ratio` ρ, `clipped` (1 where clipping has taken the gradient), `reference_kl` (e^r − 1 − r).
+    """
+
+    labels_T: Tensor
+    advantages_T: Tensor
+    old_log_probs_T: Tensor
+    reference_log_probs_T: Tensor | None = None
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_scale: float = 0.0
+    scale: float = 1.0
+    temperature: float = 1.0
+    _: KW_ONLY
+    weights_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        given = {"advantages_T": self.advantages_T, "old_log_probs_T": self.old_log_probs_T}
+        if self.reference_log_probs_T is not None:
+            given["reference_log_probs_T"] = self.reference_log_probs_T
+        check_drawn(self.labels_T, **given)
+        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
+            raise ValueError(
+                f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0 "
+                "(infinity for none)"
+            )
+        if self.kl_scale and self.reference_log_probs_T is None:
+            raise ValueError(f"kl_scale={self.kl_scale} without reference_log_probs_T: expected both, or kl_scale=0")
+        check_scale(self.kl_scale)
+        check_temperature(self.temperature)
+        check_scale(self.scale)
+
+    @property
+    def name(self) -> str:
+        return "policy_gradient"
+
+    def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        advantage_C = tile.take(self.advantages_T).to(log_q_C.dtype)
+        ratio_C = (log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
+        gain_C = ratio_C * advantage_C
+        clipped_C = ratio_C.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage_C
+        is_clipped_C = clipped_C < gain_C
+        value_C, slope_C = -torch.minimum(gain_C, clipped_C), -gain_C.masked_fill(is_clipped_C, 0.0)
+        statistics = {"ratio": ratio_C, "clipped": is_clipped_C.to(log_q_C.dtype)}
+        if self.reference_log_probs_T is not None:
+            r_C = tile.take(self.reference_log_probs_T).to(log_q_C.dtype) - log_q_C
+            statistics["reference_kl"], penalty_slope_C = k3(r_C)
+            if self.kl_scale:
+                value_C = value_C + self.kl_scale * statistics["reference_kl"]
+                slope_C = slope_C + self.kl_scale * penalty_slope_C
+        return value_C, slope_C, statistics
+
+
+@dataclass(frozen=True, eq=False)
+class LogProb(AtLabel):
+    """log q_y itself: what `linear_log_probs` is made of."""
+
+    labels_T: Tensor
+    temperature: float = 1.0
+    _: KW_ONLY
+    weights_T: Tensor | None = None
+    scale: float = 1.0
+
+    name = "log_prob"
+
+    def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return log_q_C, torch.ones_like(log_q_C), {}
+
+
+def k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
+    """e^r − 1 − r, and its slope in log q, of which r is less."""
+    return torch.expm1(r_C) - r_C, -torch.expm1(r_C)
+
+
+def check_drawn(labels_T: Tensor, **per_token: Tensor) -> None:
+    if labels_T.dim() != 1 or labels_T.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"labels_T of shape {tuple(labels_T.shape)} and dtype {labels_T.dtype}: expected the ids of the drawn "
+            "tokens, [tokens] of int32 or int64"
+        )
+    for name, each_T in per_token.items():
+        if each_T.shape != labels_T.shape or not each_T.is_floating_point():
+            raise ValueError(
+                f"{name} of shape {tuple(each_T.shape)} and dtype {each_T.dtype}: expected ({len(labels_T)},), a "
+                "floating-point number per token"
+            )
+        if each_T.requires_grad:
+            raise ValueError(f"{name} requires grad: expected a constant; detach it")
+        drawn_T = labels_T >= 0
+        if each_T.device.type == "cpu" == labels_T.device.type and not each_T[drawn_T].isfinite().all():
+            worst = each_T[drawn_T & ~each_T.isfinite()][0]
+            raise ValueError(f"{name} holds {float(worst):g} at a drawn token: expected finite numbers there")

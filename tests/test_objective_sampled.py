@@ -1,0 +1,252 @@
+"""Terms at drawn tokens, and log-probabilities: against plain autograd, and in expectation over the vocabulary.
+
+T tokens, V vocabulary.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from objective_cases import D, Leaves, T, V, assert_same, distance, generator, make_labels, make_leaves, run
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stillhouse.objective import (
+    CrossEntropy,
+    DenseLogits,
+    Distill,
+    Divergence,
+    OutputHead,
+    PolicyGradient,
+    SampledKL,
+    Term,
+    forward_kl,
+    fused,
+    linear_log_probs,
+    linear_objective,
+    logits_objective,
+    reverse_kl,
+)
+from stillhouse.objective.reference import dense_objective
+
+SMALL = 7
+
+
+def drawn_log_probs(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """About those of a vocabulary of V; NaN where there is no label, which is not to be looked at."""
+    made_T = torch.randn(T, generator=generator(seed), dtype=torch.float64).to(dtype) - math.log(V)
+    return made_T.masked_fill(make_labels() < 0, math.nan)
+
+
+TERMS: dict[str, dict[str, Any]] = {
+    "k2": {"kind": SampledKL, "estimator": "k2"},
+    "k3": {"kind": SampledKL, "estimator": "k3", "temperature": 1.7, "scale": 0.3},
+    "ppo": {"kind": PolicyGradient},
+    "narrow": {"kind": PolicyGradient, "clip_low": 0.0, "clip_high": 0.0, "scale": 2.0},
+    "grpo": {"kind": PolicyGradient, "clip_high": 0.28, "kl_scale": 0.04, "temperature": 0.8, "reference": True},
+}
+
+
+def term_of(case: str, dtype: torch.dtype = torch.float64) -> Term:
+    options = dict(TERMS[case])
+    kind, reference = options.pop("kind"), options.pop("reference", False)
+    if kind is SampledKL:
+        return SampledKL(make_labels(), drawn_log_probs(31, dtype), **options)
+    advantages_T = torch.randn(T, generator=generator(33), dtype=torch.float64).to(dtype)
+    given = {"reference_log_probs_T": drawn_log_probs(34, dtype)} if reference else {}
+    return PolicyGradient(make_labels(), advantages_T, drawn_log_probs(32, dtype), **given, **options)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+@pytest.mark.parametrize("case", TERMS)
+def test_as_in_plain_autograd(case: str, chunk_tokens: int | None) -> None:
+    weights_T = torch.rand(T, generator=generator(35), dtype=torch.float64)
+    weights_T[3::7] = 0
+    terms = [CrossEntropy(make_labels(), 0.2), term_of(case)]
+    options = {"weights_T": weights_T, "normalizer": 3.0}
+    found = run(linear_objective, make_leaves(), terms, chunk_tokens=chunk_tokens, **options)
+    assert_same(found, run(dense_objective, make_leaves(), terms, **options))
+
+
+def test_ratio_and_clipping_are_told() -> None:
+    """Half of the drawn tokens were likelier before, by far, and half less likely; all had a good outcome."""
+    leaves, labels_T = make_leaves(), make_labels()
+    with torch.no_grad():
+        log_q_T, _ = linear_log_probs(leaves.hidden, OutputHead(leaves.weight, leaves.bias), labels_T)
+    old_T = log_q_T + torch.where(torch.arange(T) % 2 == 0, 1.0, -1.0)
+    output = run(linear_objective, leaves, [PolicyGradient(labels_T, torch.ones(T), old_T)]).output
+    drawn_T = labels_T >= 0
+    assert output.metrics["clipped"] == (drawn_T & (torch.arange(T) % 2 == 1)).sum()
+    torch.testing.assert_close(output.metrics["ratio"], (log_q_T - old_T).exp()[drawn_T].sum())
+    assert "reference_kl" not in output.metrics
+
+
+def expected_gradient(student_V: Tensor, term: Any) -> Tensor:
+    """Of a term at each of the V tokens in turn, weighted by the student's probability of drawing it."""
+    logits_VV = student_V.repeat(len(student_V), 1).requires_grad_()
+    loss = logits_objective(logits_VV, [term(torch.arange(SMALL))], weights_T=student_V.softmax(0)).loss
+    (gradient_VV,) = torch.autograd.grad(loss, logits_VV)
+    return gradient_VV.sum(0)
+
+
+def gradient_of(divergence: Divergence, teacher_V: Tensor, student_V: Tensor) -> Tensor:
+    logits_1V = student_V[None].clone().requires_grad_()
+    logits_objective(logits_1V, [Distill(DenseLogits(teacher_V[None]), divergence)]).loss.backward()
+    assert logits_1V.grad is not None
+    return logits_1V.grad[0]
+
+
+@pytest.mark.parametrize("divergence", [reverse_kl(), forward_kl()], ids=str)
+def test_the_expected_on_policy_gradient_is_the_named_divergences(divergence: Divergence) -> None:
+    """k2 descends reverse KL, k3 forward KL; enumerated over the vocabulary, and each is not the other's."""
+    teacher_V, student_V = torch.randn(2, SMALL, generator=generator(36), dtype=torch.float64)
+    log_p_V = teacher_V.log_softmax(0)
+    for estimator in ("k2", "k3"):
+        term = SampledKL(torch.arange(SMALL), log_p_V, estimator)  # type: ignore[arg-type]
+        found_V = expected_gradient(student_V, lambda ids, e=estimator: SampledKL(ids, log_p_V, e))
+        error = distance(found_V, gradient_of(divergence, teacher_V, student_V))
+        assert error < 1e-12 if term.descends == str(divergence) else error > 0.1
+
+
+def test_k1_is_an_advantage_and_no_loss() -> None:
+    """As a loss its gradient is 0 in expectation; as an advantage it descends reverse KL."""
+    teacher_V, student_V = torch.randn(2, SMALL, generator=generator(37), dtype=torch.float64)
+    log_p_V, log_q_V = teacher_V.log_softmax(0), student_V.log_softmax(0)
+    assert float(expected_gradient(student_V, lambda ids: CrossEntropy(ids)).norm()) < 1e-15
+    found_V = expected_gradient(student_V, lambda ids: PolicyGradient(ids, log_p_V - log_q_V, log_q_V))
+    assert distance(found_V, gradient_of(reverse_kl(), teacher_V, student_V)) < 1e-12
+    with pytest.raises(ValueError, match="estimator='k1' as a loss: the expected on-policy gradient"):
+        SampledKL(make_labels(), torch.zeros(T), "k1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SampledKL(make_labels(), torch.zeros(T), "k4"), "estimator='k4': expected 'k2'"),  # type: ignore[arg-type]
+        (lambda: SampledKL(make_labels(), torch.zeros(T + 1)), f"teacher_log_probs_T of shape ({T + 1},)"),
+        (lambda: SampledKL(make_labels(), torch.zeros(T, requires_grad=True)), "requires grad: expected a constant"),
+        (lambda: SampledKL(make_labels(), torch.full((T,), -math.inf)), "holds -inf at a drawn token"),
+        (lambda: PolicyGradient(make_labels(), torch.zeros(T, dtype=torch.int64), torch.zeros(T)), "advantages_T of"),
+        (lambda: PolicyGradient(make_labels(), torch.zeros(T), torch.zeros(T), clip_low=1.5), "clip_low=1.5"),
+        (
+            lambda: PolicyGradient(make_labels(), torch.zeros(T), torch.zeros(T), kl_scale=0.1),
+            "without reference_log",
+        ),
+        (lambda: linear_log_probs(torch.zeros(T, D), OutputHead(torch.zeros(V, D)), torch.zeros(T)), "labels_T of"),
+    ],
+    ids=["estimator", "shape", "grad", "infinite", "dtype", "clip", "reference", "labels"],
+)
+def test_errors(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        make()
+
+
+# log-probabilities
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capped": {"scale": 0.7, "softcap": 2.0},
+    "padded": {"vocab_size": 240},
+}
+
+
+def plain_log_probs(
+    leaves: Leaves, labels_T: Tensor, temperature: float, head: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    options = dict(head)
+    rows = options.pop("vocab_size", V)
+    logits_TV = OutputHead(leaves.weight, leaves.bias, **options).logits(leaves.hidden)[:, :rows]
+    log_q_TV = torch.log_softmax(logits_TV / temperature, 1)
+    log_q_T = log_q_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0].masked_fill(labels_T < 0, 0.0)
+    return log_q_T, -(log_q_TV.exp() * log_q_TV).sum(1)
+
+
+def sequence_objective(log_q_T: Tensor, entropy_T: Tensor) -> Tensor:
+    """Nothing that a token could know by itself."""
+    return (
+        (log_q_T[:20].sum() / 20).exp() - (log_q_T[20:].mean() * entropy_T.sum()).tanh() + entropy_T.square().mean()
+    )
+
+
+def of_leaves(make: Any, leaves: Leaves) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
+    log_q_T, entropy_T = make(Leaves(fresh["hidden"], fresh["weight"], fresh.get("bias")))
+    sequence_objective(log_q_T, entropy_T).backward()
+    return log_q_T, entropy_T, {name: leaf.grad for name, leaf in fresh.items()}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_logits(head: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fused.TILE_ROWS, "cpu", (1, 10))
+    options, labels_T = HEADS[head], make_labels(vocabulary=240)
+    expected = of_leaves(lambda each: plain_log_probs(each, labels_T, temperature, options), make_leaves())
+    found = of_leaves(
+        lambda each: linear_log_probs(
+            each.hidden, OutputHead(each.weight, each.bias, **options), labels_T, temperature=temperature
+        ),
+        make_leaves(),
+    )
+    assert distance(found[0], expected[0]) < 1e-12
+    assert distance(found[1], expected[1]) < 1e-12
+    for name, gradient in expected[2].items():
+        assert distance(found[2][name], gradient) < 1e-12, name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_bfloat16_they_are_as_exact_as_plain_ones(autocast: bool) -> None:
+    """Against float64 of the same numbers; backward computes in the dtype that forward was called in."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    leaves, labels_T = make_leaves(dtype=dtype, bias=False), make_labels()
+    exact = of_leaves(
+        lambda each: plain_log_probs(each, labels_T, 1.0, {}),
+        Leaves(leaves.hidden.double(), leaves.weight.double(), None),
+    )
+
+    def called(make: Any) -> Any:
+        def inside(each: Leaves) -> tuple[Tensor, Tensor]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return make(each)
+
+        return inside
+
+    plain = of_leaves(called(lambda each: plain_log_probs(each, labels_T, 1.0, {})), leaves)
+    found = of_leaves(called(lambda each: linear_log_probs(each.hidden, OutputHead(each.weight), labels_T)), leaves)
+    assert found[0].dtype == torch.float32
+    for name, gradient in exact[2].items():
+        assert found[2][name].dtype == dtype
+        assert distance(found[2][name], gradient) <= distance(plain[2][name], gradient) + 1e-3, name
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor has had."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return made
+
+
+def test_no_logits_of_all_tokens_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fused.TILE_ROWS, "cpu", (1, 64))
+    tokens, vocabulary = 640, 1021
+    leaves, labels_T = make_leaves(tokens, vocabulary, dtype=torch.float32), make_labels(tokens, vocabulary)
+    with Largest() as largest:
+        of_leaves(lambda each: linear_log_probs(each.hidden, OutputHead(each.weight, each.bias), labels_T), leaves)
+    assert largest.numbers <= 64 * vocabulary
+
+
+def test_only_the_gradients_that_are_asked_for() -> None:
+    leaves, labels_T = make_leaves(), make_labels()
+    hidden_TD = leaves.hidden.clone().requires_grad_()
+    log_q_T, entropy_T = linear_log_probs(hidden_TD, OutputHead(leaves.weight, leaves.bias), labels_T)
+    log_q_T.sum().backward()
+    assert hidden_TD.grad is not None
+    assert not linear_log_probs(leaves.hidden, OutputHead(leaves.weight, leaves.bias), labels_T)[0].requires_grad
+    assert entropy_T.requires_grad
