@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stillhouse.models.decoder import Decoder
+from stillhouse.models.head import local
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # peft's, of a model's only adapter
@@ -108,7 +109,7 @@ def draw_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        _here(parameter).copy_(whole[_part(parameter)])
+        local(parameter).copy_(whole[_part(parameter)])
 
 
 def is_lora(name: str) -> bool:
@@ -221,10 +222,6 @@ def _is_lora_layer(module: nn.Module) -> bool:
     from peft.tuners.lora import LoraLayer
 
     return isinstance(module, LoraLayer)
-
-
-def _here(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _part(parameter: Tensor) -> tuple[slice, ...]:

@@ -54,8 +54,9 @@ def balance_routers(decoder: Decoder) -> None:
             f"model type '{config.model_type}' has no routers with an auxiliary loss: expected a mixture of experts "
             "whose configuration has router_aux_loss_coef"
         )
+    layers = set(decoder.layers())
     for name, layer in decoder.named_modules():
-        if layer in decoder.layers():
+        if layer in layers:
             inside = [(at, router) for at, router in named if at.startswith(f"{name}.")]
             _Balancer(len(named)).attach(layer, inside)
 

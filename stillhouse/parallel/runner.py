@@ -114,7 +114,7 @@ class Runner:
                 made = self.pipeline.forward(works)
             else:
                 made = [self.twins[0](work) for work in works]
-        for module in (module for student in self.students() for module in student.modules()):
+        for module in (module for twin in self.twins.values() for module in twin.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()  # no backward will
         return made
@@ -315,8 +315,8 @@ def _place(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dty
     """Inner layouts first: attention, then matrices, then experts, then what is shared of them."""
     degrees = layout.degrees
     options: dict[str, Any] = {
-        # a pipeline's schedule runs parts of backward by itself: what trains stays until then
-        "reshard_after_forward": layout.stages == 1 or not any(each.requires_grad for each in decoder.parameters()),
+        # a pipeline's schedule runs parts of backward by itself: what is gathered stays until then
+        "reshard_after_forward": layout.stages == 1,
         "gather_dtype": gather_dtype,
         "offload": layout.offload,
     }

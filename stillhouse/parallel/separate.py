@@ -10,7 +10,6 @@ B rows, S tokens per row of a micro-batch, E the teacher's width.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import Tensor
 from stillhouse.models import Decoder
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.stages import keep_layers, require_cuttable
-from stillhouse.parallel.twin import Tokens, Work
+from stillhouse.parallel.twin import Tokens, Work, hidden_states_of
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,4 @@ def _cuttable(decoder: Decoder) -> Decoder:
 
 
 def _listening(tokens: Tokens) -> Work:
-    def hidden(*, hidden_states: Tensor, head: Any, context: Any, depth: int = 0) -> Tensor:
-        return hidden_states
-
-    return Work(tokens, hidden, lambda _: None, asks_teacher=False, precision=nullcontext)
+    return Work(tokens, hidden_states_of, lambda _: None, asks_teacher=False, precision=nullcontext)

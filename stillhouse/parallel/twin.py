@@ -100,12 +100,12 @@ class Twin(nn.Module):
         assert self.teacher is not None
         precision = torch.autocast(tokens.input_ids_BS.device.type, enabled=False)
         with torch.no_grad(), evaluating(self.teacher), precision:
-            return self.teacher(**_inputs(tokens, teacher_BSE), processor=_hidden_states)
+            return self.teacher(**_inputs(tokens, teacher_BSE), processor=hidden_states_of)
 
     def _learn_from_base(self, work: Work, student_BSD: Tensor | None, base_BSD: Tensor | None) -> Any:
         """One after the other, since it is one model, and in the same precision. Both heads are its own, frozen."""
         with torch.no_grad(), evaluating(self.student), without_lora(self.student), work.precision():
-            base_BSD = self.student(**_inputs(work.tokens, base_BSD), processor=_hidden_states)
+            base_BSD = self.student(**_inputs(work.tokens, base_BSD), processor=hidden_states_of)
         if not self.student.has_head:
             return self._learn(work, student_BSD), base_BSD
 
@@ -124,7 +124,8 @@ class Twin(nn.Module):
             return self.student(**inputs, processor=work.processor, context=context)
 
 
-def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+def hidden_states_of(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+    """The output processor that makes nothing of them."""
     return hidden_states
 
 

@@ -74,7 +74,8 @@ class Case:
         own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
-        more = own + "".join(f"-{flag}" for flag, given in flags.items() if given)
+        asked = "" if self.recipe == RECIPE else f"-{self.recipe.divergence or 'cross_entropy'}"
+        more = asked + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
@@ -130,7 +131,7 @@ def first_step(
 ) -> Difference:
     """Leaves the gradients where they are. steps: of the layout, announced one ahead."""
     own = steps[0]
-    expected = total(alone.forward_backward(everything)) | balance_of(everything)
+    expected = total(alone.forward_backward(everything)) | router_loss(everything)
     found = summed(laid, laid.forward_backward(own, steps[1]), own)
     assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe")
     norms = [float(each.clip(0.0)) for each in (alone, laid)]
@@ -320,11 +321,7 @@ def total(made: list[ObjectiveOutput]) -> dict[str, float]:
 def summed(runner: Runner, made: list[ObjectiveOutput], given: Sequence[Work] = ()) -> dict[str, float]:
     """Over the ranks that have different tokens: not over those that share a head's rows."""
     assert runner.mesh is not None
-    own = (total(made) if runner.has_results else {}) | (balance_of(given) if runner.is_counted else {})
+    own = (total(made) if runner.has_results else {}) | (router_loss(given) if runner.is_counted else {})
     every: list[Any] = [None] * runner.mesh.degrees.processes
     dist.all_gather_object(every, own, group=runner.mesh.everyone)
     return {name: sum(each.get(name, 0.0) for each in every) for name in {name for each in every for name in each}}
-
-
-def balance_of(given: Sequence[Work]) -> dict[str, float]:
-    return router_loss(given)
