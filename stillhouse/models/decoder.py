@@ -13,7 +13,6 @@ is why the cache is always off here and a mask together with restarts is refused
 B rows, S tokens per row, T = B·S, D (a teacher's: E) width, V vocabulary.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stillhouse.models.checks import require_decoder, verify_wrapping
 from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
 from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.processors import full_vocab
 from stillhouse.objective import FullVocab, OutputHead
 
 if TYPE_CHECKING:
@@ -204,13 +204,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for each in training:
             each.training = True
-
-
-def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
-    """The output processor of a teacher: what it says, without a gradient."""
-    bias = None if head.bias is None else head.bias.detach()
-    frozen = dataclasses.replace(head, weight_VD=head.weight_VD.detach(), bias=bias)
-    return FullVocab(hidden_states.flatten(0, -2), frozen)
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:

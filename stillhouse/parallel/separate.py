@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, processors
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.stages import keep_layers, require_cuttable
-from stillhouse.parallel.twin import Tokens, Work, hidden_states_of
+from stillhouse.parallel.twin import Tokens, Work
 
 
 @dataclass(frozen=True)
@@ -173,4 +173,4 @@ def _cuttable(decoder: Decoder) -> Decoder:
 
 
 def _listening(tokens: Tokens) -> Work:
-    return Work(tokens, hidden_states_of, lambda _: None, asks_teacher=False, precision=nullcontext)
+    return Work(tokens, processors.hidden_states, lambda _: None, asks_teacher=False, precision=nullcontext)

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stillhouse.models import Balance, Decoder, OutputProcessor, evaluating, without_lora
-from stillhouse.models.decoder import full_vocab
+from stillhouse.models import Balance, Decoder, OutputProcessor, evaluating, processors, without_lora
 from stillhouse.objective import FullVocab, OutputHead, Signal
 
 
@@ -81,7 +80,7 @@ class Twin(nn.Module):
         learns = torch.is_grad_enabled()
 
         def told(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
-            signal = full_vocab(hidden_states=hidden_states, head=head, context=None)
+            signal = processors.full_vocab(hidden_states=hidden_states, head=head, context=None)
             with torch.set_grad_enabled(learns):
                 return self._learn(work, student_BSD, signal)
 
@@ -100,17 +99,17 @@ class Twin(nn.Module):
         assert self.teacher is not None
         precision = torch.autocast(tokens.input_ids_BS.device.type, enabled=False)
         with torch.no_grad(), evaluating(self.teacher), precision:
-            return self.teacher(**_inputs(tokens, teacher_BSE), processor=hidden_states_of)
+            return self.teacher(**_inputs(tokens, teacher_BSE), processor=processors.hidden_states)
 
     def _learn_from_base(self, work: Work, student_BSD: Tensor | None, base_BSD: Tensor | None) -> Any:
         """One after the other, since it is one model, and in the same precision. Both heads are its own, frozen."""
         with torch.no_grad(), evaluating(self.student), without_lora(self.student), work.precision():
-            base_BSD = self.student(**_inputs(work.tokens, base_BSD), processor=hidden_states_of)
+            base_BSD = self.student(**_inputs(work.tokens, base_BSD), processor=processors.hidden_states)
         if not self.student.has_head:
             return self._learn(work, student_BSD), base_BSD
 
         def told(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
-            context = work.context(full_vocab(hidden_states=base_BSD, head=head, context=None))
+            context = work.context(processors.full_vocab(hidden_states=base_BSD, head=head, context=None))
             return work.processor(hidden_states=hidden_states, head=head, context=context, depth=depth)
 
         return self._learn(replace(work, processor=told, context=lambda _: None), student_BSD)
@@ -122,11 +121,6 @@ class Twin(nn.Module):
             inputs["balance"] = work.balance
         with work.precision():
             return self.student(**inputs, processor=work.processor, context=context)
-
-
-def hidden_states_of(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
-    """The output processor that makes nothing of them."""
-    return hidden_states
 
 
 def _inputs(tokens: Tokens, hidden: Tensor | None) -> dict[str, Any]:

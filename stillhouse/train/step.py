@@ -6,7 +6,7 @@ neither the loss nor the gradient depends on how the step was cut. T tokens of a
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,38 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.data import Batch
 from stillhouse.models import Balance
-from stillhouse.objective import ObjectiveOutput, OutputHead, Signal, Term, linear_objective
+from stillhouse.models.processors import Taught, distillation
+from stillhouse.objective import ObjectiveOutput, Signal
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.recipe import Recipe
 from stillhouse.parallel import Runner, Work
 
 #: the key of the routers' load balancing among a step's sums
 ROUTER_LOSS = "router_aux"
-
-
-@dataclass(frozen=True)
-class ObjectiveContext:
-    """What the output processor needs beside hidden states and head."""
-
-    terms: Sequence[Term]
-    batch: Batch
-    normalizer: float
-    chunk_tokens: int | None = None
-
-
-def objective_processor(
-    *, hidden_states: Tensor, head: OutputHead, context: ObjectiveContext, depth: int = 0
-) -> ObjectiveOutput:
-    """The output processor of training and evaluation: the weighted terms over the batch's valid rows."""
-    return linear_objective(
-        hidden_states.flatten(0, -2),
-        head,
-        context.terms,
-        weights_T=context.batch.weights_T,
-        valid_index=context.batch.valid_index,
-        normalizer=context.normalizer,
-        chunk_tokens=context.chunk_tokens,
-    )
 
 
 def works(
@@ -66,13 +42,12 @@ def works(
     balances, heard: of each micro-batch, or none at all; see `Work`.
     """
 
-    def context(batch: Batch, signal: Signal | None) -> ObjectiveContext:
-        return ObjectiveContext(recipe.terms(batch.labels_T, signal), batch, normalizer, chunk_tokens)
+    processor = distillation(recipe, chunk_tokens=chunk_tokens)
 
-    made = [
-        Work(batch, objective_processor, partial(context, batch), recipe.needs_teacher, precision)
-        for batch in batches
-    ]
+    def context(batch: Batch, signal: Signal | None) -> Taught:
+        return Taught(batch.labels_T, batch.weights_T, normalizer, batch.valid_index, signal=signal)
+
+    made = [Work(batch, processor, partial(context, batch), recipe.needs_teacher, precision) for batch in batches]
     if balances:
         made = [replace(work, balance=balance) for work, balance in zip(made, balances, strict=True)]
     if heard:

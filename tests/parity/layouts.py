@@ -20,15 +20,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from stillhouse.data import Batch
 from stillhouse.models import Decoder, add_lora, balance_routers, draw_lora
+from stillhouse.models.processors import Taught, distillation
 from stillhouse.objective import ObjectiveOutput, Signal, TopK
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.parallel import Extent, Layout, Mesh, Origin, Runner, Work, lay_out
 from stillhouse.parity import apart, whole
 from stillhouse.train.step import (
     ROUTER_LOSS,
-    ObjectiveContext,
     make_optimizer,
-    objective_processor,
     optimizer_step,
     router_balances,
     router_loss,
@@ -260,9 +259,10 @@ def works(
     tokens = tokens or normalizer(given)
     asks = case.recipe.needs_teacher and not case.top_k
     coefficient = 0.5 if case.family == "qwen3_moe" else 0.0
+    processor = distillation(case.recipe)
     balances = router_balances(given, coefficient, tokens, group) or [None] * len(given)
     return [
-        Work(each, objective_processor, partial(context, case, each, tokens), asks, precision, balance)
+        Work(each, processor, partial(context, case, each, tokens), asks, precision, balance)
         for each, balance in zip(given, balances, strict=True)
     ]
 
@@ -277,10 +277,10 @@ def tell(runner: Runner, everything: list[Batch], own: list[Work]) -> list[Work]
     return [replace(work, heard_BSE=hidden_BSE) for work, hidden_BSE in zip(own, heard, strict=True)]
 
 
-def context(case: Case, given: Batch, tokens: int, signal: Signal | None) -> ObjectiveContext:
+def context(case: Case, given: Batch, tokens: int, signal: Signal | None) -> Taught:
     if case.top_k:
         signal = top_k(case, given)
-    return ObjectiveContext(case.recipe.terms(given.labels_T, signal), given, tokens)
+    return Taught(given.labels_T, given.weights_T, tokens, given.valid_index, signal=signal)
 
 
 def top_k(case: Case, given: Batch) -> TopK:
