@@ -21,6 +21,10 @@ TOGETHER = {
     "test_objective_shards": "ranks of shards",
     "test_objective_shards_layout": "ranks of shards",
     "test_train_layouts": "layouts",
+    "test_megatron": "ranks of megatron",
+    "test_demo_run": "demo",
+    "test_train_adapter": "adapter",
+    "test_parallel_loading": "loading",
 }
 
 
