@@ -1,0 +1,555 @@
+"""Jobs for ranks: a real GPTModel of megatron-core under some layout against the same model on one rank.
+
+The model is Megatron's own, from its local layer spec. Megatron asks for CUDA devices by name: here, and nowhere
+else, those are the CPU. The reference is the model's own logits, tensor size 1, and the objective in plain autograd.
+
+B rows, S tokens per row, T = B·S, D width, V vocabulary (padded to V' rows).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from largest import Largest
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from shard_ranks import Rank
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from stillhouse.models import processors
+from stillhouse.models.megatron import MegatronProcessor, MultiTokenGPTModel
+from stillhouse.models.processors import Targets, Taught, distillation
+from stillhouse.objective import FullVocab, ObjectiveOutput, OutputHead, TopK
+from stillhouse.objective.recipe import Recipe, parse_recipe
+from stillhouse.objective.reference import dense_objective
+
+VOCABULARY, ROWS_V, B, S, CHUNK = 251, 252, 2, 40, 16
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    sequence: bool = False  # sequence parallel
+    tied: bool = False
+    depths: int = 0  # of multi-token prediction
+    packed: bool = False
+    experts: int = 0
+
+    @property
+    def name(self) -> str:
+        sizes = f"tensor{self.tensor}-pipeline{self.pipeline}-context{self.context}"
+        flags = {
+            "sequence": self.sequence,
+            "tied": self.tied,
+            f"mtp{self.depths}": self.depths,
+            "packed": self.packed,
+        }
+        depths = f"-mtp{self.depths}" if self.depths else ""
+        return sizes + depths + "".join(f"-{flag}" for flag, on in flags.items() if on)
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """What is asked for on a CUDA device is made on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        options = dict(options or {})
+        device = options.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            options["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        return function(*args, **options)
+
+
+@contextmanager
+def laid_out(layout: Layout) -> Iterator[None]:
+    """Megatron's groups over all ranks of this process's world."""
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
+        for name in ("Stream", "Event"):
+            stack.enter_context(patch(f"torch.cuda.{name}", type(name, (), {})))
+        # nothing here draws: there is no dropout
+        stack.enter_context(patch.object(get_cuda_rng_tracker(), "fork", nullcontext))
+        stack.enter_context(_CudaIsCpu())
+        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, context_parallel_size=layout.context)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+class Norm(nn.LayerNorm):
+    """Megatron's own outside of Transformer Engine and Apex refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+class Attention(nn.Module):
+    """Causal, within documents of a packed row, over all context ranks' keys and values."""
+
+    def __init__(self, config: TransformerConfig, **_: Any):
+        super().__init__()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, _: Any, packed_seq_params: Any = None, **__: Any
+    ) -> Tensor:
+        query, key, value = (each[:, None] if each.dim() == 3 else each for each in (query, key, value))
+        tokens = len(query)
+        size = parallel_state.get_context_parallel_world_size()
+        positions_S = context_rows(size, tokens * size)[parallel_state.get_context_parallel_rank()]
+        positions_K = torch.cat(context_rows(size, tokens * size))
+        key, value = (_Gathered.apply(each) for each in (key, value))
+        sees_SK = positions_S[:, None] >= positions_K
+        if packed_seq_params is not None:
+            document_S = torch.bucketize(torch.arange(tokens), packed_seq_params.cu_seqlens_q[1:], right=True)
+            sees_SK &= document_S[:, None] == document_S
+        heads = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        made = nn.functional.scaled_dot_product_attention(*heads, attn_mask=sees_SK, enable_gqa=True)
+        return made.permute(2, 0, 1, 3).flatten(2) if packed_seq_params is None else made[0].permute(1, 0, 2)
+
+
+class _Gathered(torch.autograd.Function):
+    """All context ranks' parts, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        every = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(every, part.contiguous(), group=group)
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=group)
+        return grad.chunk(group.size())[group.rank()]
+
+
+def context_rows(size: int, tokens: int) -> list[Tensor]:
+    """Of each context rank, the places in a row that it has: two chunks, as Megatron deals them."""
+    chunks = torch.arange(tokens).chunk(2 * size) if size > 1 else [torch.arange(tokens)]
+    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(size)] if size > 1 else list(chunks)
+
+
+def build(layout: Layout, seed: int, width: int = 32) -> GPTModel:
+    """This rank's part of a model with weights drawn from `seed`."""
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=width,
+        num_attention_heads=4,
+        ffn_hidden_size=40,
+        use_cpu_initialization=True,
+        init_method_std=0.3,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.sequence,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,
+        calculate_per_token_loss=True,
+        num_moe_experts=layout.experts or None,
+        moe_token_dispatcher_type="alltoall",
+        mtp_num_layers=layout.depths or None,
+        mtp_loss_scaling_factor=1.0,
+    )
+    layer = get_gpt_layer_local_spec(layout.experts or None)
+    layer.submodules.self_attention.submodules.core_attention = Attention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    block = TransformerBlockSubmodules([layer] * (LAYERS // layout.pipeline), Norm)
+    mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False) if layout.depths else None
+    for each in mtp.layer_specs if mtp else ():
+        each.submodules.enorm = each.submodules.hnorm = each.submodules.layer_norm = Norm
+    torch.manual_seed(seed)
+    return MultiTokenGPTModel(
+        config,
+        block,
+        ROWS_V,
+        S * B if layout.packed else S,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=layout.tied,
+        position_embedding_type="learned_absolute",
+        mtp_block_spec=mtp,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """objective: of the student; teacher: "full", "topk" or "" for none. micro_batches: of a step."""
+
+    layout: Layout
+    objective: str = "cross_entropy"
+    teacher: str = ""
+    micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        return "-".join(each for each in (self.layout.name, self.objective.replace(" ", ""), self.teacher) if each)
+
+    @property
+    def recipe(self) -> Recipe:
+        return parse_recipe(self.objective)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    input_ids_BS: Tensor
+    position_ids_BS: Tensor
+    labels_BS: Tensor
+    packed: Any = None
+
+    def part(self, rows_S: Tensor) -> "MicroBatch":
+        """A context rank's."""
+        tensors = (self.input_ids_BS, self.position_ids_BS, self.labels_BS)
+        return MicroBatch(*(each[:, rows_S] for each in tensors), self.packed)
+
+
+def micro_batches(case: Case) -> list[MicroBatch]:
+    """The second has no label at all."""
+    return [micro_batch(number, case.layout.packed) for number in range(case.micro_batches)]
+
+
+def micro_batch(number: int, packed: bool) -> MicroBatch:
+    random = torch.Generator().manual_seed(number)
+    ids_BS = torch.randint(VOCABULARY, (B, S), generator=random)
+    has_BS = torch.rand(B, S, generator=random) > 0.3
+    labels_BS = torch.where(has_BS & torch.tensor(number != 1), ids_BS.roll(-1, 1), -100)
+    positions_BS = torch.arange(S).expand(B, S)
+    if not packed:
+        return MicroBatch(ids_BS, positions_BS, labels_BS)
+    borders = torch.tensor([0, 5, 18, B * S], dtype=torch.int32)
+    # Megatron's table of learned positions; documents are told apart by their borders
+    tensors = (ids_BS.view(1, -1), torch.arange(B * S)[None], labels_BS.view(1, -1))
+    return MicroBatch(*tensors, PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders))
+
+
+def normalizer(given: Sequence[MicroBatch]) -> int:
+    return sum(int((each.labels_BS >= 0).sum()) for each in given)
+
+
+@dataclass
+class Difference:
+    """Of this rank's part from the reference, relative. loss: None where it is not known. largest: numbers in the
+    largest tensor that the step made."""
+
+    loss: float | None
+    gradients: dict[str, float]
+    largest: int
+
+
+@dataclass
+class Reference:
+    loss: float
+    weights: dict[str, Tensor]
+    teacher_weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def compare(rank: Rank, case: Case) -> Difference:
+    """A job."""
+    whole = micro_batches(case)
+    expected = reference(case, whole)
+    layout = case.layout
+    with laid_out(layout):
+        model, teacher = build(layout, 0), build(layout, 1, width=48) if case.teacher == "full" else None
+        load(model, expected.weights, layout)
+        if teacher is not None:
+            load(teacher, expected.teacher_weights, layout)
+        place = parallel_state.get_context_parallel_rank()
+        parts = whole
+        if layout.context > 1:
+            parts = [each.part(context_rows(layout.context, S)[place]) for each in whole]
+        with Largest() as largest:
+            made = step(case, model, teacher, parts, normalizer(whole))
+        loss = torch.tensor(sum(float(each.loss) for each in made))
+        dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+        scale = 1e-3 * torch.stack([each.norm() for each in expected.gradients.values()]).norm()
+        gradients = sum_shared(model, layout)
+        return Difference(
+            abs(float(loss) / expected.loss - 1) if made else None,
+            {name: apart(grad, expected.gradients[name], scale) for name, grad in gradients.items()},
+            largest.numbers,
+        )
+
+
+def reference(case: Case, given: Sequence[MicroBatch]) -> Reference:
+    """From logits of the whole models on this rank alone."""
+    layout = Layout(tied=case.layout.tied, packed=case.layout.packed)
+    with laid_out(layout):
+        model, teacher = build(layout, 0), build(layout, 1, width=48)
+        head, loss = OutputHead(torch.eye(ROWS_V), vocab_size=VOCABULARY), torch.zeros(())
+        for each in given:
+            inputs = {"packed_seq_params": each.packed}
+            logits = model(each.input_ids_BS, each.position_ids_BS, None, **inputs).flatten(0, 1)
+            with torch.no_grad():
+                hidden = teacher(each.input_ids_BS, each.position_ids_BS, None, **inputs).flatten(0, 1)
+            one = torch.eye(ROWS_V)
+            signal = (
+                top_k(each) if case.teacher == "topk" else FullVocab(hidden, OutputHead(one, vocab_size=VOCABULARY))
+            )
+            labels_T = each.labels_BS.flatten()
+            loss += dense_objective(
+                logits,
+                head,
+                case.recipe.terms(labels_T, signal),
+                weights_T=(labels_T >= 0).float(),
+                normalizer=normalizer(given),
+            ).loss
+        loss.backward()
+    weights, teacher_weights = (
+        {name: each.detach() for name, each in one.named_parameters()} for one in (model, teacher)
+    )
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return Reference(float(loss), weights, teacher_weights, gradients)
+
+
+def step(
+    case: Case, model: GPTModel, teacher: GPTModel | None, given: Sequence[MicroBatch], tokens: int
+) -> list[ObjectiveOutput]:
+    """Forward and backward by Megatron's own schedule. Nothing comes but from the last stage."""
+    signals: list[Any] = [None] * len(given)
+    if teacher is not None:
+        hook = MegatronProcessor(teacher, processors.full_vocab, vocab_size=VOCABULARY)
+        signals = schedule(teacher, hook, given, [None] * len(given), forward_only=True) or signals
+    if case.teacher == "topk":
+        signals = [top_k(each) for each in given]
+    contexts = [
+        Taught(each.labels_BS, normalizer=tokens, signal=signal) for each, signal in zip(given, signals, strict=True)
+    ]
+    hook = MegatronProcessor(model, distillation(case.recipe, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
+    return schedule(model, hook, given, contexts)
+
+
+def schedule(
+    model: GPTModel, hook: MegatronProcessor, given: Sequence[MicroBatch], contexts: Sequence[Any], **options: Any
+) -> list[Any]:
+    """What the hook made of each micro-batch, on the last stage."""
+
+    def forward_step(data: Iterator[tuple[MicroBatch, Any]], model: GPTModel) -> tuple[Any, Callable[[Any], Any]]:
+        batch, context = next(data)
+        made = model(
+            batch.input_ids_BS,
+            batch.position_ids_BS,
+            None,
+            packed_seq_params=batch.packed,
+            output_processor=hook,
+            output_processor_context=context,
+        )
+        return made, keep
+
+    def keep(made: Any, non_loss_data: bool = False) -> Any:
+        # the third as it is, whatever the number of micro-batches (calculate_per_token_loss)
+        return made if non_loss_data else (made.loss.clone(), torch.tensor(1), made)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(zip(given, contexts, strict=True)),
+        model=model,
+        num_microbatches=len(given),
+        seq_length=S,
+        micro_batch_size=B,
+        collect_non_loss_data=bool(options),
+        **{"forward_only": False} | options,
+    )
+
+
+def load(model: GPTModel, weights: dict[str, Tensor], layout: Layout) -> None:
+    """This rank's part of them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(shard_of(weights[whole_name(name, layout)], parameter.shape))
+
+
+def whole_name(name: str, layout: Layout) -> str:
+    """In the whole model: layers are numbered from a stage's first one, a tied head is the embedding's weight."""
+    if layout.tied and name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        first = parallel_state.get_pipeline_model_parallel_rank() * (LAYERS // layout.pipeline)
+        parts[2] = str(int(parts[2]) + first)
+    return ".".join(parts)
+
+
+def shard_of(whole: Tensor, shape: torch.Size) -> Tensor:
+    """This tensor rank's part of a weight that is cut along one dim, or all of it."""
+    for dim, (all_of_it, here) in enumerate(zip(whole.shape, shape, strict=True)):
+        if all_of_it != here:
+            return whole.narrow(dim, parallel_state.get_tensor_model_parallel_rank() * here, here)
+    return whole
+
+
+def sum_shared(model: GPTModel, layout: Layout) -> dict[str, Tensor]:
+    """Gradients by whole names, after the sums that Megatron's `finalize_model_grads` does."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
+        if layout.tied and layout.pipeline > 1 and "embedding" in whole_name(name, layout) and "position" not in name:
+            dist.all_reduce(grad, group=parallel_state.get_embedding_group())
+        dist.all_reduce(grad, group=parallel_state.get_context_parallel_group())
+        gradients[whole_name(name, layout)] = grad
+    return gradients
+
+
+def apart(found: Tensor, whole: Tensor, least: Tensor) -> float:
+    expected = shard_of(whole, found.shape)
+    return float((found - expected).norm() / torch.maximum(expected.norm(), least))
+
+
+def top_k(batch: MicroBatch, count: int = 7) -> TopK:
+    """Made of each place's own token, so that a context rank's part has the same."""
+    ids_TK = (batch.input_ids_BS.flatten()[:, None] + 31 * torch.arange(count)) % VOCABULARY
+    log_probs_K = torch.log_softmax(-torch.arange(count).float(), 0) + torch.tensor(0.9).log()
+    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
+
+
+# multi-token prediction
+
+
+@dataclass
+class Ahead:
+    """Of each depth, Megatron's own mean cross-entropy and that of the processor; of each gradient, how far apart."""
+
+    losses: list[tuple[float, float]]
+    gradients: dict[str, float]
+
+
+def compare_ahead(rank: Rank, layout: Layout) -> Ahead:
+    """A job: cross-entropy at every depth, by Megatron itself and by a processor, in the same layout."""
+    with laid_out(layout):
+        model = build(layout, 0)
+        batch = micro_batch(0, layout.packed)
+        # Megatron takes labels of any kind, and a mask
+        mask_BS = (batch.labels_BS >= 0).float()
+        starts_BS = batch.position_ids_BS
+        if batch.packed is not None:
+            borders = batch.packed.cu_seqlens_q.long()
+            starts_BS = torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])[None]
+        targets = Targets(batch.labels_BS, mask_BS).ahead(starts_BS, layout.depths)
+        if layout.context > 1:
+            rows_S = context_rows(layout.context, S)[parallel_state.get_context_parallel_rank()]
+            batch, mask_BS = batch.part(rows_S), mask_BS[:, rows_S]
+            targets = targets.rows((S * torch.arange(B)[:, None] + rows_S).flatten())
+        MTPLossLoggingHelper.tracker.clear()
+        inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS, "attention_mask": None}
+        inputs |= {"packed_seq_params": batch.packed}
+        loss_BS = model(**inputs, labels=batch.labels_BS.clamp(min=0), loss_mask=mask_BS)
+        (loss_BS * mask_BS).sum().backward()
+        expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+        theirs = [(loss_BS * mask_BS).sum() / mask_BS.sum(), *MTPLossLoggingHelper.tracker["loss_values"]]
+        model.zero_grad()
+        hook = MegatronProcessor(model, processors.cross_entropy())
+        made = model(**inputs, output_processor=hook, output_processor_context=targets)
+        counts = [(targets.at(depth).labels_T >= 0).sum() for depth in range(1 + layout.depths)]
+        # as with calculate_per_token_loss: a depth's mean, times the main head's tokens
+        scales = [1.0] + [counts[0] / count / layout.depths for count in counts[1:]]
+        sum(scale * each.loss for scale, each in zip(scales, made, strict=True)).backward()
+        whole = torch.stack([each.norm() for each in expected.values()]).norm()
+        return Ahead(
+            [(float(a), float(b.loss / count)) for a, b, count in zip(theirs, made, counts, strict=True)],
+            {
+                name: float((each.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), 1e-3 * whole))
+                for name, each in model.named_parameters()
+            },
+        )
+
+
+# the combined schedule's plan
+
+
+def plan(rank: Rank, case: Case) -> float:
+    """A job: how far the gradient of the last node's input, which comes back through a flat result, is from that of
+    a structured one.
+    """
+    with laid_out(case.layout):
+        model, (batch,) = build(case.layout, 0), micro_batches(case)
+        depths = 1 + case.layout.depths
+        context = Taught(batch.labels_BS, normalizer=normalizer([batch]), signal=top_k(batch))
+        context = context.ahead(batch.position_ids_BS, case.layout.depths)
+        processor = distillation(case.recipe)
+        hooks = [MegatronProcessor(model, processor, flat=flat) for flat in (False, True)]
+        hidden = torch.randn(depths * S, B, 32, generator=torch.Generator().manual_seed(0))
+        gradients, names = [], []
+        for hook in hooks:
+            whole = model.build_schedule_plan(
+                batch.input_ids_BS,
+                batch.position_ids_BS,
+                None,
+                output_processor=hook,
+                output_processor_context=context,
+            )
+            whole.pre_process.forward_impl()
+            node = whole.post_process
+            given = hidden.clone().requires_grad_()
+            made = node.forward_impl(given)
+            if hook.flat:
+                assert isinstance(made, tuple)
+                outputs = [hook.unpack(each) for each in made[0].view(depths, -1)]
+                grad = torch.autograd.grad(sum(each.loss for each in outputs), made)
+                node.default_backward_func(made, grad)
+            else:
+                outputs = made if depths > 1 else [made]
+                sum(each.loss for each in outputs).backward()
+            gradients.append(given.grad)
+            names.append([list(each.metrics) for each in outputs])
+        assert names[0] == names[1]
+        return float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+
+
+# other processors
+
+
+def compare_log_probs(rank: Rank, layout: Layout) -> tuple[float, float]:
+    """A job: how far log-probabilities and entropies are from logits', and the gradients of a loss over sequences."""
+    batch = micro_batch(0, layout.packed)
+    drawn_BS = batch.labels_BS.clamp(min=0)
+
+    def ratio(log_probs_BS: Tensor, entropy_BS: Tensor) -> Tensor:
+        return ((0.1 * log_probs_BS).sum(1).exp() + 0.01 * entropy_BS.square().sum(1)).sum()
+
+    with laid_out(Layout()):
+        model = build(Layout(), 0)
+        log_q = torch.log_softmax(model(batch.input_ids_BS, batch.position_ids_BS, None) / 0.7, -1)
+        expected = log_q.gather(-1, drawn_BS[..., None])[..., 0], -(log_q.exp() * log_q).sum(-1)
+        ratio(*expected).backward()
+        weights = {name: each.detach() for name, each in model.named_parameters()}
+        gradients = {name: each.grad for name, each in model.named_parameters()}
+    with laid_out(layout):
+        model = build(layout, 0)
+        load(model, weights, layout)
+        hook = MegatronProcessor(model, processors.selected_log_probs(temperature=0.7))
+        options = {"output_processor": hook, "output_processor_context": Targets(drawn_BS)}
+        found = model(batch.input_ids_BS, batch.position_ids_BS, None, **options)
+        ratio(*found).backward()
+        scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
+        apart_by = [apart(grad, gradients[name], scale) for name, grad in sum_shared(model, layout).items()]
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), max(apart_by)

@@ -1,0 +1,109 @@
+"""Output processors in megatron-core's own GPTModel: gradients of every layout against one rank's logits."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron_jobs import ROWS_V, B, Case, Layout, S, compare, compare_ahead, compare_log_probs, plan
+from shard_ranks import RankPool
+
+from stillhouse.models import processors
+from stillhouse.models.megatron import MegatronProcessor
+
+CASES = [
+    Case(Layout()),
+    Case(Layout(tied=True), "0.3*cross_entropy + 0.7*jsd(0.5)", "full", 4),
+    Case(Layout(tensor=2), "forward_kl", "full"),
+    Case(Layout(tensor=2, tied=True), "reverse_kl", "full"),
+    Case(Layout(tensor=2, sequence=True), "0.9*forward_kl + 0.1*reverse_kl", "full", 2),
+    Case(Layout(tensor=2, sequence=True, tied=True), "cross_entropy + jsd(0.1)", "topk"),
+    Case(Layout(pipeline=2), "0.3*cross_entropy + 0.7*jsd(0.5)", "full", 4),
+    Case(Layout(pipeline=2, tied=True), "forward_kl", "topk", 4),
+    Case(Layout(context=2), "jsd(0.5)", "full", 2),
+    Case(Layout(packed=True), "reverse_kl", "full"),
+    Case(Layout(packed=True, tensor=2, sequence=True), "jsd(0.5)", "full"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_are_those_of_logits_on_one_rank(ranks: RankPool, case: Case) -> None:
+    differences = ranks.call(compare, case, limit=120)
+    assert any(each.loss is not None for each in differences)
+    for each in differences:
+        assert each.loss is None or each.loss < 1e-5
+        assert max(each.gradients.values()) < 1e-5, each.gradients
+        assert each.largest < B * S * ROWS_V / case.layout.tensor
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(depths=2),
+        Layout(depths=1, tensor=2, sequence=True, tied=True),
+        Layout(depths=2, packed=True),
+        Layout(depths=2, context=2),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_cross_entropy_at_every_depth_is_megatrons_own(ranks: RankPool, layout: Layout) -> None:
+    for found in ranks.call(compare_ahead, layout, limit=120):
+        assert len(found.losses) == 1 + layout.depths
+        for theirs, ours in found.losses:
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        assert max(found.gradients.values()) < 1e-5, found.gradients
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(depths=2, experts=2)], ids=lambda layout: layout.name)
+def test_a_schedule_plan_takes_the_flat_result_and_hands_its_gradient_back(ranks: RankPool, layout: Layout) -> None:
+    assert max(ranks.call(plan, Case(layout, "cross_entropy + jsd(0.5)"), limit=120)) < 1e-6
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True)], ids=lambda layout: layout.name)
+def test_log_probs_of_chosen_tokens_are_those_of_logits(ranks: RankPool, layout: Layout) -> None:
+    for values, gradients in ranks.call(compare_log_probs, layout, limit=120):
+        assert values < 2e-5
+        assert gradients < 1e-5
+
+
+def test_a_model_that_would_not_call_the_processor_is_refused() -> None:
+    class Silent(nn.Module):
+        """Takes a processor and has no use for it."""
+
+        def forward(self, input_ids: Any, output_processor: Any = None, **_: Any) -> None: ...
+
+    for model in (Silent(), HybridModel.__new__(HybridModel)):
+        with pytest.raises(
+            ValueError, match=rf"{type(model).__name__} of megatron-core 0\.\d+.*does not call an output"
+        ):
+            MegatronProcessor(model, processors.hidden_states)
+
+
+def test_a_flat_result_of_something_else_is_refused() -> None:
+    class Hooked(nn.Module):
+        def forward(self, output_processor: Any) -> None: ...
+
+        def _postprocess(self, output_processor: Any) -> None: ...
+
+    hook = MegatronProcessor(Hooked(), lambda **_: {"loss": 1.0}, flat=True)
+    layer = SimpleNamespace(weight=torch.zeros(3, 2), bias=None, sequence_parallel=False, tp_group=None)
+    with pytest.raises(ValueError, match="returned dict: expected an ObjectiveOutput, a tensor or a tuple"):
+        hook(
+            hidden_states=torch.zeros(1, 1, 2),
+            output_layer=layer,
+            output_weight=None,
+            context=None,
+            scale_logits=float,
+        )
