@@ -44,4 +44,7 @@ $(VENV)/.package: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.development: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'
+# Megatron-Core for the tests of its hook. It runs on Python 3.11 though it asks for more, and imports Triton, which
+# is there for Linux alone; an extra can say neither
+	[ "$$(uname -s)" != Linux ] || $(INSTALL) --no-deps --ignore-requires-python megatron-core triton
 	touch $@ $(VENV)/.package

@@ -1,33 +1,31 @@
 """Jobs for ranks: a real GPTModel of megatron-core under some layout against the same model on one rank.
 
-The model is Megatron's own, from its local layer spec. Megatron asks for CUDA devices by name: here, and nowhere
-else, those are the CPU. The reference is the model's own logits, tensor size 1, and the objective in plain autograd.
+The model is Megatron's own, from its local layer spec. The reference is that model's logits, at tensor size 1, and
+the objective in plain autograd.
 
 B rows, S tokens per row, T = B·S, D width, V vocabulary (padded to V' rows).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from cuda_is_cpu import cuda_is_cpu
 from largest import Largest
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from shard_ranks import Rank
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from stillhouse.models import processors
 from stillhouse.models.megatron import MegatronProcessor, MultiTokenGPTModel
@@ -64,29 +62,10 @@ class Layout:
         return sizes + depths + "".join(f"-{flag}" for flag, on in flags.items() if on)
 
 
-class _CudaIsCpu(TorchFunctionMode):
-    """What is asked for on a CUDA device is made on the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        options = dict(options or {})
-        device = options.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            options["device"] = "cpu"
-        if function is torch.Tensor.cuda:
-            return args[0]
-        return function(*args, **options)
-
-
 @contextmanager
 def laid_out(layout: Layout) -> Iterator[None]:
     """Megatron's groups over all ranks of this process's world."""
-    with ExitStack() as stack:
-        stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
-        for name in ("Stream", "Event"):
-            stack.enter_context(patch(f"torch.cuda.{name}", type(name, (), {})))
-        # nothing here draws: there is no dropout
-        stack.enter_context(patch.object(get_cuda_rng_tracker(), "fork", nullcontext))
-        stack.enter_context(_CudaIsCpu())
+    with cuda_is_cpu():
         parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, context_parallel_size=layout.context)
         try:
             yield
