@@ -4,9 +4,11 @@ A shell starts background jobs with SIGINT ignored, and children inherit that; c
 """
 
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import shard_ranks
 
 # how long an example takes says how busy the machine is
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -26,6 +28,13 @@ TOGETHER = {
     "test_train_adapter": "adapter",
     "test_parallel_loading": "loading",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_rest() -> Iterator[None]:
+    """Those that have nothing to do cost time all the same."""
+    yield
+    shard_ranks.rest()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks

@@ -33,8 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 GATHER, SUM, EXCHANGE = "_allgather_base_", "allreduce_", "alltoall_base_"
 #: seconds in which the other ranks may say what went wrong with them, too
 GRACE = 1.0
+#: jobs of a shared pool
+LIFETIME = 12
 #: breakdowns in a batch after which the rest of it is not tried
 MOST_BREAKDOWNS = 4
+
+_shared: list["RankPool"] = []
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,14 @@ class Failure:
 
 
 class RankPool:
-    """`size` processes, an even number; the ranks of `Rank.groups[size]`."""
+    """`size` processes, an even number; the ranks of `Rank.groups[size]`.
 
-    def __init__(self, size: int = 4):
-        self.size = size
+    lifetime: after so many jobs others take their place. A gloo group has threads that wake a hundred times a second:
+    of a hundred groups they take half of the machine.
+    """
+
+    def __init__(self, size: int = 4, lifetime: int | None = None):
+        self.size, self.lifetime, self._jobs = size, lifetime, 0
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="stillhouse-ranks-")
@@ -67,8 +75,17 @@ class RankPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
+        self.rest()
         self._folder.cleanup()
+
+    def rest(self) -> None:
+        """No processes until the next job."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes, self._jobs = [], [], 0
 
     def call(self, function: Callable[[Rank, Any], Any], job: Any = None, *, limit: float = 60.0) -> list[Any]:
         """What each rank makes of one job. Raises AssertionError with the ranks' tracebacks."""
@@ -90,14 +107,17 @@ class RankPool:
     def _until_failure(
         self, function: Callable[[Rank, Any], Any], jobs: Sequence[Any], limit: float
     ) -> Iterator[list[Any] | Failure]:
+        if self.lifetime is not None and self._jobs >= self.lifetime:
+            self.rest()
         if not self._processes:
             self._start()
+        self._jobs += len(jobs)
         for pipe in self._pipes:
             _send(pipe, (function, list(jobs)))
         for _ in jobs:
             answer = self._answer(limit)
             if isinstance(answer, Failure):
-                self._stop()
+                self.rest()
             yield answer
             if isinstance(answer, Failure):
                 return
@@ -125,7 +145,7 @@ class RankPool:
     def _start(self) -> None:
         # a fork server imports torch once; its ranks are then there at once
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "stillhouse.objective"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "stillhouse.train.step"])
         self._starts += 1
         store = Path(self._folder.name) / str(self._starts)
         with _one_thread():
@@ -139,19 +159,18 @@ class RankPool:
                 self._pipes.append(pipe)
                 self._processes.append(process)
 
-    def _stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._pipes, self._processes = [], []
-
 
 @cache
 def shared_pool(size: int = 4) -> RankPool:
-    """The ranks that the tests of a process share; they go when it does."""
-    return RankPool(size)
+    """The ranks that the tests of a module share."""
+    _shared.append(RankPool(size, LIFETIME))
+    return _shared[-1]
+
+
+def rest() -> None:
+    """Of all shared ranks, after a module."""
+    for pool in _shared:
+        pool.rest()
 
 
 def _send(pipe: Connection, value: Any) -> None:
