@@ -29,7 +29,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -61,12 +61,6 @@ class ModelSection(Section):
 class TeacherSection(Section):
     model: ModelSection | None = None
     top_k: PathText | None = None
-
-    @model_validator(mode="after")
-    def _is_one(self) -> "TeacherSection":
-        if (self.model is None) == (self.top_k is None):
-            raise ValueError("expected model or top_k, one of them")
-        return self
 
 
 class LayoutSection(Section):
@@ -163,7 +157,7 @@ def schedule(
         """Loss as a sum, its tokens, by whose sum over all ranks Megatron divides the gradient, and what to log."""
         if non_loss_data:
             return output
-        counted = output.metrics["valid_tokens"].int()
+        counted = output.metrics["tokens"].int()
         return output.loss, counted, torch.stack([output.loss.detach(), counted.float()])
 
     (rows, tokens) = batches[0].input_ids_BS.shape
@@ -256,9 +250,12 @@ def read_config(path: str) -> GkdConfig:
     except OSError as error:
         raise ConfigError(None, f"{path}: cannot read the configuration: {error.strerror}") from error
     try:
-        return GkdConfig.model_validate(given)
+        config = GkdConfig.model_validate(given)
     except ValidationError as error:
         raise explain(error, given, GkdConfig) from error
+    if (config.teacher.model is None) == (config.teacher.top_k is None):
+        raise ConfigError("teacher", "expected model or top_k, one of them")
+    return config
 
 
 def recipe_of(objective: ObjectiveConfig) -> Recipe:

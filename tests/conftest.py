@@ -24,6 +24,7 @@ TOGETHER = {
     "test_objective_shards_layout": "ranks of shards",
     "test_train_layouts": "layouts",
     "test_megatron": "ranks of megatron",
+    "test_megatron_example": "ranks of megatron",
     "test_demo_run": "demo",
     "test_train_adapter": "adapter",
     "test_parallel_loading": "loading",

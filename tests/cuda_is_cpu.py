@@ -25,6 +25,8 @@ class _CudaIsCpu(TorchFunctionMode):
             options["device"] = "cpu"
         if function is torch.Tensor.cuda:
             return args[0]
+        if function is torch.Tensor.type and len(args) == 1:
+            return args[0].type().replace("torch.", "torch.cuda.")
         return function(*args, **options)
 
 
@@ -32,7 +34,7 @@ class _CudaIsCpu(TorchFunctionMode):
 def cuda_is_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
-        for name in ("Stream", "Event"):
+        for name in ("Stream", "Event", "current_stream"):
             stack.enter_context(patch(f"torch.cuda.{name}", type(name, (), {})))
         # nothing here draws: there is no dropout
         stack.enter_context(patch.object(get_cuda_rng_tracker(), "fork", nullcontext))
