@@ -81,7 +81,10 @@ def test_the_loss_falls(folder: Path, processes: int, changes: dict[str, str]) -
         ({"tokens.safetensors": "gone.safetensors"}, "data: cannot read gone.safetensors"),
         ({"tokens.safetensors": "run.yaml"}, "data: cannot read run.yaml"),
         ({"tokens.safetensors": "said.safetensors"}, "data: said.safetensors has .*expected input_ids as well"),
-        ({"vocabulary: 251": "vocabulary: 200"}, r"data: tokens.safetensors has token 2\d\d: expected less than vocabulary, 200"),
+        (
+            {"vocabulary: 251": "vocabulary: 200"},
+            r"data: tokens.safetensors has token 2.*expected less than vocabulary, 200",
+        ),
         (
             {"{model: {layers: 2, width: 48, heads: 4}}": "{top_k: tokens.safetensors}"},
             "teacher.top_k: .*expected ids, log_probs, tail_log_prob as well",
