@@ -4,15 +4,19 @@ import ast
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from families import build
 
+import stillhouse.objective
 from stillhouse import CrossEntropy, Decoder, Distill, jsd, linear_objective
 from stillhouse.config import load_config
 from stillhouse.demo.student import TEACHER, save_new_student
+from stillhouse.models import processors
+from stillhouse.objective.recipe import parse_recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -38,10 +42,11 @@ def test_every_row_of_what_works_names_a_test_that_exists() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links
-    for link in links:
-        assert (ROOT / link).exists(), link
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
+        assert links or page.parent.name == "docs"
+        for link in links:
+            assert (page.parent / link.partition("#")[0]).exists(), (page, link)
 
 
 def test_the_configurations_load(tmp_path: Path) -> None:
@@ -70,6 +75,26 @@ def test_both_ways_of_the_readme_run_and_train_the_same_students_weights() -> No
     exec(after, ours)
     ours["loss"].backward()
     assert all(parameter.grad is not None for parameter in student.parameters())
+
+
+def test_the_processors_of_the_page_run() -> None:
+    """Those for a decoder, one after the other, on one batch."""
+    page = (ROOT / "docs" / "output_processor.md").read_text()
+    shown = re.findall(r"```python\n(.*?)```", page.partition("## The processors")[2], flags=re.DOTALL)
+    decoder, ids = Decoder(build("llama", seed=1)), torch.randint(3, 251, (2, 17))
+    labels = ids.roll(-1, 1)
+    numbers = -5 + torch.zeros(2, 17)
+    given = vars(stillhouse.objective) | vars(processors) | {"parse_recipe": parse_recipe, "decoder": decoder}
+    given |= {"teacher": Decoder(build("llama", seed=2)), "ids": ids, "labels": labels, "drawn": labels}
+    given |= {"advantages": numbers, "old": numbers, "reference": numbers, "tokens_of_the_step": 34}
+    run = [each for each in shown if "decoder(" in each]
+    assert len(run) == 5
+    for each in run:
+        exec(each, given)
+    (own,) = (each for each in shown if each.startswith("def process("))
+    exec(own, given)
+    context = SimpleNamespace(labels_T=labels.flatten(), teacher_log_probs_T=numbers.flatten(), weights_T=None)
+    decoder(ids, processor=given["process"], context=context).loss.backward()
 
 
 def test_the_own_loop_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
