@@ -21,6 +21,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import set_streams
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -470,38 +472,51 @@ def plan(rank: Rank, case: Case) -> float:
     a structured one.
     """
     with laid_out(case.layout):
-        model, (batch,) = build(case.layout, 0), micro_batches(case)
-        depths = 1 + case.layout.depths
-        context = Taught(batch.labels_BS, normalizer=normalizer([batch]), signal=top_k(batch))
-        context = context.ahead(batch.position_ids_BS, case.layout.depths)
-        processor = distillation(case.recipe)
-        hooks = [MegatronProcessor(model, processor, flat=flat) for flat in (False, True)]
-        hidden = torch.randn(depths * S, B, 32, generator=torch.Generator().manual_seed(0))
-        gradients, names = [], []
-        for hook in hooks:
-            whole = model.build_schedule_plan(
-                batch.input_ids_BS,
-                batch.position_ids_BS,
-                None,
-                output_processor=hook,
-                output_processor_context=context,
-            )
-            whole.pre_process.forward_impl()
-            node = whole.post_process
-            given = hidden.clone().requires_grad_()
+        return _flat_against_structured(case, torch.device("cpu"))
+
+
+def plan_on_a_gpu(case: Case, store: str) -> float:
+    """The same with the node's own backward, on streams. In a process of its own."""
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    set_streams()
+    return _flat_against_structured(case, torch.device("cuda"))
+
+
+def _flat_against_structured(case: Case, device: torch.device) -> float:
+    model, (batch,) = build(case.layout, 0).to(device), micro_batches(case)
+    batch = MicroBatch(*(each.to(device) for each in (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS)))
+    context = Taught(batch.labels_BS, normalizer=normalizer([batch]), signal=top_k(batch))
+    context = context.ahead(batch.position_ids_BS, case.layout.depths)
+    depths = 1 + case.layout.depths
+    hidden = torch.randn(depths * S, B, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    gradients, names = [], []
+    for flat in (False, True):
+        hook = MegatronProcessor(model, distillation(case.recipe), flat=flat)
+        node, given = last_node(model, batch, hook, context), hidden.clone().requires_grad_()
+        if flat:
+            made = node.forward_impl(given) if device.type == "cpu" else node.forward(given)
+            assert isinstance(made, tuple)
+            outputs = [hook.unpack(each) for each in made[0].view(depths, -1)]
+            grad = torch.autograd.grad(sum(each.loss for each in outputs), made)
+            back = node.default_backward_func(made, grad) if device.type == "cpu" else node.backward(grad)
+            gradients.append(given.grad if device.type == "cpu" else back)
+        else:
             made = node.forward_impl(given)
-            if hook.flat:
-                assert isinstance(made, tuple)
-                outputs = [hook.unpack(each) for each in made[0].view(depths, -1)]
-                grad = torch.autograd.grad(sum(each.loss for each in outputs), made)
-                node.default_backward_func(made, grad)
-            else:
-                outputs = made if depths > 1 else [made]
-                sum(each.loss for each in outputs).backward()
+            outputs = made if depths > 1 else [made]
+            sum(each.loss for each in outputs).backward()
             gradients.append(given.grad)
-            names.append([list(each.metrics) for each in outputs])
-        assert names[0] == names[1]
-        return float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+        names.append([list(each.metrics) for each in outputs])
+    assert names[0] == names[1]
+    return float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
+
+
+def last_node(model: GPTModel, batch: MicroBatch, hook: MegatronProcessor, context: Any) -> Any:
+    options = {"output_processor": hook, "output_processor_context": context}
+    whole = model.build_schedule_plan(batch.input_ids_BS, batch.position_ids_BS, None, **options)
+    whole.pre_process.forward_impl()
+    return whole.post_process
 
 
 # other processors

@@ -1,6 +1,9 @@
 """Output processors in megatron-core's own GPTModel: gradients of every layout against one rank's logits."""
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch import nn
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron_jobs import ROWS_V, B, Case, Layout, S, compare, compare_ahead, compare_log_probs, plan
+from megatron_jobs import ROWS_V, B, Case, Layout, S, compare, compare_ahead, compare_log_probs, plan, plan_on_a_gpu
 from shard_ranks import RankPool
 
 from stillhouse.models import processors
@@ -69,6 +72,14 @@ def test_cross_entropy_at_every_depth_is_megatrons_own(ranks: RankPool, layout: 
 @pytest.mark.parametrize("layout", [Layout(), Layout(depths=2, experts=2)], ids=lambda layout: layout.name)
 def test_a_schedule_plan_takes_the_flat_result_and_hands_its_gradient_back(ranks: RankPool, layout: Layout) -> None:
     assert max(ranks.call(plan, Case(layout, "cross_entropy + jsd(0.5)"), limit=120)) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_schedule_plans_last_node_goes_back_on_a_gpu(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        case = Case(Layout(), "cross_entropy + jsd(0.5)")
+        assert pool.submit(plan_on_a_gpu, case, str(tmp_path / "store")).result() < 1e-5
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True)], ids=lambda layout: layout.name)
