@@ -1,7 +1,7 @@
 """What must hold for a model to be used here, checked before anything trains; each failure is a ValueError.
 
-`require_decoder` reads the model's structure, `verify_wrapping` runs a few tokens through it, and the other
-two are for whoever knows the run: finite weights, and documents that the model's positions reach.
+`require_decoder` reads the model's structure, `verify_wrapping` and `verify_depths` run a few tokens through it, and
+the other two are for whoever knows the run: finite weights, and documents that the model's positions reach.
 """
 
 import inspect
@@ -17,6 +17,7 @@ from stillhouse.objective import OutputHead
 
 if TYPE_CHECKING:
     from stillhouse.models.decoder import Decoder
+    from stillhouse.models.mtp import MultiTokenDecoder
 
 _PROBE_TOKENS = 8  # per document
 
@@ -33,7 +34,7 @@ def require_decoder(model: Any) -> nn.Linear:
             f"{type(model).__name__} is not a transformers model: expected a PreTrainedModel "
             "(of a peft model, merge_and_unload(), or the model itself after its own add_adapter)"
         )
-    what = _describe(model)
+    what = describe(model)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{what} has an encoder: expected a decoder-only causal language model")
     linear = model.get_output_embeddings()
@@ -67,20 +68,34 @@ def verify_wrapping(model: PreTrainedModel, decoder: "Decoder") -> None:
     """
     _require_runnable(model)
     device, rows = model.device, model.get_input_embeddings().weight.shape[0]
-    first, second = ((torch.arange(2 * _PROBE_TOKENS, device=device) * 37 + 5) % rows).chunk(2)
+    first, second = _probes(model, _PROBE_TOKENS)
     changed = torch.cat([first[:-1], (first[-1:] + 1) % rows])
     apart = torch.stack([first, second, changed])
     hidden, logits = decoder(apart, processor=_hidden_and_logits)
     expected = model(apart, use_cache=False, return_dict=True).logits
     if not bool(expected.isfinite().all()):
-        check_finite_weights(decoder, _describe(model))
-        raise ValueError(f"{_describe(model)}: its logits are not finite in {hidden.dtype}: try a wider dtype")
+        check_finite_weights(decoder, describe(model))
+        raise ValueError(f"{describe(model)}: its logits are not finite in {hidden.dtype}: try a wider dtype")
 
     _check_causal(model, hidden[0, :-1], hidden[2, :-1])
     _check_logits(model, decoder.output_head(), logits, expected)
     positions = torch.arange(_PROBE_TOKENS, device=device).repeat(1, 2)
     packed, _ = decoder(torch.cat([first, second])[None], positions, processor=_hidden_and_logits)
     _check_packing(model, packed[0, _PROBE_TOKENS:], hidden[1])
+
+
+@torch.no_grad()
+def verify_depths(decoder: "MultiTokenDecoder") -> None:
+    """Check that further depths, too, are the same behind another document in a packed row; in eval mode."""
+    model, tokens = decoder.main.pretrained, _PROBE_TOKENS + decoder.depths
+    _require_runnable(model)
+    first, second = _probes(model, tokens)
+    positions = torch.arange(tokens, device=model.device).repeat(1, 2)
+    apart = decoder(second[None], processor=_hidden_and_logits)
+    packed = decoder(torch.cat([first, second])[None], positions, processor=_hidden_and_logits)
+    for depth, (together, alone) in enumerate(zip(packed, apart, strict=True)):
+        rows = tokens - depth  # that have a token to be made of
+        _check_packing(model, together[0][0, tokens : tokens + rows], alone[0][0, :rows])
 
 
 def check_finite_weights(decoder: "Decoder", which: str) -> None:
@@ -120,8 +135,14 @@ def check_document_length(decoder: "Decoder", max_tokens: int, which: str) -> No
             )
 
 
-def _describe(model: PreTrainedModel) -> str:
+def describe(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} (model type '{model.config.model_type}')"
+
+
+def _probes(model: PreTrainedModel, tokens: int) -> tuple[Tensor, ...]:
+    """Two documents."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    return ((torch.arange(2 * tokens, device=model.device) * 37 + 5) % rows).chunk(2)
 
 
 def _hidden_and_logits(
@@ -133,21 +154,21 @@ def _hidden_and_logits(
 def _require_runnable(model: PreTrainedModel) -> None:
     attention = model.config._attn_implementation or ""
     if model.device.type == "meta":
-        raise ValueError(f"{_describe(model)} has no weights yet (meta device): pass verify=False")
+        raise ValueError(f"{describe(model)} has no weights yet (meta device): pass verify=False")
     if model.device.type == "cpu" and "flash" in attention:
         raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
 
 
 def _check_causal(model: PreTrainedModel, before: Tensor, after: Tensor) -> None:
     if not _median_error(after, before) <= _HIDDEN_TOLERANCE[before.dtype]:
-        raise ValueError(f"{_describe(model)} is not causal: its tokens see the ones that follow them")
+        raise ValueError(f"{describe(model)} is not causal: its tokens see the ones that follow them")
 
 
 def _check_logits(model: PreTrainedModel, head: OutputHead, logits: Tensor, expected: Tensor) -> None:
     error, largest = float((logits - expected).abs().max()), float(expected.abs().max())
     if not error <= _LOGIT_TOLERANCE[logits.dtype] * largest:
         raise ValueError(
-            f"{_describe(model)}: its logits differ by up to {error:.2g} (the largest is {largest:.2g}) from "
+            f"{describe(model)}: its logits differ by up to {error:.2g} (the largest is {largest:.2g}) from "
             f"softcap(scale · (hidden Wᵀ + bias)) with scale {head.scale:g} and softcap {head.softcap}, as its "
             "configuration reads. It does something after its last hidden states that is unknown here"
         )
@@ -157,7 +178,7 @@ def _check_packing(model: PreTrainedModel, packed: Tensor, apart: Tensor) -> Non
     error = _median_error(packed, apart)
     if not error <= _HIDDEN_TOLERANCE[apart.dtype]:
         raise ValueError(
-            f"{_describe(model)} with attention '{model.config._attn_implementation}' lets documents that share "
+            f"{describe(model)} with attention '{model.config._attn_implementation}' lets documents that share "
             f"a row see each other (hidden states change by {error:.2%}): expected position_ids that restart to "
             "keep them apart. Another attention (sdpa, eager) may do so"
         )

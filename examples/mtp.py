@@ -1,0 +1,152 @@
+"""Draft heads for speculative decoding: trained on the text, or on what the main model itself would say.
+
+    python examples/mtp.py
+
+The main model is the demo's teacher, frozen. Its multi-token prediction layers train twice from the same start, on
+the same text, by the cross-entropy of the labels and by the divergence from the main model's own distribution of the
+same token. Then transformers generates with either of them as the drafter, and the table says how many drafted tokens
+it accepts.
+"""
+
+import argparse
+import copy
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
+from transformers.generation.streamers import BaseStreamer
+
+from stillhouse import Decoder
+from stillhouse.demo.corpus import collect_documents, split_of
+from stillhouse.demo.student import TEACHER
+from stillhouse.demo.tokenizer import encode
+from stillhouse.models.mtp import MultiTokenDecoder, find_layers
+from stillhouse.models.processors import Taught, distillation
+from stillhouse.objective.recipe import parse_recipe
+
+ROW, ROWS = 128, 8  # tokens per row, rows per step
+LEARNING_RATE = 2e-3
+PROMPT = 32  # tokens
+OBJECTIVES = {"cross-entropy": "cross_entropy", "distilled": "forward_kl"}
+
+
+def main_model() -> Decoder:
+    """The demo's teacher as a GLM-4-MoE: without experts, the two families' layers are the same."""
+    given = AutoConfig.from_pretrained(TEACHER)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "eos_token_id")
+    config = Glm4MoeConfig(
+        **{name: getattr(given, name) for name in names},
+        rope_parameters={**given.rope_parameters, "partial_rotary_factor": 1.0},
+        use_qk_norm=True,
+        first_k_dense_replace=given.num_hidden_layers,
+        n_routed_experts=4,  # of the further layers, which are always a mixture
+        num_experts_per_tok=2,
+        moe_intermediate_size=given.intermediate_size // 4,
+    )
+    teacher = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(teacher.state_dict())
+    return Decoder(model.eval())
+
+
+def batches(tokens_T: torch.Tensor, steps: int, seed: int) -> Iterator[torch.Tensor]:
+    """Rows drawn anywhere in a stream, [B, S + 1]; each stands for a document."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts_B1 = torch.randint(len(tokens_T) - ROW, (ROWS, 1), generator=generator)
+        yield tokens_T[starts_B1 + torch.arange(ROW + 1)]
+
+
+def train(decoder: MultiTokenDecoder, tokens_T: torch.Tensor, loss: str, steps: int, seed: int) -> None:
+    """The layers alone, one objective at every further depth."""
+    recipe = parse_recipe(loss)
+    processor = distillation(recipe)
+    optimizer = torch.optim.AdamW(decoder.layers.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    for rows_BS in batches(tokens_T, steps, seed):
+        ids_BS, labels_BS = rows_BS[:, :-1], rows_BS[:, 1:]
+        position_ids_BS = torch.arange(ROW).expand(ROWS, ROW)
+        signal = decoder.main.signal(ids_BS, position_ids_BS) if recipe.needs_teacher else None
+        targets = Taught(labels_BS, normalizer=labels_BS.numel(), signal=signal)
+        context = targets.ahead(position_ids_BS, decoder.depths)
+        _, *further = decoder(ids_BS, position_ids_BS, processor=processor, context=context)
+        sum(output.loss for output in further).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+class Accepted(BaseStreamer):
+    """Of each draft, how many tokens the main model took over: it puts those and one of its own."""
+
+    def __init__(self) -> None:
+        self.puts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+    def of_drafts(self) -> list[int]:
+        """Not of the prompt, of the token before any draft, and of the last draft, which the length may have cut."""
+        return [put - 1 for put in self.puts[2:-1]]
+
+
+def acceptance(folder: Path, prompts_PS: torch.Tensor, new_tokens: int, sampled: bool, seed: int) -> list[int]:
+    """Tokens accepted of each draft, with transformers' own generation from a saved folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    find_layers(model)
+    torch.manual_seed(seed)
+    counts = []
+    for prompt_S in prompts_PS:
+        accepted = Accepted()
+        options = {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
+        options |= {"max_new_tokens": new_tokens, "eos_token_id": None, "streamer": accepted}
+        model.generate(prompt_S[None], use_mtp=True, **options)
+        counts += accepted.of_drafts()
+    return counts
+
+
+def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> dict[tuple[str, bool], float]:
+    """Prints the table and returns it: tokens accepted per draft, by objective and whether sampled."""
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
+    documents = collect_documents()
+    training_T, held_out_T = (
+        encode(tokenizer, [each for each in documents if split_of(each.name) == split])
+        for split in ("student", "held_out")
+    )
+    prompts_PS = held_out_T[: len(held_out_T) // PROMPT * PROMPT].view(-1, PROMPT)
+    prompts_PS = prompts_PS[torch.linspace(0, len(prompts_PS) - 1, prompts).long()]
+    start = MultiTokenDecoder.new(main_model(), depths, train_main=False)
+    table = {}
+    print(f"{depths} tokens per draft; accepted by the main model, mean ± standard error")
+    for name, loss in OBJECTIVES.items():
+        decoder, begun = copy.deepcopy(start), time.perf_counter()
+        train(decoder, training_T, loss, steps, seed)
+        seconds = time.perf_counter() - begun
+        with tempfile.TemporaryDirectory() as folder:
+            decoder.save_pretrained(folder)
+            columns = []
+            for sampled in (False, True):
+                counts = torch.tensor(acceptance(Path(folder), prompts_PS, new_tokens, sampled, seed)).float()
+                table[name, sampled] = float(counts.mean())
+                error = float(counts.std()) / len(counts) ** 0.5
+                columns.append(f"{'sampled' if sampled else 'greedy'} {counts.mean():.3f} ± {error:.3f}")
+        print(f"{name:>13}: {', '.join(columns)} ({steps} steps, {seconds:.0f} s)")
+    return table
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100, help=f"of {ROW * ROWS} tokens, for each objective")
+    parser.add_argument("--depths", type=int, default=2, help="drafted tokens")
+    parser.add_argument("--prompts", type=int, default=12, help="from the held-out text")
+    parser.add_argument("--new-tokens", type=int, default=48, help="generated after each prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    main(**vars(parser.parse_args()))

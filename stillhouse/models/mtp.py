@@ -1,0 +1,192 @@
+"""Multi-token prediction: a causal language model with layers behind it, each of which predicts one token further.
+
+    decoder = MultiTokenDecoder.new(Decoder.from_pretrained(…), depths=1)
+    next, second = decoder(input_ids, position_ids, processor=…, context=targets.ahead(position_ids, 1))
+
+Row t of depth k is made of row t of depth k − 1 (of depth 0: the main model's, after its final norm) and of the
+embedding of token t + k; it predicts the label of row t + k, which `Targets.ahead` brings to it (DeepSeek-V3,
+arXiv:2412.19437, section 2.2). Embedding and output head are the main model's, so a processor sees a further depth as
+it sees the first.
+
+The layers are those of transformers' `MtpModel`, the one that `generate(use_mtp=True)` drafts with, called one by
+one: its own forward drafts a single token per layer, from logits, and raises a TypeError with labels.
+
+B rows, S tokens per row, D width, V vocabulary.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from stillhouse.models.checks import describe, verify_depths
+from stillhouse.models.decoder import Decoder, evaluating
+from stillhouse.models.head import OutputProcessor
+from stillhouse.objective import OutputHead
+
+_SHARED = ("embed_tokens", "shared_head", "rotary_emb")  # the main model's, in an MtpModel
+
+
+class MultiTokenDecoder(nn.Module):
+    """A decoder, `main`, and the layers of its further depths, which `mtp` runs.
+
+    `train_main=False`: the main model is frozen, head and embedding included; only the layers train. `verify=True`
+    also refuses layers that let documents in one row see each other.
+    """
+
+    main: Decoder
+    mtp: MtpModel
+    layers: nn.ModuleList
+
+    def __init__(self, main: Decoder, mtp: MtpModel, *, train_main: bool = True, verify: bool = True):
+        super().__init__()
+        if mtp.embed_tokens is not main.pretrained.get_input_embeddings():
+            raise ValueError(f"{describe(main.pretrained)} has another embedding in its further depths")
+        self.main = main
+        # not by attribute, which would register what it shares with the main model a second time
+        self.__dict__["mtp"] = mtp
+        for name, child in mtp.named_children():
+            if name not in _SHARED:
+                self.add_module(name, child.train(main.training))
+        if not train_main:
+            main.requires_grad_(False)
+        self.training = main.training
+        if verify:
+            with evaluating(self):
+                verify_depths(self)
+
+    @classmethod
+    def new(cls, main: Decoder, depths: int, *, train_main: bool = True, verify: bool = True) -> "MultiTokenDecoder":
+        """With freshly drawn layers; the model's configuration then says how many.
+
+        Raises ValueError, naming the model type, for a family that transformers knows no such layers of.
+        """
+        model = main.pretrained
+        config = _require_family(model)
+        kinds = getattr(config, "mtp_layer_types", None)
+        if depths < 1 or (kinds is not None and len(kinds) != depths):
+            expected = "1 or more" if kinds is None else f"{len(kinds)}, as its configuration lists their types"
+            raise ValueError(f"{depths} further depths of a {describe(model)}: expected {expected}")
+        config.num_mtp_layers = depths
+        try:
+            mtp = MtpModel(model, depths)
+        except ValueError as error:
+            raise ValueError(f"{describe(model)}: {error}") from error
+        # by the family's own rule: MtpModel's leaves routers at zero and the experts' memory as it was found
+        for module in mtp.layers.modules():
+            model._init_weights(module)
+        mtp.layers.to(model.device, model.dtype)
+        return cls(main, mtp, train_main=train_main, verify=verify)
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | os.PathLike[str], *, train_main: bool = True, verify: bool = True, **options: Any
+    ) -> "MultiTokenDecoder":
+        """Main model and layers of one checkpoint; `options` are those of `Decoder.from_pretrained`.
+
+        Raises ValueError, too, for a checkpoint without the layers.
+        """
+        main = Decoder.from_pretrained(name_or_path, **options, verify=verify)
+        model = main.pretrained
+        depths = _require_family(model).num_mtp_layers
+        what, fresh = f"model '{os.fspath(name_or_path)}'", "MultiTokenDecoder.new draws fresh layers"
+        if not depths:
+            raise ValueError(f"{what} has no further depths, says its configuration (num_mtp_layers); {fresh}")
+        find_layers(model)
+        try:
+            mtp = MtpModel.from_pretrained(model, device_map={"": model.device})
+        except RuntimeError as error:
+            names = ", ".join(f"{each}*" for each in _places(model))
+            raise ValueError(
+                f"{what} lacks weights of its {depths} further depths: expected {names}; {fresh}"
+            ) from error
+        return cls(main, mtp, train_main=train_main, verify=verify)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        processor: OutputProcessor | None = None,
+        context: Any = None,
+    ) -> tuple[Any, ...]:
+        """What `processor` makes of depth 0, 1, …; logits [B, S, V] each without one.
+
+        `input_ids`: [B, S]. `position_ids`: [B, S] (or [1, S]), restarting at each document of a row, padding as a
+        document of its own. The last k rows of a document have nothing to predict at depth k.
+        """
+
+        def keeping(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> tuple[Tensor, Any]:
+            if processor is None:
+                return hidden_states, head.logits(hidden_states)
+            return hidden_states, processor(hidden_states=hidden_states, head=head, context=context, depth=depth)
+
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        hidden_BSD, made = self.main(input_ids, position_ids, processor=keeping, context=context)
+        results = [made]
+        for depth in range(1, self.depths + 1):
+            # positions as they are: moved by `depth` too, the end of a document would look like the next one's start
+            # to the mask, and rotary angles only know distances
+            hidden_BSD = self.mtp.forward_layer(
+                depth - 1, hidden_BSD, position_ids, None, input_ids=_ahead(input_ids, depth)
+            )
+            results.append(self.main.head(hidden_BSD, processor, context, depth))
+        return tuple(results)
+
+    @property
+    def depths(self) -> int:
+        """The further ones."""
+        return len(self.layers)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """One checkpoint, the layers behind the main model's, as released ones have them (see `find_layers`)."""
+        model = self.main.pretrained
+        tensors = dict(model.state_dict())
+        for layer, prefix in zip(self.layers, _places(model), strict=True):
+            for name, tensor in layer.state_dict().items():
+                tensors[prefix + _saved_name(name)] = tensor
+        model.save_pretrained(folder, state_dict=tensors)
+
+
+def find_layers(model: PreTrainedModel) -> None:
+    """Let `model.generate(…, use_mtp=True)` find the layers in the checkpoint that the model was loaded from.
+
+    transformers looks for them at the numbers of the released models' layers (GLM-4.5: 46 and 92), and so without
+    this neither in a model of another size nor at a second depth.
+    """
+    known = model._keys_to_ignore_on_load_unexpected
+    places = {prefix.replace(".", r"\.") for prefix in _places(model)}
+    model._keys_to_ignore_on_load_unexpected = {*(known or ()), *places}
+
+
+def _require_family(model: PreTrainedModel) -> Any:
+    """The configuration that has the number of depths."""
+    config = model.config.get_text_config(decoder=True)
+    if not hasattr(config, "num_mtp_layers"):
+        raise ValueError(
+            f"{describe(model)} has no layers for multi-token prediction in transformers: expected a family whose "
+            "configuration has num_mtp_layers, such as glm4_moe or deepseek_v3"
+        )
+    return config
+
+
+def _places(model: PreTrainedModel) -> list[str]:
+    """What the names of each depth's layer begin with in a checkpoint."""
+    config = model.config.get_text_config(decoder=True)
+    return [f"model.layers.{config.num_hidden_layers + depth}." for depth in range(config.num_mtp_layers)]
+
+
+def _saved_name(name: str) -> str:
+    if name.startswith("post_norm."):
+        return f"shared_head.norm.{name.removeprefix('post_norm.')}"
+    return name.removeprefix("mtp_block.")
+
+
+def _ahead(input_ids_BS: Tensor, depth: int) -> Tensor:
+    """Each row's token `depth` further; of the last rows any, as no row with a label sees them."""
+    place_S = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)
+    return input_ids_BS[:, (place_S + depth).clamp(max=len(place_S) - 1)]
