@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stillhouse.objective import (
     CrossEntropy,
@@ -221,3 +222,16 @@ def assert_same(actual: Result, expected: Result, *, within: float = 1e-12) -> N
         torch.testing.assert_close(
             actual.output.metrics[name], expected.output.metrics[name], rtol=within, atol=within
         )
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor has had."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return made

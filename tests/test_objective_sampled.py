@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from objective_cases import D, Leaves, T, V, assert_same, distance, generator, make_labels, make_leaves, run
+from objective_cases import D, Largest, Leaves, T, V, assert_same, distance, generator, make_labels, make_leaves, run
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stillhouse.objective import (
     CrossEntropy,
@@ -218,19 +217,6 @@ def test_in_bfloat16_they_are_as_exact_as_plain_ones(autocast: bool) -> None:
     for name, gradient in exact[2].items():
         assert found[2][name].dtype == dtype
         assert distance(found[2][name], gradient) <= distance(plain[2][name], gradient) + 1e-3, name
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that a tensor has had."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, Tensor):
-                self.numbers = max(self.numbers, each.numel())
-        return made
 
 
 def test_no_logits_of_all_tokens_exist(monkeypatch: pytest.MonkeyPatch) -> None:
