@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import build
+from largest import Largest
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, MellumConfig, PreTrainedConfig
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
@@ -290,19 +290,6 @@ def test_context_shards_cut_after_ahead_say_what_the_whole_says() -> None:
                 torch.testing.assert_close(per_token, output.per_token[name][index_T])
             losses.append(part.loss)
         torch.testing.assert_close(sum(losses), output.loss)
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that a tensor has had."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(each, Tensor):
-                self.numbers = max(self.numbers, each.numel())
-        return made
 
 
 def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,8 @@ class Drawn(Targets):
 
 
 class LogProbs(NamedTuple):
-    """Of the label at each row, and the entropy in nats of the row's distribution; float32, both differentiable."""
+    """Of the label at each row, 0 where there is none, and the entropy in nats of each row's distribution; float32 at
+    least, both differentiable."""
 
     log_probs_BS: Tensor
     entropy_BS: Tensor
@@ -169,7 +170,7 @@ def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: 
 
 
 def selected_log_probs(*, temperature: float = 1.0) -> OutputProcessor:
-    """`LogProbs` of the context's labels (`Targets`), in the shape of the rows; 0 where there is no label."""
+    """`LogProbs` of the context's labels (`Targets`), in the shape of the rows, whatever their weights."""
 
     def process(*, hidden_states: Tensor, head: OutputHead, context: Targets, depth: int = 0) -> LogProbs:
         hidden_TD, labels_T = hidden_states.flatten(0, -2), context.at(depth).labels_T
@@ -186,7 +187,13 @@ def cross_entropy(*, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Outpu
 
 def distillation(recipe: Recipe, *, chunk_tokens: int | None = None) -> OutputProcessor:
     """`ObjectiveOutput` of `parse_recipe("0.3*cross_entropy + 0.7*jsd(0.5)")`, of which the context is `Taught`."""
-    return Objective(lambda context: recipe.terms(context.labels_T, context.signal), chunk_tokens)
+
+    def terms(context: Taught) -> list[Term]:
+        if recipe.needs_teacher and context.signal is None:
+            raise ValueError(f"signal is missing: expected what a teacher says of {len(context.labels_T)} tokens")
+        return recipe.terms(context.labels_T, context.signal)
+
+    return Objective(terms, chunk_tokens)
 
 
 def policy_gradient(
