@@ -297,6 +297,13 @@ def test_without_a_label_anywhere_the_loss_is_0_and_reaches_every_parameter() ->
     assert not any(each.any() for each in found.values())
 
 
+def test_ahead_of_rows_that_are_alike() -> None:
+    one_1S = torch.arange(S)[None]
+    one, every = (Targets(LABELS_BS).ahead(each, 1).at(1) for each in (one_1S, one_1S.expand(B, S)))
+    assert torch.equal(one.labels_T, every.labels_T)
+    assert torch.equal(one.labels_T.view(B, S)[:, :-1], LABELS_BS[:, 1:])
+
+
 def test_ahead_stays_within_documents() -> None:
     """By hand: the documents' ends, and what a teacher said of the row that is meant."""
     weights_BS = torch.rand(B, S, generator=generator(6))
@@ -380,8 +387,24 @@ DISTILLATION = distillation(parse_recipe("forward_kl"))
             "old_log_probs_T requires grad: expected a constant; detach it",
         ),
         (lambda: at_depth(cross_entropy(), Targets(LABELS_BS[:, 1:]), 0), "has 32 tokens, the student 34"),
+        (
+            lambda: Targets(LABELS_BS).ahead(POSITIONS_BS[:, 1:], 1),
+            "position_ids of shape (2, 16) for 34 labels: expected [B, S], all rows whole",
+        ),
     ],
-    ids=["advantages", "old", "ahead", "further", "taught", "signal", "policy", "reference", "grad", "tokens"],
+    ids=[
+        "advantages",
+        "old",
+        "ahead",
+        "further",
+        "taught",
+        "signal",
+        "policy",
+        "reference",
+        "grad",
+        "tokens",
+        "rows",
+    ],
 )
 def test_errors(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):

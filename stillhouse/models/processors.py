@@ -73,9 +73,14 @@ class Targets:
         """With `depths` further ones: of depth k, row t has what row t + k has here, where that is in the same
         document, otherwise no label and weight 0. For whole rows: context shards are cut from what it gives (`rows`).
 
-        position_ids_BS: [B, S], restarting at each document.
+        position_ids_BS: [B, S], restarting at each document; [1, S] for rows that are alike.
         """
-        return replace(self, further=tuple(self._moved(*each) for each in _ahead(position_ids_BS, depths)))
+        tokens, shape_BS = len(self.labels_T), tuple(position_ids_BS.shape)
+        rows, rest = divmod(tokens, shape_BS[1])
+        if rest or shape_BS[0] not in (1, rows):
+            raise ValueError(f"position_ids of shape {shape_BS} for {tokens} labels: expected [B, S], all rows whole")
+        positions_BS = position_ids_BS.expand(rows, -1)
+        return replace(self, further=tuple(self._moved(*each) for each in _ahead(positions_BS, depths)))
 
     def rows(self, index_T: Tensor) -> Self:
         """Some of the rows, at every depth: those of a context shard."""
@@ -164,9 +169,10 @@ def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, dept
 
 def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
     """What a teacher says, exactly, without a gradient."""
+    # a frozen weight as it is: where its rows travel, they do so once for a tensor
+    weight_VD = head.weight_VD.detach() if head.weight_VD.requires_grad else head.weight_VD
     bias = None if head.bias is None else head.bias.detach()
-    frozen = replace(head, weight_VD=head.weight_VD.detach(), bias=bias)
-    return FullVocab(hidden_states.detach().flatten(0, -2), frozen)
+    return FullVocab(hidden_states.detach().flatten(0, -2), replace(head, weight_VD=weight_VD, bias=bias))
 
 
 def selected_log_probs(*, temperature: float = 1.0) -> OutputProcessor:
