@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from stillhouse import Decoder
 from stillhouse.demo.corpus import collect_documents, split_of
@@ -27,8 +28,8 @@ from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.models.processors import Taught, distillation
 from stillhouse.objective.recipe import parse_recipe
 
-ROW, ROWS = 128, 8  # tokens per row, rows per step
-LEARNING_RATE = 2e-3
+ROW, ROWS = 128, 2  # tokens per row, rows per step
+LEARNING_RATE = 4e-3
 PROMPT = 32  # tokens
 OBJECTIVES = {"cross-entropy": "cross_entropy", "distilled": "forward_kl"}
 
@@ -144,9 +145,12 @@ def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> d
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help=f"of {ROW * ROWS} tokens, for each objective")
+    parser.add_argument("--steps", type=int, default=250, help=f"of {ROW * ROWS} tokens, for each objective")
     parser.add_argument("--depths", type=int, default=2, help="drafted tokens")
-    parser.add_argument("--prompts", type=int, default=12, help="from the held-out text")
+    parser.add_argument("--prompts", type=int, default=16, help="from the held-out text")
     parser.add_argument("--new-tokens", type=int, default=48, help="generated after each prompt")
     parser.add_argument("--seed", type=int, default=0)
-    main(**vars(parser.parse_args()))
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()  # each load tells of the layers, which it does not expect
+    logging.disable_progress_bar()
+    main(**vars(arguments))

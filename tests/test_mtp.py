@@ -1,5 +1,6 @@
 """Multi-token prediction against plain logits, document by document, and against what transformers drafts."""
 
+import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, 
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
+from stillhouse.demo import corpus
+from stillhouse.demo.corpus import Document, split_of
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.models.processors import Targets, Taught, cross_entropy, distillation, hidden_states
@@ -477,3 +480,19 @@ def test_sharding_hooks_fire_at_every_depth(tied: bool) -> None:
             torch.testing.assert_close(given.grad.full_tensor(), expected.grad, msg=name)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_example_measures_both_drafters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [
+        next(name for name in map(str, range(999)) if split_of(name) == split) for split in ("student", "held_out")
+    ]
+    text = "Return the next item from the iterator, or raise StopIteration. " * 20
+    monkeypatch.setattr(corpus, "collect_documents", lambda: [Document(name, text) for name in names])
+    main = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "mtp.py"))["main"]
+    table = main(steps=2, depths=2, prompts=1, new_tokens=8, seed=0)
+    assert table.keys() == {(name, sampled) for name in ("cross-entropy", "distilled") for sampled in (False, True)}
+    assert all(0 <= accepted <= 2 for accepted in table.values())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0].strip() for line in lines[-2:]] == ["cross-entropy", "distilled"]
