@@ -17,12 +17,14 @@ import torch.distributed as dist
 from cuda_is_cpu import cuda_is_cpu
 from largest import Largest
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import set_streams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,6 +52,8 @@ class Layout:
     depths: int = 0  # of multi-token prediction
     packed: bool = False
     experts: int = 0
+    detached: bool = False  # further depths learn neither the layers below nor the head
+    mup: bool = False  # logits have a scale
 
     @property
     def name(self) -> str:
@@ -57,8 +61,9 @@ class Layout:
         flags = {
             "sequence": self.sequence,
             "tied": self.tied,
-            f"mtp{self.depths}": self.depths,
             "packed": self.packed,
+            "detached": self.detached,
+            "mup": self.mup,
         }
         depths = f"-mtp{self.depths}" if self.depths else ""
         return sizes + depths + "".join(f"-{flag}" for flag, on in flags.items() if on)
@@ -158,6 +163,9 @@ def build(layout: Layout, seed: int, width: int = 32) -> GPTModel:
         moe_token_dispatcher_type="alltoall",
         mtp_num_layers=layout.depths or None,
         mtp_loss_scaling_factor=1.0,
+        mtp_detach_heads=layout.detached,
+        use_mup=layout.mup,
+        mup_base_hidden_size=16,
     )
     layer = get_gpt_layer_local_spec(layout.experts or None)
     layer.submodules.self_attention.submodules.core_attention = Attention
@@ -498,7 +506,7 @@ def _flat_against_structured(case: Case, device: torch.device) -> float:
         if flat:
             made = node.forward_impl(given) if device.type == "cpu" else node.forward(given)
             assert isinstance(made, tuple)
-            outputs = [hook.unpack(each) for each in made[0].view(depths, -1)]
+            outputs = hook.unpack(made[0]) if depths > 1 else [hook.unpack(made[0])]
             grad = torch.autograd.grad(sum(each.loss for each in outputs), made)
             back = node.default_backward_func(made, grad) if device.type == "cpu" else node.backward(grad)
             gradients.append(given.grad if device.type == "cpu" else back)
@@ -547,3 +555,85 @@ def compare_log_probs(rank: Rank, layout: Layout) -> tuple[float, float]:
         scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
         apart_by = [apart(grad, gradients[name], scale) for name, grad in sum_shared(model, layout).items()]
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), max(apart_by)
+
+
+def compare_tap(rank: Rank, layout: Layout) -> float:
+    """A job: how far the gradients of a function of the hidden states are from those on one rank."""
+    batch = micro_batch(0, layout.packed)
+
+    def tapped(layout: Layout, weights: dict[str, Tensor] | None) -> GPTModel:
+        model = build(layout, 0)
+        if weights is not None:
+            load(model, weights, layout)
+        hook = MegatronProcessor(model, processors.hidden_states)
+        hidden_BSD = model(batch.input_ids_BS, batch.position_ids_BS, None, output_processor=hook)
+        assert hidden_BSD.shape == (B, S, 32)
+        (hidden_BSD.sin() * torch.arange(S)[:, None]).sum().backward()
+        return model
+
+    with laid_out(Layout()):
+        model = tapped(Layout(), None)
+        weights = {name: each.detach() for name, each in model.named_parameters()}
+        # the head has no part in it
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    with laid_out(layout):
+        model = tapped(layout, weights)
+        model.output_layer.weight.grad = torch.zeros_like(model.output_layer.weight)
+        scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
+        found = sum_shared(model, layout)
+        return max(apart(found[name], grad, scale) for name, grad in gradients.items())
+
+
+def half(rank: Rank, layout: Layout) -> tuple[str, str, float]:
+    """A job: what Megatron's wrapper of bfloat16 models hands on, and how far log-probabilities are from logits'."""
+    batch = micro_batch(0, False)
+    with laid_out(layout):
+        model = build(layout, 0)
+        model.config.bf16 = True
+        wrapped = Float16Module(model.config, model)
+        hook = MegatronProcessor(wrapped, processors.selected_log_probs())
+        inputs = (batch.input_ids_BS, batch.position_ids_BS, None)
+        context = Targets(batch.labels_BS.clamp(min=0))
+        made = wrapped(*inputs, output_processor=hook, output_processor_context=context)
+        logits = wrapped(*inputs).float()
+        expected = logits.log_softmax(-1).gather(-1, batch.labels_BS.clamp(min=0)[..., None])[..., 0]
+        distance = float((made.log_probs_BS - expected).abs().max())
+        return type(made).__name__, str(made.log_probs_BS.dtype), distance
+
+
+def gather_of_weights(rank: Rank, layout: Layout) -> tuple[bool, float]:
+    """A job: under a distributed optimizer whose weights come while layers run, whether the output layer's had been
+    waited for; and how far the log-probabilities are from those of whole weights.
+    """
+    batch = micro_batch(0, False)
+    with laid_out(layout):
+        model = build(layout, 0)
+        context, inputs = Targets(batch.labels_BS.clamp(min=0)), (batch.input_ids_BS, batch.position_ids_BS, None)
+        options = {"output_processor": MegatronProcessor(model, processors.selected_log_probs())}
+        options["output_processor_context"] = context
+        with torch.no_grad():
+            expected = model(*inputs, **options).log_probs_BS
+        made = DistributedDataParallelConfig(
+            overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True, bucket_size=1
+        )
+        wrapped = DistributedDataParallel(model.config, made, model)
+        for group in wrapped.bucket_groups:
+            for bucket in group.buckets:
+                # what other ranks have is not here until it is gathered
+                size = len(bucket.param_data) // dist.get_world_size()
+                for other in range(dist.get_world_size()):
+                    if other != rank.number:
+                        bucket.param_data[other * size : (other + 1) * size] = torch.nan
+        wrapped.start_param_sync()
+        with torch.no_grad():
+            found = wrapped(*inputs, **options).log_probs_BS
+        waited = all(group.param_gather_handle is None for group in wrapped.bucket_groups)
+        return waited, float((found - expected).abs().max())
+
+
+def plain_with_depths(rank: Rank, _: None) -> None:
+    """A job that is to fail."""
+    with laid_out(Layout()):
+        model = build(Layout(depths=1), 0)
+        model.__class__ = GPTModel
+        MegatronProcessor(model, processors.cross_entropy())

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,22 @@ from torch import nn
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron_jobs import ROWS_V, B, Case, Layout, S, compare, compare_ahead, compare_log_probs, plan, plan_on_a_gpu
+from megatron_jobs import (
+    ROWS_V,
+    B,
+    Case,
+    Layout,
+    S,
+    compare,
+    compare_ahead,
+    compare_log_probs,
+    compare_tap,
+    gather_of_weights,
+    half,
+    plain_with_depths,
+    plan,
+    plan_on_a_gpu,
+)
 from shard_ranks import RankPool
 
 from stillhouse.models import processors
@@ -29,7 +43,7 @@ CASES = [
     Case(Layout(tensor=2, sequence=True, tied=True), "cross_entropy + jsd(0.1)", "topk"),
     Case(Layout(pipeline=2), "0.3*cross_entropy + 0.7*jsd(0.5)", "full", 4),
     Case(Layout(pipeline=2, tied=True), "forward_kl", "topk", 4),
-    Case(Layout(context=2), "jsd(0.5)", "full", 2),
+    Case(Layout(context=2), "jsd(0.5)", "topk", 2),
     Case(Layout(packed=True), "reverse_kl", "full"),
     Case(Layout(packed=True, tensor=2, sequence=True), "jsd(0.5)", "full"),
 ]
@@ -48,7 +62,7 @@ def test_gradients_are_those_of_logits_on_one_rank(ranks: RankPool, case: Case) 
     for each in differences:
         assert each.loss is None or each.loss < 1e-5
         assert max(each.gradients.values()) < 1e-5, each.gradients
-        assert each.largest < B * S * ROWS_V / case.layout.tensor
+        assert each.largest < B * S * ROWS_V / case.layout.tensor / case.layout.context
 
 
 @pytest.mark.parametrize(
@@ -58,6 +72,8 @@ def test_gradients_are_those_of_logits_on_one_rank(ranks: RankPool, case: Case) 
         Layout(depths=1, tensor=2, sequence=True, tied=True),
         Layout(depths=2, packed=True),
         Layout(depths=2, context=2),
+        Layout(depths=2, detached=True, tied=True),
+        Layout(depths=1, mup=True),
     ],
     ids=lambda layout: layout.name,
 )
@@ -95,7 +111,9 @@ def test_a_model_that_would_not_call_the_processor_is_refused() -> None:
 
         def forward(self, input_ids: Any, output_processor: Any = None, **_: Any) -> None: ...
 
-    for model in (Silent(), HybridModel.__new__(HybridModel)):
+    patched = Silent()
+    patched.forward = lambda *_: None
+    for model in (Silent(), patched, HybridModel.__new__(HybridModel)):
         with pytest.raises(
             ValueError, match=rf"{type(model).__name__} of megatron-core 0\.\d+.*does not call an output"
         ):
@@ -109,8 +127,9 @@ def test_a_flat_result_of_something_else_is_refused() -> None:
         def _postprocess(self, output_processor: Any) -> None: ...
 
     hook = MegatronProcessor(Hooked(), lambda **_: {"loss": 1.0}, flat=True)
-    layer = SimpleNamespace(weight=torch.zeros(3, 2), bias=None, sequence_parallel=False, tp_group=None)
-    with pytest.raises(ValueError, match="returned dict: expected an ObjectiveOutput, a tensor or a tuple"):
+    layer = nn.Linear(2, 3, bias=False)
+    layer.sequence_parallel, layer.tp_group = False, None
+    with pytest.raises(ValueError, match="returned dict: expected an ObjectiveOutput, LogProbs or a tensor"):
         hook(
             hidden_states=torch.zeros(1, 1, 2),
             output_layer=layer,
@@ -118,3 +137,25 @@ def test_a_flat_result_of_something_else_is_refused() -> None:
             context=None,
             scale_logits=float,
         )
+
+
+def test_a_models_own_objective_beside_the_processor_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"GPTModel of megatron-core .* with mtp_num_layers: it would minimise"):
+        ranks.call(plain_with_depths, limit=120)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_gradient_of_tapped_hidden_states_is_that_of_one_rank(ranks: RankPool, sequence: bool) -> None:
+    assert max(ranks.call(compare_tap, Layout(tensor=2, sequence=sequence), limit=120)) < 1e-5
+
+
+def test_log_probs_come_through_megatrons_wrapper_of_half_precision(ranks: RankPool) -> None:
+    for name, dtype, distance in ranks.call(half, Layout(), limit=120):
+        assert (name, dtype) == ("LogProbs", "torch.float32")
+        assert distance < 0.05
+
+
+def test_weights_on_their_way_are_waited_for(ranks: RankPool) -> None:
+    for waited, distance in ranks.call(gather_of_weights, Layout(), limit=120):
+        assert waited
+        assert distance < 1e-5

@@ -15,12 +15,15 @@ S tokens per row, B rows, D width, n depths of multi-token prediction.
 import inspect
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stillhouse.models.head import OutputProcessor
+from stillhouse.models.processors import LogProbs
 from stillhouse.objective import ObjectiveOutput, OutputHead, VocabShard
 
 _MTP_INPUTS = (
@@ -46,13 +49,13 @@ class MegatronProcessor:
     of one tensor in the place of the processor's result, differentiable as that is. It holds the result's tensors one
     after the other, of an `ObjectiveOutput` the loss and its metrics, for which `unpack` is the way back.
 
-    Raises ValueError for a model that would not call it.
+    Raises ValueError for a model that would not call it, or would minimise something of its own beside it.
     """
 
     def __init__(
         self, model: nn.Module, processor: OutputProcessor, *, vocab_size: int | None = None, flat: bool = False
     ):
-        require_hook(model)
+        _require_hook(_unwrapped(model))
         self.processor, self.vocab_size, self.flat = processor, vocab_size, flat
         self._shards: dict[int, VocabShard] = {}
         self._metrics: tuple[str, ...] = ()
@@ -69,9 +72,18 @@ class MegatronProcessor:
         **_: Any,
     ) -> Any:
         """What the processor makes of the hidden states [S, B, D]. The arguments are the hook's."""
+        # the output layer is not called: what Megatron waits for before it is, a weight on its way (overlapped
+        # gathering of parameters), has to be waited for here
+        for hook in output_layer._forward_pre_hooks.values():
+            hook(output_layer, ())
         if output_layer.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
         weight_VD = output_layer.weight if output_weight is None else output_weight
+        if isinstance(weight_VD, DTensor):
+            raise ValueError(
+                "the output layer's weight is a DTensor, which nobody gathers around the output processor: expected "
+                "Megatron's own tensor parallelism, and data parallelism that keeps the output layer whole"
+            )
         head = OutputHead(
             weight_VD,
             output_layer.bias,
@@ -82,8 +94,12 @@ class MegatronProcessor:
         made = self.processor(hidden_states=hidden_states.transpose(0, 1), head=head, context=context, depth=depth)
         return self._flattened(made) if self.flat else made
 
-    def unpack(self, packed: Tensor) -> ObjectiveOutput:
-        """The loss, differentiable, and the metrics of what a flat processor has given; nothing per token."""
+    def unpack(self, packed: Tensor) -> Any:
+        """The `ObjectiveOutput` that a flat processor has given: the loss, differentiable, and the metrics; nothing
+        per token. Of several depths, a tuple of them.
+        """
+        if packed.dim() == 2:
+            return tuple(self.unpack(each) for each in packed)
         loss, *metrics = packed.unbind()
         named = zip(self._metrics, (each.detach() for each in metrics), strict=True)
         return ObjectiveOutput(loss, dict(named), {})
@@ -94,11 +110,11 @@ class MegatronProcessor:
             return (torch.stack([made.loss, *made.metrics.values()]),)
         if isinstance(made, Tensor):
             return (made,)
-        if isinstance(made, tuple) and all(isinstance(each, Tensor) for each in made):
-            return (torch.stack(made),)
+        if isinstance(made, LogProbs):
+            return (torch.stack([*made]),)
         raise ValueError(
-            f"flat=True for a processor that returned {type(made).__name__}: expected an ObjectiveOutput, a tensor "
-            "or a tuple of tensors alike"
+            f"flat=True for a processor that returned {type(made).__name__}: expected an ObjectiveOutput, LogProbs "
+            "or a tensor"
         )
 
     def _shard(self, output_layer: Any, rows: int) -> VocabShard | None:
@@ -134,6 +150,8 @@ class MultiTokenGPTModel(GPTModel):
             options |= {"mtp_in_postprocess": mtp_in_postprocess, "extra_block_kwargs": extra_block_kwargs}
             options |= {"output_processor": output_processor, "output_processor_context": output_processor_context}
             return super()._postprocess(hidden_states=hidden_states, **options)
+        if not isinstance(output_processor, MegatronProcessor):
+            raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor, for its depths")
         if mtp_in_postprocess:
             inputs = {name: options[name] for name in _MTP_INPUTS if name in options} | (extra_block_kwargs or {})
             hidden_states = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **inputs)
@@ -155,20 +173,28 @@ class MultiTokenGPTModel(GPTModel):
         return (torch.stack([packed for (packed,) in made]),) if output_processor.flat else tuple(made)
 
 
-def require_hook(model: nn.Module) -> None:
-    """Raise ValueError for a model class that has no output processor hook, or takes one and does not call it."""
-    while isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    calls = getattr(type(model), "_postprocess", None)
-    for part in (type(model).forward, calls):
+def _require_hook(model: nn.Module) -> None:
+    """Raise ValueError for a model that does not call an output processor, or minimises something beside it."""
+    name = f"{type(model).__name__} of megatron-core {megatron.core.__version__}"
+    for part in (model.forward, getattr(model, "_postprocess", None)):
         if part is None or "output_processor" not in inspect.signature(part).parameters:
             raise ValueError(
-                f"{type(model).__name__} of {_megatron()} does not call an output processor: expected a GPTModel of "
-                "megatron-core 0.18 or later"
+                f"{name} does not call an output processor: expected a GPTModel of megatron-core 0.18 or later"
             )
+    config = getattr(model, "config", None)
+    if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
+        raise ValueError(
+            f"{name} with mtp_num_layers: it would minimise a cross-entropy of its own, from logits, beside the "
+            "processor; expected stillhouse.models.megatron.MultiTokenGPTModel"
+        )
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        raise ValueError(
+            "defer_embedding_wgrad_compute=True: it keeps what the output layer multiplies, which no output "
+            "processor calls; expected False"
+        )
 
 
-def _megatron() -> str:
-    import megatron.core
-
-    return f"megatron-core {megatron.core.__version__}"
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model

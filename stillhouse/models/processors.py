@@ -14,7 +14,7 @@ B rows of S tokens each, T = B·S tokens in the rows' order, D width.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -126,18 +126,17 @@ class Drawn(Targets):
             if getattr(self, name) is None:
                 raise ValueError(f"{name} is missing: expected a number for each of {len(self.labels_T)} tokens")
 
-    def at(self, depth: int) -> Self:
-        if depth:
-            raise ValueError(f"a policy gradient at depth {depth}: expected 0, the head that tokens are drawn from")
-        return self
 
-
-class LogProbs(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LogProbs:
     """Of the label at each row, 0 where there is none, and the entropy in nats of each row's distribution; float32 at
     least, both differentiable."""
 
     log_probs_BS: Tensor
     entropy_BS: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.log_probs_BS, self.entropy_BS))
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,20 @@ class Objective:
 
 def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
     """[B, S, D] after the last norm, as they are: for serving, and for teachers whose head is elsewhere."""
-    return hidden_states
+    return alike(hidden_states, head)
+
+
+def alike(hidden_states: Tensor, head: OutputHead) -> Tensor:
+    """Hidden states for arithmetic that all ranks of a vocabulary shard do alike, as a value head's.
+
+    Under sequence parallelism the layer below sums their gradient over these ranks (`VocabShard.reduce_hidden_grad`),
+    as a shard's own part needs it: what all of them have whole, each hands back a part of.
+    """
+    shard = head.shard
+    if shard is None or shard.is_alone or shard.reduce_hidden_grad:
+        return hidden_states
+    assert shard.group is not None
+    return _PartOfGradient.apply(hidden_states, shard.group.size())
 
 
 def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
@@ -231,7 +243,38 @@ def policy_gradient(
         if entropy_bonus:
             yield Entropy(-entropy_bonus, temperature)
 
-    return Objective(lambda context: list(terms(context)))
+    objective = Objective(lambda context: list(terms(context)))
+
+    def process(*, hidden_states: Tensor, head: OutputHead, context: Drawn, depth: int = 0) -> ObjectiveOutput:
+        if depth:
+            raise ValueError(
+                f"a policy gradient at depth {depth}: expected 0, the head that tokens are drawn from; "
+                "by_depth(policy_gradient(…), cross_entropy()) has another objective for the others"
+            )
+        return objective(hidden_states=hidden_states, head=head, context=context)
+
+    return process
+
+
+def by_depth(main: OutputProcessor, further: OutputProcessor) -> OutputProcessor:
+    """`main` for the main head, `further` for the depths of multi-token prediction; one context for both."""
+
+    def process(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
+        chosen = further if depth else main
+        return chosen(hidden_states=hidden_states, head=head, context=context, depth=depth)
+
+    return process
+
+
+class _PartOfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, parts: int) -> Tensor:
+        ctx.parts = parts
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.parts, None
 
 
 def _ahead(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
