@@ -5,12 +5,14 @@
 The teacher is a second GPTModel in the same stages: it goes forward through Megatron's own schedule, and its hidden
 states stay on the last stage, where the student's output processor compares the two. Or it has spoken before, and a
 file has its top-k. What is minimised is Stillhouse's objective section; the two models' weights are drawn here, so
-put yours where `build` is called.
+put yours where `build` is called. It runs on GPUs: Megatron-Core asks for CUDA devices even where there are none
+(tests/cuda_is_cpu.py answers it in this repository's tests).
 
 `data` and `teacher.top_k` are safetensors files: input_ids [N, S + 1]; ids and log_probs [N, S, K], tail_log_prob
 [N, S], of the same N rows. B rows of a micro-batch, S tokens, K entries.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -96,13 +98,16 @@ class MicroBatch:
 def main(path: str) -> None:
     config = read_config(path)
     recipe, rows = recipe_of(config.objective), read_rows(config)
-    is_cpu = not torch.cuda.is_available()
-    dist.init_process_group("gloo" if is_cpu else "nccl")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     layout = config.parallel
     parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
     tokens = rows["input_ids"].shape[1] - 1
     student = build(config, config.student, tokens, seed=0)
     teacher = None if config.teacher.model is None else build(config, config.teacher.model, tokens, seed=1)
+    if teacher is not None:
+        teacher.eval().requires_grad_(False)
     train(config, recipe, rows, wrap(student), teacher)
     dist.destroy_process_group()
 
@@ -118,11 +123,12 @@ def train(
     optimizer = get_megatron_optimizer(made, [student])
     processor = distillation(recipe, chunk_tokens=config.objective.chunk_tokens)
     hook = MegatronProcessor(student, processor, vocab_size=config.vocabulary)
+    ear = None if teacher is None else MegatronProcessor(teacher, full_vocab, vocab_size=config.vocabulary)
     for step in range(config.train.steps):
         batches = micro_batches(config, rows, step)
         signals: Sequence[Signal | None] = [each.signal for each in batches]
-        if teacher is not None and recipe.needs_teacher:
-            signals = listen(teacher, batches, config.vocabulary) or signals
+        if teacher is not None and ear is not None and recipe.needs_teacher:
+            signals = listen(teacher, ear, batches) or signals
         contexts = [Taught(each.labels_BS, signal=signal) for each, signal in zip(batches, signals, strict=True)]
         student.zero_grad_buffer()
         optimizer.zero_grad()
@@ -131,10 +137,10 @@ def train(
         report(step, sums)
 
 
-def listen(teacher: GPTModel, batches: Sequence[MicroBatch], vocabulary: int) -> list[Signal]:
+@torch.no_grad()
+def listen(teacher: GPTModel, ear: MegatronProcessor, batches: Sequence[MicroBatch]) -> list[Signal]:
     """What the teacher says of each micro-batch, on the last stage: hidden states and head, never logits."""
-    hook = MegatronProcessor(teacher, full_vocab, vocab_size=vocabulary)
-    return schedule(teacher, hook, batches, [None] * len(batches), forward_only=True, collect_non_loss_data=True)
+    return schedule(teacher, ear, batches, [None] * len(batches), forward_only=True, collect_non_loss_data=True)
 
 
 def schedule(
@@ -255,6 +261,13 @@ def read_config(path: str) -> GkdConfig:
         raise explain(error, given, GkdConfig) from error
     if (config.teacher.model is None) == (config.teacher.top_k is None):
         raise ConfigError("teacher", "expected model or top_k, one of them")
+    for name, model in (("student", config.student), ("teacher.model", config.teacher.model)):
+        if model is not None and (model.layers % config.parallel.pipeline or model.heads % config.parallel.tensor):
+            raise ConfigError(
+                name,
+                f"{model.layers} layers over pipeline {config.parallel.pipeline}, {model.heads} heads over tensor "
+                f"{config.parallel.tensor}: expected whole numbers of each",
+            )
     return config
 
 
@@ -273,8 +286,15 @@ def recipe_of(objective: ObjectiveConfig) -> Recipe:
 def read_rows(config: GkdConfig) -> dict[str, Tensor]:
     """input_ids, and ids, log_probs and tail_log_prob if the teacher is a file. Raises ConfigError."""
     rows = read_tensors("data", config.data, ("input_ids",))
-    count, tokens = rows["input_ids"].shape
-    largest = int(rows["input_ids"].max())
+    ids = rows["input_ids"]
+    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.numel():
+        raise ConfigError(
+            "data",
+            f"input_ids of shape {tuple(ids.shape)} and dtype {ids.dtype}: expected [N, S + 1] of int32 or int64",
+        )
+    (count, tokens), smallest, largest = ids.shape, int(ids.min()), int(ids.max())
+    if smallest < 0:
+        raise ConfigError("data", f"{config.data} has token {smallest}: expected 0 or more")
     if largest >= config.vocabulary:
         raise ConfigError(
             "data", f"{config.data} has token {largest}: expected less than vocabulary, {config.vocabulary}"

@@ -36,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     random = torch.Generator().manual_seed(0)
     save_file({"input_ids": torch.randint(VOCABULARY, (N, S + 1), generator=random)}, "tokens.safetensors")
+    save_file({"input_ids": torch.zeros(N)}, "flat.safetensors")
     log_probs = torch.randn(N, S, VOCABULARY, generator=random).mul(3).log_softmax(-1)
     likeliest = log_probs.topk(K)
     tail = log_probs.scatter(-1, likeliest.indices, -torch.inf).logsumexp(-1)
@@ -78,6 +79,8 @@ def test_the_loss_falls(folder: Path, processes: int, changes: dict[str, str]) -
         ({"steps: 7": "stepz: 7"}, "train.stepz"),
         ({"loss: 0.3": "tokens: all, loss: 0.3"}, "objective.tokens: has no effect here"),
         ({"{model: {layers": "{top_k: said.safetensors, model: {layers"}, "teacher: .*one of them"),
+        ({"tensor: 2": "tensor: 3"}, "student: 2 layers over pipeline 2, 4 heads over tensor 3: expected whole"),
+        ({"tokens.safetensors": "flat.safetensors"}, "data: input_ids of shape .* expected .N, S . 1. of int32"),
         ({"tokens.safetensors": "gone.safetensors"}, "data: cannot read gone.safetensors"),
         ({"tokens.safetensors": "run.yaml"}, "data: cannot read run.yaml"),
         ({"tokens.safetensors": "said.safetensors"}, "data: said.safetensors has .*expected input_ids as well"),

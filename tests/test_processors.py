@@ -24,6 +24,7 @@ from stillhouse.models.processors import (
     LogProbs,
     Targets,
     Taught,
+    by_depth,
     cross_entropy,
     distillation,
     full_vocab,
@@ -297,6 +298,14 @@ def test_without_a_label_anywhere_the_loss_is_0_and_reaches_every_parameter() ->
     assert not any(each.any() for each in found.values())
 
 
+def test_another_objective_for_further_depths() -> None:
+    context = Drawn(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T).ahead(POSITIONS_BS, 1)
+    processor = by_depth(policy_gradient(), cross_entropy())
+    assert "policy_gradient" in at_depth(processor, context, 0).metrics
+    (found, expected) = (at_depth(each, context, 1) for each in (processor, cross_entropy()))
+    assert torch.equal(found.loss, expected.loss)
+
+
 def test_ahead_of_rows_that_are_alike() -> None:
     one_1S = torch.arange(S)[None]
     one, every = (Targets(LABELS_BS).ahead(each, 1).at(1) for each in (one_1S, one_1S.expand(B, S)))
@@ -370,7 +379,7 @@ DISTILLATION = distillation(parse_recipe("forward_kl"))
         (lambda: at_depth(DISTILLATION, Taught(LABELS_BS), 0), "signal is missing: expected what a teacher says"),
         (
             lambda: at_depth(policy_gradient(), Drawn(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T)),
-            "a policy gradient at depth 1: expected 0, the head that tokens are drawn from",
+            "a policy gradient at depth 1: expected 0, the head that tokens are drawn from; by_depth(",
         ),
         (
             lambda: at_depth(
