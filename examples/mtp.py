@@ -145,7 +145,7 @@ def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> d
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=250, help=f"of {ROW * ROWS} tokens, for each objective")
+    parser.add_argument("--steps", type=int, default=200, help=f"of {ROW * ROWS} tokens, for each objective")
     parser.add_argument("--depths", type=int, default=2, help="drafted tokens")
     parser.add_argument("--prompts", type=int, default=16, help="from the held-out text")
     parser.add_argument("--new-tokens", type=int, default=48, help="generated after each prompt")

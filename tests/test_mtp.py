@@ -1,7 +1,8 @@
 """Multi-token prediction against plain logits, document by document, and against what transformers drafts."""
 
+import re
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from stillhouse.models.processors import Targets, Taught, cross_entropy, distill
 from stillhouse.objective import FullVocab, OutputHead, TopK, fused
 from stillhouse.objective.recipe import parse_recipe
 
+ROOT = Path(__file__).parents[1]
 V = 251
 _SHAPE: dict[str, Any] = {
     "vocab_size": V,
@@ -86,7 +88,7 @@ def make(
     return decoder
 
 
-LENGTHS = ((7, 4), (2, 9))  # of the documents in each row; the second row begins with less than two further depths
+LENGTHS = ((7, 4), (2, 9))  # of the documents in each row; one has nothing to predict at any further depth
 
 
 def documents(seed: int = 0) -> list[Tensor]:
@@ -115,11 +117,10 @@ def alone(decoder: MultiTokenDecoder, ids_N: Tensor) -> list[Tensor]:
     are at the position of that token, as in generation."""
     made = [decoder.main.backbone(ids_N[None], use_cache=False).last_hidden_state]
     for depth in range(1, decoder.depths + 1):
-        at = torch.arange(depth, max(len(ids_N), depth))[None]
+        below, at = made[-1][:, : len(ids_N) - depth], torch.arange(depth, len(ids_N))[None]
         if not at.numel():
-            made.append(made[-1][:, :0])
+            made.append(below)
             continue
-        below = made[-1][:, : len(ids_N) - depth]
         made.append(decoder.mtp.forward_layer(depth - 1, below, at, None, input_ids=ids_N[None, depth:]))
     return [each[0] for each in made]
 
@@ -225,16 +226,11 @@ def test_packed_rows_are_the_documents_at_every_depth(family: str, depths: int) 
     with torch.no_grad():
         together = decoder(packed(documents()), positions(), processor=hidden_states)
         separate = [alone(decoder, each) for each in documents()]
-    rows = [row.split(LENGTHS[at]) for row_of in together for at, row in enumerate(row_of)]
-    for depth, each in enumerate(separate_by_depth(separate)):
-        found = [document for at in (2 * depth, 2 * depth + 1) for document in rows[at]]
-        for given, expected in zip(found, each, strict=True):
-            torch.testing.assert_close(given[: len(expected)], expected, rtol=0, atol=1e-6)
-            assert len(expected) == max(len(given) - depth, 0)
-
-
-def separate_by_depth(separate: list[list[Tensor]]) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*separate, strict=True)
+    for depth, rows_BSD in enumerate(together):
+        given = [each for row, lengths in zip(rows_BSD, LENGTHS, strict=True) for each in row.split(lengths)]
+        for document, made in zip(given, separate, strict=True):
+            assert len(made[depth]) == len(document) - depth
+            torch.testing.assert_close(document[: len(made[depth])], made[depth], rtol=0, atol=1e-6)
 
 
 def slowly_ahead(each_BS: list[list[Any]], at: list[list[int]], depth: int, absent: Any) -> list[Any]:
@@ -482,6 +478,17 @@ def test_sharding_hooks_fire_at_every_depth(tied: bool) -> None:
         dist.destroy_process_group()
 
 
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "mtp.md").read_text()
+    training, drafting = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {"main": make().main, "teacher": Decoder(build("llama")), "tokens_of_the_step": 20}
+    names |= {"ids": packed(documents()), "labels": packed([labels_of(each) for each in documents()])}
+    exec(training, {**globals(), **names, "position_ids": positions()})
+    assert names["main"].backbone.embed_tokens.weight.grad is not None
+    exec(drafting, globals() | {"decoder": make(), "prompt": documents()[0][None]})
+
+
 def test_the_example_measures_both_drafters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -490,7 +497,7 @@ def test_the_example_measures_both_drafters(
     ]
     text = "Return the next item from the iterator, or raise StopIteration. " * 20
     monkeypatch.setattr(corpus, "collect_documents", lambda: [Document(name, text) for name in names])
-    main = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "mtp.py"))["main"]
+    main = runpy.run_path(str(ROOT / "examples" / "mtp.py"))["main"]
     table = main(steps=2, depths=2, prompts=1, new_tokens=8, seed=0)
     assert table.keys() == {(name, sampled) for name in ("cross-entropy", "distilled") for sampled in (False, True)}
     assert all(0 <= accepted <= 2 for accepted in table.values())

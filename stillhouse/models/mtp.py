@@ -27,6 +27,11 @@ from stillhouse.models.decoder import Decoder, evaluating
 from stillhouse.models.head import OutputProcessor
 from stillhouse.objective import OutputHead
 
+if not hasattr(MtpModel, "forward_layer"):
+    raise ImportError(
+        "multi-token prediction needs transformers 5.20 or later, whose MtpModel runs a layer by itself"
+    )
+
 _SHARED = ("embed_tokens", "shared_head", "rotary_emb")  # the main model's, in an MtpModel
 
 
