@@ -298,10 +298,7 @@ def reference(case: Case, given: Sequence[MicroBatch]) -> Reference:
             logits = model(each.input_ids_BS, each.position_ids_BS, None, **inputs).flatten(0, 1)
             with torch.no_grad():
                 hidden = teacher(each.input_ids_BS, each.position_ids_BS, None, **inputs).flatten(0, 1)
-            one = torch.eye(ROWS_V)
-            signal = (
-                top_k(each) if case.teacher == "topk" else FullVocab(hidden, OutputHead(one, vocab_size=VOCABULARY))
-            )
+            signal = top_k(each) if case.teacher == "topk" else FullVocab(hidden, head)
             labels_T = each.labels_BS.flatten()
             loss += dense_objective(
                 logits,

@@ -72,18 +72,18 @@ class MegatronProcessor:
         **_: Any,
     ) -> Any:
         """What the processor makes of the hidden states [S, B, D]. The arguments are the hook's."""
-        # the output layer is not called: what Megatron waits for before it is, a weight on its way (overlapped
-        # gathering of parameters), has to be waited for here
-        for hook in output_layer._forward_pre_hooks.values():
-            hook(output_layer, ())
-        if output_layer.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
         weight_VD = output_layer.weight if output_weight is None else output_weight
         if isinstance(weight_VD, DTensor):
             raise ValueError(
                 "the output layer's weight is a DTensor, which nobody gathers around the output processor: expected "
                 "Megatron's own tensor parallelism, and data parallelism that keeps the output layer whole"
             )
+        # the output layer is not called: what Megatron waits for before it is, a weight on its way (overlapped
+        # gathering of parameters), has to be waited for here
+        for hook in output_layer._forward_pre_hooks.values():
+            hook(output_layer, ())
+        if output_layer.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=output_layer.tp_group)
         head = OutputHead(
             weight_VD,
             output_layer.bias,

@@ -1,7 +1,7 @@
 """Output processors: what objectives make of hidden states and head, on any model that hands them over.
 
     decoder(input_ids, processor=selected_log_probs(), context=Targets(labels))
-    model(…, output_processor=MegatronProcessor(cross_entropy()), output_processor_context=Targets(labels))
+    model(…, output_processor=MegatronProcessor(model, cross_entropy()), output_processor_context=Targets(labels))
 
 A processor is set up once, with what does not change from batch to batch; its context brings a micro-batch's tensors.
 No processor makes logits of all tokens, and each says the same of a vocabulary shard as of the whole head.
@@ -181,10 +181,11 @@ def alike(hidden_states: Tensor, head: OutputHead) -> Tensor:
 
 def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
     """What a teacher says, exactly, without a gradient."""
-    # a frozen weight as it is: where its rows travel, they do so once for a tensor
-    weight_VD = head.weight_VD.detach() if head.weight_VD.requires_grad else head.weight_VD
-    bias = None if head.bias is None else head.bias.detach()
-    return FullVocab(hidden_states.detach().flatten(0, -2), replace(head, weight_VD=weight_VD, bias=bias))
+    if head.weight_VD.requires_grad:  # a frozen one as it is: where its rows travel, they do so once for a tensor
+        head = replace(
+            head, weight_VD=head.weight_VD.detach(), bias=None if head.bias is None else head.bias.detach()
+        )
+    return FullVocab(hidden_states.detach().flatten(0, -2), head)
 
 
 def selected_log_probs(*, temperature: float = 1.0) -> OutputProcessor:
