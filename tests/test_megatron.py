@@ -14,11 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: `ma
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_jobs import (
-    ROWS_V,
-    B,
     Case,
-    Layout,
-    S,
     compare,
     compare_ahead,
     compare_log_probs,
@@ -29,6 +25,7 @@ from megatron_jobs import (
     plan,
     plan_on_a_gpu,
 )
+from megatron_models import ROWS_V, B, Layout, S
 from shard_ranks import RankPool
 
 from stillhouse.models import processors
