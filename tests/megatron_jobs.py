@@ -39,7 +39,9 @@ from megatron_models import (
     whole_name,
 )
 from shard_ranks import Rank
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from stillhouse.models import processors
 from stillhouse.models.megatron import MegatronProcessor
@@ -442,3 +444,30 @@ def plain_with_depths(rank: Rank, _: None) -> None:
         model = build(Layout(depths=1), 0)
         model.__class__ = GPTModel
         MegatronProcessor(model, processors.cross_entropy())
+
+
+def refusals(rank: Rank, _: None) -> list[str]:
+    """A job: what is said of a weight that others gather, of a head that is not called, and of a bare function."""
+    batch, said = micro_batch(0, False), []
+    with laid_out(Layout()):
+        model = build(Layout(depths=1), 0)
+        inputs = (batch.input_ids_BS, batch.position_ids_BS, None)
+        hook = MegatronProcessor(model, processors.hidden_states)
+        weight = distribute_tensor(
+            model.output_layer.weight.detach(), init_device_mesh("cpu", (dist.get_world_size(),))
+        )
+
+        def deferred() -> None:
+            model.config.defer_embedding_wgrad_compute = True
+            MegatronProcessor(model, processors.hidden_states)
+
+        def dealt_out() -> None:
+            model.output_layer.weight = nn.Parameter(weight)
+            model(*inputs, output_processor=hook)
+
+        for mistake in (lambda: model(*inputs, output_processor=print), dealt_out, deferred):
+            try:
+                mistake()
+            except ValueError as error:
+                said.append(str(error))
+    return said

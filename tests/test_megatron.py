@@ -24,6 +24,7 @@ from megatron_jobs import (
     plain_with_depths,
     plan,
     plan_on_a_gpu,
+    refusals,
 )
 from megatron_models import ROWS_V, B, Layout, S
 from shard_ranks import RankPool
@@ -156,3 +157,10 @@ def test_weights_on_their_way_are_waited_for(ranks: RankPool) -> None:
     for waited, distance in ranks.call(gather_of_weights, Layout(), limit=120):
         assert waited
         assert distance < 1e-5
+
+
+def test_what_would_go_wrong_later_is_refused(ranks: RankPool) -> None:
+    for bare, dealt_out, deferred in ranks.call(refusals, limit=120):
+        assert "expected a MegatronProcessor, for its depths" in bare
+        assert deferred.startswith("defer_embedding_wgrad_compute=True")
+        assert dealt_out.startswith("the output layer's weight is a DTensor")
