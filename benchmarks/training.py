@@ -32,7 +32,7 @@ from stillhouse.models import Decoder
 from stillhouse.objective import linear_objective
 from stillhouse.objective.recipe import parse_recipe
 from stillhouse.parallel import alone
-from stillhouse.train.folder import RunFolder, claim
+from stillhouse.train.folder import RunFolder, init_run_dir
 from stillhouse.train.off_policy import train
 from stillhouse.train.schedule import make_plan
 from stillhouse.train.session import Session
@@ -98,7 +98,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 def steps_of_a_run(session: Session, turn: int) -> list[float]:
     """Seconds from one line of the run's log to the next."""
     folder = RunFolder(Path(session.config.out) / str(turn))
-    claim(folder, session.config)
+    init_run_dir(folder, session.config)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         train(session, folder)
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]

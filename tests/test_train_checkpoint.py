@@ -19,20 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.models import Decoder
 from stillhouse.parallel import alone, empty_decoder
-from stillhouse.train import checkpoint
-from stillhouse.train.checkpoint import (
-    Progress,
-    atomic_folder,
-    best_checkpoint,
-    checkpoints,
-    load_checkpoint,
-    prune,
-    remove_unfinished,
-    save_checkpoint,
-    save_from_checkpoint,
-)
-from stillhouse.train.folder import RunFolder, claim
+from stillhouse.train import checkpoint, files
+from stillhouse.train.checkpoint import best_checkpoint, checkpoints, load_checkpoint, prune, save_checkpoint
+from stillhouse.train.export import save_from_checkpoint
+from stillhouse.train.files import atomic_folder, remove_unfinished
+from stillhouse.train.folder import RunFolder, init_run_dir
+from stillhouse.train.integrity import verified
 from stillhouse.train.off_policy import train
+from stillhouse.train.progress import Progress, State, write_state
 from stillhouse.train.session import Session
 from stillhouse.train.step import forward_backward, make_optimizer, optimizer_step
 
@@ -68,7 +62,7 @@ def test_it_brings_back_weights_optimizer_and_random_state(tmp_path: Path, famil
     drawn = torch.rand(4)
     again = session_of(tmp_path, family=family, tied=tied)
     other = fresh_optimizer(again)
-    assert load_checkpoint(path, again.runner, other) == progress
+    assert load_checkpoint(verified(path), again.runner, other) == progress
     assert torch.equal(torch.rand(4), drawn)
     assert again.student.tied == tied
     assert (again.student.head.linear.weight is again.student.pretrained.get_input_embeddings().weight) == tied
@@ -100,7 +94,7 @@ def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str
     path = save_checkpoint(tmp_path / "saved", Progress(1), session.runner, optimizer, session.tokenizer)
     again = prepared()
     other = fresh_optimizer(again)
-    load_checkpoint(path, again.runner, other)
+    load_checkpoint(verified(path), again.runner, other)
     for one, two in zip(session.student.parameters(), again.student.parameters(), strict=True):
         assert torch.equal(one, two)
         assert one.requires_grad == two.requires_grad
@@ -128,7 +122,7 @@ def test_there_is_no_pickle_in_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_the_student_of_a_checkpoint_is_a_plain_model(tmp_path: Path, tied: bool) -> None:
     session = session_of(tmp_path, tied=tied, **{"train.steps": 2})
-    claim(RunFolder(tmp_path / "out"), session.config)
+    init_run_dir(RunFolder(tmp_path / "out"), session.config)
     train(session, RunFolder(tmp_path / "out"))
     folder = tmp_path / "out" / "checkpoints" / "step-00000002" / "student"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -146,8 +140,7 @@ def test_the_student_of_a_checkpoint_is_a_plain_model(tmp_path: Path, tied: bool
 def fake(folder: Path, step: int, **figures: float) -> Path:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    state = {"step": step, "tokens": 0, "seconds": 0.0, "metrics": {f"eval/{k}": v for k, v in figures.items()}}
-    (path / "state.json").write_text(json.dumps(state))
+    write_state(path, State(Progress(step, metrics={f"eval/{k}": v for k, v in figures.items()}), {}, []))
     return path
 
 
@@ -261,8 +254,9 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def kill_while_saving(function: str, step: int) -> None:
-    """SIGKILL in the middle of writing the checkpoint of `step`, when `function` of the module is called."""
-    original = getattr(checkpoint, function)
+    """SIGKILL in the middle of writing the checkpoint of `step`, when `function` of its module is called."""
+    module = checkpoint if hasattr(checkpoint, function) else files
+    original = getattr(module, function)
 
     @functools.wraps(original)
     def wrapped(first: Any, *others: Any) -> Any:
@@ -270,7 +264,7 @@ def kill_while_saving(function: str, step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(first, *others)
 
-    setattr(checkpoint, function, wrapped)
+    setattr(module, function, wrapped)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Held-out figures and the held-out text against transformers' own logits; when a run evaluates."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from stillhouse.data import Documents
 from stillhouse.objective import FullVocab, OutputHead, VocabShard
 from stillhouse.train.evaluation import evaluate
-from stillhouse.train.folder import RunFolder, claim
+from stillhouse.train.folder import RunFolder, init_run_dir
 from stillhouse.train.held_out import DOCUMENTS, TOP, held_out_tokens, likeliest
 from stillhouse.train.off_policy import train
 from stillhouse.train.session import Session
@@ -80,7 +79,7 @@ def test_evaluation_has_no_dropout_draws_nothing_and_puts_the_mode_back(tmp_path
 
 def trained(folder: Path, **settings: Any) -> tuple[Session, list[dict[str, Any]]]:
     session = session_of(folder, **settings)
-    claim(RunFolder(folder / "out"), session.config)
+    init_run_dir(RunFolder(folder / "out"), session.config)
     train(session, RunFolder(folder / "out"))
     return session, [line for line in metrics(folder / "out") if "eval/tokens" in line]
 
@@ -129,11 +128,12 @@ def test_with_a_teacher_that_the_loss_does_not_need_it_is_still_measured_against
 
 def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_text('{"text": "§§"}\n')
-    session = session_of(tmp_path, **{"data.eval": str(tmp_path / "odd.jsonl"), "train.steps": 2}, teacher=False)
+    settings = {"data.eval": str(tmp_path / "odd.jsonl"), "train.steps": 2}
+    session = session_of(tmp_path, family="gpt2", tied=False, teacher=False, **settings)
     token = int(session.evaluation.documents.tokens(0)[1])
     with torch.no_grad():
-        session.student.pretrained.get_input_embeddings().weight[token] = math.nan
-    claim(RunFolder(tmp_path / "out"), session.config)
+        session.student.pretrained.get_input_embeddings().weight[token] = 3e38  # its layer norms overflow
+    init_run_dir(RunFolder(tmp_path / "out"), session.config)
     train(session, RunFolder(tmp_path / "out"))
 
     def refuse(text: str) -> None:
@@ -143,7 +143,7 @@ def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Pa
         assert json.loads(line, parse_constant=refuse)
     assert metrics(tmp_path / "out")[0]["eval/cross_entropy"] is None
     (state,) = (tmp_path / "out").glob("checkpoints/*/state.json")
-    assert json.loads(state.read_text())["metrics"] == {"eval/tokens": 5.0}
+    assert json.loads(state.read_text())["progress"]["metrics"] == {"eval/tokens": 5.0}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -11,7 +11,8 @@ from runs import MAX_TOKENS, metrics, run, save_model, session_of, world, write_
 from torch import Tensor
 
 from stillhouse.train.checkpoint import checkpoints
-from stillhouse.train.folder import RunFolder, claim
+from stillhouse.train.folder import RunFolder, init_run_dir
+from stillhouse.train.integrity import verified
 from stillhouse.train.off_policy import train
 from stillhouse.train.session import Session
 
@@ -39,7 +40,7 @@ def weights(session: Session) -> dict[str, Tensor]:
 
 def train_in(session: Session, **others: Any) -> None:
     folder = RunFolder(Path(session.config.out))
-    claim(folder, session.config)
+    init_run_dir(folder, session.config)
     train(session, folder, **others)
 
 
@@ -85,14 +86,14 @@ def test_the_checkpoint_before_it_goes_on_as_if_nothing_had_happened(tmp_path: P
     with pytest.raises(ValueError, match="not finite"):
         train_in(session)
     session = odd_session(tmp_path)
-    train_in(session, resume=checkpoints(tmp_path / "out" / "checkpoints")[-1])
+    train_in(session, checkpoint=verified(checkpoints(tmp_path / "out" / "checkpoints")[-1]))
     found = weights(session)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def test_more_than_one_term_and_an_infinite_student(tmp_path: Path) -> None:
     """A student whose own weight is infinite: both terms are, and its documents are still told from the others."""
-    session = odd_session(tmp_path, **{"train.micro_batch_tokens": 4 * MAX_TOKENS})
+    session = odd_session(tmp_path, **{"train.micro_batch_tokens": 4 * MAX_TOKENS, "checkpoint.every": 0})
     with torch.no_grad():
         session.student.pretrained.get_input_embeddings().weight[odd_id()] = math.inf
     with pytest.raises(ValueError, match=f"^step {odd_step(session)}: the loss is not finite") as caught:

@@ -1,5 +1,6 @@
 """What a run says and leaves behind, and what `stillhouse check` shows without leaving anything."""
 
+import hashlib
 import io
 import json
 import re
@@ -16,9 +17,9 @@ from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import load_config
 from stillhouse.train.check import check
-from stillhouse.train.checkpoint import Progress
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.logging import RunLog
+from stillhouse.train.progress import Progress
 from stillhouse.train.step import forward_backward
 
 TRAIN_KEYS = {
@@ -114,7 +115,7 @@ def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     figures = {"loss/total_nats_per_token": 1.5, "loss/forward_kl_nats_per_token": 1.25}
-    with RunLog(tmp_path, Progress(), 4, []) as log:
+    with RunLog(RunFolder(tmp_path), Progress(), 4, []) as log:
         for step in range(1, 3):
             log.train(step, step, figures | {"speed/tokens_per_second": 12345.0})
         log._bar.refresh()
@@ -124,13 +125,17 @@ def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "time so far and time left"
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize("kept", [0, 4])
+def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": n}) + "\n" for n in (0, 1, 2, 2, 3)) + '{"step": 1, "lo')
-    with RunLog(tmp_path, Progress(step=step), 9, []):
-        pass
-    assert [line["step"] for line in metrics(tmp_path)] == ([0, 1, 2, 2] if step else [])
+    lines = [json.dumps({"step": n}) + "\n" for n in (0, 1, 2, 2, 3)]
+    path.write_text("".join(lines) + '{"step": 1, "lo')
+    beginning = "".join(lines[:kept]).encode()
+    with RunLog(RunFolder(tmp_path), Progress(log_bytes=len(beginning)), 9, []) as log:
+        assert log.position == (len(beginning), hashlib.sha256(beginning).hexdigest())
+        log.train(7, 7, {"speed/tokens_per_second": 1.0})
+        assert log.position == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert [line["step"] for line in metrics(tmp_path)] == [*(0, 1, 2, 2)[:kept], 7]
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

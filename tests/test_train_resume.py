@@ -182,16 +182,25 @@ def test_never_and_a_path(half: Path) -> None:
     assert contents(half / "fresh" / "model") == contents(out / "model")
 
 
-def test_a_path_does_not_throw_away_what_a_run_has_done_since(half: Path) -> None:
+def test_a_run_that_began_with_a_path_goes_on_by_the_same_command(half: Path) -> None:
+    """From its own newest checkpoint, as torchrun's --max-restarts needs; another path throws nothing away."""
     start = sorted((half / "out" / "checkpoints").iterdir())[0]
-    other = [half / "run.yaml", f"checkpoint.resume={start}", f"out={half}/other", "train.steps=30"]
-    kill_at(20, half / "other", *other)
+    newest = half / "elsewhere" / "checkpoints" / start.name
+    given = f"checkpoint.resume={start}"
+    run("distill", half / "run.yaml", given, f"out={half}/whole", "train.steps=30")
+    other = [half / "run.yaml", f"out={half}/other", "train.steps=30"]
+    for at in (10, 21):
+        kill_at(at, half / "other", *other, given)
+    shutil.copytree(half / "out", half / "elsewhere")
     before = contents(half / "other")
-    failed = run("distill", *other, code=2)
-    assert f"error: checkpoint.resume: got {start}, but out already holds the run's own {half}/other" in failed.err
+    failed = run("distill", *other, f"checkpoint.resume={newest}", code=2)
+    own = half / "other" / "checkpoints" / "step-00000020"
+    assert f"error: checkpoint.resume: got {newest}, but out already holds the run's own {own}" in failed.err
     assert contents(half / "other") == before
-    run("distill", *other, "checkpoint.resume=auto")
-    assert [row[0] for row in losses(half / "other")] == list(range(int(start.name[5:]) + 1, 31))
+    resumed = run("distill", *other, given)
+    assert f"resuming from {own}" in resumed.out
+    assert losses(half / "other") == losses(half / "whole")
+    assert contents(half / "other" / "model") == contents(half / "whole" / "model")
 
 
 def test_a_path_to_a_checkpoint_behind_the_runs_end(half: Path) -> None:

@@ -24,3 +24,8 @@ class CheckpointConfig(Section):
         description="auto: from the latest checkpoint in out, or from the start where there is none;"
         " never: from the start; a path: from that checkpoint.",
     )
+    fallback: bool = Field(
+        default=False,
+        description="Go on from the checkpoint before where the latest one in out is damaged; it is renamed, not"
+        " removed. false: stop and say what is wrong with it.",
+    )

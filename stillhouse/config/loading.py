@@ -44,6 +44,17 @@ def dump_config(config: RunConfig) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
+def dotted_values(config: RunConfig) -> dict[str, Any]:
+    """Each value by its dotted key; a section within a section is one value."""
+    values: dict[str, Any] = {}
+    for section, content in config.model_dump(mode="json").items():
+        if isinstance(content, dict):
+            values |= {f"{section}.{name}": value for name, value in content.items()}
+        else:
+            values[section] = content
+    return values
+
+
 def _read_file(path: str | os.PathLike[str] | None) -> Layer:
     if path is None:
         return {}

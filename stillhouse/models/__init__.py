@@ -4,6 +4,7 @@ from stillhouse.models.adapter import add_lora, draw_lora, without_lora
 from stillhouse.models.checks import check_document_length, check_finite_weights
 from stillhouse.models.decoder import Decoder, evaluating
 from stillhouse.models.experts import Balance, balance_routers
+from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.head import OutputProcessor
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "check_finite_weights",
     "draw_lora",
     "evaluating",
+    "model_fingerprint",
     "without_lora",
 ]

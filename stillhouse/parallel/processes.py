@@ -25,9 +25,20 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_processes() -> int:
+    """How many processes torchrun started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes and prints."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def log_rank0(line: str) -> None:
+    """Print a line once for all ranks."""
+    if is_first():
+        print(line, flush=True)
 
 
 def layout_of(config: ParallelConfig, processes: int, key: str = "parallel") -> Layout:

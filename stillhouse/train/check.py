@@ -21,7 +21,9 @@ from stillhouse.objective.recipe import Recipe
 from stillhouse.parallel import Work, is_first
 from stillhouse.parallel.gradients import local
 from stillhouse.train.finite import stop_unless_finite
-from stillhouse.train.folder import RunFolder, require_same_data, resumable
+from stillhouse.train.folder import RunFolder
+from stillhouse.train.progress import read_state
+from stillhouse.train.resume import candidates, require_unchanged_sources
 from stillhouse.train.session import Session, adapter_in_words, data_reports, prepare
 
 #: characters of the sample document that are shown
@@ -46,12 +48,12 @@ def check(config: RunConfig) -> None:
 def _state(session: Session) -> str:
     """What a run would find in its folder. Raises ValueError where it is not free for it."""
     folder = RunFolder(Path(session.config.out))
-    resume = resumable(session.config)
-    if resume is not None:
-        require_same_data(resume, folder, session.data)
+    newest = next(iter(candidates(session.config)), None)
+    if newest is not None and folder.owns(newest):
+        require_unchanged_sources(newest, read_state(newest).progress, session)
     if folder.complete:
         return "holds this run, complete"
-    return f"resumes from {resume.name}" if resume else "a new run"
+    return f"resumes from {newest.name}" if newest else "a new run"
 
 
 def _lines(session: Session, state: str) -> Iterator[str]:

@@ -3,273 +3,187 @@
     checkpoints/step-00000500/
         resume/        weights and optimizer in PyTorch's distributed checkpoint format, as safetensors
         student/       the student and its tokenizer, as transformers reads them; an adapter by itself, as peft does
-        state.json     step, tokens, the last evaluation, a hash of the data
+        state.json     how far the run is, and a hash of every other file (see `progress.py`)
 
 A folder is written under another name and renamed when it is complete, so that a process killed at any moment leaves
 either the whole checkpoint or none. There is no pickle in it.
 """
 
-import json
-import math
-import os
+import itertools
+import re
 import shutil
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from stillhouse.config import StudentConfig
-from stillhouse.models import Decoder
-from stillhouse.models.adapter import is_lora, merged, save_lora
-from stillhouse.models.loading import load_causal_lm
 from stillhouse.parallel import Mesh, Runner, is_first
-from stillhouse.parallel.gradients import local
-from stillhouse.parallel.loading import checkpoint_names
+from stillhouse.parallel.gradients import copies, local
+from stillhouse.train.export import WEIGHT, one_process, save_student
+from stillhouse.train.files import (
+    UNFINISHED,
+    everywhere,
+    explained_write_errors,
+    file_names,
+    hashes,
+    require_space,
+    share,
+    written_together,
+)
+from stillhouse.train.integrity import RESUME, IntactCheckpoint, stored_tensors
+from stillhouse.train.progress import (
+    PREFIX,
+    DamagedCheckpointError,
+    Progress,
+    State,
+    folder_name,
+    read_state,
+    write_state,
+)
 
-_PREFIX = "step-"
-_UNFINISHED = ".partial"
-_WEIGHT, _MOMENT = "student.", "optimizer.state."
-#: of a file of a model that is written from a checkpoint
-FILE_BYTES = 5 * 10**9
+_MOMENT = "optimizer.state."
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
-
-
-@dataclass
-class Progress:
-    """How far a run is: steps done, target tokens trained on, seconds spent, the last evaluation.
-
-    `data` holds a hash of each split's documents: a step's data follows from its number only while they are the same.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    data: dict[str, str] = field(default_factory=dict)
+_DAMAGED = ".damaged"
 
 
 def save_checkpoint(
     folder: Path, progress: Progress, runner: Runner, optimizer: torch.optim.Optimizer, tokenizer: Any
 ) -> Path:
-    """Write checkpoints/step-<n> whole or not at all; returns its path. All processes take part."""
-    final = folder / f"{_PREFIX}{progress.step:08d}"
-    with written_together(final, runner.mesh) as partial:
-        _save_tensors(partial / "resume", _tensors(runner, optimizer), runner.mesh)
+    """Write checkpoints/step-<n> whole or not at all; returns its path. All ranks take part.
+
+    Raises ValueError, before anything is written, where a weight or the optimizer's state is not finite, or where
+    the disk has too little space.
+    """
+    final, mesh = folder / folder_name(progress.step), runner.mesh
+    tensors = _tensors(runner, optimizer)
+    _require_finite(progress.step, tensors, runner)
+    needed_bytes = _bytes_to_write(tensors, runner)
+    require_space(folder, needed_bytes, mesh)
+    with explained_write_errors(final, needed_bytes), written_together(final, mesh) as partial:
+        _save_tensors(partial / RESUME, tensors, mesh)
         if is_first():
-            save_student(partial / "student", runner, tokenizer, partial / "resume")
-            # NaN is no JSON, and no figure to be best by
-            finite = {key: value for key, value in progress.metrics.items() if math.isfinite(value)}
-            state = asdict(replace(progress, metrics=finite))
-            (partial / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
+            save_student(partial / "student", runner, tokenizer, partial / RESUME)
+        names = everywhere(file_names(partial) if is_first() else [], mesh)[0]
+        shares = everywhere(hashes(partial, share(names, mesh)), mesh)
+        files = {name: each for own in shares for name, each in own.items()}
+        own = [name for name, parameter in _owned(runner).items() if parameter not in optimizer.state]
+        without = sorted({name for each in everywhere(own, mesh) for name in each})
+        if is_first():
+            write_state(partial, State(progress, files, without))
     return final
 
 
-def load_checkpoint(path: Path, runner: Runner, optimizer: torch.optim.Optimizer) -> Progress:
+def load_checkpoint(checkpoint: IntactCheckpoint, runner: Runner, optimizer: torch.optim.Optimizer) -> Progress:
     """Put weights, optimizer and random generators back as they were; returns how far the run was.
 
-    The layout need not be the one that it was saved under. Raises ValueError for a checkpoint that is damaged or of
-    another model.
+    The layout need not be the one that it was saved under. Raises ValueError for a checkpoint of another model.
     """
-    progress = read_progress(path)
-    reader = dcp.HuggingFaceStorageReader(path=str(path / "resume"))
-    stored = _stored_shapes(path)
+    path, state = checkpoint.path, checkpoint.state
+    stored = stored_tensors(path / RESUME)
     weights = _weights(runner)
-    _require_fit(path, stored, weights, whole=runner.layout.stages == 1)
     moments = {
         f"{_MOMENT}{name}.{key}": torch.zeros_like(parameter) if key != "step" else torch.zeros(())
         for name, parameter in _owned(runner).items()
         for key in _MOMENTS
+        if name not in state.without_moments
     }
-    # absent: the random state of a device it was not written on, the moments of a parameter without a gradient so far
-    wanted = {**weights, **moments, **_random_states(runner)}
-    tensors = {name: value for name, value in wanted.items() if name in stored}
-    with _one_process():
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    _require_fit(path, stored, weights | moments, whole=runner.layout.stages == 1)
+    # absent: the random state of a device that it was not written on, or of another layout's rank
+    random = {name: value for name, value in _random_states(runner).items() if name in stored}
+    tensors = {**weights, **moments, **random}
+    with one_process():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(path / RESUME)), no_dist=True)
     _put_back(tensors, runner, optimizer)
-    return progress
-
-
-def read_progress(path: Path) -> Progress:
-    """How far a checkpoint is, without loading it. Raises ValueError where there is none that can be read."""
-    try:
-        return Progress(**json.loads((path / "state.json").read_text()))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a checkpoint of this version: {error}; expected a folder with state.json"
-        ) from error
+    return state.progress
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if not path.name.endswith(_UNFINISHED))
+    named = (path for path in folder.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d+", path.name))
+    return sorted(named, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
-def prune(folder: Path, keep: int, best: str | None) -> None:
-    """Remove all but the newest `keep` and the one with the best value of the metric `best`."""
+def prune(folder: Path, keep: int, best: str | None) -> list[str]:
+    """Remove all but the newest `keep` and the one with the best value of the metric `best`.
+
+    Returns what is wrong with the state of any that is damaged; such a one is not removed.
+    """
     every = checkpoints(folder)
-    kept = set(every[-keep:])
-    if best is not None and (first := best_checkpoint(folder, best)) is not None:
+    metrics, damage = _evaluations(every)
+    kept = set(every[-keep:]) | (set(every) - metrics.keys())
+    if best is not None and (first := _best(metrics, best)) is not None:
         kept.add(first)
     for path in every:
         if path not in kept:
-            unfinished = path.with_name(path.name + _UNFINISHED)
+            unfinished = path.with_name(path.name + UNFINISHED)
             path.rename(unfinished)  # a removal that is interrupted must not look like a checkpoint
             shutil.rmtree(unfinished)
+    return damage
 
 
 def best_checkpoint(folder: Path, metric: str) -> Path | None:
     """The checkpoint with the lowest value of a metric (the highest of an agreement); the earliest of equals."""
+    return _best(_evaluations(checkpoints(folder))[0], metric)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is none any more and nothing of it is lost; returns its new path."""
+    names = (f"{path.name}{_DAMAGED}{number or ''}" for number in itertools.count())
+    free = next(each for each in map(path.with_name, names) if not each.exists())
+    return path.rename(free)
+
+
+def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str) -> Path | None:
     sign = -1.0 if metric.endswith("agreement") else 1.0
-    values = []
-    for path in checkpoints(folder):
-        metrics = read_progress(path).metrics
-        if metric in metrics:
-            values.append((sign * metrics[metric], path))
+    values = [(sign * each[metric], path) for path, each in metrics.items() if metric in each]
     return min(values)[1] if values else None
 
 
-def remove_unfinished(folder: Path) -> None:
-    """What a killed process left behind."""
-    for path in folder.glob(f"*{_UNFINISHED}"):
-        shutil.rmtree(path)
-
-
-def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
-    """The student for exchange: Hugging Face safetensors, configuration and tokenizer. Of an adapter, it alone.
-
-    resume: the tensors of a checkpoint of it, read where this process has only a part of the student.
-    """
-    (student, *_) = runner.students()
-    if student.lora is not None:
-        save_lora(student, _stored_lora(resume), folder)
-    elif runner.mesh is None:
-        student.save_pretrained(folder)
-    else:
-        save_from_checkpoint(folder, student, resume)
-    tokenizer.save_pretrained(folder)
-
-
-def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
-    """What transformers' `save_pretrained` writes of the model that `part` is of, with a checkpoint's weights.
-
-    One file of at most `file_bytes` is in memory at a time; all of them for a family that transformers converts when
-    it saves (experts, which it stores one by one).
-    """
-    stored = _stored_tensors(resume)
-    dtype = stored[f"{_WEIGHT}{part.embedding_name}"].properties.dtype
-    with torch.device("meta"):
-        whole = Decoder(AutoModelForCausalLM.from_config(part.config, dtype=dtype), verify=False)
-    model = whole.pretrained
-    model.generation_config = part.pretrained.generation_config
-    keys = {checkpoint_names(whole, name)[0]: f"{_WEIGHT}{name}" for name in whole.state_dict()}
-
-    def read(names: Iterable[str]) -> dict[str, Tensor]:
-        tensors = _read(resume, [keys[name] for name in names])
-        return {name: tensors[keys[name]] for name in names}
-
-    held_as = {name: stored[key] for name, key in keys.items()}
-    shapes = {
-        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for name, each in held_as.items()
-    }
-    written = revert_weight_conversion(model, dict(shapes))
-    if any(written.get(name) is not tensor for name, tensor in shapes.items()):
-        model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
-        return
-    model.save_pretrained(folder, state_dict={})  # the configuration alone
-    split = split_torch_state_dict_into_shards(written, max_shard_size=file_bytes)
-    for file, held in split.filename_to_tensors.items():
-        save_file(read(held), folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any) -> None:
-    """A plain Hugging Face model: an adapter's folder added to the weights that it was trained on, in host memory."""
-    model = load_causal_lm(
-        base.model,
-        revision=base.revision,
-        dtype=base.dtype,
-        trust_remote_code=base.trust_remote_code,
-    )
-    merged(model, adapter).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _stored_lora(resume: Path) -> dict[str, Tensor]:
-    """An adapter's matrices, by their names in the decoder."""
-    stored = _stored_tensors(resume)
-    names = [name for name in stored if name.startswith(_WEIGHT) and is_lora(name)]
-    return {name.removeprefix(_WEIGHT): each for name, each in _read(resume, names).items()}
-
-
-def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Tensors of a checkpoint, whole."""
-    stored = _stored_tensors(resume)
-    tensors: dict[str, Any] = {
-        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
-    }
-    with _one_process():
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
-    return tensors
-
-
-@contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
-    """A folder to write to that takes its name when the block ends without an error, after all of it is on disk."""
-    partial = _partial(final)
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    yield partial
-    for path in [*partial.rglob("*"), partial]:
-        _flush(path)
-    if final.exists():
-        shutil.rmtree(final)
-    os.rename(partial, final)
-    _flush(final.parent)
-
-
-@contextmanager
-def written_together(final: Path, mesh: Mesh | None) -> Iterator[Path]:
-    """`atomic_folder` for all processes: the first one makes it and gives it its name, after the others are done."""
-    if mesh is None:
-        with atomic_folder(final) as partial:
-            yield partial
-        return
-    with atomic_folder(final) if is_first() else nullcontext(_partial(final)) as partial:
-        dist.barrier(mesh.everyone)
-        yield partial
-        dist.barrier(mesh.everyone)
-    dist.barrier(mesh.everyone)
-
-
-def _partial(final: Path) -> Path:
-    return final.with_name(final.name + _UNFINISHED)
+def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:
+    """The last evaluation of each checkpoint, and what is wrong with those whose state is damaged."""
+    metrics: dict[Path, dict[str, float]] = {}
+    damage: list[str] = []
+    for path in paths:
+        try:
+            metrics[path] = read_state(path).progress.metrics
+        except DamagedCheckpointError as error:
+            damage.append(str(error))
+    return metrics, damage
 
 
 def _save_tensors(folder: Path, tensors: dict[str, Any], mesh: Mesh | None) -> None:
     writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     if mesh is None:
-        with _one_process():
+        with one_process():
             dcp.save(tensors, storage_writer=writer, no_dist=True)
     else:
         dcp.save(tensors, storage_writer=writer, process_group=mesh.everyone)
+
+
+def _require_finite(step: int, tensors: Mapping[str, Any], runner: Runner) -> None:
+    """Raise ValueError on all ranks, naming the first tensor, where one is not finite: it would spoil the file."""
+    bad = [name for name, each in tensors.items() if each.is_floating_point() and not local(each).isfinite().all()]
+    bad = sorted({name for each in everywhere(bad, runner.mesh) for name in each})
+    if bad:
+        more = f" and {len(bad) - 1} more are" if len(bad) > 1 else " is"
+        raise ValueError(
+            f"step {step}: '{bad[0]}'{more} not finite after the update, so no checkpoint of it is written; the last "
+            "checkpoint is intact. A lower train.learning_rate in another folder is the usual remedy"
+        )
+
+
+def _bytes_to_write(tensors: Mapping[str, Any], runner: Runner) -> int:
+    """Size of a checkpoint: all tensors, and the student's weights once more for exchange."""
+    degrees, own = runner.layout.degrees, 0.0
+    for name, each in tensors.items():
+        held = local(each).numel() * each.element_size()
+        shared = 1 if name.startswith("random.") else copies(each, degrees.processes // degrees.pipeline)
+        own += held / shared * (2 if name.startswith(WEIGHT) else 1)
+    return round(sum(everywhere(own, runner.mesh)))
 
 
 def _tensors(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -290,7 +204,7 @@ def _weights(runner: Runner) -> dict[str, Any]:
         frozen = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
         for name, value in student.state_dict().items():
             if name not in frozen:
-                weights.setdefault(f"{_WEIGHT}{runner.shared_name(name)}", value)
+                weights.setdefault(f"{WEIGHT}{runner.shared_name(name)}", value)
     return weights
 
 
@@ -341,45 +255,20 @@ def _device(runner: Runner) -> torch.device:
     return next(runner.students()[0].parameters()).device if runner.mesh is None else runner.mesh.device
 
 
-def _stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:
-    stored = dcp.HuggingFaceStorageReader(path=str(resume)).read_metadata().state_dict_metadata
-    return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
-
-
-def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        return {name: tuple(each.size) for name, each in _stored_tensors(path / "resume").items()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is damaged: {error}; remove it to go on from the one before") from error
-
-
-def _require_fit(path: Path, stored: dict[str, tuple[int, ...]], weights: dict[str, Any], whole: bool) -> None:
+def _require_fit(
+    path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], whole: bool
+) -> None:
     """Before DCP: it says less, leaves out what it is not asked for, and its own error is no Exception.
 
     whole: this process has the whole student, so that what it does not ask for is too much.
     """
-    wanted = {name: tuple(value.shape) for name, value in weights.items()}
-    names = stored.keys() | wanted.keys() if whole else wanted.keys()
-    for name in sorted(name for name in names if name.startswith(_WEIGHT)):
-        there, here = (f"of shape {shapes[name]}" if name in shapes else "absent" for shapes in (stored, wanted))
+    shapes = {name: tuple(each.size) for name, each in stored.items()}
+    expected = {name: tuple(value.shape) for name, value in wanted.items()}
+    names = shapes.keys() | expected.keys() if whole else expected.keys()
+    for name in sorted(name for name in names if name.startswith((WEIGHT, _MOMENT))):
+        there, here = (f"of shape {each[name]}" if name in each else "absent" for each in (shapes, expected))
         if there != here:
             raise ValueError(
                 f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
                 "expected the student that the checkpoint was made with, whole"
             )
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """DCP warns that there is one process only; that is what was asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,5 +1,7 @@
 """What a run says while it runs: metrics.jsonl always, a live line on a terminal, TensorBoard where asked for."""
 
+import errno
+import hashlib
 import importlib.util
 import json
 import math
@@ -10,18 +12,20 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from tqdm import tqdm
 
 from stillhouse.parallel import is_first
-from stillhouse.train.checkpoint import Progress
+from stillhouse.train.files import explained_write_errors
+from stillhouse.train.folder import RunFolder
+from stillhouse.train.progress import Progress
 
 #: seconds between printed lines where there is no terminal to redraw one on
 _PLAIN_EVERY = 10.0
 
 
-def open_log(folder: Path, progress: Progress, steps: int, track: Sequence[str]) -> "RunLog | Silence":
+def open_log(folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]) -> "RunLog | Silence":
     """The log of a run, on the process that writes; on the others nothing is said."""
     return RunLog(folder, progress, steps, track) if is_first() else Silence()
 
@@ -30,6 +34,7 @@ class Silence(nullcontext[Any]):
     """In the place of a log, on a process that does not write."""
 
     seconds = 0.0
+    position = (0, "")
 
     def __enter__(self) -> Self:
         return self
@@ -46,8 +51,9 @@ class Silence(nullcontext[Any]):
 class RunLog:
     """Writes every step's figures; a context manager that closes its files."""
 
-    def __init__(self, folder: Path, progress: Progress, steps: int, track: Sequence[str]):
-        self._file = _continue_file(folder / "metrics.jsonl", progress.step)
+    def __init__(self, folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]):
+        self._path = folder.metrics
+        self._file, self._digest = _continue_file(self._path, progress.log_bytes)
         self._seconds_before, self._started = progress.seconds, time.monotonic()
         self._first, self._steps = progress.step, steps
         self._bar = tqdm(
@@ -60,12 +66,17 @@ class RunLog:
             file=sys.stderr,
         )
         self._printed = -math.inf
-        self._board = _tensorboard(folder, progress.step) if "tensorboard" in track else None
+        self._board = _tensorboard(folder.path, progress.step) if "tensorboard" in track else None
 
     @property
     def seconds(self) -> float:
         """Wall time of the run so far, earlier sessions of it included."""
         return self._seconds_before + time.monotonic() - self._started
+
+    @property
+    def position(self) -> tuple[int, str]:
+        """The length and the sha256 of metrics.jsonl: what a checkpoint is written beside."""
+        return self._file.tell(), self._digest.hexdigest()
 
     def train(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         self._write(step, tokens, metrics)
@@ -100,8 +111,12 @@ class RunLog:
     def _write(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # NaN is no JSON
         record = {"step": step, "tokens": tokens, "seconds": round(self.seconds, 3), **finite}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with explained_write_errors(self._path, len(line)):
+            _require_in_place(self._path, self._file)
+            self._file.write(line)
+            self._file.flush()
+        self._digest.update(line)
         if self._board is not None:
             for key, value in metrics.items():
                 self._board.add_scalar(key, value, step)
@@ -124,24 +139,28 @@ class RunLog:
             self._board.close()
 
 
-def _continue_file(path: Path, step: int) -> Any:
-    """The file to append to, after the lines that came later than the checkpoint have been cut off.
+def _continue_file(path: Path, length: int) -> tuple[BinaryIO, Any]:
+    """The file to append to, after what came later than the checkpoint has been cut off, and its hash so far.
 
-    A line that a killed process left unfinished is later than any checkpoint.
+    length: of the file when the checkpoint was written; what is there has been compared with the checkpoint.
     """
-    if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in kept) if step else "")
-        os.replace(partial, path)
-    return path.open("a")
+    with explained_write_errors(path):
+        file = path.open("r+b" if length else "w+b")
+        beginning = file.read(length)
+        file.truncate(length)
+    return file, hashlib.sha256(beginning)
 
 
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return math.inf
+def _require_in_place(path: Path, file: BinaryIO) -> None:
+    """Raise OSError where the file that is open is not the one at its path any more, or none may be made beside it.
+
+    Writing would succeed, into a file that nobody finds.
+    """
+    there, opened = os.stat(path), os.fstat(file.fileno())
+    if (there.st_dev, there.st_ino) != (opened.st_dev, opened.st_ino):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def require_trackers(track: Sequence[str]) -> None:

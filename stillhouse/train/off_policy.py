@@ -4,24 +4,29 @@ It reads top to bottom; what a step is stands in `step.py`, what it sees in `sch
 """
 
 import time
-from pathlib import Path
+from dataclasses import replace
+
+import torch
 
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.parallel import Work, is_first
-from stillhouse.train.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
+from stillhouse.train.checkpoint import load_checkpoint, prune, save_checkpoint
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
+from stillhouse.train.integrity import IntactCheckpoint
 from stillhouse.train.logging import open_log
+from stillhouse.train.progress import Progress
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
 from stillhouse.train.step import ROUTER_LOSS, make_optimizer, optimizer_step
 
 
-def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Progress:
+def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
     """Run every step that is left; returns how far the run is then. The student holds the final weights.
 
-    Raises ValueError at a loss or gradient that is not finite, before it is applied.
+    Raises ValueError at a loss or gradient that is not finite, before it is applied, and at weights that are not,
+    before they are saved.
     """
     config, plan, runner = session.config, session.plan, session.runner
     settings = config.train
@@ -32,11 +37,8 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
         betas=settings.betas,
         eps=settings.eps,
     )
-    progress = load_checkpoint(resume, runner, optimizer) if resume is not None else Progress()
-    progress.data = session.data
-    if progress.step > plan.steps:
-        raise ValueError(f"{resume} is at step {progress.step}, and this run ends at {plan.steps}: nothing to train")
-    with open_log(folder.path, progress, plan.steps, config.track) as log:
+    progress = _progress(session, folder, checkpoint, optimizer)
+    with open_log(folder, progress, plan.steps, config.track) as log:
         if progress.step == 0 and session.evaluation is not None:
             progress.metrics = evaluate(session)
             log.evaluation(0, 0, progress.metrics)
@@ -62,11 +64,28 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
                 progress.metrics = evaluate(session)
                 log.evaluation(progress.step, progress.tokens, progress.metrics)
             if saving:
-                progress.seconds = log.seconds
+                progress.seconds, progress.log_bytes, progress.log_sha256 = log.seconds, *log.position
                 save_checkpoint(folder.checkpoints, progress, runner, optimizer, session.tokenizer)
                 if is_first():
-                    prune(folder.checkpoints, config.checkpoint.keep, config.checkpoint.best)
+                    for damage in prune(folder.checkpoints, config.checkpoint.keep, config.checkpoint.best):
+                        log.say(f"warning: {damage}")
     return progress
+
+
+def _progress(
+    session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None, optimizer: torch.optim.Optimizer
+) -> Progress:
+    """How far the run is, after a checkpoint to go on from has been loaded."""
+    progress, steps = Progress(), session.plan.steps
+    if checkpoint is not None:
+        progress = load_checkpoint(checkpoint, session.runner, optimizer)
+        if progress.step > steps:
+            raise ValueError(
+                f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
+            )
+        if not folder.owns(checkpoint.path):  # another run's: its log is elsewhere
+            progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0)
+    return replace(progress, data=session.data, models=session.models)
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,15 +1,20 @@
-"""A whole run: make everything ready, claim the folder, train, leave the model behind."""
+"""A whole run: make everything ready, lock the folder, train, write the model."""
 
 from contextlib import nullcontext
 from pathlib import Path
 
 from stillhouse.config import RunConfig
-from stillhouse.parallel import is_first, leave
-from stillhouse.train.checkpoint import atomic_folder, checkpoints, save_merged, save_student
-from stillhouse.train.folder import RunFolder, alone, claim, environment, require_same_data, resumable
+from stillhouse.parallel import is_first, leave, log_rank0
+from stillhouse.train.agreement import from_all_ranks, require_shared_folder
+from stillhouse.train.export import save_merged, save_student
+from stillhouse.train.files import atomic_folder, file_names, hashes
+from stillhouse.train.folder import RunFolder, environment, folder_lock, init_run_dir
 from stillhouse.train.held_out import held_out_tokens
+from stillhouse.train.integrity import RESUME, IntactCheckpoint
 from stillhouse.train.off_policy import train
-from stillhouse.train.session import Session, adapter_in_words, data_reports, in_words, parse_objective, prepare
+from stillhouse.train.progress import Progress, folder_name
+from stillhouse.train.resume import candidates, open_checkpoint
+from stillhouse.train.session import Session, adapter_in_words, data_reports, in_words, meet, parse_objective, prepare
 
 
 def distill(config: RunConfig) -> Path:
@@ -19,61 +24,69 @@ def distill(config: RunConfig) -> Path:
     it has been found in order.
     """
     parse_objective(config)  # before anything else: a misspelt loss is not to hide behind an occupied folder
-    resume, folder = resumable(config), RunFolder(Path(config.out))
-    if folder.complete:
-        say(f"{folder.path} holds this run, complete: {folder.model}. Nothing to do; another run needs another out")
-        return folder.path
+    folder = RunFolder(Path(config.out))
+    candidates(config)  # before the models are loaded; asked again once the folder is locked
+    device, _ = meet(config)
+    if all(from_all_ranks(folder.complete, device)):
+        return _leave_complete(folder)
     session = prepare(config, announce=is_first())
-    if resume is not None:
-        require_same_data(resume, folder, session.data)
-    with alone(folder) if is_first() else nullcontext():
+    require_shared_folder(folder.path, device)
+    with folder_lock(folder) if is_first() else nullcontext():
+        # another process may have worked on the run while this one loaded its models
+        if any(from_all_ranks(folder.complete, device)):
+            return _leave_complete(folder)
+        checkpoint = open_checkpoint(session, folder)
         if is_first():
-            claim(folder, config)
-        _run(session, folder, resume)
+            init_run_dir(folder, config)
+        _run(session, folder, checkpoint)
     return folder.path
 
 
-def say(line: str) -> None:
-    """Once, of all processes."""
-    if is_first():
-        print(line)
+def _leave_complete(folder: RunFolder) -> Path:
+    log_rank0(f"{folder.path} holds this run, complete: {folder.model}. Nothing to do; another run needs another out")
+    leave()
+    return folder.path
 
 
-def _run(session: Session, folder: RunFolder, resume: Path | None) -> None:
+def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None) -> None:
     config = session.config
     reports = data_reports(session)
     for which, report in reports.items():
-        say(f"{which}: {report.summary()}")
+        log_rank0(f"{which}: {report.summary()}")
     for warning in session.warnings:
-        say(f"warning: {warning}")
+        log_rank0(f"warning: {warning}")
     if session.runner.mesh is not None:
-        say(f"layout: {session.runner.layout}")
+        log_rank0(f"layout: {session.runner.layout}")
     if session.student.lora is not None:
-        say(f"adapter: {adapter_in_words(session)}")
-    if resume is not None:
-        say(f"resuming from {resume}")
+        log_rank0(f"adapter: {adapter_in_words(session)}")
+    if checkpoint is not None:
+        log_rank0(f"resuming from {checkpoint.path}")
     if is_first():
         words = in_words(config, session.recipe)
         folder.write_json("environment.json", environment(words, config.seed, session.device))
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
-    progress = train(session, folder, resume)
+    progress = train(session, folder, checkpoint)
     tokens = held_out_tokens(session, progress.step)
     if tokens is not None and is_first():
         folder.write_json("tokens.json", tokens)
     if is_first():
-        _leave_model(session, folder)
+        _write_model(session, folder, progress)
     leave()
-    say(f"model: {folder.model}")
+    log_rank0(f"model: {folder.model}")
 
 
-def _leave_model(session: Session, folder: RunFolder) -> None:
-    """The final student, last of all: it is what makes a run complete."""
-    resume = checkpoints(folder.checkpoints)[-1] / "resume"  # of the last step
-    if session.student.lora is None:
-        with atomic_folder(folder.model) as model:
-            save_student(model, session.runner, session.tokenizer, resume)
-        return
-    with atomic_folder(folder.adapter) as adapter:
-        save_student(adapter, session.runner, session.tokenizer, resume)
+def _write_model(session: Session, folder: RunFolder, progress: Progress) -> None:
+    """The final student, last of all: it is what makes a run complete. Before it come the hashes of its files."""
+    resume = folder.checkpoints / folder_name(progress.step) / RESUME
+    adapters: dict[str, str] = {}
+    if session.student.lora is not None:
+        with atomic_folder(folder.adapter) as adapter:
+            save_student(adapter, session.runner, session.tokenizer, resume)
+            adapters = {f"adapter/{name}": each for name, each in hashes(adapter, file_names(adapter)).items()}
     with atomic_folder(folder.model) as model:
-        save_merged(model, session.config.student, folder.adapter, session.tokenizer)
+        if session.student.lora is None:
+            save_student(model, session.runner, session.tokenizer, resume)
+        else:
+            save_merged(model, session.config.student, folder.adapter, session.tokenizer)
+        files = {f"model/{name}": each for name, each in hashes(model, file_names(model)).items()}
+        folder.write_json("hashes.json", adapters | files)

@@ -31,6 +31,7 @@ from stillhouse.models import (
     check_document_length,
     check_finite_weights,
     draw_lora,
+    model_fingerprint,
 )
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.recipe import Recipe, parse_recipe
@@ -51,7 +52,9 @@ from stillhouse.parallel import (
     local_rank,
     process_count,
     require_sharing,
+    start,
 )
+from stillhouse.train.agreement import require_same_configuration, require_same_sources
 from stillhouse.train.dealing import dealt_works
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
@@ -72,6 +75,7 @@ class Session:
     plan: Plan
     runner: Runner
     data: dict[str, str]  # a hash of each split's documents
+    models: dict[str, str]  # a hash of the tokenizer and of each model's files
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -144,13 +148,10 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     require_trackers(config.track)
     require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
-    apart = _teacher_layout(config)
-    device = choose_device(config.device)
-    for each in (layout, apart):
-        if each is not None:
-            require_sharing(each, device)
+    device, warnings = meet(config)
     torch.manual_seed(config.seed)
-    tokenizer, warnings = load_tokenizers(config)
+    tokenizer, more = load_tokenizers(config)
+    warnings += more
     train_documents, evaluation_documents = load_data(config.data, config.objective, tokenizer)
     splits = {"train": train_documents} | ({} if evaluation_documents is None else {"eval": evaluation_documents})
     for documents in splits.values():
@@ -165,6 +166,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     evaluation = None
     if evaluation_documents is not None:
         evaluation = PackedSequences(evaluation_documents, max_tokens=max_tokens, seed=config.seed, shuffle=False)
+    data = {which: documents.fingerprint() for which, documents in splits.items()}
+    models = {"tokenizer": tokenizer_fingerprint(tokenizer), **model_fingerprints(config)}
+    require_same_sources({f"data.{which}": each for which, each in data.items()} | models, device)
     mesh = join(layout, device)
     if mesh is None:
         runner = alone(*load_models(config, device), own_base=own_base(config))
@@ -183,14 +187,41 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         recipe=recipe,
         device=device,
         tokenizer=tokenizer,
-        tokenizer_hash=tokenizer_fingerprint(tokenizer),
+        tokenizer_hash=models["tokenizer"],
         train=train,
         evaluation=evaluation,
         plan=make_plan(config.train, len(train), max_tokens, layout.degrees.data, layout.stages),
         runner=runner,
-        data={which: documents.fingerprint() for which, documents in splits.items()},
+        data=data,
+        models=models,
         warnings=list(dict.fromkeys(warnings)),
     )
+
+
+def meet(config: RunConfig) -> tuple[torch.device, list[str]]:
+    """Connect the ranks of a job, after a layout that cannot be was refused; again, it only compares them.
+
+    Returns this rank's device, and warnings about unlike versions. Raises ConfigError, also where the ranks were
+    started with unlike configurations.
+    """
+    layout, teacher_layout = layout_of(config.parallel, process_count()), _teacher_layout(config)
+    device = choose_device(config.device)
+    for each in (layout, teacher_layout):
+        if each is not None:
+            require_sharing(each, device)
+    if process_count() > 1:
+        start(device)
+    return device, require_same_configuration(config, device)
+
+
+def model_fingerprints(config: RunConfig) -> dict[str, str]:
+    """A hash of each model's files, by student and teacher."""
+    models = {"student": config.student, "teacher": config.teacher}
+    return {
+        which: model_fingerprint(local_folder(model.model, model.revision))
+        for which, model in models.items()
+        if model is not None
+    }
 
 
 def parse_objective(config: RunConfig) -> Recipe:

@@ -1,0 +1,112 @@
+"""Proof, before the first step, that all ranks do one and the same run, in one and the same folder.
+
+A rank with another learning rate, seed, teacher or data does not fail: a mixture is trained. A folder that is a local
+disk on each machine does not fail either: each checkpoint then lacks the shards of the other machines.
+"""
+
+import platform
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import stillhouse
+from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config.loading import dotted_values
+from stillhouse.parallel import gathered, is_first
+from stillhouse.train.files import UNFINISHED
+
+#: what a file written by another machine may take to be seen through a network file system's cache
+_SECONDS_TO_SEE = 30.0
+
+
+def from_all_ranks(value: Any, device: torch.device) -> list[Any]:
+    """What every rank of the job gives, in their order; anything that JSON can hold. No mesh is needed yet."""
+    return gathered(value, dist.group.WORLD if dist.is_initialized() else None, device)
+
+
+def require_same_configuration(config: RunConfig, device: torch.device) -> list[str]:
+    """Raise ConfigError on all ranks, naming the first key, where ranks were started with unlike configurations.
+
+    Returns a warning for each library of which they have unlike versions.
+    """
+    values = dotted_values(config)
+    values.pop("device")  # each rank may name its own GPU
+    if different := _difference(values, device):
+        key, rank, first, other = different
+        raise ConfigError(
+            key,
+            f"rank 0 has {first!r} and rank {rank} has {other!r}: every rank must be started with the same command "
+            "and the same file",
+        )
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "stillhouse": stillhouse.__version__,
+    }
+    first, *others = from_all_ranks(versions, device)
+    return [
+        f"rank {rank} runs {name} {each[name]} and rank 0 {first[name]}: their numbers may differ"
+        for rank, each in enumerate(others, start=1)
+        for name in versions
+        if each[name] != first[name]
+    ]
+
+
+def require_same_sources(hashes: Mapping[str, str], device: torch.device) -> None:
+    """Raise ValueError on all ranks, naming it, where ranks have unlike data, tokenizers or models' files."""
+    if different := _difference(hashes, device):
+        name, rank, first, other = different
+        raise ValueError(
+            f"{name}: rank {rank} reads something else than rank 0 under the same name (hash {other[:12]} and "
+            f"{first[:12]}): every machine needs the same files"
+        )
+
+
+def require_shared_folder(folder: Path, device: torch.device) -> None:
+    """Raise ValueError on all ranks unless each of them sees a file that every other wrote into the folder."""
+    if not dist.is_initialized():
+        return
+    rank, token = dist.get_rank(), from_all_ranks(uuid.uuid4().hex if is_first() else "", device)[0]
+    created = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def probe(of: int) -> Path:
+        return folder / f".{token}-{of}{UNFINISHED}"
+
+    probe(rank).write_text(socket.gethostname())
+    hosts = from_all_ranks(socket.gethostname(), device)
+    unseen = set(range(len(hosts)))
+    end = time.monotonic() + _SECONDS_TO_SEE
+    while unseen and time.monotonic() < end:
+        unseen = {of for of in unseen if not probe(of).exists()}
+        if unseen:
+            time.sleep(0.1)
+    findings = from_all_ranks(sorted(unseen), device)
+    probe(rank).unlink()
+    if not any(findings):
+        return
+    if created and not any(folder.iterdir()):
+        folder.rmdir()
+    blind, missing = next((blind, each[0]) for blind, each in enumerate(findings) if each)
+    raise ValueError(
+        f"out: {folder} is not one folder for all ranks: rank {blind} on {hosts[blind]} does not see what rank "
+        f"{missing} on {hosts[missing]} wrote into it; expected a folder on a file system that all machines share"
+    )
+
+
+def _difference(values: Mapping[str, Any], device: torch.device) -> tuple[str, int, Any, Any] | None:
+    """The first key that is not the same on all ranks, a rank where it differs, rank 0's value and that rank's."""
+    ranks = from_all_ranks(dict(values), device)
+    for key in ranks[0] | values:
+        for rank, each in enumerate(ranks):
+            if each.get(key) != ranks[0].get(key):
+                return key, rank, ranks[0].get(key), each.get(key)
+    return None

@@ -1,0 +1,122 @@
+"""The student for exchange: safetensors, configuration and tokenizer, as transformers and peft read them.
+
+Under a layout no rank has the whole student: its files are written from the tensors of a checkpoint, one at a time.
+"""
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from stillhouse.config import StudentConfig
+from stillhouse.models import Decoder
+from stillhouse.models.adapter import is_lora, merged, save_lora
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.parallel import Runner
+from stillhouse.parallel.loading import checkpoint_names
+from stillhouse.train.integrity import stored_tensors
+
+#: before the name of a weight in a checkpoint
+WEIGHT = "student."
+#: of a file of a model that is written from a checkpoint
+FILE_BYTES = 5 * 10**9
+
+
+def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
+    """The student for exchange: Hugging Face safetensors, configuration and tokenizer. Of an adapter, it alone.
+
+    resume: the tensors of a checkpoint of it, read where this process has only a part of the student.
+    """
+    (student, *_) = runner.students()
+    if student.lora is not None:
+        save_lora(student, _stored_lora(resume), folder)
+    elif runner.mesh is None:
+        student.save_pretrained(folder)
+    else:
+        save_from_checkpoint(folder, student, resume)
+    tokenizer.save_pretrained(folder)
+
+
+def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
+    """What transformers' `save_pretrained` writes of the model that `part` is of, with a checkpoint's weights.
+
+    One file of at most `file_bytes` is in memory at a time; all of them for a family that transformers converts when
+    it saves (experts, which it stores one by one).
+    """
+    stored = stored_tensors(resume)
+    dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
+    with torch.device("meta"):
+        whole = Decoder(AutoModelForCausalLM.from_config(part.config, dtype=dtype), verify=False)
+    model = whole.pretrained
+    model.generation_config = part.pretrained.generation_config
+    keys = {checkpoint_names(whole, name)[0]: f"{WEIGHT}{name}" for name in whole.state_dict()}
+
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        tensors = _read(resume, [keys[name] for name in names])
+        return {name: tensors[keys[name]] for name in names}
+
+    held_as = {name: stored[key] for name, key in keys.items()}
+    shapes = {
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for name, each in held_as.items()
+    }
+    written = revert_weight_conversion(model, dict(shapes))
+    if any(written.get(name) is not tensor for name, tensor in shapes.items()):
+        model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
+        return
+    model.save_pretrained(folder, state_dict={})  # the configuration alone
+    split = split_torch_state_dict_into_shards(written, max_shard_size=file_bytes)
+    for file, held in split.filename_to_tensors.items():
+        save_file(read(held), folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any) -> None:
+    """A plain Hugging Face model: an adapter's folder added to the weights that it was trained on, in host memory."""
+    model = load_causal_lm(
+        base.model,
+        revision=base.revision,
+        dtype=base.dtype,
+        trust_remote_code=base.trust_remote_code,
+    )
+    merged(model, adapter).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _stored_lora(resume: Path) -> dict[str, Tensor]:
+    """An adapter's matrices, by their names in the decoder."""
+    stored = stored_tensors(resume)
+    names = [name for name in stored if name.startswith(WEIGHT) and is_lora(name)]
+    return {name.removeprefix(WEIGHT): each for name, each in _read(resume, names).items()}
+
+
+def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Tensors of a checkpoint, whole."""
+    stored = stored_tensors(resume)
+    tensors: dict[str, Any] = {
+        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
+    }
+    with one_process():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
+    return tensors
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """DCP warns that there is one process only; that is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

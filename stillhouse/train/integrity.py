@@ -1,0 +1,106 @@
+"""Proof that a checkpoint is what was written: every file by its hash, every tensor by its chunks.
+
+Without it a lost or stale file of one rank would leave its shards of all matrices at their initial values.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+from stillhouse.parallel import Mesh, local_processes, local_rank
+from stillhouse.train.files import everywhere, file_names, hashes, share
+from stillhouse.train.progress import STATE, DamagedCheckpointError, State, read_state
+
+#: the folder of a checkpoint with the weights and the optimizer's state
+RESUME = "resume"
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class IntactCheckpoint:
+    """A checkpoint that `verified` has read: its files are those that were written."""
+
+    path: Path
+    state: State
+
+
+def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole: bool = False) -> IntactCheckpoint:
+    """Read and hash a checkpoint, each rank its share of the files; all ranks return or raise alike.
+
+    shared: all ranks see the same folder; if not, each machine reads all of it.
+    whole: the student for exchange too, which is not read to go on with a run.
+
+    Raises DamagedCheckpointError.
+    """
+    state = read_state(path)
+    prefix = "" if whole else f"{RESUME}/"
+    expected = {name: value for name, value in state.files.items() if name.startswith(prefix)}
+    there = {name for name in file_names(path) if name.startswith(prefix) and name != STATE}
+    damage = [f"{name} is lost" for name in expected.keys() - there]
+    damage += [f"{name} does not belong to it" for name in there - expected.keys()]
+    changed = _changed(path, expected, mesh, shared)
+    damage += [f"{name} is not what was written (its hash differs)" for name in changed]
+    if not expected:
+        damage.append(f"it has no files in {RESUME}")
+    damage = sorted({each for own in everywhere(damage, mesh) for each in own})
+    if damage:
+        more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
+        raise DamagedCheckpointError(f"{path} is damaged: {', '.join(damage[:_NAMED])}{more}")
+    require_covered(path, stored_tensors(path / RESUME))
+    return IntactCheckpoint(path, state)
+
+
+def _changed(path: Path, expected: Mapping[str, str], mesh: Mesh | None, shared: bool) -> list[str]:
+    """Of the files that are there, those of this rank's share whose hash is another."""
+    names = [name for name in sorted(expected) if (path / name).is_file()]
+    own = share(names, mesh) if shared else names[local_rank() :: local_processes()]
+    found = hashes(path, own)
+    return [name for name in own if found[name] != expected[name]]
+
+
+def stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint: their shapes, types and chunks. Raises ValueError for files that are damaged."""
+    try:
+        stored = dcp.HuggingFaceStorageReader(path=str(resume)).read_metadata().state_dict_metadata
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DamagedCheckpointError(f"{resume.parent} is damaged: {error}") from error
+    return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+
+
+def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:
+    """Raise DamagedCheckpointError for a tensor whose chunks overlap or leave a part of it out."""
+    for name, each in stored.items():
+        volume, overlap = sum(math.prod(chunk.sizes) for chunk in each.chunks), _overlap(each.chunks)
+        if volume != math.prod(each.size) or overlap:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: the {len(each.chunks)} chunks of '{name}' hold {volume:,} of "
+                f"{math.prod(each.size):,} numbers{', and overlap' if overlap else ''}"
+            )
+
+
+def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether two chunks share a number: a sweep along the dim that is cut most often."""
+    chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len(chunks) < 2:
+        return False
+    dims = range(len(chunks[0].sizes))
+    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=None)
+    if along is None:
+        return True  # two scalars
+    active: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        active = [each for each in active if each.offsets[along] + each.sizes[along] > chunk.offsets[along]]
+        if any(all(_meet(one, chunk, dim) for dim in dims) for one in active):
+            return True
+        active.append(chunk)
+    return False
+
+
+def _meet(one: ChunkStorageMetadata, other: ChunkStorageMetadata, dim: int) -> bool:
+    start, other_start = one.offsets[dim], other.offsets[dim]
+    return start < other_start + other.sizes[dim] and other_start < start + one.sizes[dim]

@@ -1,0 +1,166 @@
+"""Which checkpoint a run goes on from, and the proof that it is whole, this run's, of the same data and models."""
+
+import hashlib
+from pathlib import Path
+
+from stillhouse.config import ConfigError, RunConfig, load_config
+from stillhouse.config.loading import dotted_values
+from stillhouse.parallel import is_first, log_rank0
+from stillhouse.train.checkpoint import checkpoints, set_aside
+from stillhouse.train.files import UNFINISHED, everywhere
+from stillhouse.train.folder import LOCK, RunFolder
+from stillhouse.train.integrity import IntactCheckpoint, verified
+from stillhouse.train.progress import STATE, DamagedCheckpointError, Progress, read_state
+from stillhouse.train.session import Session
+
+#: what may change between a run and its resumption: sections and keys that decide no weight but by rounding
+_FREE = {
+    "out",
+    "eval",
+    "checkpoint",
+    "track",
+    "device",
+    "parallel",
+    "teacher.parallel",
+    "objective.chunk_tokens",
+    "train.micro_batch_tokens",
+    "train.activation_checkpointing",
+}
+
+
+def candidates(config: RunConfig) -> list[Path]:
+    """The checkpoints to go on from, best first; none for a run from the start. Writes nothing.
+
+    Raises ValueError for a folder that holds something else: another run, other files, or a run that must not be
+    resumed.
+    """
+    folder = RunFolder(Path(config.out))
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ValueError(f"out: {folder.path} is a file; expected a folder for the run")
+    mode = config.checkpoint.resume
+    if folder.path.is_dir() and any(not _is_leftover(path) for path in folder.path.iterdir()):
+        if mode == "never":
+            raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
+        _require_same_run(folder.path, config)
+    own = checkpoints(folder.checkpoints)[::-1]
+    return own if mode in ("auto", "never") else _given_checkpoint(Path(mode), own)
+
+
+def open_checkpoint(session: Session, folder: RunFolder) -> IntactCheckpoint | None:
+    """The checkpoint to go on from, read and proven by all ranks together; None for a run from the start.
+
+    A damaged one is renamed and the one before it taken where `checkpoint.fallback` says so. Raises ValueError for
+    one that is damaged, or that was written with other data or models. Call it with the folder locked.
+    """
+    config, mesh = session.config, session.runner.mesh
+    names = everywhere([str(path) for path in candidates(config)] if is_first() else [], mesh)[0]
+    paths = [Path(name) for name in names]
+    for number, path in enumerate(paths, start=1):
+        older = paths[number] if number < len(paths) else None
+        try:
+            checkpoint = verified(path, mesh, shared=folder.owns(path))
+        except DamagedCheckpointError as error:
+            if older is None or not config.checkpoint.fallback:
+                raise DamagedCheckpointError(f"{error}; {_remedy(path, older, folder)}") from error
+            if is_first():
+                log_rank0(f"warning: {error}; it is now {set_aside(path)}, and the run goes on from {older}")
+            continue
+        if folder.owns(path):
+            require_unchanged_sources(path, checkpoint.state.progress, session)
+            if is_first():
+                _require_same_log(path, folder.metrics, checkpoint.state.progress)
+        return checkpoint
+    return None
+
+
+def require_unchanged_sources(path: Path, before: Progress, session: Session) -> None:
+    """Raise ValueError where a run would go on with other documents or models than it began with."""
+    changed = [f"data.{which}" for which, each in session.data.items() if before.data.get(which) != each]
+    changed += [which for which, each in session.models.items() if before.models.get(which) != each]
+    if changed:
+        what = "the documents have" if changed[0].startswith("data.") else "its files have"
+        raise ValueError(
+            f"{' and '.join(changed)}: {what} changed since {path} was written; put them back to go on with that "
+            "run, or choose another folder as out"
+        )
+
+
+def _require_same_log(path: Path, metrics: Path, before: Progress) -> None:
+    """Raise ValueError where the log is not the one that the checkpoint was written beside, up to its length then."""
+    beginning = b""
+    if metrics.is_file():
+        with metrics.open("rb") as file:
+            beginning = file.read(before.log_bytes)
+    if hashlib.sha256(beginning).hexdigest() != before.log_sha256:
+        raise ValueError(
+            f"{metrics} is damaged: its first {before.log_bytes:,} bytes are not those that {path} was written "
+            f"beside; put it back, or go on in another folder with checkpoint.resume={path}"
+        )
+
+
+def _remedy(path: Path, older: Path | None, folder: RunFolder) -> str:
+    if not folder.owns(path):
+        return "give another one as checkpoint.resume"
+    if older is None:
+        return "there is none before it: choose another folder as out to start again"
+    return f"checkpoint.fallback=true goes on from {older.name}, the one before it"
+
+
+def _is_leftover(path: Path) -> bool:
+    """What a process that was killed before it had written anything may have left."""
+    return path.name == LOCK or path.name.endswith(UNFINISHED)
+
+
+def _require_same_run(folder: Path, config: RunConfig) -> None:
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise ValueError(f"out: {folder} holds other files and no run; choose an empty or a new folder")
+    try:
+        before = load_config(path)
+    except ConfigError as error:
+        raise ValueError(
+            f"out: {folder} holds something else: {path} is no run's configuration of this version ({error}); "
+            "choose an empty or a new folder"
+        ) from error
+    different = _differences(before, config)
+    if different:
+        raise ValueError(
+            f"out: {folder} holds another run, with a different {', '.join(different)}; choose another folder, "
+            "or the same configuration to go on with that run"
+        )
+
+
+def _differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """The dotted keys that decide the weights and are not equal."""
+    before, after = dotted_values(old), dotted_values(new)
+    free = tuple(f"{key}." for key in _FREE)
+    keys = (key for key in before | after if not f"{key}.".startswith(free))
+    return [key for key in keys if before.get(key) != after.get(key)]
+
+
+def _given_checkpoint(path: Path, own: list[Path]) -> list[Path]:
+    """The checkpoint that the configuration names, or the run's own newest where the run began with that one."""
+    if not (path / STATE).is_file():
+        raise ConfigError(
+            "checkpoint.resume",
+            f"{path} is not a checkpoint; expected auto, never or <run>/checkpoints/step-<number>",
+        )
+    if not own or own[0].resolve() == path.resolve():
+        return [path]
+    if _started_from(own) == str(path.resolve()):
+        return own
+    raise ConfigError(
+        "checkpoint.resume",
+        f"got {path}, but out already holds the run's own {own[0]}; checkpoint.resume=auto goes on from there, "
+        "and a new folder as out starts from yours",
+    )
+
+
+def _started_from(own: list[Path]) -> str | None:
+    """The checkpoint that a run began with, by the newest of its own whose state can be read."""
+    for path in own:
+        try:
+            return read_state(path).progress.started_from
+        except DamagedCheckpointError:
+            continue  # `open_checkpoint` says so
+    return None
