@@ -87,6 +87,7 @@ def cli(context: click.Context) -> None:
     stillhouse check run.yaml                try everything out before a long run
     stillhouse distill run.yaml train.learning_rate=2e-5
     stillhouse report runs/a
+    stillhouse verify runs/a                 check the folder of a run
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -194,6 +195,26 @@ def report(run_dir: Path, compare: tuple[Path, ...]) -> None:
     from stillhouse.report import write_report
 
     click.echo(write_report(run_dir, compare))
+
+
+@cli.command()
+@click.argument("run_dir", type=RUN_DIR)
+def verify(run_dir: Path) -> None:
+    """Check that a run's folder is what the run wrote.
+
+    Checkpoints, metrics and the final model, by their hashes; exit code 1 where something is wrong.
+
+    \b
+    stillhouse verify runs/a
+    """
+    from stillhouse.verify import verify
+
+    findings = []
+    for finding in verify(run_dir):
+        findings.append(finding)
+        click.echo(finding)
+    if wrong := [finding.what for finding in findings if finding.problem is not None]:
+        raise ValueError(f"{run_dir}: {len(wrong)} of {len(findings)} parts are wrong: {', '.join(wrong)}")
 
 
 @cli.command()

@@ -47,7 +47,8 @@ from stillhouse.train.progress import (
 
 _MOMENT = "optimizer.state."
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
-_DAMAGED = ".damaged"
+#: in the name of a checkpoint that `set_aside` has renamed
+DAMAGED = ".damaged"
 
 
 def save_checkpoint(
@@ -132,7 +133,7 @@ def best_checkpoint(folder: Path, metric: str) -> Path | None:
 
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it is none any more and nothing of it is lost; returns its new path."""
-    names = (f"{path.name}{_DAMAGED}{number or ''}" for number in itertools.count())
+    names = (f"{path.name}{DAMAGED}{number or ''}" for number in itertools.count())
     free = next(each for each in map(path.with_name, names) if not each.exists())
     return path.rename(free)
 

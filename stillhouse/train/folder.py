@@ -23,6 +23,8 @@ from stillhouse.config import RunConfig, dump_config
 from stillhouse.train.files import explained_write_errors, remove_unfinished, replace_text
 
 LOCK = ".lock"
+#: the file with a hash of every file of the final model
+HASHES = "hashes.json"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and the proof that it is whole, this run's, of the same data and models."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from stillhouse.config import ConfigError, RunConfig, load_config
@@ -46,15 +47,16 @@ def candidates(config: RunConfig) -> list[Path]:
     return own if mode in ("auto", "never") else _given_checkpoint(Path(mode), own)
 
 
-def open_checkpoint(session: Session, folder: RunFolder) -> IntactCheckpoint | None:
+def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) -> IntactCheckpoint | None:
     """The checkpoint to go on from, read and proven by all ranks together; None for a run from the start.
 
+    paths: those of `candidates` on rank 0, asked with the folder locked; those of the other ranks do not count.
+
     A damaged one is renamed and the one before it taken where `checkpoint.fallback` says so. Raises ValueError for
-    one that is damaged, or that was written with other data or models. Call it with the folder locked.
+    one that is damaged, or that was written with other data or models.
     """
     config, mesh = session.config, session.runner.mesh
-    names = everywhere([str(path) for path in candidates(config)] if is_first() else [], mesh)[0]
-    paths = [Path(name) for name in names]
+    paths = [Path(name) for name in everywhere([str(path) for path in paths], mesh)[0]]
     for number, path in enumerate(paths, start=1):
         older = paths[number] if number < len(paths) else None
         try:

@@ -8,7 +8,7 @@ from stillhouse.parallel import is_first, leave, log_rank0
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
 from stillhouse.train.export import save_merged, save_student
 from stillhouse.train.files import atomic_folder, file_names, hashes
-from stillhouse.train.folder import RunFolder, environment, folder_lock, init_run_dir
+from stillhouse.train.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.integrity import RESUME, IntactCheckpoint
 from stillhouse.train.off_policy import train
@@ -25,17 +25,18 @@ def distill(config: RunConfig) -> Path:
     """
     parse_objective(config)  # before anything else: a misspelt loss is not to hide behind an occupied folder
     folder = RunFolder(Path(config.out))
-    candidates(config)  # before the models are loaded; asked again once the folder is locked
+    candidates(config)  # a folder that is not free is found before the models are loaded
     device, _ = meet(config)
     if all(from_all_ranks(folder.complete, device)):
         return _leave_complete(folder)
     session = prepare(config, announce=is_first())
     require_shared_folder(folder.path, device)
     with folder_lock(folder) if is_first() else nullcontext():
-        # another process may have worked on the run while this one loaded its models
+        # another process may have written to the folder while this one loaded its models
+        paths = candidates(config) if is_first() else []
         if any(from_all_ranks(folder.complete, device)):
             return _leave_complete(folder)
-        checkpoint = open_checkpoint(session, folder)
+        checkpoint = open_checkpoint(session, folder, paths)
         if is_first():
             init_run_dir(folder, config)
         _run(session, folder, checkpoint)
@@ -89,4 +90,4 @@ def _write_model(session: Session, folder: RunFolder, progress: Progress) -> Non
         else:
             save_merged(model, session.config.student, folder.adapter, session.tokenizer)
         files = {f"model/{name}": each for name, each in hashes(model, file_names(model)).items()}
-        folder.write_json("hashes.json", adapters | files)
+        folder.write_json(HASHES, adapters | files)

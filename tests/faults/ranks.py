@@ -12,7 +12,7 @@ The ranks meet at a store of this test process, as those that torchrun starts me
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from runs import Command
@@ -26,6 +26,7 @@ class Ranks:
 
     hook: called first in each of the processes, for faults that only a test wants; with hook_rank in one of them.
     environment: variables beside those that torchrun sets.
+    by_rank: arguments of each rank beside those of all.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Ranks:
         hook_rank: int | None = None,
         store_in_rank_0: bool = False,
         environment: dict[str, str] | None = None,
+        by_rank: Sequence[Sequence[str]] | None = None,
     ):
         self._store = None if store_in_rank_0 else TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         shared = {
@@ -50,6 +52,7 @@ class Ranks:
         self.commands = [
             Command(
                 *arguments,
+                *(() if by_rank is None else by_rank[rank]),
                 hook=hook if hook_rank in (None, rank) else None,
                 hook_arguments=hook_arguments,
                 environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},

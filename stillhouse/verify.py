@@ -1,0 +1,116 @@
+"""`stillhouse verify`: whether a run's folder is what the run wrote, without loading a model.
+
+Every checkpoint is checked by its hashes and the coverage of its tensors, the metrics by the hash in the newest
+checkpoint and by the count of each step, the final model by its hashes.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stillhouse.config import load_config
+from stillhouse.report.reading import Line, read_metrics
+from stillhouse.train.checkpoint import DAMAGED, checkpoints
+from stillhouse.train.files import UNFINISHED, file_names, hashes
+from stillhouse.train.folder import HASHES, RunFolder
+from stillhouse.train.integrity import verified
+from stillhouse.train.progress import Progress, read_state
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table. problem: None for what is in order, and then `detail` says what was found."""
+
+    what: str
+    detail: str = ""
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        verdict, text = ("ok", self.detail) if self.problem is None else ("WRONG", self.problem)
+        return f"{self.what:<28}{verdict:<7}{text}"
+
+
+def verify(path: Path) -> Iterator[Finding]:
+    """What is found, one part of the folder after the other. Raises ValueError for a folder without a run."""
+    folder = RunFolder(path)
+    if not (path / "config.yaml").is_file():
+        raise ValueError(f"{path} holds no run: it has no config.yaml. Give the `out` folder of a run")
+    yield _configuration(path / "config.yaml")
+    newest: Progress | None = None
+    for each in checkpoints(folder.checkpoints):
+        finding = _checkpoint(each)
+        if finding.problem is None:
+            newest = read_state(each).progress
+        yield finding
+    yield _metrics(folder.metrics, newest)
+    if folder.complete or (path / HASHES).exists():
+        yield _model(folder)
+    for each in sorted([*path.iterdir(), *folder.checkpoints.glob("*")]):
+        if each.name.endswith(UNFINISHED):
+            yield Finding(each.name, "left behind by a process that was killed; removed when the run goes on")
+        if DAMAGED in each.name:
+            yield Finding(each.name, "a damaged checkpoint that checkpoint.fallback has renamed")
+
+
+def _configuration(path: Path) -> Finding:
+    try:
+        config = load_config(path)
+    except ValueError as error:
+        return Finding(path.name, problem=str(error))
+    return Finding(path.name, f"{config.student.model}, {config.objective.loss}")
+
+
+def _checkpoint(path: Path) -> Finding:
+    try:
+        state = verified(path, whole=True).state
+    except ValueError as error:
+        return Finding(path.name, problem=str(error))
+    size = sum((path / name).stat().st_size for name in state.files)
+    return Finding(path.name, f"{len(state.files)} files of {size:,} bytes, {state.progress.tokens:,} tokens trained")
+
+
+def _metrics(path: Path, newest: Progress | None) -> Finding:
+    try:
+        lines, notes = read_metrics(path)
+    except ValueError as error:
+        return Finding(path.name, problem=str(error))
+    trained = [line.step for line in lines if _is_training(line)]
+    evaluated = [line.step for line in lines if not _is_training(line)]
+    twice = [f"{step:g}" for step, count in Counter(trained).items() if count > 1]
+    twice += [f"the evaluation at {step:g}" for step, count in Counter(evaluated).items() if count > 1]
+    if twice:
+        return Finding(path.name, problem=f"more than once: {', '.join(twice[:5])}")
+    if trained and len(trained) != trained[-1] - trained[0] + 1:
+        return Finding(path.name, problem=f"{len(trained)} steps from {trained[0]:g} to {trained[-1]:g}")
+    if newest is not None:
+        with path.open("rb") as file:
+            beginning = file.read(newest.log_bytes)
+        if hashlib.sha256(beginning).hexdigest() != newest.log_sha256:
+            return Finding(path.name, problem=f"not what the checkpoint of step {newest.step} was written beside")
+    steps = f"steps {trained[0]:g} to {trained[-1]:g}, each once" if trained else "no step yet"
+    return Finding(path.name, "; ".join([f"{steps}; {len(evaluated)} evaluations", *notes]))
+
+
+def _is_training(line: Line) -> bool:
+    return "train/learning_rate" in line.values
+
+
+def _model(folder: RunFolder) -> Finding:
+    path = folder.path / HASHES
+    if not folder.complete:
+        return Finding("model", problem=f"{path} is there, and {folder.model} is not")
+    try:
+        expected = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return Finding("model", problem=f"{path} cannot be read: {error}")
+    if not isinstance(expected, dict):
+        return Finding("model", problem=f"{path} is no JSON object")
+    there = [f"{part.name}/{name}" for part in (folder.model, folder.adapter) for name in file_names(part)]
+    found = hashes(folder.path, there)
+    wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+    if wrong:
+        return Finding("model", problem=f"not as it was written: {', '.join(wrong[:5])}")
+    return Finding("model", f"{len(found)} files")
