@@ -5,7 +5,6 @@ checkpoint and by the count of each step, the final model by its hashes.
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from pathlib import Path
 from stillhouse.config import load_config
 from stillhouse.report.reading import Line, read_metrics
 from stillhouse.train.checkpoint import DAMAGED, checkpoints
-from stillhouse.train.files import UNFINISHED, file_names, hashes
-from stillhouse.train.folder import HASHES, RunFolder
+from stillhouse.train.files import UNFINISHED
+from stillhouse.train.folder import RunFolder, require_intact_model
 from stillhouse.train.integrity import verified
 from stillhouse.train.progress import Progress, read_state
 
@@ -46,7 +45,7 @@ def verify(path: Path) -> Iterator[Finding]:
             newest = read_state(each).progress
         yield finding
     yield _metrics(folder.metrics, newest)
-    if folder.complete or (path / HASHES).exists():
+    if folder.complete:
         yield _model(folder)
     for each in sorted([*path.iterdir(), *folder.checkpoints.glob("*")]):
         if each.name.endswith(UNFINISHED):
@@ -99,18 +98,7 @@ def _is_training(line: Line) -> bool:
 
 
 def _model(folder: RunFolder) -> Finding:
-    path = folder.path / HASHES
-    if not folder.complete:
-        return Finding("model", problem=f"{path} is there, and {folder.model} is not")
     try:
-        expected = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        return Finding("model", problem=f"{path} cannot be read: {error}")
-    if not isinstance(expected, dict):
-        return Finding("model", problem=f"{path} is no JSON object")
-    there = [f"{part.name}/{name}" for part in (folder.model, folder.adapter) for name in file_names(part)]
-    found = hashes(folder.path, there)
-    wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
-    if wrong:
-        return Finding("model", problem=f"not as it was written: {', '.join(wrong[:5])}")
-    return Finding("model", f"{len(found)} files")
+        return Finding("model", f"{require_intact_model(folder)} files")
+    except ValueError as error:
+        return Finding("model", problem=str(error))

@@ -20,7 +20,7 @@ import stillhouse
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.config.loading import dotted_values
 from stillhouse.parallel import gathered, is_first
-from stillhouse.train.files import UNFINISHED
+from stillhouse.train.files import UNFINISHED, explained_write_errors
 
 #: what a file written by another machine may take to be seen through a network file system's cache
 _SECONDS_TO_SEE = 30.0
@@ -75,13 +75,14 @@ def require_shared_folder(folder: Path, device: torch.device) -> None:
     if not dist.is_initialized():
         return
     rank, token = dist.get_rank(), from_all_ranks(uuid.uuid4().hex if is_first() else "", device)[0]
-    created = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
 
     def probe(of: int) -> Path:
         return folder / f".{token}-{of}{UNFINISHED}"
 
-    probe(rank).write_text(socket.gethostname())
+    created = not folder.exists()
+    with explained_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe(rank).touch()  # without content: on a full disk there is room for a name
     hosts = from_all_ranks(socket.gethostname(), device)
     unseen = set(range(len(hosts)))
     end = time.monotonic() + _SECONDS_TO_SEE

@@ -27,7 +27,6 @@ from stillhouse.train.export import WEIGHT, one_process, save_student
 from stillhouse.train.files import (
     UNFINISHED,
     everywhere,
-    explained_write_errors,
     file_names,
     hashes,
     require_space,
@@ -64,7 +63,7 @@ def save_checkpoint(
     _require_finite(progress.step, tensors, runner)
     needed_bytes = _bytes_to_write(tensors, runner)
     require_space(folder, needed_bytes, mesh)
-    with explained_write_errors(final, needed_bytes), written_together(final, mesh) as partial:
+    with written_together(final, mesh, needed_bytes) as partial:
         _save_tensors(partial / RESUME, tensors, mesh)
         if is_first():
             save_student(partial / "student", runner, tokenizer, partial / RESUME)

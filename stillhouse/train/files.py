@@ -27,10 +27,13 @@ def replace_text(path: Path, content: str) -> None:
 
 
 @contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
-    """A folder to write to that takes its name when the block ends without an error, after all of it is on disk."""
+def atomic_folder(final: Path, needed_bytes: int | None = None) -> Iterator[Path]:
+    """A folder to write to that takes its name when the block ends without an error, after all of it is on disk.
+
+    needed_bytes: what will be written, where that is known, for the error of a full disk.
+    """
     partial = _partial(final)
-    with explained_write_errors(final):
+    with explained_write_errors(final, needed_bytes):
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
@@ -44,13 +47,14 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def written_together(final: Path, mesh: Mesh | None) -> Iterator[Path]:
+def written_together(final: Path, mesh: Mesh | None, needed_bytes: int | None = None) -> Iterator[Path]:
     """`atomic_folder` for all ranks: rank 0 creates the folder and renames it after the others are done."""
     if mesh is None:
-        with atomic_folder(final) as partial:
+        with atomic_folder(final, needed_bytes) as partial:
             yield partial
         return
-    with atomic_folder(final) if is_first() else nullcontext(_partial(final)) as partial:
+    first = atomic_folder(final, needed_bytes) if is_first() else nullcontext(_partial(final))
+    with explained_write_errors(final, needed_bytes), first as partial:
         dist.barrier(mesh.everyone)
         yield partial
         dist.barrier(mesh.everyone)

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 import stillhouse
 from stillhouse.config import RunConfig, dump_config
-from stillhouse.train.files import explained_write_errors, remove_unfinished, replace_text
+from stillhouse.train.files import explained_write_errors, file_names, hashes, remove_unfinished, replace_text
 
 LOCK = ".lock"
 #: the file with a hash of every file of the final model
@@ -89,6 +89,29 @@ def folder_lock(folder: RunFolder) -> Iterator[None]:
             ) from error
     with lock:
         yield
+
+
+def require_intact_model(folder: RunFolder) -> int:
+    """Read and hash the final model of a complete run, and its adapter; returns how many files they are.
+
+    Raises ValueError where they are not what the run wrote.
+    """
+    path, problem = folder.path / HASHES, ""
+    try:
+        expected = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        expected, problem = {}, f"{path} cannot be read: {error}"
+    there = [f"{part.name}/{name}" for part in (folder.model, folder.adapter) for name in file_names(part)]
+    found = hashes(folder.path, there)
+    if not problem and found != expected:
+        wrong = [name for name in sorted(found | expected) if found.get(name) != expected.get(name)]
+        problem = f"not what was written: {', '.join(wrong[:5])}"
+    if problem:
+        raise ValueError(
+            f"{folder.model} is damaged: {problem}; remove that folder, and the same command writes the model again "
+            "from the last checkpoint"
+        )
+    return len(found)
 
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:

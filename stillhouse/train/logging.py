@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -114,8 +115,8 @@ class RunLog:
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with explained_write_errors(self._path, len(line)):
             _require_in_place(self._path, self._file)
-            self._file.write(line)
-            self._file.flush()
+            if self._file.write(line) != len(line):  # the rest did not fit
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._digest.update(line)
         if self._board is not None:
             for key, value in metrics.items():
@@ -139,19 +140,20 @@ class RunLog:
             self._board.close()
 
 
-def _continue_file(path: Path, length: int) -> tuple[BinaryIO, Any]:
+def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
     """The file to append to, after what came later than the checkpoint has been cut off, and its hash so far.
 
     length: of the file when the checkpoint was written; what is there has been compared with the checkpoint.
     """
     with explained_write_errors(path):
-        file = path.open("r+b" if length else "w+b")
+        # unbuffered: what could not be written is not tried again when the file is closed
+        file = path.open("r+b" if length else "w+b", buffering=0)
         beginning = file.read(length)
         file.truncate(length)
     return file, hashlib.sha256(beginning)
 
 
-def _require_in_place(path: Path, file: BinaryIO) -> None:
+def _require_in_place(path: Path, file: FileIO) -> None:
     """Raise OSError where the file that is open is not the one at its path any more, or none may be made beside it.
 
     Writing would succeed, into a file that nobody finds.

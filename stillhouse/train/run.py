@@ -8,7 +8,14 @@ from stillhouse.parallel import is_first, leave, log_rank0
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
 from stillhouse.train.export import save_merged, save_student
 from stillhouse.train.files import atomic_folder, file_names, hashes
-from stillhouse.train.folder import HASHES, RunFolder, environment, folder_lock, init_run_dir
+from stillhouse.train.folder import (
+    HASHES,
+    RunFolder,
+    environment,
+    folder_lock,
+    init_run_dir,
+    require_intact_model,
+)
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.integrity import RESUME, IntactCheckpoint
 from stillhouse.train.off_policy import train
@@ -44,6 +51,8 @@ def distill(config: RunConfig) -> Path:
 
 
 def _leave_complete(folder: RunFolder) -> Path:
+    if is_first():
+        require_intact_model(folder)
     log_rank0(f"{folder.path} holds this run, complete: {folder.model}. Nothing to do; another run needs another out")
     leave()
     return folder.path

@@ -266,6 +266,21 @@ def test_a_log_that_is_not_the_one_of_the_checkpoint(whole: Path, tmp_path: Path
         assert contents(out / "again" / "model") == contents(whole / "out" / "model")
 
 
+def test_a_complete_run_is_proven_to_be(whole: Path, tmp_path: Path) -> None:
+    """Exit code 0 says that the model is there, so it must be the one that was written."""
+    out = tmp_path / "out"
+    shutil.copytree(whole / "out", out)
+    weights = out / "model" / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-9] ^= 1
+    weights.write_bytes(raw)
+    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    assert f"error: {out}/model is damaged: not what was written: model/model.safetensors; remove that" in refused.err
+    shutil.rmtree(out / "model")
+    run("distill", whole / "run.yaml", f"out={out}")
+    assert contents(out / "model") == contents(whole / "out" / "model")
+
+
 def test_verify_says_what_is_wrong(whole: Path, tmp_path: Path) -> None:
     rows = run("verify", whole / "out").out.splitlines()
     assert [row.split()[:2] for row in rows] == [
