@@ -7,7 +7,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # one thread for each of two test workers: two cores are what a small machine has
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all lint format docs clean
+.PHONY: demo test test-all chaos lint format docs clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -17,6 +17,11 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m "slow or not slow"
+
+# random faults over every layout: half an hour on two cores
+chaos: $(VENV)/.development
+	PYTHONPATH=.:tests:tests/faults:benchmarks OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos.py \
+		--faults 200 --out benchmarks/results/chaos-$$(date +%F).json
 
 lint: $(VENV)/.development
 	$(BIN)/ruff check .

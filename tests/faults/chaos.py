@@ -1,0 +1,369 @@
+"""A campaign of random faults: after each, the run ends bit-equal to the undisturbed one, or it was refused by name.
+
+    make chaos
+
+Small real runs under one process, fsdp, tensor, pipeline and context parallelism and with a LoRA. While one runs, a
+rank or all of them are killed, stopped or asked to end, or the disk fills up. Or it is killed at a random moment and
+then a file of its folder is damaged, lost, cut or taken from an older checkpoint, or a model is replaced. Then the
+same command is given again.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ranks import Ranks
+from runs import contents, metrics, save_model, world
+
+STEPS, EVERY = 12, 3
+#: seconds that no run of this size needs, and that a rank may take to answer
+LIMIT, TIMEOUT = 150, 6
+DISK = 64_000_000
+
+
+@dataclass(frozen=True)
+class Layout:
+    processes: int
+    overrides: tuple[str, ...] = ()
+    adapter: bool = False
+
+
+LAYOUTS = {
+    "one process": Layout(1),
+    "fsdp 2": Layout(2, ("parallel.fsdp=2",)),
+    "tensor 2": Layout(2, ("parallel.tensor=2",)),
+    "pipeline 2": Layout(2, ("parallel.pipeline=2",)),
+    "context 2": Layout(2, ("parallel.context=2",)),
+    "LoRA, fsdp 2": Layout(2, ("parallel.fsdp=2",), adapter=True),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fault and what came of it. outcome: one of `OUTCOMES`."""
+
+    layout: str
+    fault: str
+    where: str
+    outcome: str
+    message: str = ""
+
+
+#: bit-equal and refused are right; a fault that damages nothing must end bit-equal
+OUTCOMES = ("bit-equal", "refused", "silent", "traceback", "hung", "not resumed")
+GOOD = OUTCOMES[:2]
+
+
+class Hung(Exception):
+    """A job that did not end."""
+
+
+def at_once() -> None:
+    """No rank waits for rank 0 to print its error first."""
+    from stillhouse import cli
+
+    cli.SECONDS_FOR_FIRST = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout's configuration, what an undisturbed run of it gives, and how long that takes."""
+
+    name: str
+    layout: Layout
+    folder: Path
+    model: dict[str, bytes]
+    figures: list[dict[str, Any]]
+    seconds: float
+
+    def start(self, out: Path, *overrides: str) -> Ranks:
+        arguments = ["distill", self.folder / "run.yaml", f"out={out}", *self.layout.overrides, *overrides]
+        return Ranks(self.layout.processes, *arguments, hook=at_once)
+
+    def is_undisturbed(self, out: Path) -> bool:
+        return contents(out / "model") == self.model and figures(out) == self.figures
+
+
+def prepare(name: str, root: Path) -> Case:
+    layout, folder = LAYOUTS[name], root / name.replace(",", "").replace(" ", "-")
+    folder.mkdir()
+    adapter = {"student.adapter": {"r": 4, "dropout": 0.1}} if layout.adapter else {}
+    settings = {"train.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 3}
+    world(folder, family="gpt2" if layout.processes == 1 else "llama", **settings, **adapter)
+    case = Case(name, layout, folder, {}, [], 0.0)
+    started, out = time.monotonic(), folder / "undisturbed"
+    ranks = case.start(out)
+    assert ranks.wait(LIMIT) == [0] * layout.processes, ranks.texts
+    return Case(name, layout, folder, contents(out / "model"), figures(out), time.monotonic() - started)
+
+
+def figures(out: Path) -> list[dict[str, Any]]:
+    """What the log says of each step, without what the clock decides."""
+    clock = ("seconds", "speed/tokens_per_second")
+    return [{key: value for key, value in line.items() if key not in clock} for line in metrics(out)]
+
+
+def ended(ranks: Ranks) -> list[int]:
+    try:
+        return ranks.wait(LIMIT, grace=5)
+    except AssertionError as error:
+        raise Hung(str(error)) from error
+
+
+def log_lines(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_moment(case: Case, ranks: Ranks, out: Path, draw: random.Random) -> str:
+    """Until a moment drawn at random: some time after the start, after a step, or within a save."""
+    kind, end = draw.choice(["time", "step", "save"]), time.monotonic() + LIMIT
+    line, delay = draw.randrange(1, STEPS + 4), draw.uniform(0, 1.2 * case.seconds)
+    saves, seen = draw.randrange(1, STEPS // EVERY + 1), set[str]()
+
+    def reached() -> bool:
+        if kind == "time":
+            return time.monotonic() - started >= delay
+        if kind == "step":
+            return log_lines(out) >= line
+        seen.update(path.name for path in (out / "checkpoints").glob("*.partial"))
+        return len(seen) >= saves
+
+    started = time.monotonic()
+    while not reached() and time.monotonic() < end:
+        if all(command.process.exitcode is not None for command in ranks):
+            break
+        time.sleep(0.002)
+    return {"time": f"after {delay:.1f} s", "step": f"at line {line}", "save": f"in save {saves}"}[kind]
+
+
+# faults while the run works: each returns where it happened, after the job has ended
+
+
+def send(case: Case, out: Path, draw: random.Random, number: signal.Signals, everyone: bool) -> str:
+    ranks = case.start(out)
+    where = wait_for_moment(case, ranks, out, draw)
+    rank = None if everyone else draw.randrange(case.layout.processes)
+    ranks.send(number, rank)
+    codes = ended(ranks)
+    require_no_traceback(ranks)
+    return f"{where}, {'all ranks' if rank is None else f'rank {rank}'}, exit codes {codes}"
+
+
+def kill_one(case: Case, out: Path, draw: random.Random) -> str:
+    return send(case, out, draw, signal.SIGKILL, everyone=False)
+
+
+def kill_all(case: Case, out: Path, draw: random.Random) -> str:
+    return send(case, out, draw, signal.SIGKILL, everyone=True)
+
+
+def stop_one(case: Case, out: Path, draw: random.Random) -> str:
+    """A rank that hangs; the last one left is ended from outside, as a launcher does."""
+    ranks = case.start(out)
+    where = wait_for_moment(case, ranks, out, draw)
+    rank = draw.randrange(case.layout.processes)
+    ranks.send(signal.SIGSTOP, rank)
+    if case.layout.processes == 1:
+        ranks.send(signal.SIGKILL, rank)
+    codes = ended(ranks)
+    require_no_traceback(ranks)
+    return f"{where}, rank {rank}, exit codes {codes}"
+
+
+def terminate_one(case: Case, out: Path, draw: random.Random) -> str:
+    return send(case, out, draw, signal.SIGTERM, everyone=False)
+
+
+def terminate_all(case: Case, out: Path, draw: random.Random) -> str:
+    return send(case, out, draw, draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]), everyone=True)
+
+
+def full_disk(case: Case, out: Path, draw: random.Random) -> str:
+    """Some megabytes for the whole folder, and more when the run is started again."""
+    whole = sum(len(each) for each in contents(case.folder / "undisturbed").values())
+    size = int(draw.uniform(0.02, 1.1) * whole)
+    out.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(out)], check=True)
+    ranks = case.start(out)
+    codes = ended(ranks)
+    require_no_traceback(ranks)
+    subprocess.run(["mount", "-o", f"remount,size={DISK}", str(out)], check=True)
+    return f"{size:,} bytes, exit codes {codes}"
+
+
+# faults in the folder of a run that was killed: each returns what was changed
+
+
+def interrupted(case: Case, out: Path, draw: random.Random) -> None:
+    """A run that was killed after its first checkpoint and before its end."""
+    line = draw.randrange(EVERY + 3, STEPS + 2)
+    ranks, end = case.start(out), time.monotonic() + LIMIT
+    while log_lines(out) < line and time.monotonic() < end:
+        time.sleep(0.002)
+    ranks.send(signal.SIGKILL)
+    ended(ranks)
+
+
+def any_file(out: Path, draw: random.Random) -> Path:
+    files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.stat().st_size]
+    # half of the time in the newest checkpoint, which the run goes on from
+    newest = max((path for path in (out / "checkpoints").iterdir() if path.suffix == ""), default=out)
+    return draw.choice([path for path in files if newest in path.parents] if draw.random() < 0.5 else files)
+
+
+def flip_a_byte(case: Case, out: Path, draw: random.Random) -> str:
+    interrupted(case, out, draw)
+    path = any_file(out, draw)
+    raw = bytearray(path.read_bytes())
+    place = draw.randrange(len(raw))
+    raw[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(raw)
+    return f"byte {place} of {path.relative_to(out)}"
+
+
+def delete_a_file(case: Case, out: Path, draw: random.Random) -> str:
+    interrupted(case, out, draw)
+    path = any_file(out, draw)
+    path.unlink()
+    return str(path.relative_to(out))
+
+
+def cut_a_file(case: Case, out: Path, draw: random.Random) -> str:
+    interrupted(case, out, draw)
+    path = any_file(out, draw)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: draw.randrange(len(raw))])
+    return str(path.relative_to(out))
+
+
+def stale_file(case: Case, out: Path, draw: random.Random) -> str:
+    """A file of an older checkpoint in the place of the newest one's."""
+    interrupted(case, out, draw)
+    every = sorted(path for path in (out / "checkpoints").iterdir() if path.suffix == "")
+    older, newest = every[0], every[-1]
+    path = draw.choice([path for path in sorted(older.rglob("*")) if path.is_file()])
+    shutil.copy(path, newest / path.relative_to(older))
+    return f"{path.relative_to(out)} into {newest.name}"
+
+
+def replaced_model(case: Case, out: Path, draw: random.Random) -> str:
+    interrupted(case, out, draw)
+    which = draw.choice(["student", "teacher"])
+    family = json.loads((case.folder / which / "config.json").read_text())["model_type"]
+    (case.folder / which).rename(case.folder / f"{which}.kept")
+    save_model(case.folder / which, family, seed=draw.randrange(10, 10**6))
+    return which
+
+
+DURING = [kill_one, kill_all, stop_one, terminate_one, terminate_all, full_disk]
+AFTER = [flip_a_byte, delete_a_file, cut_a_file, stale_file, replaced_model]
+
+
+class Traceback(Exception):
+    """A job that printed one."""
+
+
+def require_no_traceback(ranks: Ranks) -> None:
+    if "Traceback" in ranks.err:
+        raise Traceback(ranks.err[-3000:])
+
+
+def attempt(case: Case, fault: Callable[[Case, Path, random.Random], str], out: Path, draw: random.Random) -> Trial:
+    """One fault, and the same command again."""
+    name, where = fault.__name__.replace("_", " "), ""
+    try:
+        where = fault(case, out, draw)
+        again = case.start(out)
+        codes = ended(again)
+        require_no_traceback(again)
+        first = again[0].err.strip()
+        if codes == [0] * len(codes):
+            outcome = "bit-equal" if case.is_undisturbed(out) else "silent"
+        elif fault in DURING or not set(codes) <= {1, 2} or not first.startswith("error: ") or "\n" in first:
+            outcome = "not resumed"
+        else:
+            outcome = "refused"
+        return Trial(case.name, name, where, outcome, first.replace(str(case.folder), "…"))
+    except Hung as error:
+        return Trial(case.name, name, where, "hung", str(error)[-3000:])
+    except Traceback as error:
+        return Trial(case.name, name, where, "traceback", str(error))
+    finally:
+        for which in ("student", "teacher"):
+            if (kept := case.folder / f"{which}.kept").exists():
+                shutil.rmtree(case.folder / which)
+                kept.rename(case.folder / which)
+        if os.path.ismount(out):
+            subprocess.run(["umount", "-l", str(out)], check=True)
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def campaign(faults: int, seed: int, layouts: list[str], root: Path) -> list[Trial]:
+    draw = random.Random(seed)
+    cases = [prepare(name, root) for name in layouts]
+    kinds = [fault for fault in DURING + AFTER if fault is not full_disk or os.geteuid() == 0]
+    trials: list[Trial] = []
+    for number in range(faults):
+        case, fault = cases[number % len(cases)], kinds[number // len(cases) % len(kinds)]
+        trial = attempt(case, fault, case.folder / f"out-{number}", random.Random(draw.random()))
+        trials.append(trial)
+        print(f"{number + 1}/{faults} {trial.layout}: {trial.fault} ({trial.where}): {trial.outcome}", flush=True)
+        if trial.outcome not in GOOD:
+            print(trial.message, flush=True)
+    return trials
+
+
+def table(trials: list[Trial], by: str) -> dict[str, dict[str, int]]:
+    """The outcomes of each kind of fault, or of each layout."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for trial in trials:
+        counts[getattr(trial, by)][trial.outcome] += 1
+    return {key: dict(each) for key, each in counts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--out", type=Path, help="result file (JSON)")
+    arguments = parser.parse_args()
+    started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="stillhouse-chaos-"))
+    try:
+        trials = campaign(arguments.faults, arguments.seed, arguments.layouts, root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    bad = [trial for trial in trials if trial.outcome not in GOOD]
+    for fault, each in table(trials, "fault").items():
+        print(f"{fault:<18}" + ", ".join(f"{count} {outcome}" for outcome, count in each.items()))
+    if arguments.out is not None:
+        from record import write_result
+
+        content = {
+            "faults": len(trials),
+            "seed": arguments.seed,
+            "minutes": round((time.monotonic() - started) / 60, 1),
+            "outcomes": dict(collections.Counter(trial.outcome for trial in trials)),
+            "by_fault": table(trials, "fault"),
+            "by_layout": table(trials, "layout"),
+            "trials": [asdict(trial) for trial in trials],
+        }
+        write_result(arguments.out, content)
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()
