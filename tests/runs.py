@@ -118,15 +118,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class Command:
-    """`stillhouse <arguments>` as a process. `hook`: called in it first, for faults that only a test wants."""
+    """`stillhouse <arguments>` as a process. `hook`: called in it first, for faults that only a test wants.
+
+    environment: variables that are set in it beside its own.
+    """
 
     def __init__(
-        self, *arguments: str | Path, hook: Callable[..., None] | None = None, hook_arguments: tuple[Any, ...] = ()
+        self,
+        *arguments: str | Path,
+        hook: Callable[..., None] | None = None,
+        hook_arguments: tuple[Any, ...] = (),
+        environment: dict[str, str] | None = None,
     ):
         self.log = _logs() / f"{time.monotonic_ns()}"
         texts = [str(argument) for argument in arguments]
         self.process = _server().Process(
-            target=_child, args=(texts, str(self.log), hook, hook_arguments), daemon=True
+            target=_child, args=(texts, str(self.log), environment or {}, hook, hook_arguments), daemon=True
         )
         self.process.start()
 
@@ -185,7 +192,14 @@ def _logs() -> Path:
     return Path(folder)
 
 
-def _child(arguments: list[str], log: str, hook: Callable[..., None] | None, hook_arguments: tuple[Any, ...]) -> None:
+def _child(
+    arguments: list[str],
+    log: str,
+    environment: dict[str, str],
+    hook: Callable[..., None] | None,
+    hook_arguments: tuple[Any, ...],
+) -> None:
+    os.environ |= environment
     for number, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
