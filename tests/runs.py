@@ -180,6 +180,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def _server() -> Any:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does before it imports torch
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "stillhouse.train.run", "stillhouse.train.check", "runs"])
     return context

@@ -33,6 +33,7 @@ _FREE = {
     "teacher.parallel",
     "objective.chunk_tokens",
     "train.micro_batch_tokens",
+    "train.timeout",
     "train.activation_checkpointing",
 }
 _LOCK = ".lock"

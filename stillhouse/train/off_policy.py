@@ -4,10 +4,14 @@ It reads top to bottom; what a step is stands in `step.py`, what it sees in `sch
 """
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from stillhouse.objective.keys import CHUNK_TOKENS
-from stillhouse.parallel import Work, is_first
+from stillhouse.parallel import Work, is_first, leave, watchdog
+from stillhouse.preemption import Preempted, finishing
 from stillhouse.train.checkpoint import Progress, load_checkpoint, prune, save_checkpoint
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
@@ -16,12 +20,14 @@ from stillhouse.train.logging import open_log
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
 from stillhouse.train.step import ROUTER_LOSS, make_optimizer, optimizer_step
+from stillhouse.train.stopping import agreed_signal
 
 
 def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Progress:
     """Run every step that is left; returns how far the run is then. The student holds the final weights.
 
-    Raises ValueError at a loss or gradient that is not finite, before it is applied.
+    Raises ValueError at a loss or gradient that is not finite, before it is applied, and Preempted after the step in
+    which a rank has received a signal.
     """
     config, plan, runner = session.config, session.plan, session.runner
     settings = config.train
@@ -36,12 +42,15 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
     progress.data = session.data
     if progress.step > plan.steps:
         raise ValueError(f"{resume} is at step {progress.step}, and this run ends at {plan.steps}: nothing to train")
-    with open_log(folder.path, progress, plan.steps, config.track) as log:
+    with ExitStack() as stack:
+        log = stack.enter_context(open_log(folder.path, progress, plan.steps, config.track))
         if progress.step == 0 and session.evaluation is not None:
             progress.metrics = evaluate(session)
             log.evaluation(0, 0, progress.metrics)
+        stack.enter_context(finishing("this step and a checkpoint of it"))
         upcoming: list[Work] = []
         for step in range(progress.step, plan.steps):
+            watchdog.enter(f"step {step + 1}")
             started = time.monotonic()
             works = upcoming or session.step_works(step)
             upcoming = session.step_works(step + 1) if runner.looks_ahead and step + 1 < plan.steps else []
@@ -58,15 +67,30 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
             log.train(progress.step, progress.tokens, _train_metrics(sums, rate, norm, speed))
             last = progress.step == plan.steps
             saving = _due(progress.step, config.checkpoint.every) or last
+            progress.metrics = {}  # of this step, or none
             if session.evaluation is not None and (_due(progress.step, config.eval.every) or saving):
                 progress.metrics = evaluate(session)
                 log.evaluation(progress.step, progress.tokens, progress.metrics)
-            if saving:
+            stopped_by = 0 if last else agreed_signal(runner.mesh)
+            if saving or stopped_by:
                 progress.seconds = log.seconds
-                save_checkpoint(folder.checkpoints, progress, runner, optimizer, session.tokenizer)
-                if is_first():
-                    prune(folder.checkpoints, config.checkpoint.keep, config.checkpoint.best)
+                checkpoint = _save(session, folder, progress, optimizer)
+                stopped_by = stopped_by or (0 if last else agreed_signal(runner.mesh))  # while that was written
+            if stopped_by:
+                leave()
+                raise Preempted(stopped_by, progress.step, checkpoint)
+    watchdog.enter("writing the final model", timed=False)
     return progress
+
+
+def _save(session: Session, folder: RunFolder, progress: Progress, optimizer: torch.optim.Optimizer) -> Path:
+    """Write a checkpoint and remove those that need not be kept; returns its path."""
+    watchdog.enter(f"writing the checkpoint of step {progress.step}", timed=False)
+    checkpoint = save_checkpoint(folder.checkpoints, progress, session.runner, optimizer, session.tokenizer)
+    if is_first():
+        settings = session.config.checkpoint
+        prune(folder.checkpoints, settings.keep, settings.best)
+    return checkpoint
 
 
 def _due(step: int, every: int) -> bool:

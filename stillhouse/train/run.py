@@ -5,6 +5,7 @@ from pathlib import Path
 
 from stillhouse.config import RunConfig
 from stillhouse.parallel import is_first, leave
+from stillhouse.preemption import finishing
 from stillhouse.train.checkpoint import atomic_folder, checkpoints, save_merged, save_student
 from stillhouse.train.folder import RunFolder, alone, claim, environment, require_same_data, resumable
 from stillhouse.train.held_out import held_out_tokens
@@ -57,12 +58,13 @@ def _run(session: Session, folder: RunFolder, resume: Path | None) -> None:
         folder.write_json("environment.json", environment(words, config.seed, session.device))
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
     progress = train(session, folder, resume)
-    tokens = held_out_tokens(session, progress.step)
-    if tokens is not None and is_first():
-        folder.write_json("tokens.json", tokens)
-    if is_first():
-        _leave_model(session, folder)
-    leave()
+    with finishing("the final model"):
+        tokens = held_out_tokens(session, progress.step)
+        if tokens is not None and is_first():
+            folder.write_json("tokens.json", tokens)
+        if is_first():
+            _leave_model(session, folder)
+        leave()
     say(f"model: {folder.model}")
 
 

@@ -51,6 +51,7 @@ from stillhouse.parallel import (
     local_rank,
     process_count,
     require_sharing,
+    watchdog,
 )
 from stillhouse.train.dealing import dealt_works
 from stillhouse.train.logging import require_trackers
@@ -127,7 +128,11 @@ class Session:
         return sums
 
     def precision(self) -> torch.autocast:
-        """The autocast of a run: bfloat16 products over float32 master weights, or nothing."""
+        """The autocast of a run: bfloat16 products over float32 master weights, or nothing.
+
+        The forward of every micro-batch asks for it, which tells the watchdog that the run makes progress.
+        """
+        watchdog.progress()
         enabled = self.config.train.precision == "bf16"
         # its cache would keep all layers' weights in bfloat16 until a forward ends, gathered ones too
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
@@ -165,7 +170,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     evaluation = None
     if evaluation_documents is not None:
         evaluation = PackedSequences(evaluation_documents, max_tokens=max_tokens, seed=config.seed, shuffle=False)
-    mesh = join(layout, device)
+    mesh = join(layout, device, config.train.timeout)
     if mesh is None:
         runner = alone(*load_models(config, device), own_base=own_base(config))
     else:
