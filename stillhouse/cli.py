@@ -49,17 +49,18 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def main() -> None:
     """The entry point of `stillhouse` and of `python -m stillhouse`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # before and after `run`, too, Ctrl-C is no traceback
-    sys.exit(run(sys.argv[1:]))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run` handles it, Ctrl-C is no traceback either
+    sys.exit(run(sys.argv[1:], ends_process=True))
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
     """Run one command and return its exit code; the one place where errors become a line on stderr.
 
     A ValueError or OSError is a failure that the user can do something about; STILLHOUSE_TRACEBACK=1 also shows
     where it arose. Any other exception is a mistake of ours and keeps its traceback.
+    ends_process: nothing but the end of the process comes afterwards, and signals leave that alone.
     """
-    with handling(lambda number: _stopped_at_once(number, arguments)):
+    with handling(lambda number: _stopped_at_once(number, arguments), ends_process=ends_process):
         return _run(arguments)
 
 

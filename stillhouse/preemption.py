@@ -43,9 +43,10 @@ class Preempted(Exception):
 
 
 @contextmanager
-def handling(message: Callable[[int], str]) -> Iterator[None]:
+def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
     """Handle signals until the block ends. message: what a process that ends at once prints, of the signal's number.
 
+    ends_process: ignore signals afterwards, so that the exit code stands; otherwise they mean what they did before.
     Only the main thread of a process can do so; in another one nothing changes.
     """
     global _listener
@@ -57,12 +58,12 @@ def handling(message: Callable[[int], str]) -> Iterator[None]:
     _listener = _Listener(message)
     descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
     for number in own:
-        signal.signal(number, _do_nothing)  # a handler in Python is what makes the wake-up descriptor be written to
+        signal.signal(number, _listener.arrive)  # without a handler in Python no number comes to the descriptor
     try:
         yield
     finally:
         for number in own:
-            signal.signal(number, before[number])
+            signal.signal(number, signal.SIG_IGN if ends_process else before[number])
         signal.set_wakeup_fd(descriptor)
         _listener.close()
         _listener = None
@@ -84,7 +85,7 @@ def finishing(what: str) -> Iterator[None]:
 
 def requested() -> int:
     """The number of the signal that this process has received; 0: none, or signals are not handled."""
-    return 0 if _listener is None else _listener.received
+    return 0 if _listener is None else _listener.settled()
 
 
 class _Listener:
@@ -92,7 +93,8 @@ class _Listener:
 
     def __init__(self, message: Callable[[int], str]):
         self.finishing: str | None = None
-        self.received, self._received_at = 0, 0.0
+        self._received, self._received_at = 0, 0.0
+        self._arrived, self._noted = False, threading.Event()
         self._message = message
         self._inbox, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -104,6 +106,16 @@ class _Listener:
     @property
     def descriptor(self) -> int:
         return self._wakeup.fileno()
+
+    def arrive(self, *_: object) -> None:
+        """The handler, which the main thread runs at once where it runs Python."""
+        self._arrived = True
+
+    def settled(self) -> int:
+        """The number of the signal that has been received, once the thread has read what the main thread knows of."""
+        if self._arrived:
+            self._noted.wait()
+        return self._received
 
     def close(self) -> None:
         self._wakeup.close()
@@ -125,23 +137,20 @@ class _Listener:
                         self._receive(number)
 
     def _receive(self, number: int) -> None:
-        now = time.monotonic()
-        if self.received and "RANK" in os.environ and now - self._received_at <= REPEATED_SECONDS:
+        now, finishing = time.monotonic(), self.finishing
+        if self._received and "RANK" in os.environ and now - self._received_at <= REPEATED_SECONDS:
             return
-        if self.received or self.finishing is None:
+        if self._received or finishing is None:
             end_process(128 + number, self._message(number) if _is_rank_0() else None)
-        self.received, self._received_at = number, now
+        self._received, self._received_at = number, now
         # Ctrl-C also ends the `tee` that reads the output, and SIGHUP comes from a terminal that is gone: neither
         # must keep the run from its checkpoint
         for descriptor in _OUTPUTS:
             self._poll.register(descriptor, 0)  # reports errors alone
         if _is_rank_0():
             name = signal.Signals(number).name
-            print_line(f"{name}: finishing {self.finishing}; a second signal ends the run at once")
-
-
-def _do_nothing(*_: object) -> None:
-    pass
+            print_line(f"{name}: finishing {finishing}; a second signal ends the run at once")
+        self._noted.set()
 
 
 def _is_rank_0() -> bool:

@@ -207,6 +207,7 @@ def _child(
     torch.set_num_threads(1)
     if hook is not None:
         hook(*hook_arguments)
-    from stillhouse.cli import run
+    from stillhouse.cli import main
 
-    sys.exit(run(arguments))
+    sys.argv = ["stillhouse", *arguments]
+    main()

@@ -154,7 +154,8 @@ class Watchdog:
         if silent:
             return " and ".join(self._silence(rank) for rank in silent), set(silent)
         own = self.own
-        if not own.timed or now - own.since <= self.seconds:
+        # later than for signs of life, so that a process that has stopped is named as such
+        if not own.timed or now - own.since <= self.seconds + 3 * self._interval:
             return None
         behind = [rank for rank, peer in self._peers.items() if peer.number < own.number]
         if behind:
@@ -163,10 +164,8 @@ class Watchdog:
         begun = {self.rank: own.begun} | {rank: peer.begun for rank, peer in self._peers.items()}
         fewest = [str(rank) for rank, count in sorted(begun.items()) if count == min(begun.values())]
         where = "" if len(fewest) == self.ranks else f"; rank {', '.join(fewest)} has begun the fewest micro-batches"
-        return (
-            f"{own.phase} has made no progress for {self._limit}, though all ranks give signs of life{where}",
-            set(),
-        )
+        message = f"{own.phase} has made no progress for {self._limit}, though all ranks give signs of life"
+        return message + where, set()
 
     def _end(self, message: str, mute: set[int]) -> None:
         """The first rank prints the message at once, and torchrun then ends the others before they do."""
