@@ -7,13 +7,17 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # one thread for each of two test workers: two cores are what a small machine has
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all chaos lint format docs clean
+.PHONY: demo test test-slow test-all chaos lint format docs clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
 
 test: lint
 	$(PYTEST)
+
+# a test that fails runs once more by itself; one that then passes is listed as flaky
+test-slow: $(VENV)/.development
+	OMP_NUM_THREADS=1 $(BIN)/python tests/slow_half.py
 
 test-all: lint
 	$(PYTEST) -m "slow or not slow"

@@ -1,10 +1,12 @@
 """The command line: parses first, imports heavy things after, so that `--help` answers at once.
 
-Exit codes: 0 done, 1 the work failed, 2 the call or the configuration is wrong, 130 interrupted (see `run`).
+Exit codes: 0 done, 1 the work failed, 2 the call or the configuration is wrong (see `run`), 128 + n stopped by signal
+n, such as 130 for Ctrl-C and 143 for SIGTERM (see `preemption.py`).
 """
 
 import os
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -15,11 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stillhouse import __version__
+from stillhouse.ending import error_line
+from stillhouse.preemption import Preempted, handling
 
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE = 1, 2
 #: that the other processes of a torchrun wait with an error that all of them find
 SECONDS_FOR_FIRST = 10.0
 FLAGS = {
@@ -36,6 +40,7 @@ OUT_OF_MEMORY = (
     "Lower train.micro_batch_tokens (no result depends on it) or data.max_tokens, or set "
     "train.activation_checkpointing=true; `stillhouse check` shows a step's peak"
 )
+LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
 RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -43,23 +48,31 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def main() -> None:
     """The entry point of `stillhouse` and of `python -m stillhouse`."""
-    sys.exit(run(sys.argv[1:]))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run` handles it, Ctrl-C is no traceback either
+    sys.exit(run(sys.argv[1:], ends_process=True))
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
     """Run one command and return its exit code; the one place where errors become a line on stderr.
 
     A ValueError or OSError is a failure that the user can do something about; STILLHOUSE_TRACEBACK=1 also shows
     where it arose. Any other exception is a mistake of ours and keeps its traceback.
+    ends_process: nothing but the end of the process comes afterwards, and signals leave that alone.
     """
+    with handling(lambda number: _stopped_at_once(number, arguments), ends_process=ends_process):
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         cli.main(list(arguments), prog_name="stillhouse", standalone_mode=False)
     except click.ClickException as error:
         return _report(error, _usage(error), error.exit_code)
-    except click.Abort as abort:
-        if not isinstance(abort.__cause__, KeyboardInterrupt):  # click turns any EOFError into an Abort, too
-            raise
-        return _interrupted(arguments)
+    except Preempted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            click.echo(f"{stop}; {_same_command(arguments)} goes on from there", err=True)
+        return 128 + stop.number
     except (ValueError, OSError) as error:
         from stillhouse.config import ConfigError, MissingKeyError
 
@@ -69,10 +82,14 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"\n(in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
         return _report(error, str(error) + hint, USAGE)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not to be imported for this
-            raise
         first = str(error).partition("\n")[0]
-        return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not to be imported for this
+            return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
+        if _is_lost_contact(error):
+            what = first.partition("] ")[2].partition(". ")[0] or first  # without gloo's source file and its advice
+            again = f"{_same_command(arguments)} {_goes_on(arguments)}"
+            return _report(error, f"{LOST_CONTACT} ({what}); {again}", FAILED)
+        raise
     return 0
 
 
@@ -237,7 +254,11 @@ def demo(out: Path) -> None:
 
 
 def _quiet_libraries() -> None:
-    """The bars that transformers draws while it reads and writes weights would cut through a run's live line."""
+    """The bars that transformers draws while it reads and writes weights would cut through a run's live line.
+
+    Where a rank dies, torch's C++ warns on all others with a stack of its own.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # is read when torch is imported
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -299,21 +320,33 @@ def _usage(error: click.ClickException) -> str:
     return message
 
 
-def _interrupted(arguments: Sequence[str]) -> int:
-    again = f"`{shlex.join(['stillhouse', *arguments])}`"
+def _is_lost_contact(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised it about another process. gloo's errors have no type of their own."""
+    kinds = {each.__name__ for each in type(error).__mro__}
+    return "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error))
+
+
+def _stopped_at_once(number: int, arguments: Sequence[str]) -> str:
+    stopped = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+    return f"{stopped}; {_same_command(arguments)} {_goes_on(arguments)}"
+
+
+def _goes_on(arguments: Sequence[str]) -> str:
     if arguments[:1] == ["distill"]:
-        again += " goes on from the run's last checkpoint, or from the start where there is none yet"
-    else:
-        again += " starts again"
-    click.echo(f"interrupted; {again}", err=True)
-    return INTERRUPTED
+        return "goes on from the run's last checkpoint, or from the start where there is none yet"
+    return "starts again"
+
+
+def _same_command(arguments: Sequence[str]) -> str:
+    if "RANK" in os.environ:  # torchrun's command line is not known here
+        return "the same command"
+    return f"`{shlex.join(['stillhouse', *arguments])}`"
 
 
 def _report(error: Exception, message: str, code: int) -> int:
-    rank = os.environ.get("RANK", "0")
     if os.environ.get("STILLHOUSE_TRACEBACK") == "1":
         traceback.print_exception(error)
-    if rank != "0":
+    if os.environ.get("RANK", "0") != "0":
         time.sleep(SECONDS_FOR_FIRST)  # what every process finds, the first one says, and torchrun ends the others
-    click.echo(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", err=True)
+    click.echo(error_line(message), err=True)
     return code

@@ -90,7 +90,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     sequences = PackedSequences(documents, max_tokens=config.data.max_tokens, seed=config.seed)
     numbers = sequences.order(0)[: MICRO_BATCHES * processes]
     rows = [numbers[at : at + 1] for at in range(len(numbers))]
-    start(device)
+    start(device, config.train.timeout)
     float32 = partial(torch.autocast, device.type, enabled=False)
 
     def step(runner: Runner) -> dict[str, float]:

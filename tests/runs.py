@@ -180,6 +180,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def _server() -> Any:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does before it imports torch
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "stillhouse.train.run", "stillhouse.train.check", "runs"])
     return context
@@ -206,6 +207,7 @@ def _child(
     torch.set_num_threads(1)
     if hook is not None:
         hook(*hook_arguments)
-    from stillhouse.cli import run
+    from stillhouse.cli import main
 
-    sys.exit(run(arguments))
+    sys.argv = ["stillhouse", *arguments]
+    main()

@@ -121,6 +121,7 @@ def test_what_decides_no_weight_may_change(half: Path) -> None:
         "checkpoint.best=eval/agreement",
         "train.micro_batch_tokens=128",
         "train.activation_checkpointing=true",
+        "train.timeout=60",
         "objective.chunk_tokens=16",
         "device=auto",
         "track=[tensorboard]",

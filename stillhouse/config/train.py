@@ -63,6 +63,12 @@ class TrainConfig(Section):
     activation_checkpointing: bool = Field(
         default=False, description="Recompute the layers in backward: less memory, about a third more time."
     )
+    timeout: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds in which a step has to make progress, by a micro-batch at least, and after which a rank"
+        " that gives no sign of life ends the job. No effect without torchrun.",
+    )
 
     @model_validator(mode="before")
     @classmethod

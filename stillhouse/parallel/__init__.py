@@ -1,5 +1,6 @@
 """Student and teacher laid over processes, from outside (see `runner.py`)."""
 
+from stillhouse.parallel import watchdog
 from stillhouse.parallel.loading import empty_decoder, fill, local_folder
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pipeline import SCHEMES
@@ -46,4 +47,5 @@ __all__ = [
     "process_count",
     "require_sharing",
     "start",
+    "watchdog",
 ]

@@ -5,10 +5,12 @@ context, tensor. The experts of a layer are dealt out over neighbours of the las
 """
 
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Mesh:
         rest = shard * tensor // degrees.experts
         self.experts = self._grid(pipeline=pipeline, replicate=replicate, shard=rest, expert=degrees.experts)
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
-        self.everyone = dist.new_group(list(range(degrees.processes)))
+        self.everyone = dist.new_group(list(range(degrees.processes)), timeout=_group_timeout(device))
         self.pipelines = self._along_pipeline(), self._along_pipeline()
 
     @property
@@ -93,8 +95,19 @@ class Mesh:
         """
         if self.degrees.pipeline == 1:
             return None
-        made = {tuple(ranks): dist.new_group(ranks) for ranks in self.tokens.mesh.flatten(1).T.tolist()}
+        timeout = _group_timeout(self.device)
+        made = {tuple(ranks): dist.new_group(ranks, timeout) for ranks in self.tokens.mesh.flatten(1).T.tolist()}
         return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 
     def _grid(self, **sizes: int) -> DeviceMesh:
-        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if grid.get_coordinate() is not None:
+            for group in grid.get_all_groups():
+                _set_pg_timeout(_group_timeout(self.device), group)
+        return grid
+
+
+def _group_timeout(device: torch.device) -> timedelta:
+    """The time limit of the world's collectives, which groups made of it do not inherit (torch 2.13)."""
+    world = _get_default_group()
+    return world._get_backend(device).options._timeout

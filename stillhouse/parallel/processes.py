@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from stillhouse.config import ConfigError, ParallelConfig
+from stillhouse.parallel import watchdog
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.runner import Layout
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+#: that a collective waits at least, as gloo's own limit
+GROUP_SECONDS = 1800.0
 
 
 def process_count() -> int:
@@ -84,24 +88,27 @@ def require_sharing(layout: Layout, device: torch.device) -> None:
             )
 
 
-def start(device: torch.device) -> None:
-    """Meet the other processes that torchrun started."""
+def start(device: torch.device, timeout: float) -> None:
+    """Meet the other processes that torchrun started. timeout: seconds after which a rank counts as hung."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        store, rank, processes = next(dist.rendezvous("env://"))
+        store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # torchrun's own store outlives its restarts, with the addresses of dead processes in it (torch 2.13);
             # only on one machine do all agree on how many there were
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes)
+        watchdog.start(store, rank, processes, timeout)
+        # a rank that hangs is the watchdog's to find: what a collective waits for may also be a long save on rank 0
+        limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
 
 
-def join(layout: Layout, device: torch.device) -> Mesh | None:
+def join(layout: Layout, device: torch.device, timeout: float) -> Mesh | None:
     """The mesh of a layout, after all of its processes have met; None for a process alone."""
     if layout.degrees.processes == 1:
         return None
-    start(device)
+    start(device, timeout)
     return Mesh(layout.degrees, device)
 
 
@@ -109,6 +116,7 @@ def leave() -> None:
     """Part from the other processes, after all of them are done."""
     if dist.is_initialized():
         dist.barrier()
+        watchdog.stop()
         dist.destroy_process_group()
 
 

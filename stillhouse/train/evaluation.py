@@ -11,6 +11,7 @@ from stillhouse.models import evaluating
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.divergence import forward_kl
 from stillhouse.objective.recipe import Recipe
+from stillhouse.parallel import watchdog
 from stillhouse.train.session import Session
 
 #: metric keys of an evaluation, from the names that the objective gives them
@@ -32,6 +33,7 @@ def evaluate(session: Session) -> dict[str, float]:
     sequences = session.evaluation
     if sequences is None:
         return {}
+    watchdog.enter("an evaluation")
     recipe = Recipe(cross_entropy=1.0, divergence=None if session.config.teacher is None else forward_kl())
     outputs: list[ObjectiveOutput] = []
     with ExitStack() as modes:

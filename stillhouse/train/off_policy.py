@@ -4,29 +4,33 @@ It reads top to bottom; what a step is stands in `step.py`, what it sees in `sch
 """
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from stillhouse.objective.keys import CHUNK_TOKENS
-from stillhouse.parallel import Work, is_first
+from stillhouse.parallel import Work, is_first, leave, watchdog
+from stillhouse.preemption import Preempted, finishing
 from stillhouse.train.checkpoint import load_checkpoint, prune, save_checkpoint
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.integrity import IntactCheckpoint
-from stillhouse.train.logging import open_log
+from stillhouse.train.logging import RunLog, Silence, open_log
 from stillhouse.train.progress import Progress
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
 from stillhouse.train.step import ROUTER_LOSS, make_optimizer, optimizer_step
+from stillhouse.train.stopping import agreed_signal
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
     """Run every step that is left; returns how far the run is then. The student holds the final weights.
 
     Raises ValueError at a loss or gradient that is not finite, before it is applied, and at weights that are not,
-    before they are saved.
+    before they are saved; Preempted after the step in which a rank has received a signal.
     """
     config, plan, runner = session.config, session.plan, session.runner
     settings = config.train
@@ -38,12 +42,15 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
         eps=settings.eps,
     )
     progress = _progress(session, folder, checkpoint, optimizer)
-    with open_log(folder, progress, plan.steps, config.track) as log:
+    with ExitStack() as stack:
+        log = stack.enter_context(open_log(folder, progress, plan.steps, config.track))
         if progress.step == 0 and session.evaluation is not None:
             progress.metrics = evaluate(session)
             log.evaluation(0, 0, progress.metrics)
+        stack.enter_context(finishing("this step and a checkpoint of it"))
         upcoming: list[Work] = []
         for step in range(progress.step, plan.steps):
+            watchdog.enter(f"step {step + 1}")
             started = time.monotonic()
             works = upcoming or session.step_works(step)
             upcoming = session.step_works(step + 1) if runner.looks_ahead and step + 1 < plan.steps else []
@@ -60,15 +67,18 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             log.train(progress.step, progress.tokens, _train_metrics(sums, rate, norm, speed))
             last = progress.step == plan.steps
             saving = _due(progress.step, config.checkpoint.every) or last
+            progress.metrics = {}  # of this step, or none
             if session.evaluation is not None and (_due(progress.step, config.eval.every) or saving):
                 progress.metrics = evaluate(session)
                 log.evaluation(progress.step, progress.tokens, progress.metrics)
-            if saving:
-                progress.seconds, progress.log_bytes, progress.log_sha256 = log.seconds, *log.position
-                save_checkpoint(folder.checkpoints, progress, runner, optimizer, session.tokenizer)
-                if is_first():
-                    for damage in prune(folder.checkpoints, config.checkpoint.keep, config.checkpoint.best):
-                        log.say(f"warning: {damage}")
+            stopped_by = 0 if last else agreed_signal(runner.mesh)
+            if saving or stopped_by:
+                saved = _save(session, folder, progress, optimizer, log)
+                stopped_by = stopped_by or (0 if last else agreed_signal(runner.mesh))  # while that was written
+            if stopped_by:
+                leave()
+                raise Preempted(stopped_by, progress.step, saved)
+    watchdog.enter("writing the final model", timed=False)
     return progress
 
 
@@ -86,6 +96,20 @@ def _progress(
         if not folder.owns(checkpoint.path):  # another run's: its log is elsewhere
             progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0)
     return replace(progress, data=session.data, models=session.models)
+
+
+def _save(
+    session: Session, folder: RunFolder, progress: Progress, optimizer: torch.optim.Optimizer, log: RunLog | Silence
+) -> Path:
+    """Write a checkpoint and remove those that need not be kept; returns its path."""
+    watchdog.enter(f"writing the checkpoint of step {progress.step}", timed=False)
+    progress.seconds, progress.log_bytes, progress.log_sha256 = log.seconds, *log.position
+    saved = save_checkpoint(folder.checkpoints, progress, session.runner, optimizer, session.tokenizer)
+    if is_first():
+        settings = session.config.checkpoint
+        for damage in prune(folder.checkpoints, settings.keep, settings.best):
+            log.say(f"warning: {damage}")
+    return saved
 
 
 def _due(step: int, every: int) -> bool:

@@ -25,6 +25,7 @@ _FREE = {
     "teacher.parallel",
     "objective.chunk_tokens",
     "train.micro_batch_tokens",
+    "train.timeout",
     "train.activation_checkpointing",
 }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from stillhouse.config import RunConfig
 from stillhouse.parallel import is_first, leave, log_rank0
+from stillhouse.preemption import finishing
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
 from stillhouse.train.export import save_merged, save_student
 from stillhouse.train.files import atomic_folder, file_names, hashes
@@ -76,12 +77,13 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
         folder.write_json("environment.json", environment(words, config.seed, session.device))
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
     progress = train(session, folder, checkpoint)
-    tokens = held_out_tokens(session, progress.step)
-    if tokens is not None and is_first():
-        folder.write_json("tokens.json", tokens)
-    if is_first():
-        _write_model(session, folder, progress)
-    leave()
+    with finishing("the final model"):
+        tokens = held_out_tokens(session, progress.step)
+        if tokens is not None and is_first():
+            folder.write_json("tokens.json", tokens)
+        if is_first():
+            _write_model(session, folder, progress)
+        leave()
     log_rank0(f"model: {folder.model}")
 
 

@@ -53,6 +53,7 @@ from stillhouse.parallel import (
     process_count,
     require_sharing,
     start,
+    watchdog,
 )
 from stillhouse.train.agreement import require_same_configuration, require_same_sources
 from stillhouse.train.dealing import dealt_works
@@ -131,7 +132,11 @@ class Session:
         return sums
 
     def precision(self) -> torch.autocast:
-        """The autocast of a run: bfloat16 products over float32 master weights, or nothing."""
+        """The autocast of a run: bfloat16 products over float32 master weights, or nothing.
+
+        The forward of every micro-batch asks for it, which tells the watchdog that the run makes progress.
+        """
+        watchdog.progress()
         enabled = self.config.train.precision == "bf16"
         # its cache would keep all layers' weights in bfloat16 until a forward ends, gathered ones too
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
@@ -169,7 +174,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     data = {which: documents.fingerprint() for which, documents in splits.items()}
     models = {"tokenizer": tokenizer_fingerprint(tokenizer), **model_fingerprints(config)}
     require_same_sources({f"data.{which}": each for which, each in data.items()} | models, device)
-    mesh = join(layout, device)
+    mesh = join(layout, device, config.train.timeout)
     if mesh is None:
         runner = alone(*load_models(config, device), own_base=own_base(config))
     else:
@@ -210,7 +215,7 @@ def meet(config: RunConfig) -> tuple[torch.device, list[str]]:
         if each is not None:
             require_sharing(each, device)
     if process_count() > 1:
-        start(device)
+        start(device, config.train.timeout)
     return device, require_same_configuration(config, device)
 
 

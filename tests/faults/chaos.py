@@ -100,7 +100,7 @@ def prepare(name: str, root: Path) -> Case:
     layout, folder = LAYOUTS[name], root / name.replace(",", "").replace(" ", "-")
     folder.mkdir()
     adapter = {"student.adapter": {"r": 4, "dropout": 0.1}} if layout.adapter else {}
-    settings = {"train.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 3}
+    settings = {"train.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 3, "train.timeout": TIMEOUT}
     world(folder, family="gpt2" if layout.processes == 1 else "llama", **settings, **adapter)
     case = Case(name, layout, folder, {}, [], 0.0)
     started, out = time.monotonic(), folder / "undisturbed"

@@ -45,7 +45,7 @@ class Ranks:
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
             "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(_free_port() if self._store is None else self._store.port),
+            "MASTER_PORT": str(free_port() if self._store is None else self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": str(self._store is not None),
             **(environment or {}),
         }
@@ -103,7 +103,7 @@ class Ranks:
         return "".join(each.err for each in self.commands)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return listener.getsockname()[1]

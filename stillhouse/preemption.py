@@ -1,0 +1,164 @@
+"""Signals that end a command: Ctrl-C, and those that SLURM, Kubernetes and torchrun send before they take a machine.
+
+The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
+
+    the first signal    within `finishing` it is only noted. The training loop reads `requested` after each step,
+                        writes a checkpoint and raises `Preempted`. Anywhere else it ends the process at once.
+    the second signal   ends the process at once.
+
+The exit code is then 128 + the signal's number. A thread reads the signals, because Python runs signal handlers in
+the main thread alone, which may be waiting in a collective that never ends. Signals that were ignored when the
+process started (`nohup`, background jobs) stay ignored. Where the library is used without the command line, nothing
+is installed and signals keep their meaning.
+"""
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stillhouse.ending import end_process, print_line
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+#: of a process of torchrun, for which signals within this many seconds are one: SLURM's `scancel` and `srun` signal
+#: every process of a job step, and torchrun passes its own copy on
+REPEATED_SECONDS = 1.0
+
+_OUTPUTS = (1, 2)
+
+_listener: "_Listener | None" = None
+
+
+class Preempted(Exception):
+    """The run stopped because of a signal, after a step, with a checkpoint of it. All ranks raise it at one step."""
+
+    def __init__(self, number: int, step: int, checkpoint: Path):
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; checkpoint {checkpoint}")
+        self.number = number
+
+
+@contextmanager
+def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
+    """Handle signals until the block ends. message: what a process that ends at once prints, of the signal's number.
+
+    ends_process: ignore signals afterwards, so that the exit code stands; otherwise they mean what they did before.
+    Only the main thread of a process can do so; in another one nothing changes.
+    """
+    global _listener
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    own = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+    _listener = _Listener(message)
+    descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
+    for number in own:
+        signal.signal(number, _listener.arrive)  # without a handler in Python no number comes to the descriptor
+    try:
+        yield
+    finally:
+        for number in own:
+            signal.signal(number, signal.SIG_IGN if ends_process else before[number])
+        signal.set_wakeup_fd(descriptor)
+        _listener.close()
+        _listener = None
+
+
+@contextmanager
+def finishing(what: str) -> Iterator[None]:
+    """Within the block the first signal is only noted, and a line says that `what` is finished first."""
+    listener = _listener
+    if listener is None:
+        yield
+        return
+    listener.finishing = what
+    try:
+        yield
+    finally:
+        listener.finishing = None
+
+
+def requested() -> int:
+    """The number of the signal that this process has received; 0: none, or signals are not handled."""
+    return 0 if _listener is None else _listener.settled()
+
+
+class _Listener:
+    """A thread that reads the numbers of signals as they arrive."""
+
+    def __init__(self, message: Callable[[int], str]):
+        self.finishing: str | None = None
+        self._received, self._received_at = 0, 0.0
+        self._arrived, self._noted = False, threading.Event()
+        self._message = message
+        self._inbox, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._inbox, select.POLLIN)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    @property
+    def descriptor(self) -> int:
+        return self._wakeup.fileno()
+
+    def arrive(self, *_: object) -> None:
+        """The handler, which the main thread runs at once where it runs Python."""
+        self._arrived = True
+
+    def settled(self) -> int:
+        """The number of the signal that has been received, once the thread has read what the main thread knows of."""
+        if self._arrived:
+            self._noted.wait()
+        return self._received
+
+    def close(self) -> None:
+        self._wakeup.close()
+        self._thread.join()
+        self._inbox.close()
+
+    def _listen(self) -> None:
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor in _OUTPUTS:
+                    self._poll.unregister(descriptor)
+                    _discard(descriptor)
+                    continue
+                numbers = self._inbox.recv(64)
+                if not numbers:  # closed
+                    return
+                for number in numbers:
+                    if number in SIGNALS:
+                        self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        now, finishing = time.monotonic(), self.finishing
+        if self._received and "RANK" in os.environ and now - self._received_at <= REPEATED_SECONDS:
+            return
+        if self._received or finishing is None:
+            end_process(128 + number, self._message(number) if _is_rank_0() else None)
+        self._received, self._received_at = number, now
+        # Ctrl-C also ends the `tee` that reads the output, and SIGHUP comes from a terminal that is gone: neither
+        # must keep the run from its checkpoint
+        for descriptor in _OUTPUTS:
+            self._poll.register(descriptor, 0)  # reports errors alone
+        if _is_rank_0():
+            name = signal.Signals(number).name
+            print_line(f"{name}: finishing {finishing}; a second signal ends the run at once")
+        self._noted.set()
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _discard(descriptor: int) -> None:
+    """Let whatever is written there go nowhere, since its reader has gone."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)

@@ -1,0 +1,254 @@
+"""A rank that hangs ends the job after `train.timeout`, by name; one that dies ends it at once, in a line."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import Ranks
+from runs import contents, run, wait_for, world
+from test_train_resume import evaluations, last_step, losses
+
+from stillhouse.parallel import Degrees, Mesh, watchdog
+from stillhouse.parallel.processes import start
+from stillhouse.train import session
+from stillhouse.train.logging import RunLog, Silence
+
+LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]
+SECONDS, LIMIT = 5, 180
+LOST = "lost contact with another rank, which has ended or hangs"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With models, data and run.yaml, for 12 steps."""
+    folder = tmp_path_factory.mktemp("hung")
+    world(folder, **{"train.steps": 12, "checkpoint.every": 2, "train.timeout": SECONDS})
+    return folder
+
+
+def sleep_at(step: int, seconds: float) -> None:
+    """The main thread of this rank does nothing for a while, after the line of a step."""
+    for log in (RunLog, Silence):
+
+        def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
+            original(own, at, *others)
+            if at == step:
+                time.sleep(seconds)
+
+        log.train = wrapped  # type: ignore[method-assign]
+
+
+def stop_at(step: int) -> None:
+    """This rank is stopped there, all of its threads."""
+    for log in (RunLog, Silence):
+
+        def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
+            original(own, at, *others)
+            if at == step:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        log.train = wrapped  # type: ignore[method-assign]
+
+
+def hung(folder: Path, out: Path, layout: str, rank: int, **options: Any) -> Ranks:
+    """A run one of whose ranks is stopped after step 5, until the other one has ended."""
+    arguments = ["distill", folder / "run.yaml", f"parallel.{layout}", f"out={out}"]
+    ranks = Ranks(2, *arguments, hook=stop_at, hook_arguments=(5,), hook_rank=rank, **options)
+    assert ranks[1 - rank].wait(LIMIT) == 1, ranks.texts
+    ranks.send(signal.SIGKILL, rank)
+    ranks.wait()
+    return ranks
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
+    """And the same command ends like a run that was never disturbed."""
+    undisturbed, out = folder / "undisturbed", folder / f"stopped {rank}"
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2"]
+    ranks = hung(folder, out, "fsdp=2", rank)
+    which = "error: " if rank == 1 else "error on rank 1: "
+    assert ranks[1 - rank].err.startswith(f"{which}rank {rank} (")
+    assert f", process {ranks[rank].process.pid}) has given no sign of life for {SECONDS} s" in ranks[1 - rank].err
+    assert ranks[1 - rank].err.count("\n") == 1
+    if rank == 0:
+        return
+    for folder_of_run in (undisturbed, out):
+        ranks = Ranks(2, *arguments, f"out={folder_of_run}")
+        assert ranks.wait() == [0, 0], ranks.texts
+    assert "resuming from" in ranks[0].out
+    assert contents(out / "model") == contents(undisturbed / "model")
+    assert losses(out) == losses(undisturbed)
+    assert evaluations(out) == evaluations(undisturbed)
+
+
+def test_rank_0_may_hold_the_store(folder: Path) -> None:
+    ranks = hung(folder, folder / "store", "fsdp=2", 0, store_in_rank_0=True)
+    assert ranks[1].err == (
+        "error on rank 1: rank 0 on 127.0.0.1, which holds the job's store, has not answered for "
+        f"{SECONDS} s (train.timeout); the same command goes on from the last checkpoint\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("store_in_rank_0", [False, True])
+def test_a_stopped_rank_is_named_under_every_layout(
+    folder: Path, layout: str, rank: int, store_in_rank_0: bool
+) -> None:
+    out = folder / f"{layout} {rank} {store_in_rank_0}"
+    ranks = hung(folder, out, layout, rank, store_in_rank_0=store_in_rank_0)
+    assert f"rank {rank} (" in ranks[1 - rank].err or (rank == 0 and "rank 0 on 127.0.0.1" in ranks[1].err)
+    assert ranks[1 - rank].err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_main_thread_that_hangs_is_found_too(folder: Path) -> None:
+    """Though its process gives signs of life: what it does is still the step before the other rank's."""
+    out = folder / "asleep"
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", "data.eval=0", f"out={out}"]
+    ranks = Ranks(2, *arguments, hook=sleep_at, hook_arguments=(5, LIMIT), hook_rank=1)
+    assert ranks[0].wait(LIMIT) == 1, ranks.texts
+    ranks.send(signal.SIGKILL)
+    assert "step" in ranks[0].err
+    assert "has made no progress" in ranks[0].err or "is still in step 5" in ranks[0].err
+    assert ranks[0].err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_only_slow_goes_on(folder: Path) -> None:
+    """A stop shorter than the limit; and a stop of all ranks, longer than it, as of a suspended job."""
+    out = folder / "slow"
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={out}"]
+    ranks = Ranks(2, *arguments, hook=sleep_at, hook_arguments=(5, SECONDS / 2))
+    wait_for(lambda: last_step(out) == 5)
+    ranks.send(signal.SIGSTOP)
+    time.sleep(2 * SECONDS)
+    ranks.send(signal.SIGCONT)
+    assert ranks.wait() == [0, 0], ranks.texts
+    assert ranks.err == ""
+
+
+def fail_in_prepare(seconds: float) -> None:
+    """This rank cannot load its data, or takes so long for it."""
+    original = session.load_data
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        if seconds < SECONDS:
+            raise ValueError("no such file here")
+        return original(*arguments)
+
+    session.load_data = wrapped
+
+
+def test_a_rank_that_does_not_come(folder: Path) -> None:
+    """To the meeting of all ranks, because it hangs before."""
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'absent'}"]
+    ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(LIMIT,), hook_rank=1)
+    assert ranks[0].wait(LIMIT) == 1, ranks.texts
+    ranks.send(signal.SIGKILL)
+    assert ranks[0].err.startswith(f"error: rank 1 has not joined the others within {SECONDS} s (train.timeout)")
+    assert ranks[0].err.count("\n") == 1
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_fails_while_the_others_wait_for_it(folder: Path, failing: int) -> None:
+    """Its own error is printed, and the launcher ends the others, which are not slow to obey."""
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", "train.timeout=60", f"out={folder / 'fails'}"]
+    ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(0,), hook_rank=failing)
+    codes = ranks.wait(grace=1)
+    assert codes[failing] == 1
+    assert codes[1 - failing] == 143
+    assert "no such file here" in ranks[failing].err
+    assert "Traceback" not in ranks.err
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ("fsdp=2", 1),
+        *(
+            pytest.param(layout, rank, marks=pytest.mark.slow)
+            for layout in LAYOUTS
+            for rank in (0, 1)
+            if (layout, rank) != ("fsdp=2", 1)
+        ),
+    ],
+)
+def test_a_killed_rank_is_one_line_on_the_others(folder: Path, layout: str, rank: int) -> None:
+    out = folder / f"killed {layout} {rank}"
+    ranks = Ranks(2, "distill", folder / "run.yaml", f"parallel.{layout}", f"out={out}", "train.steps=100000")
+    wait_for(lambda: last_step(out) >= 3)
+    ranks.send(signal.SIGKILL, rank)
+    assert ranks[1 - rank].wait(LIMIT) == 1
+    (line,) = ranks[1 - rank].err.splitlines()
+    assert line.startswith(f"error: {LOST}" if rank == 1 else ("error on rank 1: "))
+    assert LOST in line or "rank 0 (" in line
+    assert "goes on from" in line
+
+
+def test_one_process_has_no_watchdog(folder: Path) -> None:
+    run("distill", folder / "run.yaml", f"out={folder / 'one'}", "train.timeout=0.001", "train.steps=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_ends_the_job(folder: Path, rank: int) -> None:
+    """It kills the stopped process itself, 30 s after the other one has ended."""
+    out = folder / f"torchrun {rank}"
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "stillhouse"]
+    arguments = ["distill", folder / "run.yaml", f"out={out}", "parallel.fsdp=2", "train.steps=100000"]
+    arguments.append("train.timeout=10")  # they import for as long
+    with subprocess.Popen(
+        [sys.executable, "-m", *launcher, *arguments],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+    ) as job:
+        wait_for(lambda: last_step(out) >= 3, LIMIT)
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(children[rank]), signal.SIGSTOP)
+        _, err = job.communicate(timeout=LIMIT)
+    assert job.returncode == 1
+    assert f"rank {rank} (" in err
+    assert f"process {children[rank]}) has given no sign of life for 10 s" in err
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def group_timeouts(rank: int, port: int, results: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import torch
+
+    device = torch.device("cpu")
+    start(device, 5000.0)
+    mesh = Mesh(Degrees(fsdp=2), device)
+    groups = [dist.group.WORLD, mesh.everyone, *mesh.weights.get_all_groups(), *mesh.tokens.get_all_groups()]
+    results.put({group._get_backend(device).options._timeout.total_seconds() for group in groups})
+    dist.barrier()
+    watchdog.stop()
+    dist.destroy_process_group()
+
+
+def test_no_collective_gives_up_before_the_watchdog() -> None:
+    """torch's groups do not inherit a time limit: NCCL's own is 10 minutes."""
+    import torch.multiprocessing as multiprocessing
+    from ranks import free_port
+
+    context = multiprocessing.get_context("forkserver")
+    results, port = context.Queue(), free_port()
+    processes = [context.Process(target=group_timeouts, args=(rank, port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=LIMIT) for _ in processes] == [{10000.0}, {10000.0}]
+    for process in processes:
+        process.join(LIMIT)
+        assert process.exitcode == 0

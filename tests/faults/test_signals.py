@@ -1,0 +1,376 @@
+"""Signals that end a run: it stops after a step, with a checkpoint, and goes on from there to the same bits.
+
+Each signal is sent to a process, from inside at a point that a test chooses or from outside.
+"""
+
+import functools
+import importlib
+import itertools
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from runs import Command, contents, run, wait_for, world
+from test_train_resume import evaluations, last_step, losses, signal_at
+
+from stillhouse import preemption
+from stillhouse.train import off_policy
+from stillhouse.train.logging import RunLog
+
+LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]
+NAMES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 138}
+LIMIT = 180
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models, data, run.yaml, and `whole`, a run of 12 steps that nobody has disturbed."""
+    folder = tmp_path_factory.mktemp("signals")
+    world(folder, family="gpt2", **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
+    run("distill", folder / "run.yaml", f"out={folder / 'whole'}")
+    return folder
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert contents(one / "model") == contents(other / "model")
+    assert losses(one) == losses(other)
+    assert evaluations(one) == evaluations(other)
+
+
+def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:
+    """It said so in one line, without a traceback or a warning, and left a checkpoint of that step and no model."""
+    checkpoint = out / "checkpoints" / f"step-{step:08d}"
+    stopped = f"stopped by {name} after step {step}; checkpoint {checkpoint};"
+    *before, last = command.err.splitlines()
+    assert last.startswith(stopped)
+    assert last.endswith("goes on from there")
+    assert len(before) == 0 or before == [
+        f"{name}: finishing this step and a checkpoint of it; a second signal ends the run at once"
+    ]
+    assert (checkpoint / "state.json").is_file()
+    assert not (out / "model").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "SIGTERM" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
+    """Step 6 has an evaluation and no checkpoint, step 7 has neither."""
+    step = 7 if name == "SIGTERM" else 6
+    out, number = whole / name, signal.Signals[name]
+    command = Command("distill", whole / "run.yaml", f"out={out}", hook=signal_at, hook_arguments=(step, number))
+    assert command.wait() == NAMES[name]
+    assert_stopped(command, name, step, out)
+    resumed = run("distill", whole / "run.yaml", f"out={out}")
+    assert f"resuming from {out}/checkpoints/step-{step:08d}\n" in resumed.out
+    assert_same_run(out, whole / "whole")
+
+
+def stopped_and_resumed(folder: Path, layout: str, number: signal.Signals, rank: int | None) -> None:
+    """The ranks of a run get a signal after step 6, go on, and end as others do that nobody has disturbed."""
+    arguments = ["distill", folder / "run.yaml", *(f"parallel.{key}" for key in layout.split())]
+    undisturbed, out = folder / f"{layout} undisturbed", folder / f"{layout} {number.name}"
+    ranks = Ranks(2, *arguments, f"out={undisturbed}")
+    assert ranks.wait() == [0, 0], ranks.texts
+    hook = {"hook": signal_at, "hook_arguments": (6, number), "hook_rank": 0}
+    ranks = Ranks(2, *arguments, f"out={out}", **hook) if rank == 0 else Ranks(2, *arguments, f"out={out}")
+    if rank != 0:
+        wait_for(lambda: last_step(out) >= 2)
+        ranks.send(number, rank)
+    assert ranks.wait() == [128 + number] * 2, ranks.texts
+    assert ranks[1].err == ""
+    (checkpoint,) = sorted((out / "checkpoints").iterdir())[-1:]
+    assert_stopped(ranks[0], number.name, int(checkpoint.name[5:]), out)
+    assert rank != 0 or checkpoint.name == "step-00000006"
+    ranks = Ranks(2, *arguments, f"out={out}")
+    assert ranks.wait() == [0, 0], ranks.texts
+    assert f"resuming from {checkpoint}\n" in ranks[0].out
+    assert_same_run(out, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])]
+)
+def test_all_ranks_stop_at_one_step(whole: Path, layout: str) -> None:
+    """Though the signal comes to one of them only, as from a machine that is to be taken away."""
+    stopped_and_resumed(whole, layout, signal.SIGTERM, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", [1, None])
+def test_ranks_that_are_signalled_from_outside(whole: Path, layout: str, rank: int | None) -> None:
+    """At any point: rank 1 alone, or all at once, which they need not notice in the same step."""
+    arguments = ["distill", whole / "run.yaml", f"parallel.{layout}"]
+    undisturbed, out = whole / f"{layout} undisturbed", whole / f"{layout} outside {rank}"
+    if not undisturbed.exists():
+        assert Ranks(2, *arguments, f"out={undisturbed}").wait() == [0, 0]
+    ranks = Ranks(2, *arguments, f"out={out}")
+    wait_for(lambda: last_step(out) >= 2)
+    ranks.send(signal.SIGTERM, rank)
+    assert ranks.wait() == [143, 143], ranks.texts
+    assert "Traceback" not in ranks.err
+    ranks = Ranks(2, *arguments, f"out={out}")
+    assert ranks.wait() == [0, 0], ranks.texts
+    assert_same_run(out, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_runs_ahead_is_stopped_too(whole: Path) -> None:
+    stopped_and_resumed(whole, "pipeline=2 schedule=1f1b_ahead", signal.SIGTERM, 0)
+
+
+def signal_when(module: str, name: str, number: signal.Signals) -> None:
+    """The process gets a signal when a function of a module is called, which then takes a while."""
+    holder = importlib.import_module(module)
+    original = getattr(holder, name)
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+        return original(*arguments, **options)
+
+    setattr(holder, name, wrapped)
+
+
+BEFORE_TRAINING = {
+    "preparing": ("stillhouse.train.session", "load_data"),
+    "loading": ("stillhouse.train.session", "load_models"),
+    "first evaluation": ("stillhouse.train.off_policy", "evaluate"),
+}
+
+
+@pytest.mark.parametrize(("where", "name"), [*zip(BEFORE_TRAINING, ("SIGINT", "SIGTERM", "SIGINT"), strict=True)])
+def test_before_the_first_step_it_ends_at_once(whole: Path, where: str, name: str) -> None:
+    out = whole / f"{where} {name}"
+    arguments = ["distill", str(whole / "run.yaml"), f"out={out}"]
+    command = Command(*arguments, hook=signal_when, hook_arguments=(*BEFORE_TRAINING[where], signal.Signals[name]))
+    assert command.wait() == NAMES[name]
+    word = "interrupted" if name == "SIGINT" else f"stopped by {name}"
+    assert command.err.count("\n") == 1
+    assert command.err.startswith(f"{word}; `stillhouse distill ")
+    assert "goes on from the run's last checkpoint, or from the start where there is none yet" in command.err
+    assert "minimise" in command.out  # what was printed before is not lost
+    run(*arguments)
+    assert_same_run(out, whole / "whole")
+
+
+@pytest.mark.parametrize("command", ["check", "report", "demo", "parity"])
+def test_other_commands_end_at_once(whole: Path, tmp_path: Path, command: str) -> None:
+    arguments: dict[str, list[Any]] = {
+        "check": [whole / "run.yaml", f"out={whole / 'unused'}"],
+        "report": [whole / "whole"],
+        "demo": ["--out", tmp_path],
+        "parity": [whole / "run.yaml"],
+    }
+    started = Command(command, *arguments[command], hook=interrupt_main_thread)
+    assert started.wait() == 130
+    assert started.err.startswith(f"interrupted; `stillhouse {command}")
+    assert started.err.endswith("starts again\n")
+    assert started.err.count("\n") == 1
+
+
+def interrupt_main_thread() -> None:
+    """Soon, by a thread: in imports, or whatever the command does first."""
+    original = preemption._Listener
+
+    def wrapped(*arguments: Any) -> Any:
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return original(*arguments)
+
+    preemption._Listener = wrapped  # type: ignore[assignment, misc]
+
+
+def test_a_signal_in_an_evaluation_or_a_save_waits_for_its_end(whole: Path) -> None:
+    for name, call, step in (("evaluate", 1, 3), ("save_checkpoint", 0, 4)):
+        out = whole / f"in {name}"
+        command = Command(
+            *("distill", whole / "run.yaml", f"out={out}"), hook=interrupt_in, hook_arguments=(name, call)
+        )
+        assert command.wait() == 130
+        assert_stopped(command, "SIGINT", step, out)
+        run("distill", whole / "run.yaml", f"out={out}")
+        assert_same_run(out, whole / "whole")
+
+
+def interrupt_in(name: str, call: int) -> None:
+    """SIGINT at a call of a function of the training loop, counted from 0."""
+    original, calls = getattr(off_policy, name), itertools.count()
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+
+    setattr(off_policy, name, wrapped)
+
+
+def test_a_run_that_is_at_its_end_ends_well(whole: Path) -> None:
+    """In its last step, and while the final model is written."""
+    hooks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (signal_at, (12, signal.SIGTERM)),
+        (signal_when, ("stillhouse.train.run", "_leave_model", signal.SIGTERM)),
+    ]
+    for number, (hook, arguments) in enumerate(hooks):
+        out = whole / f"end {number}"
+        command = Command("distill", whole / "run.yaml", f"out={out}", hook=hook, hook_arguments=arguments)
+        assert command.wait() == 0, command.err
+        assert command.err.startswith("SIGTERM: finishing ")
+        assert_same_run(out, whole / "whole")
+
+
+def hang_at_step(step: int) -> None:
+    """The main thread never comes back, as from a collective whose other ranks have gone."""
+    original = RunLog.train
+
+    @functools.wraps(original)
+    def wrapped(log: RunLog, at: int, *others: Any) -> None:
+        original(log, at, *others)
+        if at == step:
+            threading.Event().wait()
+
+    RunLog.train = wrapped  # type: ignore[method-assign]
+
+
+def test_the_second_signal_ends_it_at_once(whole: Path) -> None:
+    out = whole / "hangs"
+    command = Command("distill", whole / "run.yaml", f"out={out}", hook=hang_at_step, hook_arguments=(5,))
+    wait_for(lambda: last_step(out) == 5)
+    command.send(signal.SIGTERM)
+    wait_for(lambda: "SIGTERM: finishing" in command.err)
+    assert command.process.exitcode is None
+    command.send(signal.SIGINT)
+    assert command.wait() == 130
+    assert "interrupted; `stillhouse distill" in command.err
+    run("distill", whole / "run.yaml", f"out={out}")
+    assert_same_run(out, whole / "whole")
+
+
+@pytest.mark.slow
+def test_a_signal_that_torchrun_repeats_counts_once(whole: Path) -> None:
+    """SLURM signals all processes of a step, and torchrun, one of them, passes its own on to the others."""
+    out = whole / "repeated"
+    arguments = ["distill", whole / "run.yaml", f"out={out}", "parallel.fsdp=2"]
+    ranks = Ranks(2, *arguments, hook=hang_at_step, hook_arguments=(5,))
+    wait_for(lambda: last_step(out) == 5)
+    for _ in range(3):
+        ranks.send(signal.SIGTERM)
+        time.sleep(0.05)
+    time.sleep(0.2)
+    assert [each.process.exitcode for each in ranks] == [None, None]
+    time.sleep(1)
+    ranks.send(signal.SIGTERM)
+    assert ranks.wait() == [143, 143]
+
+
+@pytest.mark.slow
+def test_what_was_ignored_stays_ignored(whole: Path) -> None:
+    """By `nohup` a run outlives its terminal."""
+    out = whole / "nohup"
+
+    command = Command(
+        "distill", whole / "run.yaml", f"out={out}", hook=ignoring_signal_at, hook_arguments=(5, signal.SIGHUP)
+    )
+    assert command.wait() == 0, command.err
+    assert command.err == ""
+
+
+def ignoring_signal_at(step: int, number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    signal_at(step, number)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_goes_away(whole: Path) -> None:
+    """SIGHUP comes when nothing can be written to it any more; the checkpoint is written all the same."""
+    out = whole / "terminal"
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stillhouse", "distill", whole / "run.yaml", f"out={out}", "train.steps=100000"],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # which makes it the controlling terminal
+    )
+    os.close(terminal)
+    reader = threading.Thread(target=read_all, args=(master,), daemon=True)
+    reader.start()
+    wait_for(lambda: last_step(out) >= 3)
+    os.close(master)
+    assert process.wait(LIMIT) == 129
+    newest = sorted((out / "checkpoints").iterdir())[-1]
+    assert int(newest.name[5:]) == last_step(out) >= 3
+
+
+def read_all(descriptor: int) -> None:
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except OSError:
+        pass
+
+
+@pytest.mark.slow
+def test_ctrl_c_also_ends_the_reader_of_the_output(whole: Path) -> None:
+    out = whole / "tee"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stillhouse", "distill", whole / "run.yaml", f"out={out}", "eval.every=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    wait_for(lambda: last_step(out) >= 1)
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    assert process.wait(LIMIT) == 130
+    newest = sorted((out / "checkpoints").iterdir())[-1]
+    assert int(newest.name[5:]) == last_step(out)
+
+
+@pytest.mark.slow
+def test_the_library_leaves_signals_alone(whole: Path) -> None:
+    """A run that a script starts is interrupted as any script is."""
+    script = (
+        "import signal, sys; from stillhouse import load_config; from stillhouse.train.run import distill\n"
+        "before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
+        f"distill(load_config({str(whole / 'run.yaml')!r}, overrides=['out={whole / 'library'}']))\n"
+        "assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert_same_run(whole / "library", whole / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_torchrun_passes_its_signal_on(whole: Path, name: str) -> None:
+    out, number = whole / f"torchrun {name}", signal.Signals[name]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--signals-to-handle", name]
+    run_yaml = [whole / "run.yaml", f"out={out}", "parallel.fsdp=2", "train.steps=100000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", *launcher, "-m", "stillhouse", "distill", *run_yaml],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+    ) as job:
+        wait_for(lambda: last_step(out) >= 3, LIMIT)
+        job.send_signal(number)
+        _, err = job.communicate(timeout=LIMIT)
+    assert f"stopped by {name} after step {last_step(out)}; checkpoint {out}/checkpoints/step-" in err
+    assert "forcefully" not in err
+    assert err.count("Traceback") == 1  # torchrun's own, after a signal

@@ -1,0 +1,51 @@
+"""The slow half of the tests: one that fails runs once more by itself, and is listed as flaky where it then passes.
+
+python tests/slow_half.py [what pytest takes, such as files]
+"""
+
+import re
+import sys
+import time
+from typing import Any
+
+import pytest
+
+#: more failures than that are no flakiness, and running them again would only take time
+MOST_AGAIN = 20
+
+
+class Outcome:
+    """A pytest plugin that keeps what became of the tests."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        self.counts: dict[str, int] = {}
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        stats = terminalreporter.stats
+        # xdist puts a test's group behind its name
+        names = [re.sub(r"@[^@\]]*$", "", each.nodeid) for key in ("failed", "error") for each in stats.get(key, [])]
+        self.failed = list(dict.fromkeys(names))
+        self.counts = {key: len(stats[key]) for key in ("passed", "skipped") if stats.get(key)}
+
+
+def main(arguments: list[str]) -> int:
+    started, first, second = time.monotonic(), Outcome(), Outcome()
+    code = pytest.main(["-m", "slow", "-n", "2", "--dist", "loadgroup", *arguments], plugins=[first])
+    if code != pytest.ExitCode.TESTS_FAILED or len(first.failed) > MOST_AGAIN:
+        return code
+    code = pytest.main(["-m", "slow", "-n", "0", *first.failed], plugins=[second])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return code
+    flaky = [name for name in first.failed if name not in second.failed]
+    for name in flaky:
+        print(f"FLAKY {name}")
+    counts = {"failed": len(second.failed), **first.counts}
+    counts["passed"] = counts.get("passed", 0) + len(flaky)
+    words = [f"{count} {key}" for key, count in (counts | {"flaky": len(flaky)}).items() if count]
+    print(f" {', '.join(words)} in {time.monotonic() - started:.2f}s ".center(80, "="))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
