@@ -154,6 +154,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
     device, warnings = meet(config)
+    watchdog.enter("reading the data", timed=False)
     torch.manual_seed(config.seed)
     tokenizer, more = load_tokenizers(config)
     warnings += more
@@ -173,7 +174,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         evaluation = PackedSequences(evaluation_documents, max_tokens=max_tokens, seed=config.seed, shuffle=False)
     data = {which: documents.fingerprint() for which, documents in splits.items()}
     models = {"tokenizer": tokenizer_fingerprint(tokenizer), **model_fingerprints(config)}
+    watchdog.enter("comparing data and models")
     require_same_sources({f"data.{which}": each for which, each in data.items()} | models, device)
+    watchdog.enter("loading the models", timed=False)
     mesh = join(layout, device, config.train.timeout)
     if mesh is None:
         runner = alone(*load_models(config, device), own_base=own_base(config))

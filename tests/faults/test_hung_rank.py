@@ -17,6 +17,7 @@ from test_train_resume import evaluations, last_step, losses
 
 from stillhouse.parallel import Degrees, Mesh, watchdog
 from stillhouse.parallel.processes import start
+from stillhouse.train import run as run_module
 from stillhouse.train import session
 from stillhouse.train.logging import RunLog, Silence
 
@@ -150,13 +151,29 @@ def fail_in_prepare(seconds: float) -> None:
     session.load_data = wrapped
 
 
+def hang_before_meeting() -> None:
+    """This rank does not come as far as its launcher's store."""
+    run_module.candidates = lambda *_: time.sleep(LIMIT)
+
+
 def test_a_rank_that_does_not_come(folder: Path) -> None:
     """To the meeting of all ranks, because it hangs before."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'absent'}"]
-    ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(LIMIT,), hook_rank=1)
+    ranks = Ranks(2, *arguments, hook=hang_before_meeting, hook_rank=1)
     assert ranks[0].wait(LIMIT) == 1, ranks.texts
     ranks.send(signal.SIGKILL)
     assert ranks[0].err.startswith(f"error: rank 1 has not joined the others within {SECONDS} s (train.timeout)")
+    assert ranks[0].err.count("\n") == 1
+
+
+def test_a_rank_that_does_not_end_reading_its_data(folder: Path) -> None:
+    """It gives signs of life, and the others have waited for it long enough."""
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'reading'}"]
+    ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(LIMIT,), hook_rank=1)
+    assert ranks[0].wait(LIMIT) == 1, ranks.texts
+    ranks.send(signal.SIGKILL)
+    assert ranks[0].err.startswith("error: rank 1 (")
+    assert "is still in reading the data, while this rank has waited in comparing data and models" in ranks[0].err
     assert ranks[0].err.count("\n") == 1
 
 

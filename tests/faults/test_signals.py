@@ -220,7 +220,7 @@ def test_a_run_that_is_at_its_end_ends_well(whole: Path) -> None:
     """In its last step, and while the final model is written."""
     hooks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         (signal_at, (12, signal.SIGTERM)),
-        (signal_when, ("stillhouse.train.run", "_leave_model", signal.SIGTERM)),
+        (signal_when, ("stillhouse.train.run", "_write_model", signal.SIGTERM)),
     ]
     for number, (hook, arguments) in enumerate(hooks):
         out = whole / f"end {number}"
