@@ -79,13 +79,13 @@ def train(session: Session, folder: RunFolder, resume: Path | None = None) -> Pr
             if stopped_by:
                 leave()
                 raise Preempted(stopped_by, progress.step, checkpoint)
-    watchdog.enter("writing the final model", timed=False)
+    watchdog.enter("the final model", timed=False)
     return progress
 
 
 def _save(session: Session, folder: RunFolder, progress: Progress, optimizer: torch.optim.Optimizer) -> Path:
     """Write a checkpoint and remove those that need not be kept; returns its path."""
-    watchdog.enter(f"writing the checkpoint of step {progress.step}", timed=False)
+    watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
     checkpoint = save_checkpoint(folder.checkpoints, progress, session.runner, optimizer, session.tokenizer)
     if is_first():
         settings = session.config.checkpoint

@@ -180,8 +180,25 @@ def test_other_commands_end_at_once(whole: Path, tmp_path: Path, command: str) -
     assert started.err.count("\n") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["pydantic_core", "libtorch_cpu.so", "tokenizers"])
+def test_ctrl_c_while_it_imports(whole: Path, library: str) -> None:
+    """Which a command does for some seconds."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stillhouse", "distill", whole / "run.yaml", f"out={whole / 'imports'}"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: library in Path(f"/proc/{process.pid}/maps").read_text())
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 130
+    assert err.startswith("interrupted; `stillhouse distill")
+    assert err.count("\n") == 1
+
+
 def interrupt_main_thread() -> None:
-    """Soon, by a thread: in imports, or whatever the command does first."""
+    """Soon, by a thread: whatever the command does first."""
     original = preemption._Listener
 
     def wrapped(*arguments: Any) -> Any:
