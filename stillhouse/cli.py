@@ -5,6 +5,7 @@ n, such as 130 for Ctrl-C and 143 for SIGTERM (see `preemption.py`).
 """
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -86,7 +87,7 @@ def _run(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not to be imported for this
             return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
         if _is_lost_contact(error):
-            what = first.partition("] ")[2].partition(". ")[0] or first  # without gloo's source file and its advice
+            what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source file and its advice
             again = f"{_same_command(arguments)} {_goes_on(arguments)}"
             return _report(error, f"{LOST_CONTACT} ({what}); {again}", FAILED)
         raise

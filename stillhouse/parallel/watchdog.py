@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.distributed import Store
 
@@ -79,22 +79,16 @@ class Peer:
     timed: bool = False
 
 
-@dataclass
 class Watchdog:
-    """store: a connection of its own; the main thread's waits for an answer while that thread waits."""
+    """store: a connection of its own, since the main thread's is blocked while that thread waits for an answer."""
 
-    store: Store
-    rank: int
-    ranks: int
-    seconds: float
-    _peers: dict[int, Peer] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int, seconds: float):
+        self.store, self.rank, self.ranks, self.seconds = store, rank, ranks, seconds
         now = time.monotonic()
         self.own = Peer(now, phase="the start", process=f"{socket.gethostname()}, process {os.getpid()}")
-        self._peers = {rank: Peer(now) for rank in range(self.ranks) if rank != self.rank}
+        self._peers = {each: Peer(now) for each in range(ranks) if each != rank}
         self._store_answered = now
-        self._interval = min(self.seconds / BEATS, MOST_SECONDS_BETWEEN)
+        self._interval = min(seconds / BEATS, MOST_SECONDS_BETWEEN)
         self._stopped = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._exchange, self._watch)]
         for thread in self._threads:
@@ -111,7 +105,7 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """Publish and read signs of life until the end, or until the store is gone, which `_watch` notices."""
-        beat, present = 0, set()
+        beat, present = 0, set[int]()
         while True:
             own = self.own
             try:
@@ -159,8 +153,8 @@ class Watchdog:
             return None
         behind = [rank for rank, peer in self._peers.items() if peer.number < own.number]
         if behind:
-            others = " and ".join(f"{self._name(rank)} is still in {self._peers[rank].phase}" for rank in behind)
-            return f"{others}, while this rank has waited in {own.phase} for {self._limit}", set()
+            others = " and ".join(f"{self._name(rank)} is still at {self._peers[rank].phase}" for rank in behind)
+            return f"{others}, while this rank has waited at {own.phase} for {self._limit}", set()
         begun = {self.rank: own.begun} | {rank: peer.begun for rank, peer in self._peers.items()}
         fewest = [str(rank) for rank, count in sorted(begun.items()) if count == min(begun.values())]
         where = "" if len(fewest) == self.ranks else f"; rank {', '.join(fewest)} has begun the fewest micro-batches"
@@ -171,12 +165,14 @@ class Watchdog:
         """The first rank prints the message at once, and torchrun then ends the others before they do."""
         if self.rank != min(rank for rank in range(self.ranks) if rank not in mute):
             self._stopped.wait(SECONDS_FOR_FIRST)
-        end_process(FAILED, error_line(f"{message}; the same command goes on from the last checkpoint"))
+        end_process(FAILED, error_line(f"{message}; a run goes on from its last checkpoint"))
 
     def _silence(self, rank: int) -> str:
         if not self._peers[rank].process:
             return f"rank {rank} has not joined the others within {self._limit}"
-        return f"{self._name(rank)} has given no sign of life for {self._limit}, last in {self._peers[rank].phase}"
+        return (
+            f"{self._name(rank)} has given no sign of life for {self._limit}, last seen at {self._peers[rank].phase}"
+        )
 
     @property
     def _limit(self) -> str:

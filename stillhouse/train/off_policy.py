@@ -78,7 +78,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             if stopped_by:
                 leave()
                 raise Preempted(stopped_by, progress.step, saved)
-    watchdog.enter("writing the final model", timed=False)
+    watchdog.enter("the final model", timed=False)
     return progress
 
 
@@ -102,7 +102,7 @@ def _save(
     session: Session, folder: RunFolder, progress: Progress, optimizer: torch.optim.Optimizer, log: RunLog | Silence
 ) -> Path:
     """Write a checkpoint and remove those that need not be kept; returns its path."""
-    watchdog.enter(f"writing the checkpoint of step {progress.step}", timed=False)
+    watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
     progress.seconds, progress.log_bytes, progress.log_sha256 = log.seconds, *log.position
     saved = save_checkpoint(folder.checkpoints, progress, session.runner, optimizer, session.tokenizer)
     if is_first():

@@ -93,7 +93,7 @@ def test_rank_0_may_hold_the_store(folder: Path) -> None:
     ranks = hung(folder, folder / "store", "fsdp=2", 0, store_in_rank_0=True)
     assert ranks[1].err == (
         "error on rank 1: rank 0 on 127.0.0.1, which holds the job's store, has not answered for "
-        f"{SECONDS} s (train.timeout); the same command goes on from the last checkpoint\n"
+        f"{SECONDS} s (train.timeout); a run goes on from its last checkpoint\n"
     )
 
 
@@ -119,7 +119,7 @@ def test_a_main_thread_that_hangs_is_found_too(folder: Path) -> None:
     assert ranks[0].wait(LIMIT) == 1, ranks.texts
     ranks.send(signal.SIGKILL)
     assert "step" in ranks[0].err
-    assert "has made no progress" in ranks[0].err or "is still in step 5" in ranks[0].err
+    assert "has made no progress" in ranks[0].err or "is still at step 5" in ranks[0].err
     assert ranks[0].err.count("\n") == 1
 
 

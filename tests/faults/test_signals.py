@@ -33,10 +33,18 @@ LIMIT = 180
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models, data, run.yaml, and `whole`, a run of 12 steps that nobody has disturbed."""
+    """A folder with models, data, run.yaml, and `whole`, a run of 12 steps that was never disturbed. With dropout."""
     folder = tmp_path_factory.mktemp("signals")
     world(folder, family="gpt2", **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
     run("distill", folder / "run.yaml", f"out={folder / 'whole'}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without that run, of a family that every layout takes."""
+    folder = tmp_path_factory.mktemp("layouts")
+    world(folder, **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
     return folder
 
 
@@ -100,18 +108,18 @@ def stopped_and_resumed(folder: Path, layout: str, number: signal.Signals, rank:
 @pytest.mark.parametrize(
     "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])]
 )
-def test_all_ranks_stop_at_one_step(whole: Path, layout: str) -> None:
+def test_all_ranks_stop_at_one_step(plain: Path, layout: str) -> None:
     """Though the signal comes to one of them only, as from a machine that is to be taken away."""
-    stopped_and_resumed(whole, layout, signal.SIGTERM, 0)
+    stopped_and_resumed(plain, layout, signal.SIGTERM, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rank", [1, None])
-def test_ranks_that_are_signalled_from_outside(whole: Path, layout: str, rank: int | None) -> None:
+def test_ranks_that_are_signalled_from_outside(plain: Path, layout: str, rank: int | None) -> None:
     """At any point: rank 1 alone, or all at once, which they need not notice in the same step."""
-    arguments = ["distill", whole / "run.yaml", f"parallel.{layout}"]
-    undisturbed, out = whole / f"{layout} undisturbed", whole / f"{layout} outside {rank}"
+    arguments = ["distill", plain / "run.yaml", f"parallel.{layout}"]
+    undisturbed, out = plain / f"{layout} undisturbed", plain / f"{layout} outside {rank}"
     if not undisturbed.exists():
         assert Ranks(2, *arguments, f"out={undisturbed}").wait() == [0, 0]
     ranks = Ranks(2, *arguments, f"out={out}")
@@ -125,8 +133,13 @@ def test_ranks_that_are_signalled_from_outside(whole: Path, layout: str, rank: i
 
 
 @pytest.mark.slow
-def test_a_teacher_that_runs_ahead_is_stopped_too(whole: Path) -> None:
-    stopped_and_resumed(whole, "pipeline=2 schedule=1f1b_ahead", signal.SIGTERM, 0)
+def test_dropout_under_a_layout(whole: Path) -> None:
+    stopped_and_resumed(whole, "fsdp=2", signal.SIGTERM, 0)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_runs_ahead_is_stopped_too(plain: Path) -> None:
+    stopped_and_resumed(plain, "pipeline=2 schedule=1f1b_ahead", signal.SIGTERM, 0)
 
 
 def signal_when(module: str, name: str, number: signal.Signals) -> None:
@@ -180,8 +193,25 @@ def test_other_commands_end_at_once(whole: Path, tmp_path: Path, command: str) -
     assert started.err.count("\n") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["pydantic_core", "libtorch_cpu.so", "tokenizers"])
+def test_ctrl_c_while_it_imports(whole: Path, library: str) -> None:
+    """Which a command does for some seconds."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stillhouse", "distill", whole / "run.yaml", f"out={whole / 'imports'}"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: library in Path(f"/proc/{process.pid}/maps").read_text())
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 130
+    assert err.startswith("interrupted; `stillhouse distill")
+    assert err.count("\n") == 1
+
+
 def interrupt_main_thread() -> None:
-    """Soon, by a thread: in imports, or whatever the command does first."""
+    """Soon, by a thread: whatever the command does first."""
     original = preemption._Listener
 
     def wrapped(*arguments: Any) -> Any:
