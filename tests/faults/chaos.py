@@ -31,6 +31,8 @@ STEPS, EVERY = 12, 3
 #: seconds that no run of this size needs, and that a rank may take to answer
 LIMIT, TIMEOUT = 150, 6
 DISK = 64_000_000
+#: what an error says that goes on from the checkpoint before; the run then has to end bit-equal, too
+FALLBACK = "checkpoint.fallback=true"
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,8 @@ def wait_for_moment(case: Case, ranks: Ranks, out: Path, draw: random.Random) ->
     return {"time": f"after {delay:.1f} s", "step": f"at line {line}", "save": f"in save {saves}"}[kind]
 
 
+Fault = Callable[[Case, Path, random.Random], str]
+
 # faults while the run works: each returns where it happened, after the job has ended
 
 
@@ -207,9 +211,9 @@ def full_disk(case: Case, out: Path, draw: random.Random) -> str:
 # faults in the folder of a run that was killed: each returns what was changed
 
 
-def interrupted(case: Case, out: Path, draw: random.Random) -> None:
-    """A run that was killed after its first checkpoint and before its end."""
-    line = draw.randrange(EVERY + 3, STEPS + 2)
+def interrupted(case: Case, out: Path, draw: random.Random, saves: int = 1) -> None:
+    """A run that was killed after that many checkpoints at least, and before its end."""
+    line = draw.randrange((EVERY + 1) * saves + 2, STEPS + 3)
     ranks, end = case.start(out), time.monotonic() + LIMIT
     while log_lines(out) < line and time.monotonic() < end:
         time.sleep(0.002)
@@ -251,7 +255,7 @@ def cut_a_file(case: Case, out: Path, draw: random.Random) -> str:
 
 def stale_file(case: Case, out: Path, draw: random.Random) -> str:
     """A file of an older checkpoint in the place of the newest one's."""
-    interrupted(case, out, draw)
+    interrupted(case, out, draw, saves=2)
     every = sorted(path for path in (out / "checkpoints").iterdir() if path.suffix == "")
     older, newest = every[0], every[-1]
     path = draw.choice([path for path in sorted(older.rglob("*")) if path.is_file()])
@@ -281,7 +285,7 @@ def require_no_traceback(ranks: Ranks) -> None:
         raise Traceback(ranks.err[-3000:])
 
 
-def attempt(case: Case, fault: Callable[[Case, Path, random.Random], str], out: Path, draw: random.Random) -> Trial:
+def attempt(case: Case, fault: Fault, out: Path, draw: random.Random) -> Trial:
     """One fault, and the same command again."""
     name, where = fault.__name__.replace("_", " "), ""
     try:
@@ -294,6 +298,9 @@ def attempt(case: Case, fault: Callable[[Case, Path, random.Random], str], out: 
             outcome = "bit-equal" if case.is_undisturbed(out) else "silent"
         elif fault in DURING or not set(codes) <= {1, 2} or not first.startswith("error: ") or "\n" in first:
             outcome = "not resumed"
+        elif FALLBACK in first:
+            codes = ended(case.start(out, FALLBACK))
+            outcome = "refused" if codes == [0] * len(codes) and case.is_undisturbed(out) else "not resumed"
         else:
             outcome = "refused"
         return Trial(case.name, name, where, outcome, first.replace(str(case.folder), "…"))
