@@ -222,10 +222,11 @@ def interrupted(case: Case, out: Path, draw: random.Random, saves: int = 1) -> N
 
 
 def any_file(out: Path, draw: random.Random) -> Path:
+    """More often than not one that the run reads when it goes on."""
     files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.stat().st_size]
-    # half of the time in the newest checkpoint, which the run goes on from
-    newest = max((path for path in (out / "checkpoints").iterdir() if path.suffix == ""), default=out)
-    return draw.choice([path for path in files if newest in path.parents] if draw.random() < 0.5 else files)
+    newest = max(path for path in (out / "checkpoints").iterdir() if path.suffix == "")
+    read = [*(newest / "resume").iterdir(), newest / "state.json", out / "metrics.jsonl", out / "config.yaml"]
+    return draw.choice(sorted(read) if draw.random() < 0.6 else files)
 
 
 def flip_a_byte(case: Case, out: Path, draw: random.Random) -> str:
