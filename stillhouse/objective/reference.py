@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence
+from stillhouse.objective.formulas import sides
 from stillhouse.objective.fused import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.keys import unique_names
@@ -121,7 +122,7 @@ def _distill(signal: Signal, divergence: Divergence, log_q_TV: Tensor, temperatu
                     else _logits(signal.hidden_TE, signal.head, vocabulary, log_q_TV.dtype)
                 )
                 log_p_TV = torch.log_softmax(logits_TV / temperature, 1)
-            return divergence.value(log_p_TV, log_q_TV).sum(1)
+            return divergence.balanced(sides(log_p_TV, log_q_TV)).sum(1)
         case SparseSignal():
             return torch.stack([_sparse_row(signal, t, divergence, log_q_TV[t]) for t in range(len(log_q_TV))])
         case Sampled():
@@ -143,11 +144,13 @@ def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_
     log_p_K, log_q_K = torch.stack(list(log_p_of.values())), log_q_V[ids]
     if signal.tail == "renormalize":
         log_p_K, log_q_K = torch.log_softmax(log_p_K, 0), torch.log_softmax(log_q_K, 0)
-    value = divergence.value(log_p_K, log_q_K).sum()
+    if signal.tail == "drop":
+        return divergence.value(log_p_K, log_q_K).sum()
+    value = divergence.balanced(sides(log_p_K, log_q_K)).sum()
     outside = torch.ones_like(log_q_V, dtype=torch.bool).index_fill(0, ids, False)
     if signal.tail != "bucket" or not outside.any():
         return value
     log_q_tail = torch.logsumexp(log_q_V[outside], 0, keepdim=True)
     row = slice(token, token + 1)
     log_p_tail = teacher_tail(signal.rows(row), log_p_K[None], log_q_tail.detach())
-    return value + divergence.value(log_p_tail, log_q_tail).sum()
+    return value + divergence.balanced(sides(log_p_tail, log_q_tail)).sum()

@@ -14,9 +14,10 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import Divergence, ForwardKL, WeightedSum, expect, weighted_parts
+from stillhouse.objective.formulas import Divergence, ForwardKL, WeightedSum, sides, weighted_parts
 from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.signals import Sampled, Signal, SparseSignal, first_occurrence, teacher_tail
+from stillhouse.objective.stable import expect, log_ratio, log_softmax
 from stillhouse.objective.tile import Tile
 
 
@@ -283,7 +284,7 @@ def _sparse(
         "teacher_mass": log_p_CK.exp().sum(1),
     }
     if signal.tail == "renormalize":
-        log_p_CB, log_q_CB = _conditioned(log_p_CK), _conditioned(log_q_CK)
+        log_p_CB, log_q_CB = log_softmax(log_p_CK), log_softmax(log_q_CK)
     elif signal.tail == "bucket":
         log_q_tail_C = tile.tail(signal, temperature)
         log_p_tail_C = teacher_tail(chunk, log_p_CK, log_q_tail_C)
@@ -292,20 +293,30 @@ def _sparse(
     else:
         log_p_CB, log_q_CB = log_p_CK, log_q_CK
     statistics["teacher_entropy"] = entropy(log_p_CB)
+    values, slope_CB = over_outcomes(divergence, log_p_CB, log_q_CB, is_whole=signal.tail != "drop")
     if tile.needs_gradient:
-        slope_CB = divergence.weighted_slope(log_p_CB, log_q_CB)
         _add_sparse_gradient(tile, signal, temperature, slope_CB, log_q_CB, weights_C)
-    value_C, parts = _values(divergence, log_p_CB, log_q_CB)
-    return TermResult(value_C, statistics, parts)
+    first, *rest = (weight * value_C for (weight, _), value_C in zip(weighted_parts(divergence), values, strict=True))
+    names = [str(part) for _, part in weighted_parts(divergence)]
+    parts = dict(zip(names, values, strict=True)) if isinstance(divergence, WeightedSum) else {}
+    return TermResult(sum(rest, start=first), statistics, parts)
 
 
-def _values(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """D of each row and, where it is a sum, each divergence's own value under its expression."""
-    if not isinstance(divergence, WeightedSum):
-        return divergence.value(log_p, log_q).sum(1), {}
-    parts = {str(part): part.value(log_p, log_q).sum(1) for _, part in divergence.parts}
-    first, *rest = (weight * parts[str(part)] for weight, part in divergence.parts)
-    return sum(rest, start=first), parts
+def over_outcomes(
+    divergence: Divergence, log_p_CB: Tensor, log_q_CB: Tensor, *, is_whole: bool
+) -> tuple[list[Tensor], Tensor]:
+    """The value [C] of each part of a divergence, and q·h [C, B], over B outcomes.
+
+    is_whole: whether they are all there are, so that both sides sum to 1. Then the sums are the balanced ones
+    (`formulas.py`): what rounding has left of Σ(q − p) is in no value.
+    """
+    parts = [part for _, part in weighted_parts(divergence)]
+    if not is_whole:
+        values = [part.value(log_p_CB, log_q_CB).sum(1) for part in parts]
+        return values, divergence.weighted_slope(log_p_CB, log_q_CB)
+    ratio_CB = log_ratio(log_q_CB, log_p_CB)
+    each = sides(log_p_CB, log_q_CB, ratio_CB, ratio_CB.gather(1, log_q_CB.argmax(1, keepdim=True)))
+    return [part.balanced(each).sum(1) for part in parts], divergence.balanced_slope(each)
 
 
 def _add_sparse_gradient(
@@ -334,11 +345,6 @@ def _sampled(tile: Tile, signal: Sampled, temperature: float, weights_C: Tensor)
         tile.add_probability(temperature, expect(weights_C, p_CM.sum(1)))
         tile.add_at(chunk.ids_TM, expect(weights_C[:, None], -p_CM))
     return TermResult(-(p_CM * log_q_CM).sum(1), {"student_entropy": tile.entropy(temperature)})
-
-
-def _conditioned(log_probs: Tensor) -> Tensor:
-    """Renormalised over the last dim; a row without any mass stays without (−inf, not NaN)."""
-    return torch.log_softmax(log_probs, -1).masked_fill(log_probs == -math.inf, -math.inf)
 
 
 def entropy(log_probs: Tensor) -> Tensor:

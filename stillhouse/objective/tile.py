@@ -180,12 +180,17 @@ class Tile:
         plan = Plan(temperatures=(self._plan.temperatures[softmax],))
         places_CK, held_C1 = self._places(signal)
         if self.logits_CV.shape[1] == 0:
-            return self._sums(plan)[:, :2]
+            return self._reference_and_mass(plan)
         kept_CK = self.logits_CV.gather(1, places_CK)
         self.logits_CV.scatter_(1, places_CK, torch.where(held_C1, -math.inf, kept_CK))
-        sums_C2 = self._sums(plan)[:, :2]
+        sums_C2 = self._reference_and_mass(plan)
         self.logits_CV.scatter_(1, places_CK, kept_CK)
         return sums_C2
+
+    def _reference_and_mass(self, plan: Plan) -> Tensor:
+        """Of a plan of one softmax, [C, 2]."""
+        sums = dict(zip(plan.raw_sums, self._sums(plan).unbind(1), strict=True))
+        return torch.stack([sums["reference/0"], sums["largest/0"] + sums["student_others/0"]], 1)
 
     def _mixed_sums(self) -> Tensor:
         normalizers_CX = self._known.normalizers()
