@@ -56,12 +56,19 @@ from stillhouse.objective.stable import (
 )
 
 
+class Pivot(NamedTuple):
+    """A row's likeliest outcome, [rows, 1]: log q and log(q/p)."""
+
+    log_q: Tensor
+    ratio: Tensor
+
+
 class Sides(NamedTuple):
     """Teacher and student at some outcomes, elementwise.
 
     ratio: log(q/p), to more digits than the difference of the two logarithms may have.
-    pivot: log(q/p) of the row's likeliest outcome, or 0: any number of the row would do, since it only chooses
-        between slopes that differ by a constant.
+    pivot: for slopes that are not small where p and q are close and sure: they are then less the likeliest outcome's.
+        Over whole distributions that changes nothing, whichever outcome it is.
     """
 
     log_p: Tensor
@@ -69,10 +76,14 @@ class Sides(NamedTuple):
     p: Tensor
     q: Tensor
     ratio: Tensor
-    pivot: Tensor | float
+    pivot: Pivot | None
+
+    def is_pivot(self) -> Tensor:
+        assert self.pivot is not None
+        return (self.log_q == self.pivot.log_q) & (self.ratio == self.pivot.ratio)
 
 
-def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Tensor | float = 0.0) -> Sides:
+def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivot | None = None) -> Sides:
     """ratio: log q − log p unless something better is known."""
     ratio = log_ratio(log_q, log_p) if ratio is None else ratio
     return Sides(log_p, log_q, log_p.exp(), log_q.exp(), ratio, pivot)
@@ -87,7 +98,7 @@ class Divergence(ABC):
 
     @abstractmethod
     def balanced_slope(self, each: Sides) -> Tensor:
-        """q·(∂f/∂q + c), elementwise; 0 where p = q. Another constant than c for each `Sides.pivot` if need be."""
+        """q·(∂f/∂q + c), elementwise, where c is any number of the row: such that it is 0, or small, where p is q."""
 
     @abstractmethod
     def __str__(self) -> str:
@@ -296,9 +307,9 @@ class TotalVariation(Divergence):
         return 0.5 * difference(each.p, each.q, each.ratio).abs()
 
     def balanced_slope(self, each: Sides) -> Tensor:
-        """½ q sign(q − p), less the sign of the row's likeliest outcome: a sure one's slope is then 0, and not ½."""
-        pivot = each.pivot if isinstance(each.pivot, float) else torch.sign(each.pivot)
-        return 0.5 * each.q * (torch.sign(each.ratio) - pivot)
+        """½ q sign(q − p), of a sure outcome 0 and not ½."""
+        sign = torch.sign(each.ratio)
+        return 0.5 * each.q * (sign if each.pivot is None else sign - torch.sign(each.pivot.ratio))
 
     def __str__(self) -> str:
         return "total_variation"
@@ -348,6 +359,15 @@ class AlphaBeta(Divergence):
         return torch.where(near, close, far)
 
     def balanced_slope(self, each: Sides) -> Tensor:
+        """With α + β > 1 the slope of a sure outcome would outweigh all others: it is taken from all of them."""
+        alpha, total = self.alpha, self.alpha + self.beta
+        if total <= 1 or each.pivot is None:
+            return self._slope(each)
+        of_ratio = -torch.expm1(-alpha * each.pivot.ratio) / alpha if alpha else each.pivot.ratio
+        constant = _power(each.pivot.log_q, total - 1) * of_ratio
+        return torch.where(each.is_pivot(), 0.0, self._slope(each) - each.q * constant)
+
+    def _slope(self, each: Sides) -> Tensor:
         """(q^(α+β) − p^α q^β) / α"""
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
         if alpha == 0:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import Sides, sides
+from stillhouse.objective.formulas import Pivot, Sides, sides
 from stillhouse.objective.plan import Plan
 from stillhouse.objective.stable import difference, expect, log_ratio
 
@@ -133,7 +133,8 @@ def _sides(plan: Plan, tiles_BV: Sequence[Tensor], rows: Rows) -> dict[tuple[int
             of_p_BV - rows[f"teacher_log_mass/{teacher}"],
             of_q_BV - rows[f"student_log_mass/{student}"],
             log_ratio(of_q_BV, of_p_BV, ratio_B1),
-            -ratio_B1,  # where both gaps are 0: at the likeliest token of teacher and student, if they agree on it
+            # where both gaps are 0: the likeliest token of teacher and student, if they agree on it
+            Pivot(-rows[f"student_log_mass/{student}"], -ratio_B1),
         )
     return both
 

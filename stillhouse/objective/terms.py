@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import Divergence, ForwardKL, WeightedSum, sides, weighted_parts
+from stillhouse.objective.formulas import Divergence, ForwardKL, Pivot, WeightedSum, sides, weighted_parts
 from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.signals import Sampled, Signal, SparseSignal, first_occurrence, teacher_tail
 from stillhouse.objective.stable import expect, log_ratio, log_softmax
@@ -315,7 +315,9 @@ def over_outcomes(
         values = [part.value(log_p_CB, log_q_CB).sum(1) for part in parts]
         return values, divergence.weighted_slope(log_p_CB, log_q_CB)
     ratio_CB = log_ratio(log_q_CB, log_p_CB)
-    each = sides(log_p_CB, log_q_CB, ratio_CB, ratio_CB.gather(1, log_q_CB.argmax(1, keepdim=True)))
+    likeliest_C1 = log_q_CB.argmax(1, keepdim=True)
+    pivot = Pivot(log_q_CB.gather(1, likeliest_C1), ratio_CB.gather(1, likeliest_C1))
+    each = sides(log_p_CB, log_q_CB, ratio_CB, pivot)
     return [part.balanced(each).sum(1) for part in parts], divergence.balanced_slope(each)
 
 
