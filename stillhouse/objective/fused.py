@@ -28,8 +28,8 @@ from stillhouse.objective.keys import CHUNK_TOKENS, StatisticKeys, unique_names
 from stillhouse.objective.plan import Plan, PlanBuilder
 from stillhouse.objective.signals import Rows
 from stillhouse.objective.source import HeadRows, LogitsRows, Source
-from stillhouse.objective.terms import Term, TermResult
-from stillhouse.objective.tile import Tile
+from stillhouse.objective.terms import Term
+from stillhouse.objective.tile import TermResult, Tile
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 #: bytes that one float32 tile of logits may take; a pass keeps one for the student and one for each dense teacher
@@ -166,7 +166,7 @@ def _pass(
     ahead = 0 if source.shard is None or source.shard.is_alone else 1
     started: deque[_Chunk] = deque()
     for number, rows in enumerate(_chunks(tokens, valid_index, size)):
-        started.append(_start(source, asked, plan, rows, weights_T[rows], number % (ahead + 1)))
+        started.append(_start(source, asked, plan, terms, rows, weights_T[rows], number % (ahead + 1)))
         if len(started) > ahead:
             _finish(source, terms, started.popleft(), totals)
     while started:
@@ -175,15 +175,32 @@ def _pass(
 
 @dataclass
 class _Chunk:
+    """counted_C: the rows that a term of the loss counts. All others get no gradient, whatever they hold."""
+
     tile: Tile
     weights_C: Tensor
+    counted_C: Tensor
 
 
-def _start(source: Source, asked: PlanBuilder, plan: Plan, rows: Rows, weights_C: Tensor, buffer: int) -> _Chunk:
-    tiles_CV = source.tiles(rows, weights_C, asked.signals, buffer)
-    tile = Tile(asked, plan, rows, tiles_CV, source.vocabulary, source.shard, source.needs_gradient)
+def _start(
+    source: Source,
+    asked: PlanBuilder,
+    plan: Plan,
+    terms: Sequence[Term],
+    rows: Rows,
+    weights_C: Tensor,
+    buffer: int,
+) -> _Chunk:
+    # a term of scale 0 is watched only: it sees its rows, and has no part in the loss
+    seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
+    for term in terms:
+        of_term_C = term.counted(rows, weights_C)
+        seen_C = seen_C | of_term_C
+        counted_C = counted_C | of_term_C if term.scale else counted_C
+    tiles_CV = source.tiles(rows, seen_C, asked.signals, buffer)
+    tile = Tile(asked, plan, rows, counted_C, tiles_CV, source.vocabulary, source.shard, source.needs_gradient)
     tile.start()
-    return _Chunk(tile, weights_C)
+    return _Chunk(tile, weights_C, counted_C)
 
 
 def _finish(source: Source, terms: Sequence[Term], chunk: _Chunk, totals: "_Totals") -> None:
@@ -195,7 +212,7 @@ def _finish(source: Source, terms: Sequence[Term], chunk: _Chunk, totals: "_Tota
         own_C = weights_C if term.weights_T is None else weights_C * tile.take(term.weights_T).to(source.dtype)
         totals.add(position, tile.rows, own_C, term.add_to(tile, own_C * term.scale))
     if source.needs_gradient:
-        source.pull_back(tile.rows, weights_C, tile.gradient())
+        source.pull_back(tile.rows, chunk.counted_C, tile.gradient())
 
 
 class _Totals:

@@ -86,6 +86,7 @@ class Plan:
     def coefficients(self) -> list[str]:
         """The further numbers of a row that `pointwise.gradient` takes."""
         return [
+            "counted",
             *(f"probability/{at}" for at in range(len(self.temperatures))),
             *(f"log_probability/{at}" for at in self.entropic),
             *(f"slope/{at}" for at in range(len(self.pairs))),

@@ -77,7 +77,8 @@ def gradient(
 ) -> None:
     """Overwrites the first tile, the student's logits, with the gradient with respect to hidden Wᵀ + bias.
 
-    rows_BX: `plan.normalizers` and `plan.coefficients`. outside_BV: of each bucket, true where a token is outside its
+    rows_BX: `plan.normalizers` and `plan.coefficients`, of which `counted` is 0 for a row that may hold anything.
+    outside_BV: of each bucket, true where a token is outside its
     ids; None: everywhere.
     """
     rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
@@ -104,7 +105,8 @@ def gradient(
         grad_BV = grad_BV + rows[f"outside/{at}"] * share_BV
     if plan.uniform:
         grad_BV = grad_BV + rows["uniform"]
-    logits_BV.copy_(before_head(grad_BV, logits_BV, plan.scale, plan.softcap))
+    grad_BV = before_head(grad_BV, logits_BV, plan.scale, plan.softcap)
+    logits_BV.copy_(torch.where(rows["counted"] == 0, 0.0, grad_BV))
 
 
 def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -40,12 +40,15 @@ def dense_objective(
         raise ValueError("a head over several ranks: expected whole ones, gather the rows for the reference")
     vocabulary = common_vocabulary(heads)
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
+    weights_T = _weights(weights_T, valid_index, hidden_TD.detach().to(dtype))
+    counted = [term.counted(slice(None), weights_T) for term in terms]
+    # a row that no term counts may hold anything, and 0·NaN would reach the head's gradient
+    hidden_TD = torch.where(torch.stack(counted).any(0)[:, None], hidden_TD, 0)
     logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
-    weights_T = _weights(weights_T, valid_index, logits_TV)
     loss, metrics, per_token = logits_TV.new_zeros(()), {"tokens": (weights_T != 0).sum().to(dtype)}, {}
-    for name, term in zip(unique_names(terms), terms, strict=True):
+    for name, term, counted_T in zip(unique_names(terms), terms, counted, strict=True):
         own_T = weights_T if term.weights_T is None else weights_T * term.weights_T.to(dtype)
-        value_T = _value(term, logits_TV, vocabulary)
+        value_T = _value(term, _attached(logits_TV, counted_T), vocabulary)
         value_T = torch.where(own_T == 0, torch.zeros_like(value_T), value_T)
         loss = loss + term.scale * (own_T * value_T).sum()
         metrics[name] = (own_T * value_T).sum().detach()
@@ -53,12 +56,17 @@ def dense_objective(
     return ObjectiveOutput(loss / normalizer, metrics, per_token)
 
 
-def _weights(weights_T: Tensor | None, valid_index: Tensor | None, logits_TV: Tensor) -> Tensor:
+def _attached(logits_TV: Tensor, counted_T: Tensor) -> Tensor:
+    """The same logits; no gradient reaches those of other rows, not even 0·inf."""
+    return torch.where(counted_T[:, None], logits_TV, logits_TV.detach())
+
+
+def _weights(weights_T: Tensor | None, valid_index: Tensor | None, hidden_TD: Tensor) -> Tensor:
     if weights_T is not None:
-        return weights_T.to(logits_TV.dtype)
+        return weights_T.to(hidden_TD.dtype)
     if valid_index is not None:
-        return logits_TV.new_zeros(len(logits_TV)).index_fill(0, valid_index, 1.0)
-    return logits_TV.new_ones(len(logits_TV))
+        return hidden_TD.new_zeros(len(hidden_TD)).index_fill(0, valid_index, 1.0)
+    return hidden_TD.new_ones(len(hidden_TD))
 
 
 def _logits(hidden: Tensor, head: OutputHead, vocabulary: int, dtype: torch.dtype) -> Tensor:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.plan import PlanBuilder
-from stillhouse.objective.terms import Term, TermResult, check_labels, check_scale, check_temperature
-from stillhouse.objective.tile import Tile
+from stillhouse.objective.signals import Rows
+from stillhouse.objective.stable import expect
+from stillhouse.objective.terms import Term, check_labels, check_scale, check_temperature
+from stillhouse.objective.tile import TermResult, Tile
 
 
 class AtLabel(Term):
@@ -34,6 +36,9 @@ class AtLabel(Term):
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """φ, φ' and what else is worth knowing, [C] each."""
 
+    def has_value(self, rows: Rows) -> Tensor:
+        return self.labels_T[rows] >= 0
+
     def ask(self, plan: PlanBuilder) -> None:
         plan.softmax(self.temperature)
         plan.logits_at(self.labels_T)
@@ -46,7 +51,8 @@ class AtLabel(Term):
         log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0].masked_fill(~has_label_C, 0.0)
         value_C, slope_C, statistics = self.of(tile, log_q_C)
         if tile.needs_gradient:
-            weighted_C = torch.where(has_label_C, weights_C * slope_C / self.temperature, 0.0)
+            # a row that does not count may hold anything, and its slope be infinite
+            weighted_C = expect(weights_C * has_label_C / self.temperature, slope_C)
             tile.add_probability(self.temperature, -weighted_C)
             tile.add_at(label_C[:, None], weighted_C[:, None])
         statistics = {name: each_C.masked_fill(~has_label_C, 0.0) for name, each_C in statistics.items()}

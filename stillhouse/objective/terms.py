@@ -9,29 +9,16 @@ C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and perhaps 
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
 from stillhouse.objective.formulas import Divergence, ForwardKL, Pivot, WeightedSum, sides, weighted_parts
 from stillhouse.objective.plan import PlanBuilder
-from stillhouse.objective.signals import Sampled, Signal, SparseSignal, first_occurrence, teacher_tail
+from stillhouse.objective.signals import Rows, Sampled, Signal, SparseSignal, first_occurrence, teacher_tail
 from stillhouse.objective.stable import expect, log_ratio, log_softmax
-from stillhouse.objective.tile import Tile
-
-
-@dataclass(frozen=True)
-class TermResult:
-    """A term's value per row of the chunk, unscaled and unweighted, and what else is worth knowing of each row.
-
-    `parts`: the values that `value_C` is made of, where it is made of several. Which names there are depends on the
-    term alone, never on the rows.
-    """
-
-    value_C: Tensor
-    statistics: dict[str, Tensor]
-    parts: dict[str, Tensor] = field(default_factory=dict)
+from stillhouse.objective.tile import TermResult, Tile
 
 
 class Term(ABC):
@@ -61,6 +48,18 @@ class Term(ABC):
     def signals(self) -> list[Signal]:
         """The teacher signals that it carries."""
         return []
+
+    def has_value(self, rows: Rows) -> Tensor | None:
+        """Which of the rows it has a value for, [C]; None: all of them."""
+        return None
+
+    def counted(self, rows: Rows, weights_C: Tensor) -> Tensor:
+        """Which of the rows it counts, [C]: those with a weight, the objective's and its own, and a value."""
+        counted_C = weights_C != 0
+        if self.weights_T is not None:
+            counted_C = counted_C & (self.weights_T[rows] != 0)
+        has_value_C = self.has_value(rows)
+        return counted_C if has_value_C is None else counted_C & has_value_C
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +97,9 @@ class CrossEntropy(Term):
     @property
     def tokens(self) -> int:
         return self.labels_T.shape[0]
+
+    def has_value(self, rows: Rows) -> Tensor:
+        return self.labels_T[rows] >= 0
 
     def ask(self, plan: PlanBuilder) -> None:
         plan.softmax(1.0)
@@ -226,7 +228,7 @@ class Entropy(Term):
         if tile.needs_gradient:
             # −q (log q + entropy) / τ
             tile.add_log_probability(self.temperature, weights_C / -self.temperature)
-            tile.add_probability(self.temperature, weights_C / -self.temperature * entropy_C)
+            tile.add_probability(self.temperature, expect(weights_C / -self.temperature, entropy_C))
         return TermResult(entropy_C, {})
 
 
