@@ -5,6 +5,7 @@ T tokens, V vocabulary, K ids and M sampled ids per token.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,9 +75,12 @@ OTHER_TERMS = ["cross_entropy", "label smoothing", "z-loss", "both", "entropy", 
 def drawn(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
     """Terms at one drawn token of each row."""
     known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)
+    policy = partial(PolicyGradient, labels_T, known_NT[1] + 5.0, known_NT[2])
     return [
         SampledKL(labels_T, known_NT[0], "k3", 0.3, 1.2),
-        PolicyGradient(labels_T, known_NT[1] + 5.0, known_NT[2], known_NT[3], kl_scale=0.1),
+        policy(known_NT[3], kl_scale=0.1),
+        policy(dual_clip=1.3),
+        policy(clip_low=1.0, surrogate="cispo"),
     ]
 
 
@@ -207,14 +211,16 @@ def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32
     return Problem(Logits(logits_TV.to(dtype)), terms, options={"weights_T": some_weights()})
 
 
-ONE_ROUND = [
-    "forward_kl",
-    "reverse_kl",
+ONE_ROUND = ["forward_kl", "reverse_kl", "0.9*forward_kl + 0.1*reverse_kl"]
+TWO_ROUNDS = [
+    "jsd(0.3)",
+    "skew_forward_kl(0.1)",
+    "skew_reverse_kl(0.1)",
+    "total_variation",
+    "forward_kl + jsd(0.3)",
     "alpha_beta(0.4, 0.6)",
     "alpha_beta(0, 0)",
-    "0.9*forward_kl + 0.1*reverse_kl",
 ]
-TWO_ROUNDS = ["jsd(0.3)", "skew_forward_kl(0.1)", "skew_reverse_kl(0.1)", "total_variation", "forward_kl + jsd(0.3)"]
 TOKENS = 24
 
 

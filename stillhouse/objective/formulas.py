@@ -44,16 +44,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stillhouse.objective.stable import (
-    NEAR,
-    difference,
-    excess,
-    expect,
-    log_ratio,
-    mixture,
-    mixture_logs,
-    second_order,
-)
+from stillhouse.objective import stable
+from stillhouse.objective.stable import difference, excess, expect, log_ratio, mixture, mixture_logs, second_order
 
 
 class Pivot(NamedTuple):
@@ -352,7 +344,7 @@ class AlphaBeta(Divergence):
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
         of_p, of_q = _power(each.log_p, total), _power(each.log_q, total)
         far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * each.log_p + beta * each.log_q)
-        near = (total * each.ratio).abs() < NEAR
+        near = (total * each.ratio).abs() < stable.NEAR
         small = torch.where(near, each.ratio, 0.0)
         outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
         close = outer * (inner / total * second_order(total * t) - second_order(inner * t))

@@ -66,8 +66,8 @@ def mixed_sums(plan: Plan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -
     both = _sides(plan, tiles_BV, rows)
     columns = []
     for at in plan.mixed:
-        divergence, *couple = plan.pairs[at]
-        each = both[tuple(couple)]
+        divergence, teacher, student = plan.pairs[at]
+        each = both[teacher, student]
         columns += [divergence.balanced(each).sum(1), divergence.balanced_slope(each).sum(1)]
     return torch.stack(columns, 1)
 
@@ -84,7 +84,8 @@ def gradient(
     rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
     logits_BV = tiles_BV[0]
     log_qs = [
-        _student_gaps(plan, at, tiles_BV, rows) - rows[f"student_log_mass/{at}"] for at in range(len(plan.temperatures))
+        _student_gaps(plan, at, tiles_BV, rows) - rows[f"student_log_mass/{at}"]
+        for at in range(len(plan.temperatures))
     ]
     both = _sides(plan, tiles_BV, rows)
     grad_BV = torch.zeros_like(logits_BV)
@@ -93,8 +94,8 @@ def gradient(
         grad_BV = grad_BV + rows[f"probability/{at}"] * q_BV
         if at in plan.entropic:
             grad_BV = grad_BV + rows[f"log_probability/{at}"] * expect(q_BV, log_q_BV)
-    for at, (divergence, *couple) in enumerate(plan.pairs):
-        slope_BV = divergence.balanced_slope(both[tuple(couple)])
+    for at, (divergence, teacher, student) in enumerate(plan.pairs):
+        slope_BV = divergence.balanced_slope(both[teacher, student])
         # a row that does not count may hold anything, NaN included
         grad_BV = grad_BV + torch.where(rows[f"slope/{at}"] == 0, 0.0, rows[f"slope/{at}"] * slope_BV)
     for at, softmax in enumerate(plan.buckets):

@@ -18,6 +18,7 @@ from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.keys import unique_names
 from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
+from stillhouse.objective.sparse import LOG_ZERO
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 
@@ -113,7 +114,12 @@ def _at_drawn(term: SampledKL | PolicyGradient, log_q_T: Tensor, drawn_T: Tensor
     advantages_T = term.advantages_T[drawn_T].to(log_q_T.dtype)
     ratio_T = torch.exp(log_q_T - term.old_log_probs_T[drawn_T].to(log_q_T.dtype))
     clipped_T = torch.clamp(ratio_T, 1 - term.clip_low, 1 + term.clip_high)
-    value_T = -torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
+    gain_T = torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
+    if term.surrogate == "cispo":
+        gain_T = clipped_T.detach() * advantages_T * log_q_T
+    elif term.dual_clip is not None:
+        gain_T = torch.where(advantages_T < 0, torch.max(gain_T, term.dual_clip * advantages_T), gain_T)
+    value_T = -gain_T
     if term.reference_log_probs_T is None:
         return value_T
     r_T = term.reference_log_probs_T[drawn_T].to(log_q_T.dtype) - log_q_T
@@ -150,6 +156,9 @@ def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_
         return log_q_V.new_zeros(())
     ids = torch.tensor(list(log_p_of), device=log_q_V.device)
     log_p_K, log_q_K = torch.stack(list(log_p_of.values())), log_q_V[ids]
+    if signal.tail == "zero":
+        log_p_V = torch.full_like(log_q_V, LOG_ZERO).index_put((ids,), torch.log_softmax(log_p_K, 0).clamp(LOG_ZERO))
+        return (log_q_V.exp() * (log_q_V.masked_fill(log_q_V == -math.inf, 0) - log_p_V)).sum()
     if signal.tail == "renormalize":
         log_p_K, log_q_K = torch.log_softmax(log_p_K, 0), torch.log_softmax(log_q_K, 0)
     if signal.tail == "drop":

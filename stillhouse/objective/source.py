@@ -62,7 +62,8 @@ class Source:
     def tiles(self, rows: Rows, seen_C: Tensor, signals: Sequence[Signal], buffer: int) -> list[Tensor]:
         """Logits [C, V] of the student, which are this pass's to overwrite, and of dense teachers.
 
-        seen_C: false for a row that no term looks at. `buffer`: chunks that are under way at once have different ones.
+        seen_C: false for a row that no term looks at. `buffer`: chunks that are under way at once have different
+        ones.
         """
         teachers = (
             self._teacher_logits(signal.rows(rows), self._buffer(place, buffer, len(seen_C)))

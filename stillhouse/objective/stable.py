@@ -21,6 +21,8 @@ from torch import Tensor
 NEAR = 0.25
 #: terms of the series for (e^t − 1 − t) / t² that leave a relative error below the dtype's at |t| = NEAR
 SERIES_TERMS = {torch.float32: 6, torch.float64: 11}
+#: the same for log(1 + w) / w, |w| ≤ e^NEAR − 1
+LOG_TERMS = {torch.float32: 4, torch.float64: 10}
 
 
 def expect(probability: Tensor, quantity: Tensor) -> Tensor:
@@ -82,17 +84,31 @@ def mixture(p: Tensor, q: Tensor, weight: float) -> Tensor:
 def mixture_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """log(m/p) and log(m/q) for m = weight·p + (1 − weight)·q and ratio = log(q/p).
 
-    Near the ends of `weight` by the ratio alone, since one of the logarithms is small there and has to be right to the
-    last digit. In between so only where p and q are close; elsewhere by the mixture, whose logarithm rounds as log p
-    and log q do.
+    Near the ends of `weight` by the ratio alone, since one of the logarithms is small there and has to be right to
+    the last digit. In between so only where p and q are close; elsewhere by the mixture, whose logarithm rounds as
+    log p and log q do.
     """
     if not 0.05 <= weight <= 0.95:
         return _log_one_plus(1 - weight, ratio), _log_one_plus(weight, -ratio)
     near = ratio.abs() < NEAR
     small = torch.where(near, ratio, 0.0)
-    of_p = torch.log1p((1 - weight) * (small + second_order(small)))
+    of_p = _log_of_near_1((1 - weight) * (small + second_order(small)))
     log_m = torch.log(mixture(log_p.exp(), log_q.exp(), weight))
     return torch.where(near, of_p, log_m - log_p), torch.where(near, of_p - small, log_m - log_q)
+
+
+def _log_of_near_1(w: Tensor) -> Tensor:
+    """log(1 + w) for |w| ≤ e^NEAR − 1: 2·artanh(y) = 2 (y + y³/3 + y⁵/5 + …) with y = w/(2 + w).
+
+    A few products and a division, where torch.log1p would cost a sweep as much as a second logarithm.
+    """
+    terms = LOG_TERMS[w.dtype]
+    y = w / (2 + w)
+    square = y * y
+    series = torch.full_like(w, 1 / (2 * terms - 1))
+    for n in range(terms - 1, 0, -1):
+        series = series * square + 1 / (2 * n - 1)
+    return 2 * y * series
 
 
 def _log_one_plus(weight: float, ratio: Tensor) -> Tensor:

@@ -103,7 +103,10 @@ def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) 
         couple = couples[plan.pairs[at][1:]].directed(divergence)
         value_C = couple.divergence(raw[f"excess/{at}"], raw[f"log_ratio/{at}"])
         # Σ(q − p) is 0; Σq·log(q/p) is reverse KL
-        result.values[at], result.slopes[at] = value_C, value_C if divergence.student_first else torch.zeros_like(value_C)
+        result.values[at], result.slopes[at] = (
+            value_C,
+            value_C if divergence.student_first else torch.zeros_like(value_C),
+        )
     if plan.uniform:
         result.vocabulary = raw["count"].sum(0)
         total_C = (raw["logits_sum"] + shifts[0] * raw["count"]).sum(0)
@@ -165,7 +168,9 @@ class _Couple:
     def mass_ratio(self) -> Tensor:
         """log(Σb / Σa) over all pieces, [C]."""
         change_C = self._whole_gap() / self.first.whole_mass
-        return torch.where(change_C.abs() < 0.5, torch.log1p(change_C), self.second.log_mass() - self.first.log_mass())
+        return torch.where(
+            change_C.abs() < 0.5, torch.log1p(change_C), self.second.log_mass() - self.first.log_mass()
+        )
 
     def divergence(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
         """KL(a‖b) of the normalised a and b, [C], from Σ a(e^t − 1 − t) and Σ a·t of each piece."""
