@@ -21,7 +21,7 @@ def check_leaves(leaves: dict[str, Tensor | None]) -> None:
     for name, tensor in leaves.items():
         if tensor is None:
             continue
-        _check_device(name, tensor, first, leaves[first])
+        check_device(name, tensor, first, leaves[first])
         if forward_ad.unpack_dual(tensor).tangent is not None:
             raise ValueError(
                 f"{name} carries a forward-mode tangent (torch.func.jvp): expected none, since an objective's "
@@ -40,7 +40,7 @@ def check_terms(terms: Sequence[Term], tokens: int, first: str, leaf: Tensor) ->
                 "token on all sides"
             )
         for name, tensor in _tensors(f"terms[{at}]", term):
-            _check_device(name, tensor, first, leaf)
+            check_device(name, tensor, first, leaf)
 
 
 def check_weights(weights: dict[str, Tensor | None], tokens: int) -> None:
@@ -90,7 +90,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{name}.{each.name}", getattr(value, each.name))
 
 
-def _check_device(name: str, tensor: Tensor, first: str, leaf: Tensor | None) -> None:
+def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor | None) -> None:
+    """first: the name of `leaf`."""
     _check_has_data(name, tensor)
     assert leaf is not None
     if tensor.device != leaf.device:
