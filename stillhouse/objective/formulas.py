@@ -58,7 +58,8 @@ class Pivot(NamedTuple):
 class Sides(NamedTuple):
     """Teacher and student at some outcomes, elementwise.
 
-    ratio: log(q/p), to more digits than the difference of the two logarithms may have.
+    ratio: log(q/p), to more digits than the difference of the two logarithms may have. NaN where neither has mass:
+        only what is multiplied with a probability (`expect`) may come of it.
     pivot: for slopes that are not small where p and q are close and sure: they are then less the likeliest outcome's.
         Over whole distributions that changes nothing, whichever outcome it is.
     """
@@ -301,7 +302,7 @@ class TotalVariation(Divergence):
     def balanced_slope(self, each: Sides) -> Tensor:
         """½ q sign(q − p), of a sure outcome 0 and not ½."""
         sign = torch.sign(each.ratio)
-        return 0.5 * each.q * (sign if each.pivot is None else sign - torch.sign(each.pivot.ratio))
+        return 0.5 * expect(each.q, sign if each.pivot is None else sign - torch.sign(each.pivot.ratio))
 
     def __str__(self) -> str:
         return "total_variation"
@@ -324,6 +325,8 @@ class AlphaBeta(Divergence):
 
     def balanced(self, each: Sides) -> Tensor:
         alpha, beta, ratio = self.alpha, self.beta, each.ratio
+        if alpha + beta == 0:
+            ratio = _where_any(each)
         if alpha == 0 and beta == 0:
             return 0.5 * ratio.square()
         if alpha + beta == 0:
@@ -345,7 +348,7 @@ class AlphaBeta(Divergence):
         of_p, of_q = _power(each.log_p, total), _power(each.log_q, total)
         far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * each.log_p + beta * each.log_q)
         near = (total * each.ratio).abs() < stable.NEAR
-        small = torch.where(near, each.ratio, 0.0)
+        small = each.ratio.clamp(-stable.NEAR / total, stable.NEAR / total)
         outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
         close = outer * (inner / total * second_order(total * t) - second_order(inner * t))
         return torch.where(near, close, far)
@@ -362,10 +365,10 @@ class AlphaBeta(Divergence):
     def _slope(self, each: Sides) -> Tensor:
         """(q^(α+β) − p^α q^β) / α"""
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        if alpha == 0:
-            return expect(_power(each.log_q, beta), each.ratio) if beta else each.ratio
         if total == 0:
-            return -torch.expm1(-alpha * each.ratio) / alpha
+            return -torch.expm1(-alpha * _where_any(each)) / alpha if alpha else _where_any(each)
+        if alpha == 0:
+            return expect(_power(each.log_q, beta), each.ratio)
         cross = _power(each.log_p, alpha) if beta == 0 else torch.exp(alpha * each.log_p + beta * each.log_q)
         return difference(cross, _power(each.log_q, total), alpha * each.ratio) / alpha
 
@@ -387,6 +390,11 @@ def _exact(number: float) -> str:
 def _check_skew(name: str, alpha: float) -> None:
     if not 0.0 <= alpha < 1.0:
         raise ValueError(f"{name}(alpha={alpha}): expected 0 ≤ alpha < 1; it is zero everywhere at alpha = 1")
+
+
+def _where_any(each: Sides) -> Tensor:
+    """log(q/p), 0 where neither has mass."""
+    return each.ratio.masked_fill((each.log_p == -math.inf) & (each.log_q == -math.inf), 0.0)
 
 
 def _power(log_probability: Tensor, exponent: float) -> Tensor:

@@ -88,8 +88,8 @@ def linear_objective(
     Over a sharded head all ranks call this with the same tokens, terms and options, and get the same loss and
     metrics; the weight's gradient is that of the rank's rows. Collectives: per chunk one all-gather of values,
     gradients and metrics, C rows times a few dozen numbers and one for each id of a sparse signal; a second one for
-    divergences other than forward and reverse KL; in backward an all-reduce of the hidden states' gradient [T, D] in float32,
-    unless `VocabShard.reduce_hidden_grad` is False.
+    divergences other than forward and reverse KL; in backward an all-reduce of the hidden states' gradient [T, D] in
+    float32, unless `VocabShard.reduce_hidden_grad` is False.
 
     Raises ValueError where shapes or devices disagree, for tensors on the meta device, forward-mode tangents, weights
     or a normalizer that require grad and, of numbers and of tensors on a CPU, for a normalizer that is not positive,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stillhouse.objective.formulas import Pivot, Sides, sides
 from stillhouse.objective.plan import Plan
-from stillhouse.objective.stable import difference, expect, log_ratio
+from stillhouse.objective.stable import difference, expect
 
 Rows = dict[str, Tensor]
 
@@ -35,7 +35,10 @@ def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
     sums: Rows = {f"reference/{at}": reference_B1[:, 0] for at, reference_B1 in enumerate(references)}
     if tiles_BV[0].shape[1] == 0:
         return torch.stack([sums.get(name, torch.zeros_like(sums["reference/0"])) for name in plan.raw_sums], 1)
-    gaps = [tile_BV - finite(reference_B1) for tile_BV, reference_B1 in zip(tiles_BV, references, strict=True)]
+    lowest = torch.finfo(tiles_BV[0].dtype).min
+    gaps = [
+        tile_BV - reference_B1.clamp(min=lowest) for tile_BV, reference_B1 in zip(tiles_BV, references, strict=True)
+    ]
     largest = [gap_BV == 0 for gap_BV in gaps]
     sums |= {f"largest/{at}": is_largest_BV.to(gaps[0].dtype).sum(1) for at, is_largest_BV in enumerate(largest)}
     students = [_cooled(gaps[0], temperature) for temperature in plan.temperatures]
@@ -44,7 +47,7 @@ def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
         sums |= _softmax_sums(f"student_{{}}/{at}", log_BV, largest[0])
     for at, ((tile, _), log_BV) in enumerate(zip(plan.teachers, teachers, strict=True)):
         sums |= _softmax_sums(f"teacher_{{}}/{at}", log_BV, largest[tile])
-    both = {couple: sides(teachers[couple[0]], students[couple[1]]) for couple in plan.couples}
+    both = {(at, to): sides(teachers[at], students[to], students[to] - teachers[at]) for at, to in plan.couples}
     for at, each in enumerate(both.values()):
         sums[f"mass_gap/{at}"] = difference(each.p, each.q, each.ratio).sum(1)
     for at, divergence in plan.renormalizable.items():
@@ -135,7 +138,7 @@ def _sides(plan: Plan, tiles_BV: Sequence[Tensor], rows: Rows) -> dict[tuple[int
         both[teacher, student] = sides(
             of_p_BV - rows[f"teacher_log_mass/{teacher}"],
             of_q_BV - rows[f"student_log_mass/{student}"],
-            log_ratio(of_q_BV, of_p_BV, ratio_B1),
+            of_q_BV - of_p_BV - ratio_B1,
             # where both gaps are 0: the likeliest token of teacher and student, if they agree on it
             Pivot(-rows[f"student_log_mass/{student}"], -ratio_B1),
         )

@@ -9,6 +9,8 @@ a multiple of the smaller quantity t = log(b/a), which the caller knows to its l
     b − a − a·t     = a (e^t − 1 − t)  ≥ 0
 
 by a few terms of the exponential series where |t| < `NEAR`, and as written on the left beyond, where nothing cancels.
+What is used several times is kept short: a compiler that makes one kernel of it all follows each use to its inputs
+anew.
 All functions are differentiable by autograd.
 """
 
@@ -20,9 +22,7 @@ from torch import Tensor
 #: the largest |t| for which the series is used
 NEAR = 0.25
 #: terms of the series for (e^t − 1 − t) / t² that leave a relative error below the dtype's at |t| = NEAR
-SERIES_TERMS = {torch.float32: 6, torch.float64: 11}
-#: the same for log(1 + w) / w, |w| ≤ e^NEAR − 1
-LOG_TERMS = {torch.float32: 4, torch.float64: 10}
+SERIES_TERMS = {torch.float32: 5, torch.float64: 11}
 
 
 def expect(probability: Tensor, quantity: Tensor) -> Tensor:
@@ -30,24 +30,20 @@ def expect(probability: Tensor, quantity: Tensor) -> Tensor:
     return probability * quantity.masked_fill(probability == 0, 0.0)
 
 
-def log_ratio(log_b: Tensor, log_a: Tensor, offset: Tensor | float = 0.0) -> Tensor:
-    """log b − log a − offset, with 0/0 taken as 1 (neither side has mass there, so that nothing depends on it)."""
-    neither = (log_a == -math.inf) & (log_b == -math.inf)
-    return (log_b - log_a - offset).masked_fill(neither, 0.0)
+def log_ratio(log_b: Tensor, log_a: Tensor) -> Tensor:
+    """log(b/a), with 0/0 taken as 1 (neither side has mass there, so that nothing depends on it)."""
+    return (log_b - log_a).masked_fill((log_a == -math.inf) & (log_b == -math.inf), 0.0)
 
 
 def difference(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
     """b − a for t = log(b/a)."""
-    near = t.abs() < NEAR
-    small = torch.where(near, t, 0.0)
-    return torch.where(near, a * (small + second_order(small)), b - a)
+    small = t.clamp(-NEAR, NEAR)
+    return torch.where(t.abs() < NEAR, a * (small + second_order(small)), b - a)
 
 
 def excess(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
     """b − a − a·t for t = log(b/a): never negative. a = 0 gives b, b = 0 gives infinity."""
-    near = t.abs() < NEAR
-    small = torch.where(near, t, 0.0)
-    return torch.where(near, a * second_order(small), b - a - expect(a, t))
+    return torch.where(t.abs() < NEAR, a * second_order(t.clamp(-NEAR, NEAR)), b - a - expect(a, t))
 
 
 def second_order(t: Tensor) -> Tensor:
@@ -91,24 +87,10 @@ def mixture_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> 
     if not 0.05 <= weight <= 0.95:
         return _log_one_plus(1 - weight, ratio), _log_one_plus(weight, -ratio)
     near = ratio.abs() < NEAR
-    small = torch.where(near, ratio, 0.0)
-    of_p = _log_of_near_1((1 - weight) * (small + second_order(small)))
+    small = ratio.clamp(-NEAR, NEAR)
+    of_p = torch.log1p((1 - weight) * torch.expm1(small))
     log_m = torch.log(mixture(log_p.exp(), log_q.exp(), weight))
     return torch.where(near, of_p, log_m - log_p), torch.where(near, of_p - small, log_m - log_q)
-
-
-def _log_of_near_1(w: Tensor) -> Tensor:
-    """log(1 + w) for |w| ≤ e^NEAR − 1: 2·artanh(y) = 2 (y + y³/3 + y⁵/5 + …) with y = w/(2 + w).
-
-    A few products and a division, where torch.log1p would cost a sweep as much as a second logarithm.
-    """
-    terms = LOG_TERMS[w.dtype]
-    y = w / (2 + w)
-    square = y * y
-    series = torch.full_like(w, 1 / (2 * terms - 1))
-    for n in range(terms - 1, 0, -1):
-        series = series * square + 1 / (2 * n - 1)
-    return 2 * y * series
 
 
 def _log_one_plus(weight: float, ratio: Tensor) -> Tensor:
