@@ -1,11 +1,12 @@
-"""Speed of two versions of the objective, forward and backward, in turns.
+"""Speed of two versions of the objective, forward and backward, in turns: CPU seconds of the process.
 
     git worktree add ../before 8c93100
-    python -m benchmarks.objective_versions --before ../before --threads 2
+    python -m benchmarks.objective_versions --before ../before --before-commit 8c93100 --threads 2
 
 Each version runs in a process of its own, with the root of its source tree first on the path. The two take turns,
 pass by pass, since a shared machine's speed drifts: the ratio new/old is of neighbours, and the median over rounds
-counts. Also timed are the two versions' values without gradients ("values").
+counts. CPU seconds of all threads are taken, so that waiting on a loaded machine does not count. Also timed are the
+two versions' values without gradients ("values").
 Writes benchmarks/results/objective-versions-<date>.json.
 """
 
@@ -16,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,14 +46,16 @@ def main() -> None:
         print(
             f"{row['case']:36s} {row['what']:9s} new/old {row['ratio']:.3f}  ({row['ratio_of_minima']:.3f} of minima)"
         )
-    path = ROOT / "benchmarks/results" / f"objective-versions-{result['date'][:10]}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    from benchmarks.record import result_file, write_result
+
+    write_result(result_file("objective-versions"), result)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--before", type=Path, help="root of the older source tree")
+    add("--before-commit", help="its commit, for the result file")
     add("--tokens", type=int, default=512)
     add("--width", type=int, default=512, help="of the student")
     add("--teacher-width", type=int, default=1024)
@@ -91,13 +93,14 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             print(rows[-1]["case"], what, f"{rows[-1]['ratio']:.3f}", flush=True)
     for process in versions.values():
         process.communicate("", timeout=60)
-    sizes = {name: value for name, value in vars(arguments).items() if name not in ("before", "serve", "cases")}
+    sizes = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name not in ("before", "before_commit", "serve", "cases")
+    }
     return {
         "theme": "objective: time of a pass, new version / old version",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": f"{os.cpu_count()} CPU cores, {cpu_name()}",
-        "torch": torch.__version__,
-        "commits": {"old": commit(arguments.before), "new": commit(ROOT)},
+        "before": arguments.before_commit,
         "sizes": sizes,
         "cases": rows,
     }
@@ -134,12 +137,12 @@ def serve(arguments: argparse.Namespace) -> None:
     lines: IO[str] = sys.stdin
     for line in lines:
         case, what = json.loads(line)
-        began = time.perf_counter()
+        began = time.process_time()
         with torch.set_grad_enabled(what == "gradient"):
             loss = linear_objective(hidden, OutputHead(weight), terms[case], normalizer=arguments.tokens).loss
         if what == "gradient":
             loss.backward()
-        print(time.perf_counter() - began, flush=True)
+        print(time.process_time() - began, flush=True)
         hidden.grad = weight.grad = None
 
 
@@ -162,18 +165,6 @@ def make_terms(case: str, arguments: argparse.Namespace) -> list[Any]:
         return [Distill(TopK(ids, log_p), reverse_kl())]
     head = OutputHead(torch.randn(vocabulary, width) / width**0.5)
     return [Distill(FullVocab(torch.randn(tokens, width), head), parse_divergence(case))]
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
-
-
-def commit(root: Path) -> str:
-    answer = subprocess.run(
-        ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return answer.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
