@@ -5,6 +5,7 @@ T tokens, V vocabulary, K ids and M sampled ids per token.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from stillhouse.objective import (
     forward_kl,
     jsd,
     parse_divergence,
+    reverse_kl,
     total_variation,
 )
 
@@ -54,6 +56,7 @@ def other_term(term: str, vocabulary: int = V, dtype: torch.dtype = torch.float3
     labels_T = make_labels(vocabulary=vocabulary)
     ids_TM = torch.randint(-1, vocabulary, (T, 6), generator=generator(6))
     draws = Sampled(ids_TM, torch.rand(T, 6, generator=generator(7)).to(dtype))
+    zero = make_signal("zero", vocabulary=vocabulary, dtype=dtype, temperature=0.8)
     terms: dict[str, list[Term]] = {
         "cross_entropy": [CrossEntropy(labels_T, 0.3)],
         "label smoothing": [CrossEntropy(labels_T, 0.3, label_smoothing=0.1)],
@@ -62,21 +65,35 @@ def other_term(term: str, vocabulary: int = V, dtype: torch.dtype = torch.float3
         "entropy": [Entropy(-0.05, 1.3)],
         "sampled": [Distill(draws, forward_kl(), 0.4, 0.8)],
         "drawn": drawn(labels_T, dtype),
+        "zero outside": [Distill(zero, reverse_kl(), 0.4, 0.8)],
     }
     leaves = make_leaves(vocabulary=vocabulary, dtype=dtype)
     chosen = every_term(T, vocabulary, dtype=dtype) if term == "all" else terms[term]
     return Problem(leaves, chosen, options={"weights_T": some_weights()})
 
 
-OTHER_TERMS = ["cross_entropy", "label smoothing", "z-loss", "both", "entropy", "sampled", "drawn", "all"]
+OTHER_TERMS = [
+    "cross_entropy",
+    "label smoothing",
+    "z-loss",
+    "both",
+    "entropy",
+    "sampled",
+    "drawn",
+    "zero outside",
+    "all",
+]
 
 
 def drawn(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
     """Terms at one drawn token of each row."""
-    known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)
+    known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)[:, : len(labels_T)]
+    policy = partial(PolicyGradient, labels_T, known_NT[1] + 5.0, known_NT[2])
     return [
         SampledKL(labels_T, known_NT[0], "k3", 0.3, 1.2),
-        PolicyGradient(labels_T, known_NT[1] + 5.0, known_NT[2], known_NT[3], kl_scale=0.1),
+        policy(known_NT[3], kl_scale=0.1),
+        policy(dual_clip=1.3),
+        policy(clip_low=1.0, surrogate="cispo"),
     ]
 
 
@@ -207,19 +224,21 @@ def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32
     return Problem(Logits(logits_TV.to(dtype)), terms, options={"weights_T": some_weights()})
 
 
-ONE_ROUND = [
-    "forward_kl",
-    "reverse_kl",
+ONE_ROUND = ["forward_kl", "reverse_kl", "0.9*forward_kl + 0.1*reverse_kl"]
+TWO_ROUNDS = [
+    "jsd(0.3)",
+    "skew_forward_kl(0.1)",
+    "skew_reverse_kl(0.1)",
+    "total_variation",
+    "forward_kl + jsd(0.3)",
     "alpha_beta(0.4, 0.6)",
     "alpha_beta(0, 0)",
-    "0.9*forward_kl + 0.1*reverse_kl",
 ]
-TWO_ROUNDS = ["jsd(0.3)", "skew_forward_kl(0.1)", "skew_reverse_kl(0.1)", "total_variation", "forward_kl + jsd(0.3)"]
 TOKENS = 24
 
 
 #: what needs one collective for a chunk, and what may need two: `counted` by name
-SUMS = ["cross_entropy", "smoothing and z-loss", "entropy", "sampled", "one round"]
+SUMS = ["cross_entropy", "smoothing and z-loss", "entropy", "sampled", "drawn", "zero outside", "one round"]
 
 
 def counted(terms: str) -> Problem:
@@ -239,6 +258,10 @@ def _counted(terms: str) -> Iterator[Term]:
         case "sampled":
             ids_TM = torch.randint(0, V, (TOKENS, 6), generator=generator(6))
             yield Distill(Sampled(ids_TM, torch.ones(TOKENS, 6)), forward_kl())
+        case "drawn":
+            yield from drawn(labels_T, torch.float32)
+        case "zero outside":
+            yield Distill(make_signal("zero", TOKENS, dtype=torch.float32), reverse_kl())
         case "one round":
             dense, sparse = (make_signal(each, TOKENS, dtype=torch.float32) for each in ("dense", "drop"))
             yield from every_term(TOKENS, dtype=torch.float32)

@@ -19,11 +19,14 @@ from stillhouse.objective import (
     Entropy,
     FullVocab,
     OutputHead,
+    PolicyGradient,
     Sampled,
+    SampledKL,
     Term,
     TopK,
     VocabShard,
     forward_kl,
+    linear_log_probs,
     linear_objective,
     logits_objective,
     reverse_kl,
@@ -31,6 +34,7 @@ from stillhouse.objective import (
 
 NAN = math.nan
 CE = [CrossEntropy(make_labels())]
+KL = forward_kl()
 IDS, LOG_PROBS = torch.zeros(T, 4, dtype=torch.int64), torch.zeros(T, 4)
 ERRORS: dict[str, tuple[Any, str]] = {
     "hidden width": (
@@ -43,6 +47,39 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "bias": (lambda: OutputHead(torch.zeros(V, D), torch.zeros(9)), "head bias of shape (9,): expected (251,)"),
     "vocab_size": (lambda: OutputHead(torch.zeros(V, D), vocab_size=252), "vocab_size=252: expected 1 to 251"),
     "softcap": (lambda: OutputHead(torch.zeros(V, D), softcap=0.0), "softcap=0.0"),
+    "nan softcap": (lambda: OutputHead(torch.zeros(V, D), softcap=NAN), "softcap=nan"),
+    "infinite softcap": (
+        lambda: OutputHead(torch.zeros(V, D), softcap=math.inf),
+        "softcap=inf: expected a positive number, or None for none",
+    ),
+    "nan head scale": (lambda: OutputHead(torch.zeros(V, D), scale=NAN), "scale=nan: expected a finite number"),
+    "infinite head scale": (lambda: OutputHead(torch.zeros(V, D), scale=-math.inf), "scale=-inf"),
+    "bool as head scale": (lambda: OutputHead(torch.zeros(V, D), scale=True), "scale=True"),
+    "weights that require grad": (
+        lambda: objective(weights_T=torch.ones(T, requires_grad=True)),
+        "weights_T requires grad: expected a constant; detach it",
+    ),
+    "own weights that require grad": (
+        lambda: objective([*CE, Entropy(1.0, weights_T=torch.ones(T, requires_grad=True))]),
+        "terms[1].weights_T requires grad",
+    ),
+    "normalizer that requires grad": (
+        lambda: objective(normalizer=torch.ones((), requires_grad=True)),
+        "normalizer requires grad",
+    ),
+    "infinite temperature": (
+        lambda: SampledKL(make_labels(), LOG_PROBS[:, 0], temperature=math.inf),
+        "temperature=inf",
+    ),
+    "nan scale of draws": (lambda: SampledKL(make_labels(), LOG_PROBS[:, 0], scale=NAN), "scale=nan"),
+    "tail zero": (
+        lambda: Distill(TopK(IDS, LOG_PROBS, tail="zero"), forward_kl()),
+        "tail='zero' with forward_kl: expected reverse_kl",
+    ),
+    "dual clip": (lambda: policy(dual_clip=1.0), "dual_clip=1.0: expected a number above 1"),
+    "nan dual clip": (lambda: policy(dual_clip=NAN), "dual_clip=nan"),
+    "dual clip of cispo": (lambda: policy(dual_clip=3.0, surrogate="cispo"), "dual_clip=3.0 with surrogate='cispo'"),
+    "surrogate": (lambda: policy(surrogate="gspo"), "surrogate='gspo': expected 'clip' or 'cispo'"),
     "labels": (
         lambda: objective([CrossEntropy(torch.zeros(9, dtype=torch.int64))]),
         "terms[0] (cross_entropy) has 9 tokens, the student 37",
@@ -124,7 +161,10 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "entries": (lambda: TopK(IDS, LOG_PROBS[:, :3]), "ids_TK of shape (37, 4) and log_probs_TK of shape (37, 3)"),
     "no entries": (lambda: TopK(IDS[:, :0], LOG_PROBS[:, :0]), "one entry or more"),
     "ids' dtype": (lambda: TopK(LOG_PROBS, LOG_PROBS), "ids_TK of dtype torch.float32: expected int32 or int64"),
-    "tail": (lambda: TopK(IDS, LOG_PROBS, tail="floor"), "tail='floor': expected one of bucket, renormalize, drop"),  # type: ignore[arg-type]
+    "tail": (
+        lambda: TopK(IDS, LOG_PROBS, tail="floor"),
+        "tail='floor': expected one of bucket, renormalize, drop, zero",
+    ),  # type: ignore[arg-type]
     "tail's shape": (
         lambda: TopK(IDS, LOG_PROBS, tail_log_prob_T=torch.zeros(T, 1)),
         "tail_log_prob_T of shape (37, 1): expected (37,)",
@@ -153,6 +193,10 @@ def objective(terms: list[Term] = CE, hidden: Tensor | None = None, **options: A
     linear_objective(leaves.hidden if hidden is None else hidden, head, terms, **options)
 
 
+def policy(**options: Any) -> PolicyGradient:
+    return PolicyGradient(make_labels(), LOG_PROBS[:, 0], LOG_PROBS[:, 1], **options)
+
+
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_name_what_came_and_what_was_expected(case: str) -> None:
     call, message = ERRORS[case]
@@ -169,3 +213,100 @@ def test_a_shard_that_does_not_fit_is_refused() -> None:
         logits_objective(torch.zeros(T, V), CE, shard=VocabShard(V, 2 * V, None))
     with pytest.raises(ValueError, match="start ≤ stop"):
         VocabShard(5, 3, None)
+
+
+#: what lies on the meta device, and its name in the message
+ON_META: dict[str, tuple[Any, str]] = {
+    "hidden": (lambda: objective(hidden=torch.zeros(T, D, device="meta")), "hidden_TD"),
+    "head": (
+        lambda: linear_objective(torch.zeros(T, D), OutputHead(torch.zeros(V, D, device="meta")), CE),
+        "head.weight_VD",
+    ),
+    "bias": (
+        lambda: linear_objective(torch.zeros(T, D), OutputHead(torch.zeros(V, D), torch.zeros(V, device="meta")), CE),
+        "head.bias",
+    ),
+    "everything": (
+        lambda: linear_objective(torch.zeros(T, D, device="meta"), OutputHead(torch.zeros(V, D, device="meta")), CE),
+        "hidden_TD",
+    ),
+    "logits": (lambda: logits_objective(torch.zeros(T, V, device="meta"), CE), "logits_TV"),
+    "labels": (lambda: objective([CrossEntropy(make_labels().to("meta"))]), "terms[0].labels_T"),
+    "own weights": (
+        lambda: objective([*CE, Entropy(1.0, weights_T=torch.ones(T, device="meta"))]),
+        "terms[1].weights_T",
+    ),
+    "teacher's head": (
+        lambda: objective(
+            [Distill(FullVocab(torch.zeros(T, 24), OutputHead(torch.zeros(V, 24, device="meta"))), KL)]
+        ),
+        "terms[0].signal.head.weight_VD",
+    ),
+    "teacher's ids": (
+        lambda: objective([Distill(TopK(IDS.to("meta"), LOG_PROBS), KL)]),
+        "terms[0].signal.ids_TK",
+    ),
+    "weights": (lambda: objective(weights_T=torch.ones(T, device="meta")), "weights_T"),
+    "rows": (lambda: objective(valid_index=torch.arange(T, device="meta")), "valid_index"),
+    "normalizer": (lambda: objective(normalizer=torch.ones((), device="meta")), "normalizer"),
+    "log-probabilities": (
+        lambda: linear_log_probs(torch.zeros(T, D), OutputHead(torch.zeros(V, D, device="meta")), make_labels()),
+        "head.weight_VD",
+    ),
+    "log-probabilities' labels": (
+        lambda: linear_log_probs(torch.zeros(T, D), OutputHead(torch.zeros(V, D)), make_labels().to("meta")),
+        "labels_T",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ON_META)
+def test_tensors_without_numbers_are_refused_by_name(case: str) -> None:
+    """A head that was built on the meta device and never loaded would give whatever the memory held."""
+    call, name = ON_META[case]
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is on the meta device, which holds no numbers"):
+        call()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+def test_mixed_devices_are_refused_by_name() -> None:
+    head = OutputHead(torch.zeros(V, D, device="cuda"))
+    with pytest.raises(
+        ValueError, match=r"head.weight_VD is on cuda:0, hidden_TD on cpu: expected both on one device"
+    ):
+        linear_objective(torch.zeros(T, D), head, CE)
+    with pytest.raises(ValueError, match=r"terms\[0\].labels_T is on cpu, hidden_TD on cuda:0"):
+        linear_objective(torch.zeros(T, D, device="cuda"), head, CE)
+    # weights and rows may come from the CPU, where a batch is made
+    assert (
+        linear_objective(
+            torch.zeros(T, D, device="cuda"),
+            head,
+            [Entropy(1.0)],
+            weights_T=torch.ones(T),
+            valid_index=torch.arange(T),
+        ).loss
+        > 0
+    )
+
+
+@pytest.mark.parametrize("leaf", ["hidden_TD", "head.weight_VD", "head.bias", "logits_TV"])
+def test_forward_mode_is_refused(leaf: str) -> None:
+    """Its tangent would be 0, silently: gradients are computed in forward, for backward."""
+    hidden, weight, bias = torch.zeros(T, D), torch.zeros(V, D), torch.zeros(V)
+    calls: dict[str, tuple[Any, Tensor]] = {
+        "hidden_TD": (lambda each: linear_objective(each, OutputHead(weight, bias), CE).loss, hidden),
+        "head.weight_VD": (lambda each: linear_objective(hidden, OutputHead(each, bias), CE).loss, weight),
+        "head.bias": (lambda each: linear_objective(hidden, OutputHead(weight, each), CE).loss, bias),
+        "logits_TV": (lambda each: logits_objective(each, CE).loss, torch.zeros(T, V)),
+    }
+    call, primal = calls[leaf]
+    with pytest.raises(ValueError, match=rf"{leaf} carries a forward-mode tangent \(torch.func.jvp\)"):
+        torch.func.jvp(call, (primal,), (torch.ones_like(primal),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode tangent"):
+        call(torch.autograd.forward_ad.make_dual(primal, torch.ones_like(primal)))
+    if leaf == "hidden_TD":
+        with pytest.raises(ValueError, match="forward-mode tangent"):
+            torch.func.jvp(
+                lambda each: linear_log_probs(each, OutputHead(weight), make_labels())[0], (primal,), (primal + 1,)
+            )

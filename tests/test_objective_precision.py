@@ -270,3 +270,46 @@ def test_a_teacher_that_is_missing_on_some_rows() -> None:
     assert all(total.isfinite() for total in result.output.metrics.values())
     assert result.output.per_token["forward_kl"].isfinite().all()
     assert result.output.metrics["tokens"] == T
+
+
+DTYPES = {"float64": torch.float64, **FLOATS}
+
+
+@pytest.mark.parametrize("teacher", DTYPES)
+@pytest.mark.parametrize("student", DTYPES)
+def test_a_teacher_of_another_precision(student: str, teacher: str) -> None:
+    """Each is projected in its own, at least float32; in float64 where either is, and rounded to the student's."""
+    leaves = make_leaves(dtype=DTYPES[student])
+    full = make_full(dtype=DTYPES[teacher])
+    mixed = FullVocab(full.hidden_TE, converted(full.head, torch.float32)) if teacher == "float64" else full
+    for signal in (full, mixed):
+        terms: list[Term] = [Distill(signal, parse_divergence("0.5*forward_kl + 0.5*jsd(0.3)"))]
+        found = run(linear_objective, leaves, terms, chunk_tokens=10)
+        exact = run(
+            dense_objective, converted(leaves, torch.float64), [converted(each, torch.float64) for each in terms]
+        )
+        within = {"float64": 1e-12, "float32": 2e-6}.get(student, 2 * torch.finfo(DTYPES[student]).eps)
+        assert found.output.loss.dtype == (torch.float64 if student == "float64" else torch.float32)
+        assert distance(found.output.loss, exact.output.loss) <= min(within, 2e-6)
+        for name, gradient in exact.gradients.items():
+            assert found.gradients[name].dtype == DTYPES[student]
+            assert distance(found.gradients[name], gradient) <= within, name
+
+
+@pytest.mark.parametrize("expression", ["alpha_beta(0.5, -0.5)", "alpha_beta(-0.5, 0.5)", "alpha_beta(0, 0)"])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_exponents_that_cancel_are_infinite_where_one_side_has_no_mass(side: str, expression: str) -> None:
+    """(p/q)^α and log(p/q) are both infinite there, and so is the divergence: not NaN. Other rows are not touched."""
+    both = torch.randn(5, 11, generator=generator(0))
+    masked = both.flip(0).index_put((torch.tensor([1]), torch.tensor([3])), torch.tensor(-math.inf))
+    teacher, student = (both, masked) if side == "student" else (masked, both)
+    term = Distill(DenseLogits(teacher), parse_divergence(expression))
+    (value_T,) = logits_objective(student, [term]).per_token.values()
+    assert value_T[1] == math.inf
+    expected_T = logits_objective(
+        student.index_select(0, ALL_BUT_1), [Distill(DenseLogits(teacher[ALL_BUT_1]), term.divergence)]
+    )
+    torch.testing.assert_close(value_T[ALL_BUT_1], next(iter(expected_T.per_token.values())))
+
+
+ALL_BUT_1 = torch.tensor([0, 2, 3, 4])

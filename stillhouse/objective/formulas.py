@@ -1,20 +1,35 @@
 """Divergences between a teacher p and a student q, each a pair of pointwise functions.
 
-    D(p, q)  = Σ_v f(log p_v, log q_v)                 `value`
-    h_v      = ∂D/∂q_v with q_v taken as free           `weighted_slope` is q_v·h_v
+    D(p, q)  = Σ_v f(log p_v, log q_v)
+    h_v      = ∂D/∂q_v with q_v taken as free
     ∂D/∂z_v  = q_v (h_v − Σ_u q_u h_u) / τ              what the engine makes of it
 
-The slope is kept multiplied by q: −p/q overflows where q underflows, q·(−p/q) = −p does not. Over a whole
-distribution a constant in h cancels; it is kept all the same, since a sum truncated to the teacher's top-k
-(tail "drop") feels it.
+The slope is kept multiplied by q: −p/q overflows where q underflows, q·(−p/q) = −p does not.
+
+Over whole distributions Σ(q − p) is 0, so that f may carry any multiple c of q − p, and h the constant c. With the
+right one f is never negative and both f and h are 0 where p = q: then a small divergence is a sum of small
+numbers, and keeps its digits where student and teacher are close and both are sure (see `stable.py`). This is what
+the engine sums:
+
+    balanced        f + c (q − p)
+    balanced_slope  q (h + c)
+
+`value` and `weighted_slope` are f and q·h as in textbooks, c = 0, for sums over a part of the outcomes (a top-k with
+the tail "drop"), which feel c.
+
+| divergence | c | f + c (q − p), with E(a, b) = a log(a/b) + b − a |
+| --- | --- | --- |
+| forward KL | 1 | E(p, q) |
+| reverse KL | −1 | E(q, p) |
+| jsd(β), m = βp + (1−β)q | 0 | β E(p, m) + (1−β) E(q, m) |
+| skew forward KL(α), m = αp + (1−α)q | 1−α | E(p, m) |
+| skew reverse KL(α), m = (1−α)p + αq | α−1 | E(q, m) |
+| total variation | 0 | ½ abs(q − p) |
+| alpha-beta | 0 | (β E'(α+β) − (α+β) E'(β)) / (αβ(α+β)), E'(x) = p^(α+β) (e^(xr) − 1 − xr), r = log(q/p) |
 
 Everything stays in log space. A probability of zero is a log-probability of −inf: 0·log 0 is 0 here, never NaN,
 and a divergence that is truly infinite (forward KL where the teacher has mass and the student has none) is inf.
 All functions are also differentiable by autograd, which is how `reference.py` checks the slopes.
-
-Where Σf and Σq·h over unnormalised probabilities can be put right afterwards (`Renormalizable`: all but those with a
-mixture or an absolute value in them), they are summed in the same sweep over the logits as the normalisers, and over
-vocabulary shards they travel in the same collective.
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898);
 alpha-beta: ABKD (arXiv 2505.04560) after Cichocki, Cruces and Amari, Entropy 2011, 13, 134.
@@ -22,29 +37,73 @@ alpha-beta: ABKD (arXiv 2505.04560) after Cichocki, Cruces and Amari, Entropy 20
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Moments = tuple[Tensor, ...]
+from stillhouse.objective import stable
+from stillhouse.objective.stable import difference, excess, expect, log_ratio, mixture, mixture_logs, second_order
+
+
+class Pivot(NamedTuple):
+    """A row's likeliest outcome, [rows, 1]: log q and log(q/p)."""
+
+    log_q: Tensor
+    ratio: Tensor
+
+
+class Sides(NamedTuple):
+    """Teacher and student at some outcomes, elementwise.
+
+    ratio: log(q/p), to more digits than the difference of the two logarithms may have. NaN where neither has mass:
+        only what is multiplied with a probability (`expect`) may come of it.
+    pivot: for slopes that are not small where p and q are close and sure: they are then less the likeliest outcome's.
+        Over whole distributions that changes nothing, whichever outcome it is.
+    """
+
+    log_p: Tensor
+    log_q: Tensor
+    p: Tensor
+    q: Tensor
+    ratio: Tensor
+    pivot: Pivot | None
+
+    def is_pivot(self) -> Tensor:
+        assert self.pivot is not None
+        return (self.log_q == self.pivot.log_q) & (self.ratio == self.pivot.ratio)
+
+
+def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivot | None = None) -> Sides:
+    """ratio: log q − log p unless something better is known."""
+    ratio = log_ratio(log_q, log_p) if ratio is None else ratio
+    return Sides(log_p, log_q, log_p.exp(), log_q.exp(), ratio, pivot)
 
 
 class Divergence(ABC):
     """D(p, q) as two pointwise functions; sums and multiples of divergences are divergences."""
 
     @abstractmethod
-    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """f(log p, log q), elementwise, in nats; its sum over the vocabulary is D."""
+    def balanced(self, each: Sides) -> Tensor:
+        """f + c·(q − p), elementwise, in nats, never negative; its sum over the vocabulary is D."""
 
     @abstractmethod
-    def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """q·∂f/∂q, elementwise."""
+    def balanced_slope(self, each: Sides) -> Tensor:
+        """q·(∂f/∂q + c), elementwise, where c is any number of the row: such that it is 0, or small, where p is q."""
 
     @abstractmethod
     def __str__(self) -> str:
         """The expression that `parse_divergence` reads back."""
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """f(log p, log q), elementwise, in nats."""
+        return self.balanced(sides(log_p, log_q))
+
+    def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """q·∂f/∂q, elementwise."""
+        return self.balanced_slope(sides(log_p, log_q))
 
     def __add__(self, other: "Divergence") -> "Divergence":
         return WeightedSum(weighted_parts(self) + weighted_parts(other))
@@ -58,24 +117,26 @@ class Divergence(ABC):
     __rmul__ = __mul__
 
 
-class Renormalizable(Divergence):
-    """A divergence whose sums over unnormalised probabilities turn into those over normalised ones.
+class KullbackLeibler(Divergence):
+    """KL(a‖b), where a and b are teacher and student or the other way round.
 
-    `moments` are a few elementwise quantities; of their sums over any part of the vocabulary, `renormalized` makes
-    those for log_p + of_p and log_q + of_q (numbers of a row), and `from_moments` Σf and Σq·h.
+    Its sums over unnormalised probabilities can be put right afterwards (`statistics.py`), so they are taken in the
+    same sweep over the logits as the normalisers, and over vocabulary shards they travel in the same collective.
     """
 
-    #: how many moments there are
-    size: ClassVar[int]
+    #: whether a is the student
+    student_first: bool
 
-    @abstractmethod
-    def moments(self, log_p: Tensor, log_q: Tensor) -> Moments: ...
+    def directed(self, each: Sides) -> tuple[Tensor, Tensor, Tensor]:
+        """a, b and log(b/a)."""
+        return (each.q, each.p, -each.ratio) if self.student_first else (each.p, each.q, each.ratio)
 
-    @abstractmethod
-    def renormalized(self, moments: Moments, of_p: Tensor, of_q: Tensor) -> Moments: ...
+    def balanced(self, each: Sides) -> Tensor:
+        return excess(*self.directed(each))
 
-    @abstractmethod
-    def from_moments(self, moments: Moments) -> tuple[Tensor, Tensor]: ...
+    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        first, _, ratio = self.directed(sides(log_p, log_q))
+        return -expect(first, ratio)
 
 
 @dataclass(frozen=True)
@@ -89,12 +150,20 @@ class WeightedSum(Divergence):
             if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(f"weight {weight} of {part}: expected a positive number")
 
+    def balanced(self, each: Sides) -> Tensor:
+        return self._sum(part.balanced(each) for _, part in self.parts)
+
+    def balanced_slope(self, each: Sides) -> Tensor:
+        return self._sum(part.balanced_slope(each) for _, part in self.parts)
+
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        first, *rest = (weight * part.value(log_p, log_q) for weight, part in self.parts)
-        return sum(rest, start=first)
+        return self._sum(part.value(log_p, log_q) for _, part in self.parts)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        first, *rest = (weight * part.weighted_slope(log_p, log_q) for weight, part in self.parts)
+        return self._sum(part.weighted_slope(log_p, log_q) for _, part in self.parts)
+
+    def _sum(self, quantities: Iterable[Tensor]) -> Tensor:
+        first, *rest = (weight * each for (weight, _), each in zip(self.parts, quantities, strict=True))
         return sum(rest, start=first)
 
     def __str__(self) -> str:
@@ -102,50 +171,28 @@ class WeightedSum(Divergence):
 
 
 @dataclass(frozen=True)
-class ForwardKL(Renormalizable):
-    size = 2
+class ForwardKL(KullbackLeibler):
+    student_first = False
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return expect(log_p.exp(), _log_ratio(log_p, log_q))
+    def balanced_slope(self, each: Sides) -> Tensor:
+        return difference(each.p, each.q, each.ratio)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return -log_p.exp()
-
-    def moments(self, log_p: Tensor, log_q: Tensor) -> Moments:
-        p = log_p.exp()
-        return p, expect(p, _log_ratio(log_p, log_q))
-
-    def renormalized(self, moments: Moments, of_p: Tensor, of_q: Tensor) -> Moments:
-        return _renormalized_mean(moments, of_p.exp(), of_p - of_q)
-
-    def from_moments(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        mass, gap = moments
-        return gap, -mass
 
     def __str__(self) -> str:
         return "forward_kl"
 
 
 @dataclass(frozen=True)
-class ReverseKL(Renormalizable):
-    size = 2
+class ReverseKL(KullbackLeibler):
+    student_first = True
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return expect(log_q.exp(), _log_ratio(log_q, log_p))
+    def balanced_slope(self, each: Sides) -> Tensor:
+        return expect(each.q, each.ratio)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return self.value(log_p, log_q) + log_q.exp()
-
-    def moments(self, log_p: Tensor, log_q: Tensor) -> Moments:
-        q = log_q.exp()
-        return q, expect(q, _log_ratio(log_q, log_p))
-
-    def renormalized(self, moments: Moments, of_p: Tensor, of_q: Tensor) -> Moments:
-        return _renormalized_mean(moments, of_q.exp(), of_q - of_p)
-
-    def from_moments(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        mass, gap = moments
-        return gap, gap + mass
 
     def __str__(self) -> str:
         return "reverse_kl"
@@ -165,13 +212,15 @@ class JensenShannon(Divergence):
         if self.normalized not in (True, False):
             raise ValueError(f"jsd(normalized={self.normalized}): expected True or False")
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+    def balanced(self, each: Sides) -> Tensor:
         of_p, of_q = self._weights()
-        p_term, q_term = _mixture_terms(log_p, log_q, self.beta)
-        return -of_p * p_term - of_q * q_term
+        m = mixture(each.p, each.q, self.beta)
+        m_to_p, m_to_q = mixture_logs(each.log_p, each.log_q, each.ratio, self.beta)
+        return of_p * excess(each.p, m, m_to_p) + of_q * excess(each.q, m, m_to_q)
 
-    def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return -self._weights()[1] * _mixture_terms(log_p, log_q, self.beta)[1]
+    def balanced_slope(self, each: Sides) -> Tensor:
+        _, m_to_q = mixture_logs(each.log_p, each.log_q, each.ratio, self.beta)
+        return -self._weights()[1] * expect(each.q, m_to_q)
 
     def _weights(self) -> tuple[float, float]:
         if self.normalized:
@@ -189,14 +238,26 @@ class SkewForwardKL(Divergence):
     def __post_init__(self) -> None:
         _check_skew("skew_forward_kl", self.alpha)
 
+    def balanced(self, each: Sides) -> Tensor:
+        m_to_p, _ = mixture_logs(each.log_p, each.log_q, each.ratio, self.alpha)
+        return excess(each.p, mixture(each.p, each.q, self.alpha), m_to_p)
+
+    def balanced_slope(self, each: Sides) -> Tensor:
+        """(1 − α) q (m − p) / m, where m − p = (1 − α)(q − p)."""
+        gap = difference(each.p, each.q, each.ratio)
+        if self.alpha == 0:  # also where q underflows
+            return gap
+        return (1 - self.alpha) ** 2 * (each.q / mixture(each.p, each.q, self.alpha)) * gap
+
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return -_mixture_terms(log_p, log_q, self.alpha)[0]
+        m_to_p, _ = mixture_logs(log_p, log_q, log_ratio(log_q, log_p), self.alpha)
+        return -expect(log_p.exp(), m_to_p)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        if self.alpha == 0:  # also where q underflows
+        if self.alpha == 0:
             return -log_p.exp()
         p, q = log_p.exp(), log_q.exp()
-        return (self.alpha - 1) * p * (q / _mixture(p, q, self.alpha))
+        return (self.alpha - 1) * p * (q / mixture(p, q, self.alpha))
 
     def __str__(self) -> str:
         return f"skew_forward_kl({_exact(self.alpha)})"
@@ -209,13 +270,25 @@ class SkewReverseKL(Divergence):
     def __post_init__(self) -> None:
         _check_skew("skew_reverse_kl", self.alpha)
 
+    def balanced(self, each: Sides) -> Tensor:
+        _, m_to_q = mixture_logs(each.log_p, each.log_q, each.ratio, 1 - self.alpha)
+        return excess(each.q, mixture(each.p, each.q, 1 - self.alpha), m_to_q)
+
+    def balanced_slope(self, each: Sides) -> Tensor:
+        """q (t − α (e^t − 1)) = q ((1 − α) t − α (e^t − 1 − t)) for t = log(q/m)."""
+        _, m_to_q = mixture_logs(each.log_p, each.log_q, each.ratio, 1 - self.alpha)
+        slope = (self.alpha - 1) * expect(each.q, m_to_q)
+        if self.alpha == 0:
+            return slope
+        of_m = each.q * (each.q / mixture(each.p, each.q, 1 - self.alpha))
+        return slope - self.alpha * excess(each.q, of_m, -m_to_q)
+
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return -_mixture_terms(log_p, log_q, 1 - self.alpha)[1]
+        _, m_to_q = mixture_logs(log_p, log_q, log_ratio(log_q, log_p), 1 - self.alpha)
+        return -expect(log_q.exp(), m_to_q)
 
     def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        q = log_q.exp()
-        slope = q - _mixture_terms(log_p, log_q, 1 - self.alpha)[1]
-        return slope if self.alpha == 0 else slope - self.alpha * q * (q / _mixture(log_p.exp(), q, 1 - self.alpha))
+        return self.balanced_slope(sides(log_p, log_q)) + (1 - self.alpha) * log_q.exp()
 
     def __str__(self) -> str:
         return f"skew_reverse_kl({_exact(self.alpha)})"
@@ -223,23 +296,22 @@ class SkewReverseKL(Divergence):
 
 @dataclass(frozen=True)
 class TotalVariation(Divergence):
-    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        return 0.5 * (log_p.exp() - log_q.exp()).abs()
+    def balanced(self, each: Sides) -> Tensor:
+        return 0.5 * difference(each.p, each.q, each.ratio).abs()
 
-    def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        p, q = log_p.exp(), log_q.exp()
-        return 0.5 * q * torch.sign(q - p)
+    def balanced_slope(self, each: Sides) -> Tensor:
+        """½ q sign(q − p), of a sure outcome 0 and not ½."""
+        sign = torch.sign(each.ratio)
+        return 0.5 * expect(each.q, sign if each.pivot is None else sign - torch.sign(each.pivot.ratio))
 
     def __str__(self) -> str:
         return "total_variation"
 
 
 @dataclass(frozen=True)
-class AlphaBeta(Renormalizable):
+class AlphaBeta(Divergence):
     alpha: float
     beta: float
-
-    size = 3
 
     def __post_init__(self) -> None:
         exponents_are_safe = self.alpha >= 0 and self.beta >= 0
@@ -251,76 +323,54 @@ class AlphaBeta(Renormalizable):
                 "expected alpha ≥ 0 and beta ≥ 0, or alpha + beta = 0"
             )
 
-    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        ratio = _log_ratio(log_p, log_q)
+    def balanced(self, each: Sides) -> Tensor:
+        alpha, beta, ratio = self.alpha, self.beta, each.ratio
+        if alpha + beta == 0:
+            ratio = _where_any(each)
         if alpha == 0 and beta == 0:
             return 0.5 * ratio.square()
-        if total == 0:
-            return (torch.expm1(alpha * ratio) - alpha * ratio) / alpha**2
+        if alpha + beta == 0:
+            # of log(p/q) = inf no more than the largest number: e^inf less that is inf, and not NaN
+            t = (-alpha * ratio).clamp(max=torch.finfo(ratio.dtype).max)
+            return excess(torch.ones_like(t), t.exp(), t) / alpha**2
         if alpha == 0:
-            return (beta * expect(_power(log_q, beta), -ratio) - _power(log_q, beta) + _power(log_p, beta)) / beta**2
+            return excess(_power(each.log_q, beta), _power(each.log_p, beta), -beta * ratio) / beta**2
         if beta == 0:
-            return (
-                alpha * expect(_power(log_p, alpha), ratio) - _power(log_p, alpha) + _power(log_q, alpha)
-            ) / alpha**2
-        ends = alpha / total * _power(log_p, total) + beta / total * _power(log_q, total)
-        return (ends - torch.exp(alpha * log_p + beta * log_q)) / (alpha * beta)
+            return excess(_power(each.log_p, alpha), _power(each.log_q, alpha), alpha * ratio) / alpha**2
+        return self._general(each) / (alpha * beta)
 
-    def weighted_slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+    def _general(self, each: Sides) -> Tensor:
+        """α/(α+β) p^(α+β) + β/(α+β) q^(α+β) − p^α q^β: where p and q are close, what the exponentials in
+        r = log(q/p) have beyond their first order (the side with the larger exponent taken out, so that these
+        cancel least).
+        """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        ratio = _log_ratio(log_p, log_q)
-        if alpha == 0:
-            return -expect(_power(log_q, beta), ratio) if beta else -ratio
-        if total == 0:
-            return -torch.expm1(alpha * ratio) / alpha
-        cross = _power(log_p, alpha) if beta == 0 else torch.exp(alpha * log_p + beta * log_q)
-        return (_power(log_q, total) - cross) / alpha
+        of_p, of_q = _power(each.log_p, total), _power(each.log_q, total)
+        far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * each.log_p + beta * each.log_q)
+        near = (total * each.ratio).abs() < stable.NEAR
+        small = each.ratio.clamp(-stable.NEAR / total, stable.NEAR / total)
+        outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
+        close = outer * (inner / total * second_order(total * t) - second_order(inner * t))
+        return torch.where(near, close, far)
 
-    def moments(self, log_p: Tensor, log_q: Tensor) -> Moments:
-        alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        ratio = _log_ratio(log_p, log_q)
-        if alpha == 0 and beta == 0:
-            return torch.ones_like(ratio), ratio, ratio.square()
-        if total == 0:
-            return torch.ones_like(ratio), ratio, torch.expm1(alpha * ratio)
-        if alpha == 0:
-            q = _power(log_q, beta)
-            return q, expect(q, -ratio), _power(log_p, beta)
-        if beta == 0:
-            p = _power(log_p, alpha)
-            return p, expect(p, ratio), _power(log_q, alpha)
-        return torch.exp(alpha * log_p + beta * log_q), _power(log_p, total), _power(log_q, total)
+    def balanced_slope(self, each: Sides) -> Tensor:
+        """With α + β > 1 the slope of a sure outcome would outweigh all others: it is taken from all of them."""
+        alpha, total = self.alpha, self.alpha + self.beta
+        if total <= 1 or each.pivot is None:
+            return self._slope(each)
+        of_ratio = -torch.expm1(-alpha * each.pivot.ratio) / alpha if alpha else each.pivot.ratio
+        constant = _power(each.pivot.log_q, total - 1) * of_ratio
+        return torch.where(each.is_pivot(), 0.0, self._slope(each) - each.q * constant)
 
-    def renormalized(self, moments: Moments, of_p: Tensor, of_q: Tensor) -> Moments:
+    def _slope(self, each: Sides) -> Tensor:
+        """(q^(α+β) − p^α q^β) / α"""
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        first, second, third = moments
-        gap = of_p - of_q
-        if alpha == 0 and beta == 0:
-            return first, second + gap * first, third + 2 * gap * second + gap.square() * first
         if total == 0:
-            grown = torch.expm1(alpha * gap)
-            return first, second + gap * first, third + grown * (third + first)
+            return -torch.expm1(-alpha * _where_any(each)) / alpha if alpha else _where_any(each)
         if alpha == 0:
-            return *_renormalized_mean((first, second), _power(of_q, beta), -gap), third * _power(of_p, beta)
-        if beta == 0:
-            return *_renormalized_mean((first, second), _power(of_p, alpha), gap), third * _power(of_q, alpha)
-        cross = torch.exp(alpha * of_p + beta * of_q)
-        return first * cross, second * _power(of_p, total), third * _power(of_q, total)
-
-    def from_moments(self, moments: Moments) -> tuple[Tensor, Tensor]:
-        alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        first, second, third = moments
-        if alpha == 0 and beta == 0:
-            return 0.5 * third, -second
-        if total == 0:
-            return (third - alpha * second) / alpha**2, -third / alpha
-        if alpha == 0:
-            return (beta * second - first + third) / beta**2, second
-        if beta == 0:
-            return (alpha * second - first + third) / alpha**2, (third - first) / alpha
-        ends = alpha / total * second + beta / total * third
-        return (ends - first) / (alpha * beta), (third - first) / alpha
+            return expect(_power(each.log_q, beta), each.ratio)
+        cross = _power(each.log_p, alpha) if beta == 0 else torch.exp(alpha * each.log_p + beta * each.log_q)
+        return difference(cross, _power(each.log_q, total), alpha * each.ratio) / alpha
 
     def __str__(self) -> str:
         return f"alpha_beta({_exact(self.alpha)}, {_exact(self.beta)})"
@@ -342,60 +392,10 @@ def _check_skew(name: str, alpha: float) -> None:
         raise ValueError(f"{name}(alpha={alpha}): expected 0 ≤ alpha < 1; it is zero everywhere at alpha = 1")
 
 
-def expect(probability: Tensor, quantity: Tensor) -> Tensor:
-    """probability·quantity with 0·inf = 0, in value and in autograd."""
-    return probability * quantity.masked_fill(probability == 0, 0.0)
+def _where_any(each: Sides) -> Tensor:
+    """log(q/p), 0 where neither has mass."""
+    return each.ratio.masked_fill((each.log_p == -math.inf) & (each.log_q == -math.inf), 0.0)
 
 
 def _power(log_probability: Tensor, exponent: float) -> Tensor:
     return torch.exp(exponent * log_probability)
-
-
-def _log_ratio(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """log(a/b), with 0/0 taken as 1 (neither side has mass there, so that nothing depends on it)."""
-    return (log_a - log_b).masked_fill((log_a == -math.inf) & (log_b == -math.inf), 0.0)
-
-
-def _renormalized_mean(moments: Moments, factor: Tensor, gap: Tensor) -> Moments:
-    """(Σw, Σw·x) for weights times `factor` and quantities plus `gap`."""
-    mass, total = moments
-    return factor * mass, expect(factor, total + gap * mass)
-
-
-def _mixture_terms(log_p: Tensor, log_q: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """p·log(m/p) and q·log(m/q) for m = weight·p + (1 − weight)·q.
-
-    Near the ends by the ratio p/q, since one of the logarithms is small there and has to be right to the last digit;
-    in between by the mixture itself, whose logarithm rounds as log p and log q do.
-    """
-    p, q = log_p.exp(), log_q.exp()
-    if 0.05 <= weight <= 0.95:
-        log_m = torch.log(_mixture(p, q, weight))
-        return expect(p, log_m - log_p), expect(q, log_m - log_q)
-    ratio = _log_ratio(log_p, log_q)
-    return expect(p, _log_one_plus(1 - weight, -ratio)), expect(q, _log_one_plus(weight, ratio))
-
-
-def _mixture(p: Tensor, q: Tensor, weight: float) -> Tensor:
-    """weight·p + (1 − weight)·q, not quite 0 where both are: to be divided by."""
-    return (weight * p + (1 - weight) * q).clamp(min=torch.finfo(p.dtype).tiny)
-
-
-def _log_one_plus(weight: float, ratio: Tensor) -> Tensor:
-    """log(1 + weight·(e^ratio − 1)), to full relative precision for every weight in [0, 1] and every ratio.
-
-    Three forms, since each loses its digits where another is exact: log1p near 0, where the result is small; the
-    plain logarithm where weight·e^ratio is what is left beside 1 − weight; and the ratio taken out where e^ratio
-    would overflow. Arguments are clamped to the form's own range so that autograd sees no infinity in the others.
-    """
-    if weight == 0:
-        return torch.zeros_like(ratio)
-    if weight == 1:
-        return ratio
-    low, high = (-0.5 if weight > 0.5 else -math.inf), 30.0
-    result = torch.log1p(weight * torch.expm1(ratio.clamp(low, high)))
-    above = ratio.clamp(min=high)
-    result = torch.where(ratio > high, above + torch.log(weight + (1 - weight) * torch.exp(-above)), result)
-    if low == -math.inf:
-        return result
-    return torch.where(ratio < low, torch.log((1 - weight) + weight * torch.exp(ratio.clamp(max=low))), result)

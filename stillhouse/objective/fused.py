@@ -23,13 +23,14 @@ from torch import Tensor
 # torch.compiler.disable without its second of imports: a caller that is compiled leaves the pass out
 from torch._compile import _disable_dynamo
 
+from stillhouse.objective.checks import check_index, check_leaves, check_normalizer, check_terms, check_weights
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.keys import CHUNK_TOKENS, StatisticKeys, unique_names
 from stillhouse.objective.plan import Plan, PlanBuilder
 from stillhouse.objective.signals import Rows
 from stillhouse.objective.source import HeadRows, LogitsRows, Source
-from stillhouse.objective.terms import Term, TermResult
-from stillhouse.objective.tile import Tile
+from stillhouse.objective.terms import Term
+from stillhouse.objective.tile import TermResult, Tile
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 #: bytes that one float32 tile of logits may take; a pass keeps one for the student and one for each dense teacher
@@ -77,7 +78,8 @@ def linear_objective(
 ) -> ObjectiveOutput:
     """A weighted sum of terms from hidden states [T, D] and the head, differentiable in both.
 
-    weights_T: weight per token (None: 1). Rows of weight 0 add nothing and may hold anything, NaN included.
+    weights_T: weight per token (None: 1). Rows of weight 0 add nothing and may hold anything, NaN included; so do
+        rows that every term leaves out, by its own weight or a negative label.
     normalizer: divides the sum; the optimizer step's global count of tokens with a non-zero weight.
     valid_index: the rows with a weight, int64, if the caller knows them (a batch made on the CPU does; finding them
         on a GPU waits for it, so without this all rows are computed there). Each row once; no other is visited.
@@ -86,19 +88,22 @@ def linear_objective(
     Over a sharded head all ranks call this with the same tokens, terms and options, and get the same loss and
     metrics; the weight's gradient is that of the rank's rows. Collectives: per chunk one all-gather of values,
     gradients and metrics, C rows times a few dozen numbers and one for each id of a sparse signal; a second one for
-    jsd, skewed KL and total variation; in backward an all-reduce of the hidden states' gradient [T, D] in float32,
-    unless `VocabShard.reduce_hidden_grad` is False.
+    divergences other than forward and reverse KL; in backward an all-reduce of the hidden states' gradient [T, D] in
+    float32, unless `VocabShard.reduce_hidden_grad` is False.
 
-    Raises ValueError where shapes disagree and, of numbers and of tensors on a CPU, for a normalizer that is not
-    positive, weights that are not finite and rows that come twice.
+    Raises ValueError where shapes or devices disagree, for tensors on the meta device, forward-mode tangents, weights
+    or a normalizer that require grad and, of numbers and of tensors on a CPU, for a normalizer that is not positive,
+    weights that are not finite and rows that come twice.
     """
+    leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
+    check_leaves(leaves)
     if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
         raise ValueError(
             f"hidden_TD of shape {tuple(hidden_TD.shape)}: expected [tokens, {head.weight_VD.shape[1]}] for this head"
         )
-    leaves = [hidden_TD, head.weight_VD, head.bias]
+    _check(leaves, terms, weights_T, normalizer, valid_index, chunk_tokens)
     source = HeadRows(hidden_TD, head, terms)
-    return _objective(source, leaves, terms, hidden_TD.shape[0], weights_T, normalizer, valid_index, chunk_tokens)
+    return _objective(source, leaves, terms, weights_T, normalizer, valid_index, chunk_tokens)
 
 
 @_disable_dynamo
@@ -114,25 +119,27 @@ def logits_objective(
 
     shard: which columns of the whole vocabulary they are, if not all of them.
     """
+    leaves: dict[str, Tensor | None] = {"logits_TV": logits_TV}
+    check_leaves(leaves)
     if logits_TV.dim() != 2:
         raise ValueError(f"logits_TV of shape {tuple(logits_TV.shape)}: expected [tokens, vocabulary]")
     if shard is not None:
         check_shard(shard, logits_TV.shape[1])
+    _check(leaves, terms, weights_T, normalizer, None, None)
     source = LogitsRows(logits_TV, shard, terms)
-    return _objective(source, [logits_TV], terms, logits_TV.shape[0], weights_T, normalizer, None, None)
+    return _objective(source, leaves, terms, weights_T, normalizer, None, None)
 
 
 def _objective(
     source: Source,
-    leaves: list[Tensor | None],
+    leaves: dict[str, Tensor | None],
     terms: Sequence[Term],
-    tokens: int,
     weights_T: Tensor | None,
     normalizer: float | Tensor,
     valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    _check(terms, tokens, weights_T, normalizer, valid_index, chunk_tokens)
+    tokens = _tokens(leaves)
     valid_index = _valid_rows(weights_T, valid_index, source.device)
     with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
         totals = _Totals(terms, tokens, source)
@@ -140,7 +147,7 @@ def _objective(
         factor = _reciprocal(normalizer, source)
         loss = totals.loss.to(source.dtype) * factor
     if source.needs_gradient:
-        loss = _Attach.apply(loss, factor, source.gradients, source.shard, *leaves)
+        loss = _Attach.apply(loss, factor, source.gradients, source.shard, *leaves.values())
     metrics = {key: value.to(source.dtype) for key, value in totals.sums.items()}
     metrics[CHUNK_TOKENS] = torch.full_like(factor, totals.chunk_tokens)
     return ObjectiveOutput(loss, metrics, totals.per_token)
@@ -166,7 +173,7 @@ def _pass(
     ahead = 0 if source.shard is None or source.shard.is_alone else 1
     started: deque[_Chunk] = deque()
     for number, rows in enumerate(_chunks(tokens, valid_index, size)):
-        started.append(_start(source, asked, plan, rows, weights_T[rows], number % (ahead + 1)))
+        started.append(_start(source, asked, plan, terms, rows, weights_T[rows], number % (ahead + 1)))
         if len(started) > ahead:
             _finish(source, terms, started.popleft(), totals)
     while started:
@@ -175,15 +182,32 @@ def _pass(
 
 @dataclass
 class _Chunk:
+    """counted_C: the rows that a term of the loss counts. All others get no gradient, whatever they hold."""
+
     tile: Tile
     weights_C: Tensor
+    counted_C: Tensor
 
 
-def _start(source: Source, asked: PlanBuilder, plan: Plan, rows: Rows, weights_C: Tensor, buffer: int) -> _Chunk:
-    tiles_CV = source.tiles(rows, weights_C, asked.signals, buffer)
-    tile = Tile(asked, plan, rows, tiles_CV, source.vocabulary, source.shard, source.needs_gradient)
+def _start(
+    source: Source,
+    asked: PlanBuilder,
+    plan: Plan,
+    terms: Sequence[Term],
+    rows: Rows,
+    weights_C: Tensor,
+    buffer: int,
+) -> _Chunk:
+    # a term of scale 0 is watched only: it sees its rows, and has no part in the loss
+    seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
+    for term in terms:
+        of_term_C = term.counted(rows, weights_C)
+        seen_C = seen_C | of_term_C
+        counted_C = counted_C | of_term_C if term.scale else counted_C
+    tiles_CV = source.tiles(rows, seen_C, asked.signals, buffer)
+    tile = Tile(asked, plan, rows, counted_C, tiles_CV, source.vocabulary, source.shard, source.needs_gradient)
     tile.start()
-    return _Chunk(tile, weights_C)
+    return _Chunk(tile, weights_C, counted_C)
 
 
 def _finish(source: Source, terms: Sequence[Term], chunk: _Chunk, totals: "_Totals") -> None:
@@ -195,7 +219,7 @@ def _finish(source: Source, terms: Sequence[Term], chunk: _Chunk, totals: "_Tota
         own_C = weights_C if term.weights_T is None else weights_C * tile.take(term.weights_T).to(source.dtype)
         totals.add(position, tile.rows, own_C, term.add_to(tile, own_C * term.scale))
     if source.needs_gradient:
-        source.pull_back(tile.rows, weights_C, tile.gradient())
+        source.pull_back(tile.rows, chunk.counted_C, tile.gradient())
 
 
 class _Totals:
@@ -270,51 +294,31 @@ class _Attach(torch.autograd.Function):
 
 
 def _check(
+    leaves: dict[str, Tensor | None],
     terms: Sequence[Term],
-    tokens: int,
     weights_T: Tensor | None,
     normalizer: float | Tensor,
     valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> None:
-    if not terms:
-        raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
-    for what, count in {f"terms[{i}] ({term.name})": term.tokens for i, term in enumerate(terms)}.items():
-        if count not in (None, tokens):
-            raise ValueError(
-                f"{what} has {count} tokens, the student {tokens}; expected one row per token on all sides"
-            )
-    weights = {"weights_T": weights_T} | {f"terms[{i}].weights_T": term.weights_T for i, term in enumerate(terms)}
-    for what, each_T in weights.items():
-        if each_T is not None and each_T.shape != (tokens,):
-            raise ValueError(f"{what} of shape {tuple(each_T.shape)}: expected ({tokens},), one weight per token")
-        if each_T is not None and each_T.device.type == "cpu" and not each_T.isfinite().all():
-            raise ValueError(f"{what} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
+    tokens, (first, leaf) = _tokens(leaves), next(iter(leaves.items()))
+    assert leaf is not None
+    check_terms(terms, tokens, first, leaf)
+    check_weights(
+        {"weights_T": weights_T} | {f"terms[{i}].weights_T": each.weights_T for i, each in enumerate(terms)}, tokens
+    )
     if valid_index is not None:
-        _check_index(valid_index, tokens)
-    # a tensor on a GPU is not looked at, which would wait for it
-    known = not isinstance(normalizer, Tensor) or normalizer.device.type == "cpu"
-    if known and not 0 < float(normalizer) < math.inf:
-        raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
+        check_index(valid_index, tokens)
+    check_normalizer(normalizer)
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: expected 1 or more, or None to pick by memory")
 
 
-def _check_index(valid_index: Tensor, tokens: int) -> None:
-    """Its form anywhere, its rows on a CPU: on a GPU the question alone would wait for it."""
-    if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
-        raise ValueError(
-            f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
-            "one dim of int64 (a mask's are mask.nonzero()[:, 0])"
-        )
-    if valid_index.device.type != "cpu" or not len(valid_index):
-        return
-    first, last = int(valid_index.min()), int(valid_index.max())
-    if first < 0 or last >= tokens:
-        raise ValueError(f"valid_index holds rows {first} to {last}: expected rows from 0 to {tokens - 1}")
-    # a repeated row would count twice in the loss and the head's gradient, once in the hidden states'
-    if repeated := len(valid_index) - len(valid_index.unique()):
-        raise ValueError(f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once")
+def _tokens(leaves: dict[str, Tensor | None]) -> int:
+    """T: every pass has rows of hidden states, or of logits, first."""
+    rows = next(iter(leaves.values()))
+    assert rows is not None
+    return rows.shape[0]
 
 
 def _valid_rows(weights_T: Tensor | None, valid_index: Tensor | None, device: torch.device) -> Tensor | None:

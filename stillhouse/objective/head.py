@@ -6,6 +6,7 @@ C rows of a chunk (T rows in all), D width, V vocabulary (this rank's part of it
 a weight are vocabulary entries.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -46,7 +47,9 @@ class OutputHead:
             raise ValueError(f"vocab_size={self.vocab_size}: expected 1 to {rows}, the rows of the head")
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ValueError(f"vocab_size={self.vocab_size}: expected 1 or more, the rows of the whole vocabulary")
-        if self.softcap is not None and not self.softcap > 0:
+        if isinstance(self.scale, bool) or not math.isfinite(self.scale):
+            raise ValueError(f"scale={self.scale}: expected a finite number")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(f"softcap={self.softcap}: expected a positive number, or None for none")
 
     @property

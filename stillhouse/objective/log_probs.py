@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stillhouse.objective.checks import check_device, check_leaves
 from stillhouse.objective.fused import linear_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.sampled import LogProb, check_drawn
@@ -28,6 +29,8 @@ def linear_log_probs(
 
     Raises ValueError for shapes that disagree and labels beyond the vocabulary.
     """
+    check_leaves({"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias})
+    check_device("labels_T", labels_T, "hidden_TD", hidden_TD)
     check_drawn(labels_T)
     check_temperature(temperature)
     return _LogProbs.apply(hidden_TD, head.weight_VD, head.bias, head, labels_T, temperature)

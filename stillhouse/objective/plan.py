@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from stillhouse.objective.formulas import Divergence, Renormalizable
+from stillhouse.objective.formulas import Divergence, KullbackLeibler
 from stillhouse.objective.signals import Signal, SparseSignal
 
 OUTSIDE = ("outside_reference", "outside_log_mass", "outside")
@@ -43,9 +43,14 @@ class Plan:
     softcap: float | None = None
 
     @property
-    def renormalizable(self) -> dict[int, Renormalizable]:
+    def couples(self) -> list[tuple[int, int]]:
+        """(teacher softmax, student softmax) that a divergence compares, each once."""
+        return list(dict.fromkeys((teacher, student) for _, teacher, student in self.pairs))
+
+    @property
+    def renormalizable(self) -> dict[int, KullbackLeibler]:
         """The pairs whose sums can be put right after the sweep in which the normalisers are summed."""
-        return {at: each for at, (each, _, _) in enumerate(self.pairs) if isinstance(each, Renormalizable)}
+        return {at: each for at, (each, _, _) in enumerate(self.pairs) if isinstance(each, KullbackLeibler)}
 
     @property
     def mixed(self) -> list[int]:
@@ -59,9 +64,11 @@ class Plan:
         return [
             *(f"reference/{tile}" for tile in range(self.tiles)),
             *(f"both_top/{tile}" for tile in range(1, self.tiles)),
-            *(f"{name}/{at}" for at in students for name in ("student_mass", "student_mean")),
-            *(f"{name}/{at}" for at in teachers for name in ("teacher_mass", "teacher_mean")),
-            *(f"moment/{at}/{n}" for at, each in self.renormalizable.items() for n in range(each.size)),
+            *(f"largest/{tile}" for tile in range(self.tiles)),
+            *(f"{name}/{at}" for at in students for name in ("student_others", "student_mean")),
+            *(f"{name}/{at}" for at in teachers for name in ("teacher_others", "teacher_mean")),
+            *(f"mass_gap/{at}" for at in range(len(self.couples))),
+            *(f"{name}/{at}" for at in self.renormalizable for name in ("excess", "log_ratio")),
             *(("logits_sum", "count") if self.uniform else ()),
         ]
 
@@ -72,12 +79,14 @@ class Plan:
             *(f"reference/{tile}" for tile in range(self.tiles)),
             *(f"student_log_mass/{at}" for at in range(len(self.temperatures))),
             *(f"teacher_log_mass/{at}" for at in range(len(self.teachers))),
+            *(f"mass_ratio/{at}" for at in range(len(self.couples))),
         ]
 
     @property
     def coefficients(self) -> list[str]:
         """The further numbers of a row that `pointwise.gradient` takes."""
         return [
+            "counted",
             *(f"probability/{at}" for at in range(len(self.temperatures))),
             *(f"log_probability/{at}" for at in self.entropic),
             *(f"slope/{at}" for at in range(len(self.pairs))),

@@ -1,11 +1,15 @@
 """The pointwise work on a block of logits: sums over the vocabulary, and the gradient.
 
     raw_sums     one sweep: per softmax Σe^l and Σe^l·l with l = (logit − reference) / τ, the reference being the
-                 row's largest logit here; the moments of divergences that can be renormalised; and what else a
-                 `Plan` asks for. Sums over any part of the vocabulary: a shard of it, all of it.
+                 row's largest logit here; of divergences that can be renormalised the sums over such e^l; and what
+                 else a `Plan` asks for. Sums over any part of the vocabulary: a shard of it, all of it.
     mixed_sums   a second sweep, for divergences that need both normalisers in every element: Σf and Σq·h.
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients per row: all that terms do to the logits, but for single ids.
+
+Where student and teacher are close, the difference of their logits has digits that neither the difference of two
+masses nor that of two log-probabilities has. So log(q/p) is made of gaps to the two references, of which the row's
+log(Σe^l of the student / Σe^l of the teacher) is taken, itself from a sum of differences.
 
 Plain functions of tensors, which `compiled.py` makes into one kernel each: log-probabilities live in registers.
 
@@ -18,8 +22,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import expect
+from stillhouse.objective.formulas import Pivot, Sides, sides
 from stillhouse.objective.plan import Plan
+from stillhouse.objective.stable import difference, expect
 
 Rows = dict[str, Tensor]
 
@@ -30,17 +35,26 @@ def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
     sums: Rows = {f"reference/{at}": reference_B1[:, 0] for at, reference_B1 in enumerate(references)}
     if tiles_BV[0].shape[1] == 0:
         return torch.stack([sums.get(name, torch.zeros_like(sums["reference/0"])) for name in plan.raw_sums], 1)
-    gaps = [tile_BV - finite(reference_B1) for tile_BV, reference_B1 in zip(tiles_BV, references, strict=True)]
+    lowest = torch.finfo(tiles_BV[0].dtype).min
+    gaps = [
+        tile_BV - reference_B1.clamp(min=lowest) for tile_BV, reference_B1 in zip(tiles_BV, references, strict=True)
+    ]
+    largest = [gap_BV == 0 for gap_BV in gaps]
+    sums |= {f"largest/{at}": is_largest_BV.to(gaps[0].dtype).sum(1) for at, is_largest_BV in enumerate(largest)}
     students = [_cooled(gaps[0], temperature) for temperature in plan.temperatures]
     teachers = [_cooled(gaps[tile], temperature) for tile, temperature in plan.teachers]
-    for side, softmaxes in (("student", students), ("teacher", teachers)):
-        for at, log_BV in enumerate(softmaxes):
-            mass_BV = log_BV.exp()
-            sums |= {f"{side}_mass/{at}": mass_BV.sum(1), f"{side}_mean/{at}": expect(mass_BV, log_BV).sum(1)}
+    for at, log_BV in enumerate(students):
+        sums |= _softmax_sums(f"student_{{}}/{at}", log_BV, largest[0])
+    for at, ((tile, _), log_BV) in enumerate(zip(plan.teachers, teachers, strict=True)):
+        sums |= _softmax_sums(f"teacher_{{}}/{at}", log_BV, largest[tile])
+    both = {(at, to): sides(teachers[at], students[to], students[to] - teachers[at]) for at, to in plan.couples}
+    for at, each in enumerate(both.values()):
+        sums[f"mass_gap/{at}"] = difference(each.p, each.q, each.ratio).sum(1)
     for at, divergence in plan.renormalizable.items():
-        _, teacher, student = plan.pairs[at]
-        moments = divergence.moments(teachers[teacher], students[student])
-        sums |= {f"moment/{at}/{n}": each_BV.sum(1) for n, each_BV in enumerate(moments)}
+        each = both[plan.pairs[at][1:]]
+        first_BV, _, ratio_BV = divergence.directed(each)
+        sums[f"excess/{at}"] = divergence.balanced(each).sum(1)
+        sums[f"log_ratio/{at}"] = expect(first_BV, ratio_BV).sum(1)
     for tile in range(1, plan.tiles):
         # two gaps, neither above 0, add up to 0 where both are
         sums[f"both_top/{tile}"] = ((gaps[0] + gaps[tile]).amax(1) == 0).to(gaps[0].dtype)
@@ -52,12 +66,12 @@ def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
 def mixed_sums(plan: Plan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
     """Σf and Σq·h of each of `plan.mixed`, [B, 2·pairs]."""
     rows = _named(plan.normalizers, normalizers_BX)
+    both = _sides(plan, tiles_BV, rows)
     columns = []
     for at in plan.mixed:
         divergence, teacher, student = plan.pairs[at]
-        log_p_BV = _teacher_log_probs(plan, teacher, tiles_BV, rows)
-        log_q_BV = _student_log_probs(plan, student, tiles_BV, rows)
-        columns += [divergence.value(log_p_BV, log_q_BV).sum(1), divergence.weighted_slope(log_p_BV, log_q_BV).sum(1)]
+        each = both[teacher, student]
+        columns += [divergence.balanced(each).sum(1), divergence.balanced_slope(each).sum(1)]
     return torch.stack(columns, 1)
 
 
@@ -66,12 +80,17 @@ def gradient(
 ) -> None:
     """Overwrites the first tile, the student's logits, with the gradient with respect to hidden Wᵀ + bias.
 
-    rows_BX: `plan.normalizers` and `plan.coefficients`. outside_BV: of each bucket, true where a token is outside its
+    rows_BX: `plan.normalizers` and `plan.coefficients`, of which `counted` is 0 for a row that may hold anything.
+    outside_BV: of each bucket, true where a token is outside its
     ids; None: everywhere.
     """
     rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
     logits_BV = tiles_BV[0]
-    log_qs = [_student_log_probs(plan, at, tiles_BV, rows) for at in range(len(plan.temperatures))]
+    log_qs = [
+        _student_gaps(plan, at, tiles_BV, rows) - rows[f"student_log_mass/{at}"]
+        for at in range(len(plan.temperatures))
+    ]
+    both = _sides(plan, tiles_BV, rows)
     grad_BV = torch.zeros_like(logits_BV)
     for at, log_q_BV in enumerate(log_qs):
         q_BV = log_q_BV.exp()
@@ -79,8 +98,7 @@ def gradient(
         if at in plan.entropic:
             grad_BV = grad_BV + rows[f"log_probability/{at}"] * expect(q_BV, log_q_BV)
     for at, (divergence, teacher, student) in enumerate(plan.pairs):
-        log_p_BV = _teacher_log_probs(plan, teacher, tiles_BV, rows)
-        slope_BV = divergence.weighted_slope(log_p_BV, log_qs[student])
+        slope_BV = divergence.balanced_slope(both[teacher, student])
         # a row that does not count may hold anything, NaN included
         grad_BV = grad_BV + torch.where(rows[f"slope/{at}"] == 0, 0.0, rows[f"slope/{at}"] * slope_BV)
     for at, softmax in enumerate(plan.buckets):
@@ -91,7 +109,8 @@ def gradient(
         grad_BV = grad_BV + rows[f"outside/{at}"] * share_BV
     if plan.uniform:
         grad_BV = grad_BV + rows["uniform"]
-    logits_BV.copy_(before_head(grad_BV, logits_BV, plan.scale, plan.softcap))
+    grad_BV = before_head(grad_BV, logits_BV, plan.scale, plan.softcap)
+    logits_BV.copy_(torch.where(rows["counted"] == 0, 0.0, grad_BV))
 
 
 def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -101,14 +120,33 @@ def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | Non
     return grad if scale == 1.0 else grad * scale
 
 
-def _student_log_probs(plan: Plan, softmax: int, tiles_BV: Sequence[Tensor], rows: Rows) -> Tensor:
-    gap_BV = _cooled(tiles_BV[0] - rows["reference/0"], plan.temperatures[softmax])
-    return gap_BV - rows[f"student_log_mass/{softmax}"]
+def _softmax_sums(name: str, log_BV: Tensor, is_largest_BV: Tensor) -> Rows:
+    """Σe^l of all but the largest, which `log_sum_exp` adds, and Σe^l·l, to which those add nothing."""
+    mass_BV = log_BV.exp()
+    others_BV = torch.where(is_largest_BV, 0.0, mass_BV)
+    return {name.format("others"): others_BV.sum(1), name.format("mean"): expect(mass_BV, log_BV).sum(1)}
 
 
-def _teacher_log_probs(plan: Plan, softmax: int, tiles_BV: Sequence[Tensor], rows: Rows) -> Tensor:
-    tile, temperature = plan.teachers[softmax]
-    return _cooled(tiles_BV[tile] - rows[f"reference/{tile}"], temperature) - rows[f"teacher_log_mass/{softmax}"]
+def _sides(plan: Plan, tiles_BV: Sequence[Tensor], rows: Rows) -> dict[tuple[int, int], Sides]:
+    """Teacher and student of each of `plan.couples`."""
+    both = {}
+    for at, (teacher, student) in enumerate(plan.couples):
+        tile, temperature = plan.teachers[teacher]
+        of_p_BV = _cooled(tiles_BV[tile] - rows[f"reference/{tile}"], temperature)
+        of_q_BV = _student_gaps(plan, student, tiles_BV, rows)
+        ratio_B1 = rows[f"mass_ratio/{at}"]
+        both[teacher, student] = sides(
+            of_p_BV - rows[f"teacher_log_mass/{teacher}"],
+            of_q_BV - rows[f"student_log_mass/{student}"],
+            of_q_BV - of_p_BV - ratio_B1,
+            # where both gaps are 0: the likeliest token of teacher and student, if they agree on it
+            Pivot(-rows[f"student_log_mass/{student}"], -ratio_B1),
+        )
+    return both
+
+
+def _student_gaps(plan: Plan, softmax: int, tiles_BV: Sequence[Tensor], rows: Rows) -> Tensor:
+    return _cooled(tiles_BV[0] - rows["reference/0"], plan.temperatures[softmax])
 
 
 def _named(names: list[str], columns_BX: Tensor) -> Rows:

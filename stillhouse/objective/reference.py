@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.divergence import Divergence
+from stillhouse.objective.formulas import sides
 from stillhouse.objective.fused import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.keys import unique_names
 from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
+from stillhouse.objective.sparse import LOG_ZERO
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 
@@ -39,12 +41,15 @@ def dense_objective(
         raise ValueError("a head over several ranks: expected whole ones, gather the rows for the reference")
     vocabulary = common_vocabulary(heads)
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
+    weights_T = _weights(weights_T, valid_index, hidden_TD.detach().to(dtype))
+    counted = [term.counted(slice(None), weights_T) for term in terms]
+    # a row that no term counts may hold anything, and 0·NaN would reach the head's gradient
+    hidden_TD = torch.where(torch.stack(counted).any(0)[:, None], hidden_TD, 0)
     logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
-    weights_T = _weights(weights_T, valid_index, logits_TV)
     loss, metrics, per_token = logits_TV.new_zeros(()), {"tokens": (weights_T != 0).sum().to(dtype)}, {}
-    for name, term in zip(unique_names(terms), terms, strict=True):
+    for name, term, counted_T in zip(unique_names(terms), terms, counted, strict=True):
         own_T = weights_T if term.weights_T is None else weights_T * term.weights_T.to(dtype)
-        value_T = _value(term, logits_TV, vocabulary)
+        value_T = _value(term, _attached(logits_TV, counted_T), vocabulary)
         value_T = torch.where(own_T == 0, torch.zeros_like(value_T), value_T)
         loss = loss + term.scale * (own_T * value_T).sum()
         metrics[name] = (own_T * value_T).sum().detach()
@@ -52,12 +57,17 @@ def dense_objective(
     return ObjectiveOutput(loss / normalizer, metrics, per_token)
 
 
-def _weights(weights_T: Tensor | None, valid_index: Tensor | None, logits_TV: Tensor) -> Tensor:
+def _attached(logits_TV: Tensor, counted_T: Tensor) -> Tensor:
+    """The same logits; no gradient reaches those of other rows, not even 0·inf."""
+    return torch.where(counted_T[:, None], logits_TV, logits_TV.detach())
+
+
+def _weights(weights_T: Tensor | None, valid_index: Tensor | None, hidden_TD: Tensor) -> Tensor:
     if weights_T is not None:
-        return weights_T.to(logits_TV.dtype)
+        return weights_T.to(hidden_TD.dtype)
     if valid_index is not None:
-        return logits_TV.new_zeros(len(logits_TV)).index_fill(0, valid_index, 1.0)
-    return logits_TV.new_ones(len(logits_TV))
+        return hidden_TD.new_zeros(len(hidden_TD)).index_fill(0, valid_index, 1.0)
+    return hidden_TD.new_ones(len(hidden_TD))
 
 
 def _logits(hidden: Tensor, head: OutputHead, vocabulary: int, dtype: torch.dtype) -> Tensor:
@@ -104,7 +114,12 @@ def _at_drawn(term: SampledKL | PolicyGradient, log_q_T: Tensor, drawn_T: Tensor
     advantages_T = term.advantages_T[drawn_T].to(log_q_T.dtype)
     ratio_T = torch.exp(log_q_T - term.old_log_probs_T[drawn_T].to(log_q_T.dtype))
     clipped_T = torch.clamp(ratio_T, 1 - term.clip_low, 1 + term.clip_high)
-    value_T = -torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
+    gain_T = torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
+    if term.surrogate == "cispo":
+        gain_T = clipped_T.detach() * advantages_T * log_q_T
+    elif term.dual_clip is not None:
+        gain_T = torch.where(advantages_T < 0, torch.max(gain_T, term.dual_clip * advantages_T), gain_T)
+    value_T = -gain_T
     if term.reference_log_probs_T is None:
         return value_T
     r_T = term.reference_log_probs_T[drawn_T].to(log_q_T.dtype) - log_q_T
@@ -121,7 +136,7 @@ def _distill(signal: Signal, divergence: Divergence, log_q_TV: Tensor, temperatu
                     else _logits(signal.hidden_TE, signal.head, vocabulary, log_q_TV.dtype)
                 )
                 log_p_TV = torch.log_softmax(logits_TV / temperature, 1)
-            return divergence.value(log_p_TV, log_q_TV).sum(1)
+            return divergence.balanced(sides(log_p_TV, log_q_TV)).sum(1)
         case SparseSignal():
             return torch.stack([_sparse_row(signal, t, divergence, log_q_TV[t]) for t in range(len(log_q_TV))])
         case Sampled():
@@ -141,13 +156,18 @@ def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_
         return log_q_V.new_zeros(())
     ids = torch.tensor(list(log_p_of), device=log_q_V.device)
     log_p_K, log_q_K = torch.stack(list(log_p_of.values())), log_q_V[ids]
+    if signal.tail == "zero":
+        log_p_V = torch.full_like(log_q_V, LOG_ZERO).index_put((ids,), torch.log_softmax(log_p_K, 0).clamp(LOG_ZERO))
+        return (log_q_V.exp() * (log_q_V.masked_fill(log_q_V == -math.inf, 0) - log_p_V)).sum()
     if signal.tail == "renormalize":
         log_p_K, log_q_K = torch.log_softmax(log_p_K, 0), torch.log_softmax(log_q_K, 0)
-    value = divergence.value(log_p_K, log_q_K).sum()
+    if signal.tail == "drop":
+        return divergence.value(log_p_K, log_q_K).sum()
+    value = divergence.balanced(sides(log_p_K, log_q_K)).sum()
     outside = torch.ones_like(log_q_V, dtype=torch.bool).index_fill(0, ids, False)
     if signal.tail != "bucket" or not outside.any():
         return value
     log_q_tail = torch.logsumexp(log_q_V[outside], 0, keepdim=True)
     row = slice(token, token + 1)
     log_p_tail = teacher_tail(signal.rows(row), log_p_K[None], log_q_tail.detach())
-    return value + divergence.value(log_p_tail, log_q_tail).sum()
+    return value + divergence.balanced(sides(log_p_tail, log_q_tail)).sum()

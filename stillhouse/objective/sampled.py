@@ -8,6 +8,7 @@ gradient of its expected value; the two differ for the estimators k1, k2, k3 of 
 C rows of a chunk of T tokens.
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.plan import PlanBuilder
-from stillhouse.objective.terms import Term, TermResult, check_labels, check_scale, check_temperature
-from stillhouse.objective.tile import Tile
+from stillhouse.objective.signals import Rows
+from stillhouse.objective.stable import expect
+from stillhouse.objective.terms import Term, check_labels, check_scale, check_temperature
+from stillhouse.objective.tile import TermResult, Tile
 
 
 class AtLabel(Term):
@@ -34,6 +37,9 @@ class AtLabel(Term):
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """φ, φ' and what else is worth knowing, [C] each."""
 
+    def has_value(self, rows: Rows) -> Tensor:
+        return self.labels_T[rows] >= 0
+
     def ask(self, plan: PlanBuilder) -> None:
         plan.softmax(self.temperature)
         plan.logits_at(self.labels_T)
@@ -46,7 +52,8 @@ class AtLabel(Term):
         log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0].masked_fill(~has_label_C, 0.0)
         value_C, slope_C, statistics = self.of(tile, log_q_C)
         if tile.needs_gradient:
-            weighted_C = torch.where(has_label_C, weights_C * slope_C / self.temperature, 0.0)
+            # a row that does not count may hold anything, and its slope be infinite
+            weighted_C = expect(weights_C * has_label_C / self.temperature, slope_C)
             tile.add_probability(self.temperature, -weighted_C)
             tile.add_at(label_C[:, None], weighted_C[:, None])
         statistics = {name: each_C.masked_fill(~has_label_C, 0.0) for name, each_C in statistics.items()}
@@ -107,15 +114,23 @@ class SampledKL(AtLabel):
 class PolicyGradient(AtLabel):
     """The clipped surrogate of PPO and GRPO at drawn tokens, and a penalty for leaving a reference.
 
-    value = −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)·A) + kl_scale·(e^r − 1 − r),
-    ρ = q(y) / q_old(y),  r = log q_ref(y) − log q(y)
+    value = −min(ρA, clip(ρ)·A) + kl_scale·(e^r − 1 − r),
+    ρ = q(y) / q_old(y),  clip(ρ) between 1 − clip_low and 1 + clip_high,  r = log q_ref(y) − log q(y)
     (Schulman et al. 2017, arXiv:1707.06347, eq. 7; Shao et al. 2024, arXiv:2402.03300, eqs. 3 and 4)
+
+    dual_clip: c > 1, None for none. Where A < 0 the surrogate is max(min(ρA, clip(ρ)·A), c·A), so that a token which
+        has become far likelier than it was has no gradient without bounds (Ye et al. 2020, arXiv:1912.09729, eq. 5).
+        With c > 1 + clip_high it is also −min(min(ρ, δ)·A, clip(ρ)·A) for δ = c, the two-sided clipping of
+        INTELLECT-2 (arXiv:2505.07291) and `delta` of TRL.
+    surrogate: "clip", the above; "cispo", value = −clip(ρ)·A·log q(y) with clip(ρ) a constant: every token keeps a
+        gradient, of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, which has clip_low=1, no bound below).
 
     The penalty is GRPO's; on-policy it descends KL(ref‖q). For KL(q‖ref) add SampledKL(…, "k2") with the reference's
     log-probabilities in place of a teacher's, and kl_scale=0. Distillation as a reward: advantages_T = log p − log q.
     All log-probabilities are at the term's temperature. Advantages and old log-probabilities are constants.
 
-    Statistics: `ratio` ρ, `clipped` (1 where clipping has taken the gradient), `reference_kl` (e^r − 1 − r).
+    Statistics: `ratio` ρ, `clipped` (1 where clipping has taken the gradient; with "cispo", where ρ was clipped),
+    `reference_kl` (e^r − 1 − r).
     """
 
     labels_T: Tensor
@@ -129,6 +144,8 @@ class PolicyGradient(AtLabel):
     temperature: float = 1.0
     _: KW_ONLY
     weights_T: Tensor | None = None
+    dual_clip: float | None = None
+    surrogate: Literal["clip", "cispo"] = "clip"
 
     def __post_init__(self) -> None:
         given = {"advantages_T": self.advantages_T, "old_log_probs_T": self.old_log_probs_T}
@@ -139,6 +156,15 @@ class PolicyGradient(AtLabel):
             raise ValueError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0 "
                 "(infinity for none)"
+            )
+        if self.surrogate not in ("clip", "cispo"):
+            raise ValueError(f"surrogate={self.surrogate!r}: expected 'clip' or 'cispo'")
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError(f"dual_clip={self.dual_clip}: expected a number above 1, or None for none")
+        if self.dual_clip is not None and self.surrogate == "cispo":
+            raise ValueError(
+                f"dual_clip={self.dual_clip} with surrogate='cispo': expected None, since its gradient is bounded by "
+                "clip_high already"
             )
         if self.kl_scale and self.reference_log_probs_T is None:
             raise ValueError(f"kl_scale={self.kl_scale} without reference_log_probs_T: expected both, or kl_scale=0")
@@ -153,10 +179,7 @@ class PolicyGradient(AtLabel):
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         advantage_C = tile.take(self.advantages_T).to(log_q_C.dtype)
         ratio_C = (log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
-        gain_C = ratio_C * advantage_C
-        clipped_C = ratio_C.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage_C
-        is_clipped_C = clipped_C < gain_C
-        value_C, slope_C = -torch.minimum(gain_C, clipped_C), -gain_C.masked_fill(is_clipped_C, 0.0)
+        value_C, slope_C, is_clipped_C = self._surrogate(ratio_C, advantage_C, log_q_C)
         statistics = {"ratio": ratio_C, "clipped": is_clipped_C.to(log_q_C.dtype)}
         if self.reference_log_probs_T is not None:
             r_C = tile.take(self.reference_log_probs_T).to(log_q_C.dtype) - log_q_C
@@ -165,6 +188,19 @@ class PolicyGradient(AtLabel):
                 value_C = value_C + self.kl_scale * statistics["reference_kl"]
                 slope_C = slope_C + self.kl_scale * penalty_slope_C
         return value_C, slope_C, statistics
+
+    def _surrogate(self, ratio_C: Tensor, advantage_C: Tensor, log_q_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Its value, its slope in log q, and where ρ was clipped."""
+        clipped_ratio_C = ratio_C.clamp(1 - self.clip_low, 1 + self.clip_high)
+        gain_C, clipped_C = expect(advantage_C, ratio_C), clipped_ratio_C * advantage_C
+        if self.surrogate == "cispo":
+            return -clipped_C * log_q_C, -clipped_C, clipped_ratio_C != ratio_C
+        is_clipped_C, least_C = clipped_C < gain_C, torch.minimum(gain_C, clipped_C)
+        if self.dual_clip is not None:
+            bound_C = self.dual_clip * advantage_C
+            is_beyond_C = (advantage_C < 0) & (bound_C > least_C)
+            is_clipped_C, least_C = is_clipped_C | is_beyond_C, torch.where(is_beyond_C, bound_C, least_C)
+        return -least_C, -gain_C.masked_fill(is_clipped_C, 0.0), is_clipped_C
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,9 @@ log-probabilities, and names what is to become of the mass outside (`tail`):
                    α + β ≠ 1, where it is a divergence between the bucketed distributions all the same).
     "renormalize"  both sides conditioned on the K ids. The student's mass outside costs nothing.
     "drop"         the sum over the K ids alone. It can be negative.
+    "zero"         for reverse KL alone: the teacher is conditioned on the K ids, and gives each token outside of them
+                   e^−100. What the student puts there costs about 100 nats times its mass (NeMo RL's
+                   `zero_outside_topk`).
 
 Row t of a signal is the distribution of token t + 1, the one that labels_T[t] names.
 T tokens, E teacher width, V vocabulary, K ids per token, M sampled ids per token.
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from stillhouse.objective.head import OutputHead
 
-Tail = Literal["bucket", "renormalize", "drop"]
+Tail = Literal["bucket", "renormalize", "drop", "zero"]
 Rows = Tensor | slice
 
 #: what is taken as the teacher's mass outside its top-k when it did not send it and 1 − Σp rounds to nothing

@@ -59,22 +59,23 @@ class Source:
         """Of a leaf's gradient, until the incoming one has been multiplied in."""
         raise NotImplementedError
 
-    def tiles(self, rows: Rows, weights_C: Tensor, signals: Sequence[Signal], buffer: int) -> list[Tensor]:
+    def tiles(self, rows: Rows, seen_C: Tensor, signals: Sequence[Signal], buffer: int) -> list[Tensor]:
         """Logits [C, V] of the student, which are this pass's to overwrite, and of dense teachers.
 
-        Those of a row of weight 0 are not looked at. `buffer`: chunks that are under way at once have different ones.
+        seen_C: false for a row that no term looks at. `buffer`: chunks that are under way at once have different
+        ones.
         """
         teachers = (
-            self._teacher_logits(signal.rows(rows), self._buffer(place, buffer, len(weights_C)))
+            self._teacher_logits(signal.rows(rows), self._buffer(place, buffer, len(seen_C)))
             for place, signal in enumerate(signals, start=1)
         )
-        return [self.student_logits(rows, weights_C, self._buffer(0, buffer, len(weights_C))), *teachers]
+        return [self.student_logits(rows, seen_C, self._buffer(0, buffer, len(seen_C))), *teachers]
 
-    def student_logits(self, rows: Rows, weights_C: Tensor, out_CV: Tensor) -> Tensor:
+    def student_logits(self, rows: Rows, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def pull_back(self, rows: Rows, weights_C: Tensor, grad_CV: Tensor) -> None:
-        """Add the gradient of a chunk's logits to `gradients`."""
+    def pull_back(self, rows: Rows, counted_C: Tensor, grad_CV: Tensor) -> None:
+        """Add the gradient of a chunk's logits to `gradients`; it is 0 in the rows that do not count."""
         raise NotImplementedError
 
     def _teacher_logits(self, signal: Signal, out_CV: Tensor) -> Tensor:
@@ -84,8 +85,13 @@ class Source:
         head = signal.head
         if id(head) not in self._teachers:
             dtype = operand_dtype(signal.hidden_TE, head.weight_VD)
+            if self.dtype == torch.float64:  # the student is exact, so its teacher's products are
+                dtype = self.dtype
             self._teachers[id(head)] = Projection(head, self.vocabulary, dtype, self.shard)
-        return self._teachers[id(head)].logits(signal.hidden_TE.detach(), out_CV)
+        projection, hidden_CE = self._teachers[id(head)], signal.hidden_TE.detach()
+        if projection.compute_dtype == out_CV.dtype:
+            return projection.logits(hidden_CE, out_CV)
+        return out_CV.copy_(projection.logits(hidden_CE))  # of a float64 teacher, beside a float32 student
 
     def _dense_columns(self, logits_TV: Tensor) -> Tensor:
         """A dense teacher's logits on this rank's columns: they hold all columns, or just these."""
@@ -121,10 +127,10 @@ class HeadRows(Source):
     def kept_dtype(self, leaf: Tensor) -> torch.dtype:
         return self.dtype
 
-    def student_logits(self, rows: Rows, weights_C: Tensor, out_CV: Tensor) -> Tensor:
-        return self.projection.logits(self._hidden(rows, weights_C), out_CV)
+    def student_logits(self, rows: Rows, seen_C: Tensor, out_CV: Tensor) -> Tensor:
+        return self.projection.logits(self._hidden(rows, seen_C), out_CV)
 
-    def pull_back(self, rows: Rows, weights_C: Tensor, grad_CV: Tensor) -> None:
+    def pull_back(self, rows: Rows, counted_C: Tensor, grad_CV: Tensor) -> None:
         hidden_grad_TD, weight_grad_VD, bias_grad_V = self.gradients
         if bias_grad_V is not None:
             bias_grad_V[: self.columns] += grad_CV.sum(0)
@@ -133,11 +139,11 @@ class HeadRows(Source):
             hidden_grad_TD[rows] = self.projection.hidden_grad(operand_CV)
         if weight_grad_VD is not None:
             here_VD = weight_grad_VD[: self.columns]
-            self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, weights_C))
+            self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, counted_C))
 
-    def _hidden(self, rows: Rows, weights_C: Tensor) -> Tensor:
-        # a row of weight 0 may hold NaN, and its zero gradient times NaN would reach the weight
-        return self.hidden_TD[rows].masked_fill((weights_C == 0)[:, None], 0.0)
+    def _hidden(self, rows: Rows, kept_C: Tensor) -> Tensor:
+        # the other rows may hold NaN, and a gradient of zero times NaN would reach the weight
+        return self.hidden_TD[rows].masked_fill(~kept_C[:, None], 0.0)
 
 
 class LogitsRows(Source):
@@ -156,10 +162,10 @@ class LogitsRows(Source):
         # float16 would lose an unnormalised gradient below 6e-8 before the loss scale is multiplied in
         return torch.float32 if leaf.dtype == torch.float16 else leaf.dtype
 
-    def student_logits(self, rows: Rows, weights_C: Tensor, out_CV: Tensor) -> Tensor:
-        return out_CV.copy_(self.logits_TV[rows]).masked_fill_((weights_C == 0)[:, None], 0.0)
+    def student_logits(self, rows: Rows, seen_C: Tensor, out_CV: Tensor) -> Tensor:
+        return out_CV.copy_(self.logits_TV[rows]).masked_fill_(~seen_C[:, None], 0.0)
 
-    def pull_back(self, rows: Rows, weights_C: Tensor, grad_CV: Tensor) -> None:
+    def pull_back(self, rows: Rows, counted_C: Tensor, grad_CV: Tensor) -> None:
         (grad_TV,) = self.gradients
         assert grad_TV is not None
         grad_TV[rows, : self.columns] = grad_CV.to(grad_TV.dtype)

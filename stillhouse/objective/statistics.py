@@ -1,8 +1,9 @@
 """From the raw sums of a vocabulary's pieces to what terms ask of a row: normalisers, entropies, divergences.
 
-A piece is what one rank holds; alone, there is one. Its sums are relative to its own largest logit: put together,
-each is shifted to the largest of all, then to the normaliser, by the same rule (`Renormalizable.renormalized` for
-moments).
+A piece is what one rank holds; alone, there is one. Its sums are relative to its own largest logits: put together,
+each is shifted to the largest of all, then to the normalisers. Where student and teacher are close the two shifts
+are, too, and what comes of their difference is added to sums of small differences; elsewhere the sums are made anew
+from those that have no such digits to lose (`_Couple`).
 
 R pieces, C rows of a chunk, X named sums.
 """
@@ -13,8 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stillhouse.objective.formulas import KullbackLeibler
 from stillhouse.objective.plan import Plan
 from stillhouse.objective.pointwise import finite
+from stillhouse.objective.stable import excess, expect, log_sum_exp
 
 Rows = dict[str, Tensor]
 
@@ -26,12 +29,13 @@ class RowStatistics:
     references: the largest logit of each tile.
     student_log_mass, teacher_log_mass: log Σ e^((logit − reference) / τ) of each softmax.
     student_entropy, teacher_entropy: in nats.
+    mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple, with the l of the two log-masses.
     both_top: of each dense teacher, 1 where one token is the likeliest on both sides.
     outside_reference, outside_log_mass: as above, over the outside of each bucket's ids (finite where it is empty).
     tail: the student's log-probability of that outside.
     mean_log_prob: the mean over the vocabulary of log q.
     vocabulary: the number of tokens in it.
-    values, slopes: Σf and Σq·h of each pair.
+    values, slopes: Σf and Σq·h of each pair, balanced (`formulas.py`).
     """
 
     references: list[Tensor]
@@ -40,6 +44,7 @@ class RowStatistics:
     teacher_log_mass: list[Tensor]
     teacher_entropy: list[Tensor]
     both_top: list[Tensor]
+    mass_ratio: list[Tensor] = field(default_factory=list)
     outside_reference: list[Tensor] = field(default_factory=list)
     outside_log_mass: list[Tensor] = field(default_factory=list)
     tail: list[Tensor] = field(default_factory=list)
@@ -50,7 +55,7 @@ class RowStatistics:
 
     def normalizers(self) -> Tensor:
         """[C, X] of `plan.normalizers`."""
-        return torch.stack([*self.references, *self.student_log_mass, *self.teacher_log_mass], 1)
+        return torch.stack([*self.references, *self.student_log_mass, *self.teacher_log_mass, *self.mass_ratio], 1)
 
     def add_mixed(self, plan: Plan, sums_RCX: Tensor) -> None:
         """Put in what `pointwise.mixed_sums` found on every piece."""
@@ -68,17 +73,21 @@ def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) 
     references = [finite(each_RC.amax(0)) for each_RC in largest]
     shifts = [_shift(each_RC, reference_C) for each_RC, reference_C in zip(largest, references, strict=True)]
     students = [
-        _softmax(raw[f"student_mass/{at}"], raw[f"student_mean/{at}"], shifts[0] / temperature)
+        _Softmax(raw["largest/0"], raw[f"student_others/{at}"], raw[f"student_mean/{at}"], shifts[0] / temperature)
         for at, temperature in enumerate(plan.temperatures)
     ]
     teachers = [
-        _softmax(raw[f"teacher_mass/{at}"], raw[f"teacher_mean/{at}"], shifts[tile] / temperature)
+        _Softmax(
+            raw[f"largest/{tile}"], raw[f"teacher_others/{at}"], raw[f"teacher_mean/{at}"], shifts[tile] / temperature
+        )
         for at, (tile, temperature) in enumerate(plan.teachers)
     ]
     result = RowStatistics(
         references,
-        *_columns(students),
-        *_columns(teachers),
+        [each.log_mass() for each in students],
+        [each.entropy() for each in students],
+        [each.log_mass() for each in teachers],
+        [each.entropy() for each in teachers],
         both_top=[
             (raw[f"both_top/{tile}"] * (largest[0] == references[0]) * (largest[tile] == references[tile])).amax(0)
             for tile in range(1, plan.tiles)
@@ -86,8 +95,18 @@ def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) 
     )
     for softmax, sums_RC2 in zip(plan.buckets, outside_RC2, strict=True):
         _add_outside(plan, softmax, sums_RC2, result)
-    for at in plan.renormalizable:
-        _add_pair(plan, at, raw, shifts, result)
+    couples = {}
+    for at, (teacher, student) in enumerate(plan.couples):
+        couples[teacher, student] = _Couple(teachers[teacher], students[student], raw[f"mass_gap/{at}"])
+        result.mass_ratio.append(couples[teacher, student].mass_ratio())
+    for at, divergence in plan.renormalizable.items():
+        couple = couples[plan.pairs[at][1:]].directed(divergence)
+        value_C = couple.divergence(raw[f"excess/{at}"], raw[f"log_ratio/{at}"])
+        # Σ(q − p) is 0; Σq·log(q/p) is reverse KL
+        result.values[at], result.slopes[at] = (
+            value_C,
+            value_C if divergence.student_first else torch.zeros_like(value_C),
+        )
     if plan.uniform:
         result.vocabulary = raw["count"].sum(0)
         total_C = (raw["logits_sum"] + shifts[0] * raw["count"]).sum(0)
@@ -95,12 +114,93 @@ def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) 
     return result
 
 
-def _softmax(mass_RC: Tensor, mean_RC: Tensor, shift_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """log Σe^l and the entropy, [C] each, from Σe^l and Σe^l·l of pieces whose l are to be shifted."""
-    factor_RC = shift_RC.exp()
-    mass_C = (factor_RC * mass_RC).sum(0)
-    mean_C = (factor_RC * (mean_RC + shift_RC * mass_RC)).sum(0) / mass_C
-    return mass_C.log(), mass_C.log() - mean_C
+@dataclass(frozen=True)
+class _Softmax:
+    """Sums of pieces whose l are to be shifted, [R, C] each: how many e^l are 1, Σe^l of the others, Σe^l·l."""
+
+    largest: Tensor
+    others: Tensor
+    mean: Tensor
+    shift: Tensor
+
+    @property
+    def mass(self) -> Tensor:
+        """Σe^l of each piece, not shifted."""
+        return self.largest + self.others
+
+    @property
+    def whole_mass(self) -> Tensor:
+        """Σe^l over all pieces, shifted, [C]."""
+        return (self.shift.exp() * self.mass).sum(0)
+
+    def log_mass(self) -> Tensor:
+        """log Σe^l, [C]."""
+        holds_largest_RC = self.shift == 0
+        largest_C = torch.where(holds_largest_RC, self.largest, 0.0).sum(0)
+        others_C = torch.where(holds_largest_RC, self.others, self.shift.exp() * self.mass).sum(0)
+        return log_sum_exp(largest_C, others_C)
+
+    def entropy(self) -> Tensor:
+        mean_C = (self.shift.exp() * (self.mean + self.shift * self.mass)).sum(0) / self.whole_mass
+        return self.log_mass() - mean_C
+
+
+@dataclass(frozen=True)
+class _Couple:
+    """Two softmaxes a and b that a divergence compares, with a and b for their e^l; t = log(b/a).
+
+    mass_gap: Σ(b − a) of each piece, not shifted, [R, C].
+
+    Shifted, b is b·e^s_b and a is a·e^s_a, with c = s_b − s_a in t. Where |c| ≤ 1,
+
+        Σ(b − a)       → e^s_a (Σ(b − a) + (e^c − 1) Σb)
+        Σ a(e^t−1−t)   → e^s_a (Σ a(e^t−1−t) + (e^c − 1) Σ(b − a) + (e^c − 1 − c) Σa)
+    """
+
+    first: _Softmax
+    second: _Softmax
+    mass_gap: Tensor
+
+    def directed(self, divergence: KullbackLeibler) -> "_Couple":
+        """In the divergence's order."""
+        return _Couple(self.second, self.first, -self.mass_gap) if divergence.student_first else self
+
+    def mass_ratio(self) -> Tensor:
+        """log(Σb / Σa) over all pieces, [C]."""
+        change_C = self._whole_gap() / self.first.whole_mass
+        return torch.where(
+            change_C.abs() < 0.5, torch.log1p(change_C), self.second.log_mass() - self.first.log_mass()
+        )
+
+    def divergence(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
+        """KL(a‖b) of the normalised a and b, [C], from Σ a(e^t − 1 − t) and Σ a·t of each piece."""
+        mass_C, ratio_C = self.first.whole_mass, self.mass_ratio()
+        excess_C = self._whole_excess(excess_RC, log_ratio_RC) / mass_C
+        mean_C = self._whole_log_ratio(log_ratio_RC) / mass_C
+        close_C = excess_C - excess(torch.ones_like(ratio_C), ratio_C.exp(), ratio_C)
+        return torch.where(ratio_C.abs() <= 1, close_C, ratio_C - mean_C)
+
+    @property
+    def _shift(self) -> Tensor:
+        return self.second.shift - self.first.shift
+
+    def _whole_gap(self) -> Tensor:
+        of_a_RC, of_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
+        close_RC = of_a_RC * (self.mass_gap + torch.expm1(c_RC.clamp(-1, 1)) * self.second.mass)
+        far_RC = of_b_RC * self.second.mass - of_a_RC * self.first.mass
+        return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
+
+    def _whole_log_ratio(self, log_ratio_RC: Tensor) -> Tensor:
+        return expect(self.first.shift.exp(), log_ratio_RC + self._shift * self.first.mass).sum(0)
+
+    def _whole_excess(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
+        of_a_RC, of_b_RC, c_RC = self.first.shift.exp(), self.second.shift.exp(), self._shift
+        small_RC = c_RC.clamp(-1, 1)
+        grown_RC, second_order_RC = torch.expm1(small_RC), excess(torch.ones_like(c_RC), small_RC.exp(), small_RC)
+        close_RC = expect(of_a_RC, excess_RC + grown_RC * self.mass_gap + second_order_RC * self.first.mass)
+        mean_RC = log_ratio_RC + (1 + c_RC) * self.first.mass
+        far_RC = of_b_RC * self.second.mass - expect(of_a_RC, mean_RC)
+        return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
 
 
 def _add_outside(plan: Plan, softmax: int, sums_RC2: Tensor, result: RowStatistics) -> None:
@@ -114,20 +214,6 @@ def _add_outside(plan: Plan, softmax: int, sums_RC2: Tensor, result: RowStatisti
     result.outside_log_mass.append(torch.where(mass_C == 0, 0.0, mass_C.log()))
 
 
-def _add_pair(plan: Plan, at: int, raw: Rows, shifts: list[Tensor], result: RowStatistics) -> None:
-    divergence, (_, teacher, student) = plan.renormalizable[at], plan.pairs[at]
-    tile, temperature = plan.teachers[teacher]
-    moments = tuple(raw[f"moment/{at}/{n}"] for n in range(divergence.size))
-    moments = divergence.renormalized(moments, shifts[tile] / temperature, shifts[0] / temperature)
-    moments = tuple(each_RC.sum(0) for each_RC in moments)
-    moments = divergence.renormalized(moments, -result.teacher_log_mass[teacher], -result.student_log_mass[student])
-    result.values[at], result.slopes[at] = divergence.from_moments(moments)
-
-
 def _shift(largest_RC: Tensor, reference_C: Tensor) -> Tensor:
     """From each piece's reference to the one of all. A piece without mass has nothing to shift."""
     return torch.where(largest_RC == -torch.inf, 0.0, largest_RC - reference_C)
-
-
-def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [first for first, _ in pairs], [second for _, second in pairs]

@@ -4,33 +4,22 @@ A term is data (labels, a signal, a scale). Before the first chunk it says what 
 of a chunk, `add_to(tile)` gives its value per token in nats and adds the gradient of `weight · value` with respect to
 the tile's logits, as coefficients per row. So a sum of terms costs one pass over the tokens.
 
-C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and perhaps a bucket), M sampled ids per token.
+C rows of a chunk of T tokens.
 """
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from stillhouse.objective.formulas import Divergence, ForwardKL, WeightedSum, expect, weighted_parts
+from stillhouse.objective.formulas import Divergence, ForwardKL, ReverseKL, WeightedSum, weighted_parts
 from stillhouse.objective.plan import PlanBuilder
-from stillhouse.objective.signals import Sampled, Signal, SparseSignal, first_occurrence, teacher_tail
-from stillhouse.objective.tile import Tile
-
-
-@dataclass(frozen=True)
-class TermResult:
-    """A term's value per row of the chunk, unscaled and unweighted, and what else is worth knowing of each row.
-
-    `parts`: the values that `value_C` is made of, where it is made of several. Which names there are depends on the
-    term alone, never on the rows.
-    """
-
-    value_C: Tensor
-    statistics: dict[str, Tensor]
-    parts: dict[str, Tensor] = field(default_factory=dict)
+from stillhouse.objective.signals import Rows, Sampled, Signal, SparseSignal
+from stillhouse.objective.sparse import sampled, sparse
+from stillhouse.objective.stable import expect
+from stillhouse.objective.tile import TermResult, Tile
 
 
 class Term(ABC):
@@ -60,6 +49,18 @@ class Term(ABC):
     def signals(self) -> list[Signal]:
         """The teacher signals that it carries."""
         return []
+
+    def has_value(self, rows: Rows) -> Tensor | None:
+        """Which of the rows it has a value for, [C]; None: all of them."""
+        return None
+
+    def counted(self, rows: Rows, weights_C: Tensor) -> Tensor:
+        """Which of the rows it counts, [C]: those with a weight, the objective's and its own, and a value."""
+        counted_C = weights_C != 0
+        if self.weights_T is not None:
+            counted_C = counted_C & (self.weights_T[rows] != 0)
+        has_value_C = self.has_value(rows)
+        return counted_C if has_value_C is None else counted_C & has_value_C
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,9 @@ class CrossEntropy(Term):
     @property
     def tokens(self) -> int:
         return self.labels_T.shape[0]
+
+    def has_value(self, rows: Rows) -> Tensor:
+        return self.labels_T[rows] >= 0
 
     def ask(self, plan: PlanBuilder) -> None:
         plan.softmax(1.0)
@@ -159,6 +163,12 @@ class Distill(Term):
                 f"sampled teacher ids estimate forward_kl only, not {self.divergence}; send top-k ids for it"
             )
 
+        if isinstance(signal, SparseSignal) and signal.tail == "zero" and not isinstance(self.divergence, ReverseKL):
+            raise ValueError(
+                f"tail='zero' with {self.divergence}: expected reverse_kl, which alone asks for the teacher's "
+                "probability where it has none; use the tail 'bucket', or a term of its own for reverse_kl"
+            )
+
     @property
     def name(self) -> str:
         # what draws can estimate is forward KL plus the teacher's entropy: not a KL, so not under its name
@@ -176,8 +186,10 @@ class Distill(Term):
         plan.softmax(self.temperature)
         if isinstance(signal, SparseSignal | Sampled):
             plan.logits_at(signal.ids_TK if isinstance(signal, SparseSignal) else signal.ids_TM)
-            if isinstance(signal, SparseSignal) and signal.tail == "bucket":
+            if isinstance(signal, SparseSignal) and signal.tail in ("bucket", "zero"):
                 plan.outside(signal, self.temperature)
+            if isinstance(signal, SparseSignal) and signal.tail == "zero":
+                plan.entropy(self.temperature)
         else:
             for _, part in weighted_parts(self.divergence):
                 plan.pair(part, signal, self.temperature)
@@ -187,9 +199,9 @@ class Distill(Term):
         # the temperature divides the logits, so it divides the gradient
         weights_C = weights_C * (factor / self.temperature)
         if isinstance(self.signal, SparseSignal):
-            result = _sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
+            result = sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
         elif isinstance(self.signal, Sampled):
-            result = _sampled(tile, self.signal, self.temperature, weights_C)
+            result = sampled(tile, self.signal, self.temperature, weights_C)
         else:
             result = _dense(tile, self.signal, self.divergence, self.temperature, weights_C)
         parts = {name: part_C * factor for name, part_C in result.parts.items()}
@@ -225,7 +237,7 @@ class Entropy(Term):
         if tile.needs_gradient:
             # −q (log q + entropy) / τ
             tile.add_log_probability(self.temperature, weights_C / -self.temperature)
-            tile.add_probability(self.temperature, weights_C / -self.temperature * entropy_C)
+            tile.add_probability(self.temperature, expect(weights_C / -self.temperature, entropy_C))
         return TermResult(entropy_C, {})
 
 
@@ -262,85 +274,3 @@ def _dense(tile: Tile, signal: Signal, divergence: Divergence, temperature: floa
         "agreement": tile.agreement(signal, temperature),
     }
     return TermResult(value_C, statistics, parts if isinstance(divergence, WeightedSum) else {})
-
-
-def _sparse(
-    tile: Tile, signal: SparseSignal, divergence: Divergence, temperature: float, weights_C: Tensor
-) -> TermResult:
-    """A divergence over the K ids of a row and, with tail "bucket", one outcome more for the rest.
-
-    Absent ids have no mass on either side, which is worth nothing: f(−inf, −inf) = 0, slope 0.
-    """
-    chunk = signal.rows(tile.rows)
-    log_q_CK = tile.log_probs_at(signal.ids_TK, temperature)
-    present_CK = first_occurrence(chunk.ids_TK, tile.vocabulary)
-    log_p_CK = chunk.log_probs_TK.detach().to(log_q_CK.dtype).masked_fill(~present_CK, -math.inf)
-    log_q_CK = log_q_CK.masked_fill(~present_CK, -math.inf)
-    likeliest_C1 = log_p_CK.argmax(1, keepdim=True)
-    statistics = {
-        "student_entropy": tile.entropy(temperature),
-        "agreement": tile.is_likeliest(signal.ids_TK).gather(1, likeliest_C1)[:, 0].to(log_q_CK.dtype),
-        "teacher_mass": log_p_CK.exp().sum(1),
-    }
-    if signal.tail == "renormalize":
-        log_p_CB, log_q_CB = _conditioned(log_p_CK), _conditioned(log_q_CK)
-    elif signal.tail == "bucket":
-        log_q_tail_C = tile.tail(signal, temperature)
-        log_p_tail_C = teacher_tail(chunk, log_p_CK, log_q_tail_C)
-        log_p_CB = torch.cat([log_p_CK, log_p_tail_C[:, None]], 1)
-        log_q_CB = torch.cat([log_q_CK, log_q_tail_C[:, None]], 1)
-    else:
-        log_p_CB, log_q_CB = log_p_CK, log_q_CK
-    statistics["teacher_entropy"] = entropy(log_p_CB)
-    if tile.needs_gradient:
-        slope_CB = divergence.weighted_slope(log_p_CB, log_q_CB)
-        _add_sparse_gradient(tile, signal, temperature, slope_CB, log_q_CB, weights_C)
-    value_C, parts = _values(divergence, log_p_CB, log_q_CB)
-    return TermResult(value_C, statistics, parts)
-
-
-def _values(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """D of each row and, where it is a sum, each divergence's own value under its expression."""
-    if not isinstance(divergence, WeightedSum):
-        return divergence.value(log_p, log_q).sum(1), {}
-    parts = {str(part): part.value(log_p, log_q).sum(1) for _, part in divergence.parts}
-    first, *rest = (weight * parts[str(part)] for weight, part in divergence.parts)
-    return sum(rest, start=first), parts
-
-
-def _add_sparse_gradient(
-    tile: Tile, signal: SparseSignal, temperature: float, slope_CB: Tensor, log_q_CB: Tensor, weights_C: Tensor
-) -> None:
-    """∂D/∂(z/τ) of a sum over B outcomes b is q_v (h_b(v) − Σ_b q_b h_b): an id's own slope q·h; the bucket's, which
-    the tokens in it share in proportion to q; and the mean, which every token pays, or, renormalised, the K ids.
-    """
-    weights_C1 = weights_C[:, None]
-    ids_CK, mean_C1 = tile.take(signal.ids_TK), slope_CB.sum(1, keepdim=True)
-    if signal.tail == "renormalize":
-        tile.add_at(ids_CK, expect(weights_C1, slope_CB - log_q_CB.exp() * mean_C1))
-        return
-    tile.add_probability(temperature, expect(weights_C, -mean_C1[:, 0]))
-    tile.add_at(ids_CK, expect(weights_C1, slope_CB[:, : ids_CK.shape[1]]))
-    if signal.tail == "bucket":
-        tile.add_outside(signal, temperature, expect(weights_C, slope_CB[:, -1]))
-
-
-def _sampled(tile: Tile, signal: Sampled, temperature: float, weights_C: Tensor) -> TermResult:
-    chunk = signal.rows(tile.rows)
-    present_CM = (chunk.ids_TM >= 0) & (chunk.ids_TM < tile.vocabulary)
-    p_CM = chunk.weights_TM.detach().to(weights_C.dtype).masked_fill(~present_CM, 0.0)
-    log_q_CM = tile.log_probs_at(signal.ids_TM, temperature).masked_fill(p_CM == 0, 0.0)
-    if tile.needs_gradient:
-        tile.add_probability(temperature, expect(weights_C, p_CM.sum(1)))
-        tile.add_at(chunk.ids_TM, expect(weights_C[:, None], -p_CM))
-    return TermResult(-(p_CM * log_q_CM).sum(1), {"student_entropy": tile.entropy(temperature)})
-
-
-def _conditioned(log_probs: Tensor) -> Tensor:
-    """Renormalised over the last dim; a row without any mass stays without (−inf, not NaN)."""
-    return torch.log_softmax(log_probs, -1).masked_fill(log_probs == -math.inf, -math.inf)
-
-
-def entropy(log_probs: Tensor) -> Tensor:
-    """−Σ p log p over the last dim, with 0·log 0 = 0."""
-    return -expect(log_probs.exp(), log_probs).sum(-1)

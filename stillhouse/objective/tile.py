@@ -13,6 +13,7 @@ C rows of the chunk, V vocabulary on this rank, N ids per row, X named numbers o
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,14 +30,31 @@ from stillhouse.objective.vocab import Pieces, VocabShard
 BLOCK_BYTES = 1 << 20
 
 
+@dataclass(frozen=True)
+class TermResult:
+    """A term's value per row of the chunk, unscaled and unweighted, and what else is worth knowing of each row.
+
+    `parts`: the values that `value_C` is made of, where it is made of several. Which names there are depends on the
+    term alone, never on the rows.
+    """
+
+    value_C: Tensor
+    statistics: dict[str, Tensor]
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+
 class Tile:
-    """Student logits [C, V] in float32 at least, the dense teachers' beside them, and the gradient to come."""
+    """Student logits [C, V] in float32 at least, the dense teachers' beside them, and the gradient to come.
+
+    counted_C: the rows that a term counts. The others may hold anything; their gradient is 0.
+    """
 
     def __init__(
         self,
         asked: PlanBuilder,
         plan: Plan,
         rows: Rows,
+        counted_C: Tensor,
         tiles_CV: list[Tensor],
         vocabulary: int,
         shard: VocabShard | None,
@@ -46,6 +64,7 @@ class Tile:
         self.vocabulary = vocabulary
         self.needs_gradient = needs_gradient
         self._asked, self._plan, self._shard = asked, plan, shard
+        self._counted_C = counted_C
         self._tiles_CV = tiles_CV
         self._first = 0 if shard is None else shard.within(vocabulary)[0]
         self._coefficients: dict[str, Tensor] = {}
@@ -162,10 +181,9 @@ class Tile:
         if self.logits_CV.shape[1] == 0:
             return
         local_CN, is_here_CN = self._local(ids_CN)
-        values_CN = torch.where(is_here_CN, values_CN, 0.0)
         scale, softcap = self._plan.scale, self._plan.softcap
         values_CN = before_head(values_CN, self.logits_CV.gather(1, local_CN), scale, softcap)
-        self._added.append((local_CN, values_CN))
+        self._added.append((local_CN, torch.where(is_here_CN & self._counted_C[:, None], values_CN, 0.0)))
 
     # this rank's part
 
@@ -180,12 +198,17 @@ class Tile:
         plan = Plan(temperatures=(self._plan.temperatures[softmax],))
         places_CK, held_C1 = self._places(signal)
         if self.logits_CV.shape[1] == 0:
-            return self._sums(plan)[:, :2]
+            return self._reference_and_mass(plan)
         kept_CK = self.logits_CV.gather(1, places_CK)
         self.logits_CV.scatter_(1, places_CK, torch.where(held_C1, -math.inf, kept_CK))
-        sums_C2 = self._sums(plan)[:, :2]
+        sums_C2 = self._reference_and_mass(plan)
         self.logits_CV.scatter_(1, places_CK, kept_CK)
         return sums_C2
+
+    def _reference_and_mass(self, plan: Plan) -> Tensor:
+        """Of a plan of one softmax, [C, 2]."""
+        sums = dict(zip(plan.raw_sums, self._sums(plan).unbind(1), strict=True))
+        return torch.stack([sums["reference/0"], sums["largest/0"] + sums["student_others/0"]], 1)
 
     def _mixed_sums(self) -> Tensor:
         normalizers_CX = self._known.normalizers()
@@ -201,7 +224,7 @@ class Tile:
         for at in range(len(self._plan.buckets)):
             known[f"outside_reference/{at}"] = self._known.outside_reference[at]
             known[f"outside_log_mass/{at}"] = self._known.outside_log_mass[at]
-        known |= self._coefficients
+        known |= self._coefficients | {"counted": self._counted_C.to(zero_C.dtype)}
         coefficients = [known.get(name, zero_C) for name in self._plan.coefficients]
         return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
 

@@ -1,0 +1,115 @@
+"""What a pass is given, refused where it could only go wrong: shapes, devices, constants that ask for a gradient.
+
+A tensor's numbers are looked at on a CPU only: on a GPU the question alone would wait for it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from stillhouse.objective.terms import Term
+
+
+def check_leaves(leaves: dict[str, Tensor | None]) -> None:
+    """What is differentiated, under its names in error messages: on one device, and in reverse mode only."""
+    first, *_ = leaves
+    for name, tensor in leaves.items():
+        if tensor is None:
+            continue
+        check_device(name, tensor, first, leaves[first])
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"{name} carries a forward-mode tangent (torch.func.jvp): expected none, since an objective's "
+                "gradients are computed in reverse mode only; use torch.autograd.grad or backward"
+            )
+
+
+def check_terms(terms: Sequence[Term], tokens: int, first: str, leaf: Tensor) -> None:
+    """first: the name of `leaf`, whose device is everybody's."""
+    if not terms:
+        raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
+    for at, term in enumerate(terms):
+        if term.tokens not in (None, tokens):
+            raise ValueError(
+                f"terms[{at}] ({term.name}) has {term.tokens} tokens, the student {tokens}; expected one row per "
+                "token on all sides"
+            )
+        for name, tensor in _tensors(f"terms[{at}]", term):
+            check_device(name, tensor, first, leaf)
+
+
+def check_weights(weights: dict[str, Tensor | None], tokens: int) -> None:
+    """Weights per token, the objective's and the terms' own, under their names in error messages."""
+    for name, each_T in weights.items():
+        if each_T is None:
+            continue
+        if each_T.shape != (tokens,):
+            raise ValueError(f"{name} of shape {tuple(each_T.shape)}: expected ({tokens},), one weight per token")
+        _check_constant(name, each_T)
+        if each_T.device.type == "cpu" and not each_T.isfinite().all():
+            raise ValueError(f"{name} holds NaN or infinity: expected finite weights, 0 for rows that do not count")
+
+
+def check_normalizer(normalizer: float | Tensor) -> None:
+    if isinstance(normalizer, Tensor):
+        _check_constant("normalizer", normalizer)
+        if normalizer.device.type != "cpu":
+            return
+    if not 0 < float(normalizer) < math.inf:
+        raise ValueError(f"normalizer={normalizer}: expected the positive number of valid tokens of the whole step")
+
+
+def check_index(valid_index: Tensor, tokens: int) -> None:
+    if valid_index.dim() != 1 or valid_index.dtype != torch.int64:
+        raise ValueError(
+            f"valid_index of shape {tuple(valid_index.shape)} and dtype {valid_index.dtype}: expected row numbers, "
+            "one dim of int64 (a mask's are mask.nonzero()[:, 0])"
+        )
+    _check_has_data("valid_index", valid_index)
+    if valid_index.device.type != "cpu" or not len(valid_index):
+        return
+    first, last = int(valid_index.min()), int(valid_index.max())
+    if first < 0 or last >= tokens:
+        raise ValueError(f"valid_index holds rows {first} to {last}: expected rows from 0 to {tokens - 1}")
+    # a repeated row would count twice in the loss and the head's gradient, once in the hidden states'
+    if repeated := len(valid_index) - len(valid_index.unique()):
+        raise ValueError(f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once")
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a term, its signal and the signal's head, under their names."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from _tensors(f"{name}.{each.name}", getattr(value, each.name))
+
+
+def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor | None) -> None:
+    """first: the name of `leaf`."""
+    _check_has_data(name, tensor)
+    assert leaf is not None
+    if tensor.device != leaf.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, {first} on {leaf.device}: expected both on one device; move it with "
+            f".to({str(leaf.device)!r})"
+        )
+
+
+def _check_has_data(name: str, tensor: Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ValueError(
+            f"{name} is on the meta device, which holds no numbers: expected a tensor with its data (load the "
+            "weights of a model that was built on meta before the first pass)"
+        )
+
+
+def _check_constant(name: str, tensor: Tensor) -> None:
+    _check_has_data(name, tensor)
+    if tensor.requires_grad:
+        raise ValueError(f"{name} requires grad: expected a constant; detach it")

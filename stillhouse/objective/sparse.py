@@ -1,0 +1,137 @@
+"""Divergences from a teacher that names some ids of each row: its likeliest, the student's choice, its own draws.
+
+Each function reads what it needs of a chunk's rows from its `Tile`, and adds weights · ∂value/∂logits to the tile's
+gradient.
+
+C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and perhaps a bucket), M sampled ids per token.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.formulas import Divergence, Pivot, WeightedSum, sides, weighted_parts
+from stillhouse.objective.signals import Sampled, SparseSignal, first_occurrence, teacher_tail
+from stillhouse.objective.stable import expect, log_ratio, log_softmax
+from stillhouse.objective.tile import TermResult, Tile
+
+#: the teacher's log-probability of every token outside its ids with the tail "zero" (NeMo RL's `log_infinitesimal`)
+LOG_ZERO = -100.0
+
+
+def sparse(
+    tile: Tile, signal: SparseSignal, divergence: Divergence, temperature: float, weights_C: Tensor
+) -> TermResult:
+    """A divergence over the K ids of a row and, with tail "bucket", one outcome more for the rest.
+
+    Absent ids have no mass on either side, which is worth nothing: f(−inf, −inf) = 0, slope 0.
+    """
+    chunk = signal.rows(tile.rows)
+    log_q_CK = tile.log_probs_at(signal.ids_TK, temperature)
+    present_CK = first_occurrence(chunk.ids_TK, tile.vocabulary)
+    log_p_CK = chunk.log_probs_TK.detach().to(log_q_CK.dtype).masked_fill(~present_CK, -math.inf)
+    log_q_CK = log_q_CK.masked_fill(~present_CK, -math.inf)
+    likeliest_C1 = log_p_CK.argmax(1, keepdim=True)
+    statistics = {
+        "student_entropy": tile.entropy(temperature),
+        "agreement": tile.is_likeliest(signal.ids_TK).gather(1, likeliest_C1)[:, 0].to(log_q_CK.dtype),
+        "teacher_mass": log_p_CK.exp().sum(1),
+    }
+    if signal.tail == "zero":
+        statistics["teacher_entropy"] = entropy(log_softmax(log_p_CK))
+        return TermResult(_zero_outside(tile, signal, temperature, log_p_CK, log_q_CK, weights_C), statistics)
+    if signal.tail == "renormalize":
+        log_p_CB, log_q_CB = log_softmax(log_p_CK), log_softmax(log_q_CK)
+    elif signal.tail == "bucket":
+        log_q_tail_C = tile.tail(signal, temperature)
+        log_p_tail_C = teacher_tail(chunk, log_p_CK, log_q_tail_C)
+        log_p_CB = torch.cat([log_p_CK, log_p_tail_C[:, None]], 1)
+        log_q_CB = torch.cat([log_q_CK, log_q_tail_C[:, None]], 1)
+    else:
+        log_p_CB, log_q_CB = log_p_CK, log_q_CK
+    statistics["teacher_entropy"] = entropy(log_p_CB)
+    values, slope_CB = over_outcomes(divergence, log_p_CB, log_q_CB, is_whole=signal.tail != "drop")
+    if tile.needs_gradient:
+        _add_sparse_gradient(tile, signal, temperature, slope_CB, log_q_CB, weights_C)
+    first, *rest = (weight * value_C for (weight, _), value_C in zip(weighted_parts(divergence), values, strict=True))
+    names = [str(part) for _, part in weighted_parts(divergence)]
+    parts = dict(zip(names, values, strict=True)) if isinstance(divergence, WeightedSum) else {}
+    return TermResult(sum(rest, start=first), statistics, parts)
+
+
+def over_outcomes(
+    divergence: Divergence, log_p_CB: Tensor, log_q_CB: Tensor, *, is_whole: bool
+) -> tuple[list[Tensor], Tensor]:
+    """The value [C] of each part of a divergence, and q·h [C, B], over B outcomes.
+
+    is_whole: whether they are all there are, so that both sides sum to 1. Then the sums are the balanced ones
+    (`formulas.py`): what rounding has left of Σ(q − p) is in no value.
+    """
+    parts = [part for _, part in weighted_parts(divergence)]
+    if not is_whole:
+        values = [part.value(log_p_CB, log_q_CB).sum(1) for part in parts]
+        return values, divergence.weighted_slope(log_p_CB, log_q_CB)
+    ratio_CB = log_ratio(log_q_CB, log_p_CB)
+    likeliest_C1 = log_q_CB.argmax(1, keepdim=True)
+    pivot = Pivot(log_q_CB.gather(1, likeliest_C1), ratio_CB.gather(1, likeliest_C1))
+    each = sides(log_p_CB, log_q_CB, ratio_CB, pivot)
+    return [part.balanced(each).sum(1) for part in parts], divergence.balanced_slope(each)
+
+
+def _add_sparse_gradient(
+    tile: Tile, signal: SparseSignal, temperature: float, slope_CB: Tensor, log_q_CB: Tensor, weights_C: Tensor
+) -> None:
+    """∂D/∂(z/τ) of a sum over B outcomes b is q_v (h_b(v) − Σ_b q_b h_b): an id's own slope q·h; the bucket's, which
+    the tokens in it share in proportion to q; and the mean, which every token pays, or, renormalised, the K ids.
+    """
+    weights_C1 = weights_C[:, None]
+    ids_CK, mean_C1 = tile.take(signal.ids_TK), slope_CB.sum(1, keepdim=True)
+    if signal.tail == "renormalize":
+        tile.add_at(ids_CK, expect(weights_C1, slope_CB - log_q_CB.exp() * mean_C1))
+        return
+    tile.add_probability(temperature, expect(weights_C, -mean_C1[:, 0]))
+    tile.add_at(ids_CK, expect(weights_C1, slope_CB[:, : ids_CK.shape[1]]))
+    if signal.tail == "bucket":
+        tile.add_outside(signal, temperature, expect(weights_C, slope_CB[:, -1]))
+
+
+def _zero_outside(
+    tile: Tile,
+    signal: SparseSignal,
+    temperature: float,
+    log_p_CK: Tensor,
+    log_q_CK: Tensor,
+    weights_C: Tensor,
+) -> Tensor:
+    """Σ_v q (log q − log p), [C], with the teacher conditioned on its ids and log p = `LOG_ZERO` outside of them.
+
+    ∂/∂(z_v/τ) is q_v (log q_v − log p_v − value): an entropy's gradient, the ids' own log p, and one for all others.
+    """
+    has_ids_C = (log_p_CK > -math.inf).any(1)
+    cost_CK = -log_softmax(log_p_CK).clamp(min=LOG_ZERO)
+    q_CK, outside_C = log_q_CK.exp(), tile.tail(signal, temperature).exp()
+    value_C = expect(q_CK, cost_CK).sum(1) - LOG_ZERO * outside_C - tile.entropy(temperature)
+    if tile.needs_gradient:
+        weights_C = weights_C * has_ids_C
+        tile.add_log_probability(temperature, weights_C)
+        tile.add_probability(temperature, expect(weights_C, -value_C))
+        tile.add_at(tile.take(signal.ids_TK), expect(weights_C[:, None], expect(q_CK, cost_CK)))
+        tile.add_outside(signal, temperature, expect(weights_C, -LOG_ZERO * outside_C))
+    return value_C.masked_fill(~has_ids_C, 0.0)
+
+
+def sampled(tile: Tile, signal: Sampled, temperature: float, weights_C: Tensor) -> TermResult:
+    chunk = signal.rows(tile.rows)
+    present_CM = (chunk.ids_TM >= 0) & (chunk.ids_TM < tile.vocabulary)
+    p_CM = chunk.weights_TM.detach().to(weights_C.dtype).masked_fill(~present_CM, 0.0)
+    log_q_CM = tile.log_probs_at(signal.ids_TM, temperature).masked_fill(p_CM == 0, 0.0)
+    if tile.needs_gradient:
+        tile.add_probability(temperature, expect(weights_C, p_CM.sum(1)))
+        tile.add_at(chunk.ids_TM, expect(weights_C[:, None], -p_CM))
+    return TermResult(-(p_CM * log_q_CM).sum(1), {"student_entropy": tile.entropy(temperature)})
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """−Σ p log p over the last dim, with 0·log 0 = 0."""
+    return -expect(log_probs.exp(), log_probs).sum(-1)

@@ -1,0 +1,155 @@
+"""Rows that no term counts contribute exactly 0 to value and gradient, whatever they hold: NaN, infinity, a padded 0.
+
+A row is left out by the objective's weight, by the own weight of every term, or by a negative label. Every case here
+visits the rows, as a pass on a GPU does. T tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from objective_cases import (
+    Leaves,
+    Result,
+    T,
+    V,
+    generator,
+    make_full,
+    make_leaves,
+    make_signal,
+    run,
+    sums,
+)
+from torch import Tensor
+
+from stillhouse.objective import (
+    CrossEntropy,
+    Distill,
+    Entropy,
+    FullVocab,
+    PolicyGradient,
+    SampledKL,
+    Term,
+    TopK,
+    forward_kl,
+    jsd,
+    linear_objective,
+    reverse_kl,
+)
+from stillhouse.objective.reference import dense_objective
+
+DEAD = torch.tensor([0, 3, 11, 36])
+LABELS = torch.randint(0, V, (T,), generator=generator(41))
+OBJECTIVES = pytest.mark.parametrize("objective", [linear_objective, dense_objective], ids=["fused", "reference"])
+
+
+def kept(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.ones(T, dtype=dtype).index_fill(0, DEAD, 0.0)
+
+
+def drawn(at_dead: float) -> Tensor:
+    """Log-probabilities of drawn tokens in the other rows."""
+    return (torch.randn(T, generator=generator(42), dtype=torch.float64) - 5.0).index_fill(0, DEAD, at_dead)
+
+
+def assert_left_out(found: Result, expected: Result) -> None:
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    assert (found.gradients["hidden"][DEAD] == 0).all()
+    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    for name, total in sums(expected.output).items():
+        torch.testing.assert_close(found.output.metrics[name], total, rtol=1e-10, atol=1e-12)
+    assert all((values[DEAD] == 0).all() for values in found.output.per_token.values())
+
+
+POLICY: dict[str, Callable[[float, Any], Term]] = {
+    "ratio": lambda far, own: PolicyGradient(LABELS, drawn(1.0), drawn(far), weights_T=own),
+    "reference": lambda far, own: PolicyGradient(
+        LABELS, drawn(1.0), drawn(-5.0), drawn(-far), kl_scale=0.1, weights_T=own
+    ),
+    "dual clip": lambda far, own: PolicyGradient(LABELS, drawn(1.0), drawn(far), dual_clip=3.0, weights_T=own),
+    "cispo": lambda far, own: PolicyGradient(
+        LABELS, drawn(1.0), drawn(far), clip_high=math.inf, surrogate="cispo", weights_T=own
+    ),
+    "k3": lambda far, own: SampledKL(LABELS, drawn(-far), "k3", weights_T=own),
+    "k2": lambda far, own: SampledKL(LABELS, drawn(-far), "k2", weights_T=own),
+}
+
+
+@OBJECTIVES
+@pytest.mark.parametrize("by", ["valid_index", "weights_T", "own weights"])
+@pytest.mark.parametrize("term", POLICY)
+def test_log_probabilities_far_off(term: str, by: str, objective: Any) -> None:
+    """e^1000 is infinite, and 0·inf is NaN; a padded 0 in float32 is no better than −200 at e^100."""
+    every_row = {"valid_index": torch.arange(T)}
+    if by == "own weights":
+        found = run(objective, make_leaves(), [POLICY[term](-1000.0, kept())], **every_row)
+        expected = run(objective, make_leaves(), [POLICY[term](-5.0, kept())], **every_row)
+    else:
+        options = {"weights_T": kept()} | (every_row if by == "valid_index" else {})
+        found = run(objective, make_leaves(), [POLICY[term](-1000.0, None)], **options)
+        expected = run(objective, make_leaves(), [POLICY[term](-5.0, None)], **options)
+    assert_left_out(found, expected)
+
+
+def terms_without(dead_labels: bool, scale: float = 1.0) -> list[Term]:
+    """Terms of every kind that count the rows but `DEAD`, by labels where they have any, by own weights else."""
+    labels_T = LABELS.index_fill(0, DEAD, -100) if dead_labels else LABELS
+    own = None if dead_labels else kept()
+    sparse = make_signal("bucket")
+    assert isinstance(sparse, TopK)
+    full = make_full()
+    poisoned = FullVocab(full.hidden_TE.index_fill(0, DEAD, math.nan), full.head)
+    return [
+        CrossEntropy(labels_T, scale, 0.1, 0.1, weights_T=own),
+        SampledKL(labels_T, drawn(-5.0), "k3", scale, weights_T=own),
+        PolicyGradient(labels_T, drawn(1.0), drawn(-5.0), scale=scale, weights_T=own),
+        Distill(poisoned, jsd(0.3), scale, weights_T=kept()),
+        Distill(poisoned, forward_kl(), scale, weights_T=kept()),
+        Distill(sparse, reverse_kl(), scale, weights_T=kept()),
+        Entropy(0.2 * scale, weights_T=kept()),
+    ]
+
+
+def poisoned_leaves() -> Leaves:
+    leaves = make_leaves()
+    hidden = leaves.hidden.index_fill(0, DEAD[:2], math.nan).index_fill(0, DEAD[2:], math.inf)
+    return Leaves(hidden, leaves.weight, leaves.bias)
+
+
+@OBJECTIVES
+@pytest.mark.parametrize("chunk_tokens", [None, 10])
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("by", ["labels", "own weights"])
+def test_hidden_states_of_rows_that_no_term_counts(
+    by: str, head: dict[str, Any], chunk_tokens: int | None, objective: Any
+) -> None:
+    terms = terms_without(by == "labels")
+    found = run(objective, poisoned_leaves(), terms, head=head, chunk_tokens=chunk_tokens)
+    assert_left_out(found, run(objective, make_leaves(), terms, head=head, chunk_tokens=chunk_tokens))
+
+
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dict[str, Any]) -> None:
+    """It is only watched: its metric may be NaN, the loss and its gradient are those of the others."""
+    terms = terms_without(dead_labels=True)
+    watched = [
+        *terms,
+        Entropy(0.0),
+        CrossEntropy(LABELS, 0.0),
+        PolicyGradient(LABELS, drawn(1), drawn(-5), scale=0.0),
+    ]
+    found = run(linear_objective, poisoned_leaves(), watched, head=head)
+    expected = run(linear_objective, make_leaves(), terms, head=head)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    assert found.output.metrics["entropy#2"].isnan()
+
+
+def test_a_row_that_one_term_counts_is_not_left_out() -> None:
+    result = run(linear_objective, poisoned_leaves(), [*terms_without(dead_labels=True), CrossEntropy(LABELS, 0.5)])
+    assert result.output.loss.isnan()
+    assert result.gradients["weight"].isnan().any()
