@@ -247,7 +247,8 @@ def measure_first_call(cases: list[str], sizes: Sizes, threads: int) -> dict[str
             results[name] = in_fresh_process(call_twice, cases, sizes, threads, environment=caches | compiler)
     losses = {name: [entry["loss"] for entry in result["cases"].values()] for name, result in results.items()}
     pairs = zip(losses["cold"], losses["no_compiler"], strict=True)
-    return results | {"largest_difference_of_loss": worst(enumerate(abs(there / here - 1) for here, there in pairs))[1]}
+    _, largest = worst(enumerate(abs(there / here - 1) for here, there in pairs))
+    return results | {"largest_difference_of_loss": largest}
 
 
 def call_twice(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:

@@ -36,8 +36,13 @@ def name_list(names: Iterable[object]) -> str:
 
 def first_line(error: BaseException) -> str:
     """What a library says, without the advice that follows; for an error that is no sentence, with its kind."""
-    text = _cut(escaped(str(error).strip().partition("\n")[0]), WIDTH)
-    return text if isinstance(error, ValueError | OSError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    first, _, rest = str(error).strip().partition("\n")
+    if first.endswith(":"):
+        first += " " + rest.strip().partition("\n")[0]
+    text = _cut(escaped(first), WIDTH)
+    if text and isinstance(error, ValueError | OSError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _cut(text: str, width: int) -> str:

@@ -1,0 +1,52 @@
+"""What libraries raise over a damaged file, as a ValueError that names the file.
+
+transformers, tokenizers, datasets and ruamel check little of what they read: a number where text is expected ends as
+an AttributeError deep inside of them. So one of their calls on files from outside, and nothing of ours, goes into
+`reading`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stillhouse.display import first_line
+
+#: what Python raises where a value is not of the type, the form or the size that code takes it for
+_PYTHONS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+    RuntimeError,
+    MemoryError,
+    OSError,
+)
+#: libraries whose errors derive from Exception itself; panics of Rust code even from BaseException
+_LIBRARIES = ("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors")
+
+
+@contextmanager
+def reading(what: str, *, passes: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Raise ValueError(`what`: the error's first line) for an error of a library's call on files from outside.
+
+    passes: errors that go on as they are, since they are ours.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, passes) or not _about_files(error):
+            raise
+        raise ValueError(f"{what}: {first_line(error)}") from error
+
+
+def _about_files(error: BaseException) -> bool:
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU, which is not to be imported for this
+        return False
+    # tokenizers raises Exception itself
+    return (
+        isinstance(error, _PYTHONS)
+        or type(error) is Exception
+        or any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in type(error).__mro__)
+    )
