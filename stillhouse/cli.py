@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stillhouse import __version__
+from stillhouse.display import message as brief
 
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
@@ -294,5 +295,6 @@ def _report(error: Exception, message: str, code: int) -> int:
         traceback.print_exception(error)
     if rank != "0":
         time.sleep(SECONDS_FOR_FIRST)  # what every process finds, the first one says, and torchrun ends the others
-    click.echo(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", err=True)
+    shown = brief(message)
+    click.echo(f"error: {shown}" if rank == "0" else f"error on rank {rank}: {shown}", err=True)
     return code

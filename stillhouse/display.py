@@ -40,7 +40,7 @@ def first_line(error: BaseException) -> str:
     if first.endswith(":"):
         first += " " + rest.strip().partition("\n")[0]
     text = _cut(escaped(first), WIDTH)
-    if text and isinstance(error, ValueError | OSError):
+    if text and (isinstance(error, ValueError | OSError) or type(error).__module__.startswith("jinja2")):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -24,12 +24,14 @@ from stillhouse.data import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
+from stillhouse.display import escaped
 from stillhouse.models import (
     Decoder,
     add_lora,
     balance_routers,
     check_document_length,
     check_finite_weights,
+    check_saving,
     draw_lora,
 )
 from stillhouse.objective import ObjectiveOutput
@@ -178,6 +180,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
             check_document_length(decoder, max_tokens, which)
             for documents in splits.values():
                 documents.check_ids(decoder.vocabulary_rows, which)
+    check_saving(runner.students()[0])
     return Session(
         config=config,
         recipe=recipe,
@@ -189,7 +192,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         plan=make_plan(config.train, len(train), max_tokens, layout.degrees.data, layout.stages),
         runner=runner,
         data={which: documents.fingerprint() for which, documents in splits.items()},
-        warnings=list(dict.fromkeys(warnings)),
+        warnings=[escaped(warning) for warning in dict.fromkeys(warnings)],
     )
 
 
