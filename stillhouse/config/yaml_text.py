@@ -1,6 +1,7 @@
 """YAML 1.2 in and out: `2e-5` is a number; `on`, `no` and dates are text; a repeated key is an error."""
 
 import io
+import itertools
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -12,9 +13,10 @@ from stillhouse.config.errors import ConfigError
 from stillhouse.display import message
 from stillhouse.libraries import reading
 
-
 #: a number of 64 bits; what is larger can only be a mistake, and thousands of digits cannot even be shown
 LARGEST = 2**63 - 1
+#: of a document, and of brackets in brackets: reading takes time with the square of the latter
+MOST_CHARACTERS, DEEPEST = 100_000, 200
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -37,6 +39,10 @@ for _name in ("binary", "omap", "pairs", "set"):
 
 def read_yaml(text: str, origin: str, *, numbered: bool = True) -> Any:
     """The value of one YAML document (None if empty); a ConfigError names `origin` and, if `numbered`, the line."""
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(None, f"{origin}: {len(text):,} characters; expected at most {MOST_CHARACTERS:,}")
+    if _depth(text) > DEEPEST:
+        raise ConfigError(None, f"{origin}: not valid YAML: more than {DEEPEST} brackets in one another")
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
@@ -56,6 +62,12 @@ def write_yaml(data: dict[str, Any]) -> str:
     stream = io.StringIO()
     yaml.dump(data, stream)
     return stream.getvalue()
+
+
+def _depth(text: str) -> int:
+    """Of brackets in brackets, those in quoted text counted too."""
+    steps = (1 if character in "[{" else -1 for character in text if character in "[{]}")
+    return max(itertools.accumulate(steps), default=0)
 
 
 def _line(error: Exception, text: str) -> str:

@@ -1,8 +1,8 @@
-"""A function that runs foreign code in a process of its own, so that it can neither hang this one nor fill its memory.
+"""A function that runs foreign code in a process of its own: it can neither hang this one nor fill its memory.
 
-Neither an alarm nor a thread ends one long operation of the interpreter, such as 10**10**8; the kernel ends a process.
-The process is a fork: it has the function and all that it needs, and waits for arguments. What goes to and fro is
-JSON.
+Neither an alarm nor a thread ends one long operation of the interpreter, such as 10**10**8; the kernel ends a
+process. The process is a fork: it has the function and all that it needs, and waits for arguments. What goes to and
+fro is JSON.
 """
 
 import gc
@@ -46,6 +46,7 @@ class Isolated:
         answer = self._process.ask(request)
         if answer is None:
             status, self._process = self._process.end(), None
+            assert status is not None, "it was ended before"
             raise LimitError(self._ended(status))
         return json.loads(answer)
 

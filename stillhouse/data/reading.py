@@ -115,7 +115,9 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:  # bytes: a line ends at \n only, and a wrong encoding is an error of its line
         for number, line in enumerate(_lines(file), start=1):
             if len(line) > MOST_BYTES:
-                yield Record(f"{path}:{number}", problem=f"longer than {MOST_BYTES:,} bytes; expected shorter records")
+                yield Record(
+                    f"{path}:{number}", problem=f"longer than {MOST_BYTES:,} bytes; expected shorter records"
+                )
             elif line.strip():
                 yield _parse_line(f"{path}:{number}", line)
 
@@ -173,6 +175,12 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 def _load_saved(folder: Path) -> Any:
     import datasets
 
+    for state in (folder / "state.json", *sorted(folder.glob("*/state.json"))):
+        if state.is_file():
+            with reading(f"{folder}: not a readable saved dataset"):
+                files = json.loads(state.read_bytes())["_data_files"]
+            if not files:
+                raise ValueError(f"{state.parent}: the saved dataset is empty; expected records")
     with reading(f"{folder}: not a readable saved dataset"):
         loaded = datasets.load_from_disk(str(folder))
         for each in loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]:
@@ -182,7 +190,7 @@ def _load_saved(folder: Path) -> Any:
     if len(loaded) == 1:
         return next(iter(loaded.values()))
     if not loaded:
-        raise ValueError(f"{folder}: the saved dataset is empty: expected a split with records")
+        raise ValueError(f"{folder}: the saved dataset is empty; expected a split with records")
     raise ValueError(
         f"{folder}: holds the splits {name_list(loaded)}; name one of their folders, such as "
         f"{folder / min(loaded, key=lambda split: split != 'train')}"

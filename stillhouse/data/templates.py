@@ -20,21 +20,18 @@ turn; it belongs to the target, the white space after it does not.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from stillhouse.data.chat import Message, Span, TurnError, Turns
+from stillhouse.data.chat import Message, Span
+from stillhouse.data.conversations import Conversations, Tools, too_long
 from stillhouse.data.isolation import Isolated, LimitError
 from stillhouse.data.reading import describe
 from stillhouse.display import first_line, name_list
-from stillhouse.libraries import reading
 
 Tokens = Literal["completion", "all"]
-Tools = list[dict[str, Any]] | None
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 #: of one record, in all: a tokenizer takes about 200 bytes of memory for each
@@ -178,9 +175,9 @@ class ChatTemplate:
         tokenizer.get_chat_template()  # raises if it has several and none of them is the default
         self.tokenizer = tokenizer
         self.columns = columns
-        self.every = tokens == "all"
-        self.special = tuple(tokenizer.get_added_vocab())
-        self.rendered = Isolated(self._answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
+        # not a method of this template: the two would keep each other alive, and the process with them
+        answer = Conversations(tokenizer, every=tokens == "all", most_characters=MOST_CHARACTERS).answer
+        self.rendered = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         parts = [_messages(fields, column) for column in self.columns]
@@ -209,48 +206,6 @@ class ChatTemplate:
             _chat_encoded(ids, offsets, one.spans)
             for ids, offsets, one in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
         ]
-
-    def _answer(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span], str]:
-        """In a process of its own: the text, its targets, and what is wrong with them."""
-        try:
-            with reading("the chat template refuses the messages", passes=TurnError):
-                body, spans = self._with_spans(messages, tools, first)
-            _check_length(len(body), "what the chat template makes of it")
-        except ValueError as error:
-            return "", [], str(error)
-        return body, spans, ""
-
-    def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
-
-    def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
-        return Turns(partial(self._text, tools), messages, body, self.special)
-
-    def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
-        """The whole conversation, and the ranges in it that are targets, from message `first` on."""
-        source = self.tokenizer.get_chat_template(tools=tools)  # some tokenizers have another one for tools
-        if "endgeneration" in source and not self.every:
-            return self._with_marked_spans(source, messages, tools, first)
-        body = self._text(tools, messages)
-        return body, [(0, len(body))] if self.every else self._turns(messages, tools, body).spans(first)
-
-    def _with_marked_spans(
-        self, source: str, messages: list[Message], tools: Tools, first: int
-    ) -> tuple[str, list[Span]]:
-        # Not `return_assistant_tokens_mask`: it looks up single characters, and where the tokenizer's
-        # offsets leave out a leading space it stops, and the rest of the conversation has no targets.
-        bodies, spans = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=source,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
-        if first == 0:
-            return bodies[0], spans[0]
-        turns = self._turns(messages, tools, bodies[0])
-        start = turns.edge(first, prompt=messages[first]["role"] == "assistant")
-        return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
 
 
 def _chat_encoded(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:
@@ -305,10 +260,7 @@ def _string(fields: dict[str, Any], column: str, may_be_empty: bool = False) -> 
 
 def _check_length(characters: int, what: str) -> None:
     if characters > MOST_CHARACTERS:
-        raise RecordError(
-            f"{what} has {characters:,} characters; expected at most {MOST_CHARACTERS:,} in one record: cut it into "
-            "several records"
-        )
+        raise RecordError(too_long(what, characters, MOST_CHARACTERS))
 
 
 def _check_encodable(text: str, column: str) -> None:
@@ -348,7 +300,9 @@ def _tools(fields: dict[str, Any]) -> Tools:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"'tools' is a string, but not JSON ({first_line(error)}), got {describe(given)}") from error
+            raise RecordError(
+                f"'tools' is a string, but not JSON ({first_line(error)}), got {describe(given)}"
+            ) from error
     if tools is not None and not isinstance(tools, list):
         raise RecordError(f"'tools' must be a list of objects, or the JSON of one, got {describe(given)}")
     for number, tool in enumerate(tools or [], start=1):

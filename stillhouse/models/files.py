@@ -55,8 +55,8 @@ def _require_safetensors(folder: str, files: list[str]) -> None:
     if pickled and not any(file.endswith(_SAFETENSORS) for file in files):
         raise ValueError(
             f"{folder} has its weights as pickle ({name_list(pickled)}), which can run any code while it is read, so "
-            "it is not read, whatever trust_remote_code says: expected safetensors. Where you trust the file, convert "
-            "it in a place that may be harmed: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new)"
+            "it is not read, whatever trust_remote_code says: expected safetensors. Where you trust the file, "
+            "convert it yourself: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
 
 

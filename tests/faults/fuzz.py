@@ -2,8 +2,8 @@
 
     python tests/faults/fuzz.py configurations --mutations 10000 --seed 0
 
-Mutation n of a seed is always the same: `--first n --mutations 1` repeats it alone. The work is done in a process that
-is started anew behind an input that ended it, by a crash or by the watchdog.
+Mutation n of a seed is always the same: `--first n --mutations 1` repeats it alone. The work is done in a process
+that is started anew behind an input that ended it, by a crash or by the watchdog.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def outcome(load: object, subject: str, seed: int, number: int) -> tuple[str, st
             return "FAILED", traceback.format_exc()[-3000:]
         names = {ConfigError: "ConfigError", DataError: "DataError"}
         return next((name for kind, name in names.items() if isinstance(error, kind)), "ValueError"), ""
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (whatever it is, it is what is looked for)
         return "FAILED", traceback.format_exc()[-3000:]
     return "loaded", ""
 
@@ -93,7 +93,17 @@ def run(subject: str, mutations: int, seed: int = 0, first: int = 0) -> Campaign
     while found.mutations < mutations:
         at = first + found.mutations
         rest = mutations - found.mutations
-        command = [sys.executable, __file__, subject, "--seed", str(seed), "--first", str(at), "--mutations", str(rest)]
+        command = [
+            sys.executable,
+            __file__,
+            subject,
+            "--seed",
+            str(seed),
+            "--first",
+            str(at),
+            "--mutations",
+            str(rest),
+        ]
         with tempfile.TemporaryFile("w+") as log:
             worker = subprocess.Popen([*command, "--worker"], stdout=subprocess.PIPE, stderr=log, text=True)
             assert worker.stdout is not None

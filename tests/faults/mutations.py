@@ -7,19 +7,24 @@ from pathlib import Path
 from typing import Any
 
 #: values that are of the wrong type or size somewhere
-ODD = [
-    None, True, False, 0, 1, -1, 7, 255, 2**31, 2**63, 2**64, 10**18, 10**30, 0.5, -0.0, 1e308, 1e-320, 1e400, float("nan"),
-    "", " ", "a", "\0", "\x1b[31mred\x1b[0m", "\u202eevil", "\ud800", "é" * 50, "x" * 5000, "null", "true", "1", "1e5",
-    "../../etc/passwd", "/dev/null", "auto", "float32", "float99", "{{ 10**10**8 }}", "{% for", "a\nb", "%s%n", "${HOME}",
-    [], [[]], [None], [1, "a"], ["a"] * 200, {}, {"a": 1}, {"": {}}, {"type": "BPE"}, {"type": None}, [{"id": 5}], [[0, 1]],
-]  # fmt: skip
+ODD: list[Any] = [
+    *(None, True, False, 0, 1, -1, 7, 255, 2**31, 2**63, 2**64, 10**18, 10**30),
+    *(0.5, -0.0, 1e308, 1e-320, 1e400, float("nan")),
+    *("", " ", "a", "\0", "\x1b[31mred\x1b[0m", "\u202eevil", "\ud800", "é" * 50, "x" * 5000, "a\nb"),
+    *("null", "true", "1", "1e5", "auto", "float32", "float99", "%s%n", "${HOME}"),
+    *("../../etc/passwd", "/dev/null", "{{ 10**(10**8) }}", "{% for"),
+    *([], [[]], [None], [1, "a"], ["a"] * 200, [{"id": 5}], [[0, 1]]),
+    *({}, {"a": 1}, {"": {}}, {"type": "BPE"}, {"type": None}),
+]
 #: pieces of text that mean something to a parser
 PIECES = [
-    "!!bool maybe", "!!int 'x'", "!!float .", "!!binary x", "!!set {a}", "!!omap []", "!!timestamp x", "!!python/object:a {}",
-    "&a ", "*a", "<<: ", "? ", "- ", ": ", "|", ">", "%YAML 1.1\n", "---\n", "...\n", "\t", "#", "[" * 50, "{" * 50, "'", '"',
-    "9" * 4299, "9" * 5000, "0x" + "f" * 5000, "1e999999", ".inf", ".nan", "~", "null", "\x1b[2J", "\u202e", "\0", "\ufeff",
-    "{{", "}}", "{%", "%}", "\\u", "\\ud800", "\\x", "NaN", "Infinity", "-", "e", "\r", "\n", "\n\n", ",", "]", "}", "{}", "[]",
-]  # fmt: skip
+    *("!!bool maybe", "!!int 'x'", "!!float .", "!!binary x", "!!set {a}", "!!omap []", "!!timestamp x"),
+    *("!!python/object:a {}", "&a ", "*a", "<<: ", "? ", "- ", ": ", "|", ">", "%YAML 1.1\n", "---\n", "...\n"),
+    *("\t", "#", "[" * 50, "{" * 50, "'", '"', ",", "]", "}", "{}", "[]", "\r", "\n", "\n\n"),
+    *("9" * 4299, "9" * 5000, "0x" + "f" * 5000, "1e999999", ".inf", ".nan", "~", "null", "-", "e"),
+    *("\x1b[2J", "\u202e", "\0", "\ufeff", "\\u", "\\ud800", "\\x", "NaN", "Infinity"),
+    *("{{", "}}", "{%", "%}"),
+]
 
 
 def damaged_bytes(draw: random.Random, content: bytes) -> bytes:
@@ -147,7 +152,7 @@ DAMAGE: dict[str, Callable[[random.Random, bytes], bytes]] = {
 
 
 def damage_files(draw: random.Random, files: list[Path], foreign: list[Path]) -> list[Path]:
-    """Change one or two of these files in place, by their kind; returns them. foreign: files to put in their place."""
+    """Change one or two of these files by their kind; returns them. foreign: files to put in their place."""
     chosen = draw.sample(files, k=min(len(files), draw.choice([1, 1, 1, 2])))
     for path in chosen:
         match draw.randrange(12):

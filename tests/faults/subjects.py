@@ -26,6 +26,7 @@ from stillhouse.data import (
     check_vocabulary,
     load_documents,
     load_tokenizer,
+    templates,
     tokenizer_fingerprint,
 )
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
@@ -36,6 +37,7 @@ from stillhouse.train.session import choose_device, in_words, parse_objective
 
 Load = Callable[[random.Random], None]
 TOKENS = 32
+templates.TEMPLATE_SECONDS = 2.0  # thousands of templates are tried
 
 
 def configurations(folder: Path) -> Load:
@@ -55,8 +57,8 @@ def configurations(folder: Path) -> Load:
                 text = damaged_bytes(draw, draw.choice(texts))
             case _:
                 text = damaged_text(draw, draw.choice(texts))
-        path.write_bytes(text if draw.random() < 0.8 else texts[0])
-        odd = [str(draw.choice([draw.choice(ODD), draw.choice(PIECES)])) for _ in range(draw.randrange(4))]
+        path.write_bytes(text if draw.random() < 0.7 else texts[0])
+        odd = [str(draw.choice([draw.choice(ODD), draw.choice(PIECES)])) for _ in range(draw.choice([0, 0, 1, 2]))]
         config = load_config(path, [f"{draw.choice(keys)}={text}" for text in odd])
         load_config(None, settings={"student": {}} | json.loads(config.model_dump_json()))
         dump_config(config)
@@ -72,7 +74,10 @@ def data(folder: Path) -> Load:
     originals = folder / "originals"
     originals.mkdir()
     turns = [{"role": "user", "content": "What is four?"}, {"role": "assistant", "content": "Two and two is four."}]
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+    }
     records = {
         "text": [{"text": f"{number} the heads, the heart"} for number in range(6)],
         "pair": [{"prompt": f"{number}?", "completion": "Paris"} for number in range(6)],
