@@ -4,8 +4,10 @@ A subject is made in a folder of its own and gives, for a source of random numbe
 """
 
 import json
+import os
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,6 +162,17 @@ def models(folder: Path) -> Load:
         check_document_length(decoder, TOKENS, "student")
         check_saving(decoder)
 
+    return load
+
+
+def crashing(folder: Path) -> Load:
+    """For the test of the campaign itself: every third input ends the process."""
+
+    def load(draw: random.Random) -> None:
+        if draw.getstate() in fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fatal = [random.Random(f"crashing 0 {number}").getstate() for number in (2, 5, 8)]
     return load
 
 
