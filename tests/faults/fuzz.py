@@ -1,6 +1,7 @@
 """Thousands of damaged inputs, of which each is loaded or refused by a ValueError, and nothing else.
 
     python tests/faults/fuzz.py configurations --mutations 10000 --seed 0
+    python tests/faults/fuzz.py all                                         # and write benchmarks/results/fuzz-*.json
 
 Mutation n of a seed is always the same: `--first n --mutations 1` repeats it alone. The work is done in a process
 that is started anew behind an input that ended it, by a crash or by the watchdog.
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,27 +128,32 @@ def add(found: Campaign, first: int, kind: str, details: str) -> None:
         found.failures.append({"mutation": first + found.mutations, "details": details})
         print(f"{found.subject} {first + found.mutations}: {details}", file=sys.stderr, flush=True)
     found.mutations += 1
+    if found.mutations % 500 == 0:
+        print(f"{found.subject}: {found.mutations:,} {dict(found.kinds)}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", help="configurations, data or models")
+    parser.add_argument("subject", help="configurations, data, models, or all of them")
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="file to write the counts to, as JSON")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         with contextlib.suppress(BrokenPipeError):
             work(given.subject, given.seed, given.first, given.mutations)
         return
-    found = run(given.subject, given.mutations, given.seed, given.first)
-    text = json.dumps(vars(found), indent=1)
-    print(text)
-    if given.out is not None:
-        given.out.write_text(text + "\n", encoding="utf-8")
-    sys.exit(bool(found.failures))
+    subjects = ["configurations", "data", "models"] if given.subject == "all" else [given.subject]
+    with ThreadPoolExecutor(len(subjects)) as pool:  # each waits for its own worker
+        found = list(pool.map(lambda each: run(each, given.mutations, given.seed, given.first), subjects))
+    if given.subject == "all":
+        from benchmarks.record import result_file, write_result
+
+        write_result(result_file("fuzz"), {"seed": given.seed, "campaigns": [vars(each) for each in found]})
+    else:
+        print(json.dumps(vars(found[0]), indent=1))
+    sys.exit(any(each.failures for each in found))
 
 
 if __name__ == "__main__":

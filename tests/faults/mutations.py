@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,12 @@ def damaged_value(draw: random.Random, value: Any) -> Any:
 def _changed(draw: random.Random, value: Any) -> Any:
     places = list(_places(value))
     if not places:
-        return draw.choice(ODD)
+        return deepcopy(draw.choice(ODD))
     # keys near the top are few, and decide most
     holder, key = draw.choice(places if draw.random() < 0.5 else places[:40])
     match draw.randrange(6):
         case 0 | 1 | 2:
-            holder[key] = draw.choice(ODD)
+            holder[key] = deepcopy(draw.choice(ODD))  # which a later change would change for all
         case 3 if isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
             holder[key] = holder[key] * draw.choice([-1, 0, 2, 3, 0.5, 10**6])
         case 4 if isinstance(holder, dict):
