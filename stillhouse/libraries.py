@@ -5,8 +5,7 @@ an AttributeError deep inside of them. So one of their calls on files from outsi
 `reading`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from stillhouse.display import first_line
 
@@ -27,18 +26,22 @@ _PYTHONS = (
 _LIBRARIES = ("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors")
 
 
-@contextmanager
-def reading(what: str, *, passes: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+class reading:
     """Raise ValueError(`what`: the error's first line) for an error of a library's call on files from outside.
 
     passes: errors that go on as they are, since they are ours.
     """
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, passes) or not _about_files(error):
-            raise
-        raise ValueError(f"{what}: {first_line(error)}") from error
+
+    def __init__(self, what: str, *, passes: type[Exception] | tuple[()] = ()):
+        self.what = what
+        self.passes = passes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, self.passes) and _about_files(error):
+            raise ValueError(f"{self.what}: {first_line(error)}") from error
 
 
 def _about_files(error: BaseException) -> bool:

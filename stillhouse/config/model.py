@@ -18,8 +18,8 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(
         default=False,
-        description="Run model code that comes with the weights. Only for sources that you trust; never under torchrun,"
-        " and never after a question. Weights are read from safetensors alone in any case.",
+        description="Run model code that comes with the weights. Only for sources that you trust; never under"
+        " torchrun, and never after a question. Weights are read from safetensors alone in any case.",
     )
     attention: Text | None = Field(
         default=None,
