@@ -31,7 +31,7 @@ def test_a_nan_in_any_position_is_called_different() -> None:
         assert math.isnan(worst([("other", 0.5), (found, error), ("third", math.inf)])[1])
 
 
-@pytest.mark.parametrize("errors", permutations([0.1, math.nan, math.inf]))
+@pytest.mark.parametrize("errors", list(permutations([0.1, math.nan, math.inf])))
 def test_a_nan_is_the_worst_in_any_order(errors: tuple[float, ...]) -> None:
     assert math.isnan(worst(enumerate(errors))[1])
     assert worst(enumerate(each for each in errors if not math.isnan(each)))[1] == math.inf

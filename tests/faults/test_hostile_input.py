@@ -22,7 +22,6 @@ from stillhouse.config import ConfigError, load_config
 from stillhouse.data import DataError, load_documents, load_tokenizer, templates
 from stillhouse.models import Decoder
 from stillhouse.parallel.loading import empty_decoder, fill
-from stillhouse.report.reading import read_metrics
 
 MARKER = "foreign-code-was-here"
 
@@ -390,23 +389,3 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
         load_documents(path, toy_tokenizer(), max_tokens=32)
     documents = load_documents(path, toy_tokenizer(), max_tokens=32, on_error="skip")
     assert documents.sources == [f"{path}:1", f"{path}:3"]
-
-
-# Reports
-
-
-LINES = [
-    *(b'{"loss": 1}', b'{"step": null}', b'{"step": "1"}', b'{"step": true}', b'{"step": 1, "a": "b"}', b"5", b"[]"),
-    *(b"\xff", b'{"step": 1e999}', b'{"step": 1, "\\u001b[31m": []}', b"[" * 5000),
-    *(b'{"step": ' + b"9" * digits + b"}" for digits in (400, 5000)),
-    b'{"step": 1, "a": ' + b"9" * 400 + b"}",
-]
-
-
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:20].decode(errors="replace"))
-def test_a_metrics_file_with_another_line_in_it(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0, "loss": 1}\n' + line + b'\n{"step": 2, "loss": 1}\n')
-    with pytest.raises(ValueError, match=rf"^{path}:2: ") as error:
-        read_metrics(path)
-    readable(error)
