@@ -123,7 +123,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast) -> Decoder:
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return Decoder(AutoModelForCausalLM.from_config(config))
+    return Decoder(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
 
 def imitate(

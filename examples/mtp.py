@@ -36,7 +36,7 @@ OBJECTIVES = {"cross-entropy": "cross_entropy", "distilled": "forward_kl"}
 
 def main_model() -> Decoder:
     """The demo's teacher as a GLM-4-MoE: without experts, the two families' layers are the same."""
-    given = AutoConfig.from_pretrained(TEACHER)
+    given = AutoConfig.from_pretrained(TEACHER, trust_remote_code=False)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "eos_token_id")
     config = Glm4MoeConfig(
@@ -48,8 +48,8 @@ def main_model() -> Decoder:
         num_experts_per_tok=2,
         moe_intermediate_size=given.intermediate_size // 4,
     )
-    teacher = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_config(config)
+    teacher = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.load_state_dict(teacher.state_dict())
     return Decoder(model.eval())
 
@@ -100,7 +100,7 @@ class Accepted(BaseStreamer):
 
 def acceptance(folder: Path, prompts_PS: torch.Tensor, new_tokens: int, sampled: bool, seed: int) -> list[int]:
     """Tokens accepted of each draft, with transformers' own generation from a saved folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     find_layers(model)
     torch.manual_seed(seed)
     counts = []
@@ -116,7 +116,7 @@ def acceptance(folder: Path, prompts_PS: torch.Tensor, new_tokens: int, sampled:
 def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> dict[tuple[str, bool], float]:
     """Prints the table and returns it: tokens accepted per draft, by objective and whether sampled."""
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
+    tokenizer = AutoTokenizer.from_pretrained(TEACHER, trust_remote_code=False)
     documents = collect_documents()
     training_T, held_out_T = (
         encode(tokenizer, [each for each in documents if split_of(each.name) == split])

@@ -15,7 +15,7 @@ from stillhouse import CrossEntropy, Decoder, Distill, jsd, linear_objective
 
 
 def main(teacher_name: str, student_name: str, text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(student_name)
+    tokenizer = AutoTokenizer.from_pretrained(student_name, trust_remote_code=False)
     teacher = Decoder.from_pretrained(teacher_name).requires_grad_(False)
     student = Decoder.from_pretrained(student_name, dtype="float32").train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)

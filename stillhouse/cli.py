@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stillhouse import __version__
+from stillhouse.display import message as brief
 from stillhouse.ending import error_line
 from stillhouse.preemption import Preempted, handling
 
@@ -349,5 +350,5 @@ def _report(error: Exception, message: str, code: int) -> int:
         traceback.print_exception(error)
     if os.environ.get("RANK", "0") != "0":
         time.sleep(SECONDS_FOR_FIRST)  # what every process finds, the first one says, and torchrun ends the others
-    click.echo(error_line(message), err=True)
+    click.echo(error_line(brief(message)), err=True)
     return code

@@ -6,9 +6,11 @@ The run's own models and data, in float32: what differs is then the layout's and
 computes the reference by itself, so both models and the student's gradients have to fit into one.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +38,8 @@ from stillhouse.train.step import add_up, summed_metrics
 SAME = 1e-4
 #: micro-batches of a step for each process, one packed sequence each
 MICRO_BATCHES = 2
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,8 @@ def parity(config: RunConfig) -> Iterator[Row]:
         except ValueError as error:
             yield Row(str(layout), refused=str(error))
             continue
-        own = max((error, name) for name, error in differences(runner, gradients, 1e-3 * total))
-        gradient, parameter = max(gathered(own, mesh.everyone, device))
+        own = worst(differences(runner, gradients, 1e-3 * total))
+        parameter, gradient = worst(gathered(own, mesh.everyone, device))
         yield Row(str(layout), abs(found["loss"] / expected["loss"] - 1), gradient, parameter)
 
 
@@ -143,6 +147,11 @@ def differences(runner: Runner, gradients: dict[str, Tensor], least: float) -> I
             yield name, 0.0 if (reference is None) == (parameter.grad is None) else float("inf")
             continue
         yield name, apart(whole(parameter.grad).cpu(), reference, least)
+
+
+def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
+    """The largest of some errors with its name. A NaN is larger than any number, wherever it stands."""
+    return max(errors, key=lambda each: (math.isnan(each[1]), each[1]))
 
 
 def apart(value: Tensor, reference: Tensor, least: float = 0.0) -> float:

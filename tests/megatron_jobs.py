@@ -49,6 +49,7 @@ from stillhouse.models.processors import Targets, Taught, distillation
 from stillhouse.objective import FullVocab, ObjectiveOutput, OutputHead, TopK
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.objective.reference import dense_objective
+from stillhouse.parity import worst
 
 
 @dataclass(frozen=True)
@@ -361,7 +362,8 @@ def compare_log_probs(rank: Rank, layout: Layout) -> tuple[float, float]:
         ratio(*found).backward()
         scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
         apart_by = [apart(grad, gradients[name], scale) for name, grad in sum_shared(model, layout).items()]
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), max(apart_by)
+    values = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+    return worst(enumerate(values))[1], worst(enumerate(apart_by))[1]
 
 
 def compare_tap(rank: Rank, layout: Layout) -> float:
@@ -388,7 +390,7 @@ def compare_tap(rank: Rank, layout: Layout) -> float:
         model.output_layer.weight.grad = torch.zeros_like(model.output_layer.weight)
         scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
         found = sum_shared(model, layout)
-        return max(apart(found[name], grad, scale) for name, grad in gradients.items())
+        return worst((name, apart(found[name], grad, scale)) for name, grad in gradients.items())[1]
 
 
 def half(rank: Rank, layout: Layout) -> tuple[str, str, float]:

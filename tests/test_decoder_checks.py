@@ -202,6 +202,7 @@ def test_documents_beyond_a_switch_of_rotary_angles() -> None:
 @pytest.mark.parametrize("name", ["someone/some-model", "./runs/a", "a folder/with spaces"])
 def test_the_name_goes_on_untouched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Any] = []
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
     def from_pretrained(name_or_path: Any, **options: Any) -> Any:
         received.append((name_or_path, options))

@@ -31,6 +31,7 @@ from shard_ranks import RankPool
 
 from stillhouse.models import processors
 from stillhouse.models.megatron import MegatronProcessor
+from stillhouse.parity import worst
 
 CASES = [
     Case(Layout()),
@@ -59,7 +60,7 @@ def test_gradients_are_those_of_logits_on_one_rank(ranks: RankPool, case: Case) 
     assert any(each.loss is not None for each in differences)
     for each in differences:
         assert each.loss is None or each.loss < 1e-5
-        assert max(each.gradients.values()) < 1e-5, each.gradients
+        assert worst(each.gradients.items())[1] < 1e-5, each.gradients
         assert each.largest < B * S * ROWS_V / case.layout.tensor / case.layout.context
 
 
@@ -80,12 +81,13 @@ def test_cross_entropy_at_every_depth_is_megatrons_own(ranks: RankPool, layout: 
         assert len(found.losses) == 1 + layout.depths
         for theirs, ours in found.losses:
             assert ours == pytest.approx(theirs, rel=1e-5)
-        assert max(found.gradients.values()) < 1e-5, found.gradients
+        assert worst(found.gradients.items())[1] < 1e-5, found.gradients
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(depths=2, experts=2)], ids=lambda layout: layout.name)
 def test_a_schedule_plan_takes_the_flat_result_and_hands_its_gradient_back(ranks: RankPool, layout: Layout) -> None:
-    assert max(ranks.call(plan, Case(layout, "cross_entropy + jsd(0.5)"), limit=120)) < 1e-6
+    found = ranks.call(plan, Case(layout, "cross_entropy + jsd(0.5)"), limit=120)
+    assert worst(enumerate(found))[1] < 1e-6
 
 
 @pytest.mark.gpu
@@ -144,7 +146,8 @@ def test_a_models_own_objective_beside_the_processor_is_refused(ranks: RankPool)
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_gradient_of_tapped_hidden_states_is_that_of_one_rank(ranks: RankPool, sequence: bool) -> None:
-    assert max(ranks.call(compare_tap, Layout(tensor=2, sequence=sequence), limit=120)) < 1e-5
+    found = ranks.call(compare_tap, Layout(tensor=2, sequence=sequence), limit=120)
+    assert worst(enumerate(found))[1] < 1e-5
 
 
 def test_log_probs_come_through_megatrons_wrapper_of_half_precision(ranks: RankPool) -> None:

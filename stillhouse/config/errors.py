@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from stillhouse.display import message
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used.
@@ -12,7 +14,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, key: str | None, problem: str) -> None:
-        super().__init__(problem if key is None else f"{key}: {problem}")
+        super().__init__(message(problem if key is None else f"{key}: {problem}"))
         self.key = key
         self.problem = problem
         self.parts: tuple[ConfigError, ...] = (self,)

@@ -17,7 +17,9 @@ class ModelConfig(Section):
         description="Branch, tag or commit of the Hugging Face id; null: its default. No effect on a folder.",
     )
     trust_remote_code: bool = Field(
-        default=False, description="Run model code that comes with the weights. Only for sources that you trust."
+        default=False,
+        description="Run model code that comes with the weights. Only for sources that you trust; never under"
+        " torchrun, and never after a question. Weights are read from safetensors alone in any case.",
     )
     attention: Text | None = Field(
         default=None,

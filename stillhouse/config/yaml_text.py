@@ -1,33 +1,56 @@
 """YAML 1.2 in and out: `2e-5` is a number; `on`, `no` and dates are text; a repeated key is an error."""
 
 import io
+import itertools
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
 from stillhouse.config.errors import ConfigError
+from stillhouse.display import message
+from stillhouse.libraries import reading
+
+#: a number of 64 bits; what is larger can only be a mistake, and thousands of digits cannot even be shown
+LARGEST = 2**63 - 1
+#: of a document, and of brackets in brackets: reading takes time with the square of the latter
+MOST_CHARACTERS, DEEPEST = 100_000, 200
+_TAG = "tag:yaml.org,2002:"
 
 
 class _Constructor(SafeConstructor):
-    """YAML 1.2's core schema: what 1.1 read as a date or as `=` is text."""
+    """YAML 1.2's core schema: what 1.1 read as a date or as `=` is text, and there are no other types."""
+
+    def construct_yaml_int(self, node: Any) -> int:
+        number = int(super().construct_yaml_int(node))
+        if abs(number) > LARGEST:
+            raise ConstructorError(None, None, "found a whole number of more than 64 bits", node.start_mark)
+        return number
 
 
-for _tag in ("timestamp", "value"):
-    _Constructor.add_constructor(f"tag:yaml.org,2002:{_tag}", SafeConstructor.construct_yaml_str)
+_Constructor.add_constructor(f"{_TAG}int", _Constructor.construct_yaml_int)
+for _name in ("timestamp", "value"):
+    _Constructor.add_constructor(f"{_TAG}{_name}", SafeConstructor.construct_yaml_str)
+for _name in ("binary", "omap", "pairs", "set"):
+    _Constructor.add_constructor(f"{_TAG}{_name}", SafeConstructor.construct_undefined)
 
 
 def read_yaml(text: str, origin: str, *, numbered: bool = True) -> Any:
     """The value of one YAML document (None if empty); a ConfigError names `origin` and, if `numbered`, the line."""
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(None, f"{origin}: {len(text):,} characters; expected at most {MOST_CHARACTERS:,}")
+    if _depth(text) > DEEPEST:
+        raise ConfigError(None, f"{origin}: not valid YAML: more than {DEEPEST} brackets in one another")
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
-        return yaml.load(text)
-    except YAMLError as error:
+        with reading("a value is not what its tag says, or nested too deeply", passes=YAMLError):
+            return yaml.load(text)
+    except (YAMLError, ValueError) as error:
         line = _line(error, text) if numbered else ""
-        raise ConfigError(None, f"{origin}{line}: not valid YAML: {_problem(error)}") from error
+        raise ConfigError(None, message(f"{origin}{line}: not valid YAML: {_problem(error)}")) from error
 
 
 def write_yaml(data: dict[str, Any]) -> str:
@@ -41,7 +64,13 @@ def write_yaml(data: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
-def _line(error: YAMLError, text: str) -> str:
+def _depth(text: str) -> int:
+    """Of brackets in brackets, those in quoted text counted too."""
+    steps = (1 if character in "[{" else -1 for character in text if character in "[{]}")
+    return max(itertools.accumulate(steps), default=0)
+
+
+def _line(error: Exception, text: str) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         return f":{error.problem_mark.line + 1}"
     if isinstance(error, ReaderError):
@@ -49,7 +78,7 @@ def _line(error: YAMLError, text: str) -> str:
     return ""
 
 
-def _problem(error: YAMLError) -> str:
+def _problem(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError):
         return ", ".join(part for part in (error.context, error.problem) if part)
     return str(error).partition("\n")[0]

@@ -19,14 +19,17 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.reading import DataError, Record, read_records
 from stillhouse.data.templates import (
+    MOST_CHARACTERS,
     Encoded,
     RecordError,
     Rendered,
     Template,
+    TemplateLimitError,
     Tokens,
     template_for,
     without_null,
 )
+from stillhouse.display import escaped, first_line
 
 _BATCH = 512  # records tokenized at once
 _REASONS = 5  # reasons for skips that a report keeps
@@ -69,7 +72,7 @@ class DataReport:
             parts.append(f"{self.without_target:,} dropped with nothing to predict")
         if self.skipped:
             parts.append(f"{self.skipped:,} skipped, the first: {self.reasons[0]}")
-        return f"{self.source}: {', '.join(parts)}"
+        return escaped(f"{self.source}: {', '.join(parts)}")
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,7 @@ class _Loader:
         self.report = DataReport(source)
         self.template: Template | None = None
         self.waiting: list[tuple[Rendered, str, int]] = []
+        self.characters = 0  # of those that wait
         self.pieces: list[Encoded] = []
         self.keys: list[int] = []
         self.sources: list[str] = []
@@ -211,10 +215,17 @@ class _Loader:
         template = self.template = self.template or self._template_for(record)
         try:
             rendered = template.render(record.fields)
-        except RecordError as error:
-            self._reject(DataError(record.where, str(error)))
+            key = _content_key(record.fields, template)
+        except TemplateLimitError as error:
+            raise DataError(record.where, str(error)) from error
+        except (RecordError, RecursionError) as error:
+            self._reject(DataError(record.where, first_line(error)))
             return
-        self.waiting.append((rendered, record.where, _content_key(record.fields, template)))
+        characters = len(rendered.prompt) + len(rendered.body)
+        if self.waiting and self.characters + characters > MOST_CHARACTERS:
+            self._encode(template)
+        self.waiting.append((rendered, record.where, key))
+        self.characters += characters
         if len(self.waiting) == _BATCH:
             self._encode(template)
 
@@ -253,6 +264,7 @@ class _Loader:
         for encoded, (_, where, key) in zip(batch, self.waiting, strict=True):
             self._keep(self._fit(encoded, template.splits), where, key)
         self.waiting.clear()
+        self.characters = 0
 
     def _fit(self, encoded: Encoded, splits: bool) -> list[Encoded]:
         """The document within the limit: itself, its pieces, or what is left of it."""

@@ -7,16 +7,23 @@ caller to say.
 """
 
 import glob
+import itertools
 import json
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from stillhouse.display import escaped, first_line, name_list
+from stillhouse.libraries import reading
 
 JSON_LINES = (".jsonl", ".json")
 PARQUET = (".parquet",)
+#: of a line of JSON; a longer one is not read whole
+MOST_BYTES = 32 * 2**20
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 
 
@@ -24,7 +31,7 @@ class DataError(ValueError):
     """A record that cannot be used: `where` is `file:line`, `reason` what was found and what was expected."""
 
     def __init__(self, where: str, reason: str):
-        super().__init__(f"{where}: {reason}")
+        super().__init__(escaped(f"{where}: {reason}", lines=True))
         self.where = where
         self.reason = reason
 
@@ -105,10 +112,23 @@ def _read_file(path: Path) -> Iterator[Record]:
 
 
 def _read_json_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as lines:  # bytes: a line ends at \n only, and a wrong encoding is an error of its line
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
+    with path.open("rb") as file:  # bytes: a line ends at \n only, and a wrong encoding is an error of its line
+        for number, line in enumerate(_lines(file), start=1):
+            if len(line) > MOST_BYTES:
+                yield Record(
+                    f"{path}:{number}", problem=f"longer than {MOST_BYTES:,} bytes; expected shorter records"
+                )
+            elif line.strip():
                 yield _parse_line(f"{path}:{number}", line)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines, of one that is longer than `MOST_BYTES` so much of it that this shows."""
+    while line := file.readline(MOST_BYTES + 1):
+        rest = line
+        while len(rest) > MOST_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MOST_BYTES + 1)
+        yield line
 
 
 def _parse_line(where: str, line: bytes) -> Record:
@@ -127,38 +147,52 @@ def _parse_line(where: str, line: bytes) -> Record:
         ValueError,
         RecursionError,
     ) as error:  # a number of thousands of digits, thousands of nested brackets
-        return Record(where, problem=f"not readable as JSON: {error}")
+        return Record(where, problem=f"not readable as JSON: {first_line(error)}")
     if not isinstance(fields, dict):
         return Record(where, problem=f"expected a JSON object per line, got {describe(fields)}")
     return Record(where, fields)
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow
     import pyarrow.parquet
 
     number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Record(f"{path}:{number}", fields)
-    except pyarrow.ArrowException as error:
-        after = f" after row {number}" if number else ""
-        raise ValueError(f"{path}: not a readable Parquet file{after}: {error}") from error
+    with reading(f"{path}: not a readable Parquet file"):
+        file = pyarrow.parquet.ParquetFile(path)
+    with file:
+        batches = file.iter_batches(batch_size=1024)
+        while True:
+            with reading(f"{path}: not a readable Parquet file{f' after row {number}' if number else ''}"):
+                batch = next(batches, None)
+                rows = [] if batch is None else batch.to_pylist()
+            if batch is None:
+                return
+            for fields in rows:
+                number += 1
+                yield Record(f"{path}:{number}", fields)
 
 
 def _load_saved(folder: Path) -> Any:
     import datasets
 
-    loaded = datasets.load_from_disk(str(folder))
+    for state in (folder / "state.json", *sorted(folder.glob("*/state.json"))):
+        if state.is_file():
+            with reading(f"{folder}: not a readable saved dataset"):
+                files = json.loads(state.read_bytes())["_data_files"]
+            if not files:
+                raise ValueError(f"{state.parent}: the saved dataset is empty; expected records")
+    with reading(f"{folder}: not a readable saved dataset"):
+        loaded = datasets.load_from_disk(str(folder))
+        for each in loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]:
+            each.data.table.validate(full=True)  # a damaged offset would be read from anywhere in memory
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if len(loaded) == 1:
         return next(iter(loaded.values()))
+    if not loaded:
+        raise ValueError(f"{folder}: the saved dataset is empty; expected a split with records")
     raise ValueError(
-        f"{folder}: holds the splits {', '.join(sorted(loaded))}; name one of their folders, such as "
+        f"{folder}: holds the splits {name_list(loaded)}; name one of their folders, such as "
         f"{folder / min(loaded, key=lambda split: split != 'train')}"
     )
 
@@ -179,7 +213,13 @@ def _load_from_hub(given: str, name: str, config: str | None, split: str) -> Any
 
 
 def _read_dataset(name: str, dataset: Any) -> Iterator[Record]:
-    return (Record(f"{name}:{number}", fields) for number, fields in enumerate(dataset, start=1))
+    rows = iter(dataset)
+    for number in itertools.count(1):
+        with reading(f"{name}:{number}: not a readable record"):
+            fields = next(rows, None)
+        if fields is None:
+            return
+        yield Record(f"{name}:{number}", fields)
 
 
 def describe(value: Any) -> str:
@@ -195,5 +235,5 @@ def describe(value: Any) -> str:
     if value is None:
         return "null"
     kind = names.get(type(value), type(value).__name__)
-    shown = repr(value)
-    return f"{kind} ({shown})" if len(shown) <= 40 else kind
+    shown = reprlib.repr(value)
+    return f"{kind} ({escaped(shown)})" if len(shown) <= 40 and "..." not in shown else kind

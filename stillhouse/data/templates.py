@@ -20,25 +20,32 @@ turn; it belongs to the target, the white space after it does not.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from stillhouse.data.chat import Message, Span, TurnError, Turns
+from stillhouse.data.chat import Message, Span
+from stillhouse.data.conversations import Conversations, Tools, too_long
+from stillhouse.data.isolation import Isolated, LimitError
 from stillhouse.data.reading import describe
+from stillhouse.display import first_line, name_list
 
 Tokens = Literal["completion", "all"]
-Tools = list[dict[str, Any]] | None
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
+#: of one record, in all: a tokenizer takes about 200 bytes of memory for each
+MOST_CHARACTERS = 4_000_000
+#: of a chat template for one conversation: processor time, and memory
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 
 
 class RecordError(ValueError):
     """What is wrong with one record, without its place, which the caller knows."""
+
+
+class TemplateLimitError(ValueError):
+    """The chat template does not come to an end with a record: about the template, so the record is not skipped."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tok
     the form needs: an end-of-sequence token, a chat template, character offsets.
     """
     complete = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if set(form) <= set(fields)]
-    found = ", ".join(sorted(fields)) or "none"
+    found = name_list(fields)
     if not complete:
         raise ValueError(f"no usable columns: found {found}; expected {EXPECTED_COLUMNS}")
     if len(complete) > 1:
@@ -168,22 +175,24 @@ class ChatTemplate:
         tokenizer.get_chat_template()  # raises if it has several and none of them is the default
         self.tokenizer = tokenizer
         self.columns = columns
-        self.every = tokens == "all"
-        self.special = tuple(tokenizer.get_added_vocab())
+        # not a method of this template: the two would keep each other alive, and the process with them
+        answer = Conversations(tokenizer, every=tokens == "all", most_characters=MOST_CHARACTERS).answer
+        self.rendered = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         parts = [_messages(fields, column) for column in self.columns]
         messages = [message for part in parts for message in part]
         first = 0 if len(parts) == 1 else len(parts[0])  # the first message that may be a target
         tools = _tools(fields)
+        _check_length(sum(len(message.get("content", "")) for message in messages), " and ".join(self.columns))
         try:
-            body, spans = self._with_spans(messages, tools, first)
-        except (TemplateError, TypeError) as error:
-            raise RecordError(f"the chat template refuses the messages: {error}") from error
-        except TurnError as error:
-            raise RecordError(str(error)) from error
+            body, spans, problem = self.rendered(messages, tools, first)
+        except LimitError as error:
+            raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
+        if problem:
+            raise RecordError(problem)
         _check_encodable(body, self.columns[0])
-        return Rendered(body, spans=tuple(spans))
+        return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         batch = self.tokenizer(
@@ -197,38 +206,6 @@ class ChatTemplate:
             _chat_encoded(ids, offsets, one.spans)
             for ids, offsets, one in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
         ]
-
-    def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
-
-    def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
-        return Turns(partial(self._text, tools), messages, body, self.special)
-
-    def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
-        """The whole conversation, and the ranges in it that are targets, from message `first` on."""
-        source = self.tokenizer.get_chat_template(tools=tools)  # some tokenizers have another one for tools
-        if "endgeneration" in source and not self.every:
-            return self._with_marked_spans(source, messages, tools, first)
-        body = self._text(tools, messages)
-        return body, [(0, len(body))] if self.every else self._turns(messages, tools, body).spans(first)
-
-    def _with_marked_spans(
-        self, source: str, messages: list[Message], tools: Tools, first: int
-    ) -> tuple[str, list[Span]]:
-        # Not `return_assistant_tokens_mask`: it looks up single characters, and where the tokenizer's
-        # offsets leave out a leading space it stops, and the rest of the conversation has no targets.
-        bodies, spans = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=source,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
-        if first == 0:
-            return bodies[0], spans[0]
-        turns = self._turns(messages, tools, bodies[0])
-        start = turns.edge(first, prompt=messages[first]["role"] == "assistant")
-        return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
 
 
 def _chat_encoded(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:
@@ -266,7 +243,7 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _value(fields: dict[str, Any], column: str) -> Any:
     if column not in fields:
-        raise RecordError(f"column '{column}' is missing (found {', '.join(sorted(fields)) or 'none'})")
+        raise RecordError(f"column '{column}' is missing (found {name_list(fields)})")
     return fields[column]
 
 
@@ -276,8 +253,14 @@ def _string(fields: dict[str, Any], column: str, may_be_empty: bool = False) -> 
         raise RecordError(f"'{column}' must be a string, got {describe(value)}")
     if not value and not may_be_empty:
         raise RecordError(f"'{column}' is empty")
+    _check_length(len(value), f"'{column}'")
     _check_encodable(value, column)
     return value
+
+
+def _check_length(characters: int, what: str) -> None:
+    if characters > MOST_CHARACTERS:
+        raise RecordError(too_long(what, characters, MOST_CHARACTERS))
 
 
 def _check_encodable(text: str, column: str) -> None:
@@ -304,7 +287,7 @@ def _message(message: Any, name: str) -> Message:
         if key == "content" and message.get("tool_calls"):
             continue
         if key not in message:
-            raise RecordError(f"{name} has no '{key}' (found {', '.join(sorted(message)) or 'none'})")
+            raise RecordError(f"{name} has no '{key}' (found {name_list(message)})")
         if not isinstance(message[key], str):
             raise RecordError(f"'{key}' of {name} must be a string, got {describe(message[key])}")
     return message
@@ -317,7 +300,9 @@ def _tools(fields: dict[str, Any]) -> Tools:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"'tools' is a string, but not JSON ({error}), got {describe(given)}") from error
+            raise RecordError(
+                f"'tools' is a string, but not JSON ({first_line(error)}), got {describe(given)}"
+            ) from error
     if tools is not None and not isinstance(tools, list):
         raise RecordError(f"'tools' must be a list of objects, or the JSON of one, got {describe(given)}")
     for number, tool in enumerate(tools or [], start=1):

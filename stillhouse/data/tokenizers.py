@@ -13,10 +13,13 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from stillhouse.libraries import reading
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _NO_SETTING = ("vocab", "merges", "dropout")
@@ -25,17 +28,24 @@ _NO_SETTING = ("vocab", "merges", "dropout")
 def load_tokenizer(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a hub id (passed on untouched). Raises ValueError if there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
-        where = (
-            "cannot be read (expected tokenizer.json in that folder)"
-            if os.path.isdir(name_or_path)
-            else "cannot be loaded: no such folder here, and the hub did not give it"
+    """The tokenizer of a folder or a hub id (passed on untouched). Raises ValueError if there is none, or a damaged
+    one, also for a damage that would show only when it is used or saved.
+    """
+    what = f"the tokenizer of {name_or_path!r}"
+    where = (
+        "cannot be read (expected tokenizer.json in that folder)"
+        if os.path.isdir(name_or_path)
+        else "cannot be loaded: no such folder here, and the hub did not give it"
+    )
+    with reading(f"{what} {where}"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )
-        raise ValueError(f"the tokenizer of {name_or_path!r} {where}: {first}") from error
+    with reading(f"{what} cannot be used"), TemporaryDirectory() as folder:
+        tokenizer("a")
+        _identity(tokenizer)
+        tokenizer.save_pretrained(folder)  # each checkpoint will do so
+    return tokenizer
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:

@@ -23,13 +23,13 @@ def student_config(teacher_config: PretrainedConfig) -> PretrainedConfig:
 
 def new_student(seed: int, teacher: Path = TEACHER) -> PreTrainedModel:
     """A freshly initialised student of a saved teacher; the global random state is left as it was."""
-    config = student_config(AutoConfig.from_pretrained(teacher))
+    config = student_config(AutoConfig.from_pretrained(teacher, trust_remote_code=False))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 def save_new_student(folder: Path, seed: int, teacher: Path = TEACHER) -> None:
     """Writes a new student and the teacher's tokenizer, as any Hugging Face model folder."""
     new_student(seed, teacher).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(teacher).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(teacher, trust_remote_code=False).save_pretrained(folder)

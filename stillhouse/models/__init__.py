@@ -1,7 +1,7 @@
 """Causal language models as backbone and head (see `decoder.py`)."""
 
 from stillhouse.models.adapter import add_lora, draw_lora, without_lora
-from stillhouse.models.checks import check_document_length, check_finite_weights
+from stillhouse.models.checks import check_document_length, check_finite_weights, check_saving
 from stillhouse.models.decoder import Decoder, evaluating
 from stillhouse.models.experts import Balance, balance_routers
 from stillhouse.models.fingerprint import model_fingerprint
@@ -15,6 +15,7 @@ __all__ = [
     "balance_routers",
     "check_document_length",
     "check_finite_weights",
+    "check_saving",
     "draw_lora",
     "evaluating",
     "model_fingerprint",

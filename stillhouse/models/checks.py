@@ -6,12 +6,14 @@ the other two are for whoever knows the run: finite weights, and documents that 
 
 import inspect
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stillhouse.libraries import reading
 from stillhouse.models.head import local
 from stillhouse.objective import OutputHead
 
@@ -110,6 +112,15 @@ def check_finite_weights(decoder: "Decoder", which: str) -> None:
                 f"{which}: {bad} of the {tensor.numel()} values of '{name}' are NaN or infinite: "
                 "expected finite weights; the checkpoint is damaged"
             )
+
+
+def check_saving(decoder: "Decoder") -> None:
+    """Raise ValueError for a model whose configurations cannot be written, as each checkpoint will have to."""
+    model = decoder.pretrained
+    with reading(f"{describe(model)}: its configuration cannot be saved again"), TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
 
 
 def check_document_length(decoder: "Decoder", max_tokens: int, which: str) -> None:

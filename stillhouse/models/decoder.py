@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from stillhouse.display import escaped
+from stillhouse.libraries import reading
 from stillhouse.models.checks import require_decoder, verify_wrapping
 from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
 from stillhouse.models.loading import load_causal_lm
@@ -96,7 +98,9 @@ class Decoder(nn.Module):
             attention=attention,
             trust_remote_code=trust_remote_code,
         )
-        return cls(model if device is None else model.to(device), verify=verify)
+        # a damaged configuration may fail as late as here
+        with reading(f"model '{escaped(os.fspath(name_or_path))}' cannot be run", passes=ValueError):
+            return cls(model if device is None else model.to(device), verify=verify)
 
     def forward(
         self,

@@ -1,10 +1,17 @@
-"""Loading a causal language model, with the many ways in which that fails told in one line each."""
+"""Loading a causal language model, with the many ways in which that fails told in one line each.
+
+A folder or a hub's repository may be a stranger's: no code of it is run unless the caller trusts it, no pickle is
+read (`files.py`), and a damaged file is a ValueError that names it.
+"""
 
 import os
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stillhouse.display import escaped, first_line
+from stillhouse.libraries import reading
+from stillhouse.models.files import require_safe_files
 
 _DTYPES = {
     "float64": torch.float64,
@@ -24,22 +31,25 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """`AutoModelForCausalLM.from_pretrained`, the name untouched, with each failure a ValueError.
 
-    Missing weights are one too: transformers draws them at random and goes on with a warning.
+    Missing weights are one too: transformers draws them at random and goes on with a warning. Weights are read from
+    safetensors alone, whatever is trusted.
     """
-    what = f"model '{os.fspath(name_or_path)}'"
+    what = f"model '{escaped(os.fspath(name_or_path))}'"
+    options = {"dtype": parse_dtype(dtype), "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name_or_path,
-            revision=revision or "main",
-            dtype=parse_dtype(dtype),
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
-    except OSError as error:
-        raise ValueError(_not_found(what, name_or_path, revision, error)) from error
-    except (ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ValueError(f"{what} cannot be loaded as a causal language model: {_first_line(error)}") from error
+        require_safe_files(name_or_path, revision)
+        with reading(f"{what} cannot be loaded as a causal language model"):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name_or_path,
+                revision=revision or "main",
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError):
+            raise ValueError(_not_found(what, name_or_path, revision, error.__cause__)) from error
+        raise
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         raise ValueError(
@@ -62,15 +72,10 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
 
 def _not_found(what: str, name: str | os.PathLike[str], revision: str | None, error: OSError) -> str:
     if os.path.isdir(name):
-        return f"{what} cannot be read: {_first_line(error)}"
+        return f"{what} cannot be read: {first_line(error)}"
     at = f" at revision '{revision}'" if revision else ""
     return (
-        f"{what}{at} is not a folder here, and the hub did not give it: {_first_line(error)} "
+        f"{what}{at} is not a folder here, and the hub did not give it: {first_line(error)} "
         "Expected a folder with config.json and safetensors, or a hub id such as Qwen/Qwen3-0.6B "
         "(a private or gated one needs a login)."
     )
-
-
-def _first_line(error: Exception) -> str:
-    """transformers goes on after it with advice, or a list of every model that it knows."""
-    return str(error).strip().partition("\n")[0]

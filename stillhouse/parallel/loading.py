@@ -7,7 +7,6 @@ fill(decoder, path, device)         memory for what is here, read from the files
 
 import os
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,13 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from stillhouse.display import escaped
+from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import base_name, is_lora
+from stillhouse.models.files import require_safe_files
 from stillhouse.models.loading import parse_dtype
 from stillhouse.parallel.stacks import parts_of_stack, read_stack
 
@@ -37,19 +40,22 @@ def empty_decoder(
 
     Code that comes with a model is not run. Raises ValueError for what cannot be made, or is quantized.
     """
-    config = AutoConfig.from_pretrained(folder)
+    require_safe_files(folder)
+    with reading(f"model '{escaped(os.fspath(folder))}': its configuration cannot be read"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized: expected plain weights under a layout of several processes")
     wanted = parse_dtype(dtype)
-    with torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=config.dtype if wanted == "auto" else wanted, attn_implementation=attention
-            )
-        except (ValueError, ImportError, KeyError) as error:
-            raise ValueError(f"{folder} cannot be made as a causal language model: {error}") from error
-    with suppress(OSError):  # a folder need not have one
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    with torch.device("meta"), reading(f"{folder} cannot be made as a causal language model"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=config.dtype if wanted == "auto" else wanted,
+            attn_implementation=attention,
+            trust_remote_code=False,
+        )
+    if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)):  # a folder need not have one
+        with reading(f"{folder}: its {GENERATION_CONFIG_NAME} cannot be read"):
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     return Decoder(model, verify=False)
 
 
@@ -83,7 +89,7 @@ def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device,
                 "process can read its own part of them"
             )
         wanted[found] = value
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), reading(f"{folder}: its weights cannot be read"):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
 
@@ -92,7 +98,7 @@ def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
     """Of each tensor in a folder, the file that holds it."""
     found: dict[str, str] = {}
     for path in Path(folder).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
+        with reading(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), str(path))
     return found
 

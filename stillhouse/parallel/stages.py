@@ -115,7 +115,7 @@ def require_cuttable(config: PreTrainedConfig) -> None:
             f"{', '.join(PARTS)}: {UNCUT}"
         )
     with torch.device("meta"):
-        decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+        decoder = Decoder(AutoModelForCausalLM.from_config(config, trust_remote_code=False), verify=False)
     if missing := [part for part in PARTS if not hasattr(decoder.backbone, part)]:
         raise ValueError(
             f"the backbone of model type '{config.model_type}' has no {', '.join(missing)} of its own: {UNCUT}"

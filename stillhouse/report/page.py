@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from stillhouse.display import escaped
 from stillhouse.report.curves import NATS, Drawing, draw
 from stillhouse.report.held_out import SHADES, readouts, shade_documents
 from stillhouse.report.reading import Run, read_run
@@ -213,7 +214,7 @@ def _plain(value: object) -> str:
         return f"{value:,}"
     if isinstance(value, list):
         return "\n".join(map(_plain, value))
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+    return escaped(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value), lines=True)
 
 
 def _count(value: float | None) -> str | None:

@@ -7,13 +7,18 @@ listed in `Run.notes`, for the page to say. Everything else that does not fit is
 import itertools
 import json
 import math
+import reprlib
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+
+from stillhouse.config import ConfigError
+from stillhouse.config.yaml_text import read_yaml
+from stillhouse.display import escaped
+from stillhouse.libraries import reading
 
 # What the page lacks without the file.
 OPTIONAL_FILES = {
@@ -126,15 +131,14 @@ def read_metrics(path: Path) -> tuple[list[Line], list[str]]:
 
 
 def _parse_line(raw: bytes, place: str) -> Line:
-    try:
+    with reading(f"{place}: not a JSON object"):
         line = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{place}: not a JSON object ({error})") from error
     if not isinstance(line, dict) or not _is_number(line.get("step")) or not math.isfinite(line["step"]):
-        raise ValueError(f'{place}: expected an object with a number "step", got {raw[:80].decode(errors="replace")}')
+        shown = escaped(raw[:80].decode(errors="replace"))
+        raise ValueError(f'{place}: expected an object with a number "step", got {shown}')
     for key, value in line.items():
         if value is not None and not _is_number(value):
-            raise ValueError(f"{place}: {key} is {value!r}; expected a number or null")
+            raise ValueError(f"{place}: {escaped(key)[:80]} is {reprlib.repr(value)}; expected a number or null")
     step = line.pop("step")
     return Line(
         step, {key: value if value is not None and math.isfinite(value) else None for key, value in line.items()}
@@ -142,17 +146,21 @@ def _parse_line(raw: bytes, place: str) -> Line:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """A whole one only up to what a float can hold: curves are drawn with floats."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) <= sys.float_info.max
 
 
 def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
     if not path.is_file():
         return None, {}
-    text = path.read_text(encoding="utf-8")
+    with reading(f"{path}: not UTF-8 text"):
+        text = path.read_text(encoding="utf-8")
     try:
-        config = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+        config = read_yaml(text, str(path))
+    except ConfigError as error:  # of a file of the run, not of the call
+        raise ValueError(str(error)) from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a mapping of sections, got {type(config).__name__}")
     return text, config
@@ -161,10 +169,8 @@ def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
 def _read_object(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    try:
+    with reading(f"{path}: not JSON"):
         value = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -179,4 +185,5 @@ def _read_held_out(path: Path) -> HeldOut | None:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{path}: {key}: {first['msg'].lower()}, got {first['input']!r:.60}") from error
+        shown = reprlib.repr(first["input"])
+        raise ValueError(f"{path}: {escaped(key)}: {first['msg'].lower()}, got {shown:.60}") from error

@@ -14,6 +14,7 @@ import torch
 
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
+from stillhouse.display import escaped
 from stillhouse.models import Decoder
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.divergence import weighted_parts
@@ -101,7 +102,7 @@ def _sample(session: Session, documents: Documents) -> str:
         inside = bool(targets[start])
         piece = session.tokenizer.decode(ids[start:stop].tolist())
         text += f"⟦{piece}⟧" if inside else piece
-    return text[:_SAMPLE] + ("…" if len(text) > _SAMPLE else "")
+    return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 
 
 def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -192,4 +193,4 @@ def _status_bytes(key: str) -> int:
 
 
 def _row(name: str, value: str) -> str:
-    return f"{name:<16}{value}"
+    return f"{name:<16}{escaped(value, lines=True)}"

@@ -57,7 +57,9 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     stored = stored_tensors(resume)
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
     with torch.device("meta"):
-        whole = Decoder(AutoModelForCausalLM.from_config(part.config, dtype=dtype), verify=False)
+        whole = Decoder(
+            AutoModelForCausalLM.from_config(part.config, dtype=dtype, trust_remote_code=False), verify=False
+        )
     model = whole.pretrained
     model.generation_config = part.pretrained.generation_config
     keys = {checkpoint_names(whole, name)[0]: f"{WEIGHT}{name}" for name in whole.state_dict()}

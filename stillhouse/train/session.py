@@ -24,12 +24,14 @@ from stillhouse.data import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
+from stillhouse.display import escaped
 from stillhouse.models import (
     Decoder,
     add_lora,
     balance_routers,
     check_document_length,
     check_finite_weights,
+    check_saving,
     draw_lora,
     model_fingerprint,
 )
@@ -190,6 +192,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
             check_document_length(decoder, max_tokens, which)
             for documents in splits.values():
                 documents.check_ids(decoder.vocabulary_rows, which)
+    check_saving(runner.students()[0])
     return Session(
         config=config,
         recipe=recipe,
@@ -202,7 +205,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         runner=runner,
         data=data,
         models=models,
-        warnings=list(dict.fromkeys(warnings)),
+        warnings=[escaped(warning) for warning in dict.fromkeys(warnings)],
     )
 
 

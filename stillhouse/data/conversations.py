@@ -1,0 +1,75 @@
+"""Conversations as text, by a chat template, which is code that comes with a model and may do anything.
+
+So `Conversations.answer` is called in a process of its own (`isolation.py`), takes and gives what JSON knows, and
+raises nothing.
+"""
+
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from stillhouse.data.chat import Message, Span, TurnError, Turns
+from stillhouse.libraries import reading
+
+Tools = list[dict[str, Any]] | None
+
+
+class Conversations:
+    """Renders with a tokenizer's chat template. every: all characters are targets, not the assistant's alone."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, every: bool, most_characters: int):
+        self.tokenizer = tokenizer
+        self.every = every
+        self.most_characters = most_characters
+        self.special = tuple(tokenizer.get_added_vocab())
+
+    def answer(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span], str]:
+        """The text, its targets from message `first` on, and what is wrong with them: for a process of its own."""
+        try:
+            with reading("the chat template refuses the messages", passes=TurnError):
+                body, spans = self._with_spans(messages, tools, first)
+            if len(body) > self.most_characters:
+                raise ValueError(too_long("what the chat template makes of it", len(body), self.most_characters))
+        except ValueError as error:
+            return "", [], str(error)
+        return body, spans, ""
+
+    def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
+
+    def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
+        return Turns(partial(self._text, tools), messages, body, self.special)
+
+    def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
+        """The whole conversation, and the ranges in it that are targets, from message `first` on."""
+        source = self.tokenizer.get_chat_template(tools=tools)  # some tokenizers have another one for tools
+        if "endgeneration" in source and not self.every:
+            return self._with_marked_spans(source, messages, tools, first)
+        body = self._text(tools, messages)
+        return body, [(0, len(body))] if self.every else self._turns(messages, tools, body).spans(first)
+
+    def _with_marked_spans(
+        self, source: str, messages: list[Message], tools: Tools, first: int
+    ) -> tuple[str, list[Span]]:
+        # Not `return_assistant_tokens_mask`: it looks up single characters, and where the tokenizer's
+        # offsets leave out a leading space it stops, and the rest of the conversation has no targets.
+        bodies, spans = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=source,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        if first == 0:
+            return bodies[0], spans[0]
+        turns = self._turns(messages, tools, bodies[0])
+        start = turns.edge(first, prompt=messages[first]["role"] == "assistant")
+        return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
+
+
+def too_long(what: str, characters: int, most: int) -> str:
+    return (
+        f"{what} has {characters:,} characters; expected at most {most:,} in one record: cut it into several records"
+    )

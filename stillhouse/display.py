@@ -1,0 +1,49 @@
+"""Text from outside as people see it: nothing in it moves the cursor or the reading direction, and it is short."""
+
+import re
+from collections.abc import Iterable
+
+#: control characters but tab and newline, separators of lines, controls of direction, halves of surrogate pairs
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS_AND_LINES = re.compile(_CONTROLS.pattern[:-1] + "\n\t]")
+#: of a message: lines, and characters of each
+LINES, WIDTH = 12, 600
+#: of a list of names: names, and characters of each
+NAMES, NAME_WIDTH = 12, 60
+
+
+def escaped(text: str, *, lines: bool = False) -> str:
+    r"""The text with its control characters as Python writes them (`\x1b`). lines: newlines and tabs stay."""
+    pattern = _CONTROLS if lines else _CONTROLS_AND_LINES
+    return pattern.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def message(text: str) -> str:
+    """An error message, escaped and cut to a few lines, of which it says how many it had."""
+    lines = [_cut(line, WIDTH) for line in escaped(text, lines=True).splitlines()]
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1:,} more lines"]
+    return "\n".join(lines)
+
+
+def name_list(names: Iterable[object]) -> str:
+    """Names in their order, escaped; the first ones where they are many; "none" where there are none."""
+    every = sorted(map(str, names))
+    shown = [_cut(escaped(name), NAME_WIDTH) for name in every[:NAMES]]
+    more = [f"and {len(every) - NAMES:,} more"] if len(every) > NAMES else []
+    return ", ".join(shown + more) or "none"
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says, without the advice that follows; for an error that is no sentence, with its kind."""
+    first, _, rest = str(error).strip().partition("\n")
+    if first.endswith(":"):
+        first += " " + rest.strip().partition("\n")[0]
+    text = _cut(escaped(first), WIDTH)
+    if text and (isinstance(error, ValueError | OSError) or type(error).__module__.startswith("jinja2")):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -1,0 +1,86 @@
+"""Which files of a model may be read: safetensors, in its own folder. Pickle runs code, whatever its loader promises.
+
+transformers reads pickle where it is told to: by a folder that has nothing else, an index, a configuration's
+`transformers_weights`, or an adapter beside the model. All of it is refused here before it looks.
+"""
+
+import json
+import os
+from typing import Any
+
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
+
+from stillhouse.display import escaped, name_list
+from stillhouse.libraries import reading
+
+#: layers of a model; a damaged number of them would be made one by one, for hours
+MOST_LAYERS = 10_000
+_ADAPTER = "adapter_config.json"
+_SAFETENSORS, _INDEX = ".safetensors", ".safetensors.index.json"
+_PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
+    """Raise ValueError for a folder or hub id that would have anything but its own safetensors files read.
+
+    Also for an adapter's folder, and for a configuration of so many layers that it can only be damaged. A name under
+    which there is nothing passes: who loads it finds that out.
+    """
+    folder = escaped(os.fspath(name))
+    if os.path.isdir(name):
+        _require_safetensors(folder, os.listdir(name))
+    config = _json_object(name, CONFIG_NAME, revision)
+    for key, value in config.items():
+        if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{folder}/{CONFIG_NAME} has {key} {value}: expected at most {MOST_LAYERS:,}")
+    indexes = [SAFE_WEIGHTS_INDEX_NAME]
+    if (weights := config.get("transformers_weights")) is not None:
+        if not isinstance(weights, str) or not weights.endswith((_SAFETENSORS, _INDEX)):
+            raise ValueError(f"{folder}/{CONFIG_NAME}: transformers_weights is {weights!r:.80}: {_EXPECTED}")
+        indexes += [weights] if weights.endswith(_INDEX) else []
+    for index in indexes:
+        _require_own_files(f"{folder}/{index}", _json_object(name, index, revision))
+
+
+_EXPECTED = "expected the name of a safetensors file of the same folder; nothing else is read"
+
+
+def _require_safetensors(folder: str, files: list[str]) -> None:
+    if _ADAPTER in files:
+        raise ValueError(
+            f"{folder} holds an adapter ({_ADAPTER}): expected a plain model. A run's `model/` is base and adapter "
+            "added up; of another adapter, save what peft's merge_and_unload() returns"
+        )
+    pickled = [file for file in files if file.endswith(_PICKLE)]
+    if pickled and not any(file.endswith(_SAFETENSORS) for file in files):
+        raise ValueError(
+            f"{folder} has its weights as pickle ({name_list(pickled)}), which can run any code while it is read, so "
+            "it is not read, whatever trust_remote_code says: expected safetensors. Where you trust the file, "
+            "convert it yourself: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+
+
+def _require_own_files(index: str, content: dict[str, Any]) -> None:
+    """Raise ValueError for an index (none is empty) that names other files than safetensors beside it."""
+    files = content.get("weight_map", {})
+    if not isinstance(files, dict):
+        raise ValueError(f"{index}: weight_map is no object of tensors and their files")
+    for file in files.values():
+        if not isinstance(file, str) or not file.endswith(_SAFETENSORS) or os.path.basename(file) != file:
+            raise ValueError(f"{index} names the file {file!r:.80}: {_EXPECTED}")
+
+
+def _json_object(name: str | os.PathLike[str], file: str, revision: str | None) -> dict[str, Any]:
+    """A JSON file of a folder or a hub id; empty where there is none. Raises ValueError for anything else in it."""
+    what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
+    try:
+        path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # nothing of that name, or no way to it
+        return {}
+    if path is None:
+        return {}
+    with reading(f"{what} is not JSON"), open(path, encoding="utf-8") as text:
+        content = json.load(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} holds a {type(content).__name__}, expected a JSON object")
+    return content
