@@ -21,17 +21,9 @@ from stillhouse.data import PackedSequences
 from stillhouse.models import draw_lora
 from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, Runner, alone, gathered, process_count, start
 from stillhouse.parallel.expert_parallel import dispatched_experts
+from stillhouse.train.build import lay_out_models, load_models, own_base, require_adapters
 from stillhouse.train.dealing import dealt_works
-from stillhouse.train.session import (
-    choose_device,
-    lay_out_models,
-    load_data,
-    load_models,
-    load_tokenizers,
-    own_base,
-    parse_objective,
-    require_adapters,
-)
+from stillhouse.train.session import choose_device, load_data, load_tokenizers, parse_objective
 from stillhouse.train.step import add_up, summed_metrics
 
 #: relative difference up to which two gradients are the same in float32

@@ -32,7 +32,7 @@ CONTRACTS = {
     "SampledKL": "labels_T, teacher_log_probs_T, estimator='k2', scale=1.0, temperature=1.0, *, weights_T=None",
     "PolicyGradient": (
         "labels_T, advantages_T, old_log_probs_T, reference_log_probs_T=None, clip_low=0.2, clip_high=0.2, "
-        "kl_scale=0.0, scale=1.0, temperature=1.0, *, weights_T=None"
+        "kl_scale=0.0, scale=1.0, temperature=1.0, *, weights_T=None, dual_clip=None, surrogate='clip'"
     ),
     "Entropy": "scale, temperature=1.0, *, weights_T=None",
     "linear_objective": (

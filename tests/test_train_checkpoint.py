@@ -298,11 +298,11 @@ def kill_before_pruned(step: int) -> None:
     """SIGKILL when an old checkpoint is being removed."""
     original = checkpoint.shutil.rmtree
 
-    def wrapped(path: Any, *others: Any) -> None:
+    def wrapped(path: Any, *others: Any, **settings: Any) -> None:
         if f"step-{step:08d}" in str(path):
             (Path(path) / "state.json").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        original(path, *others)
+        original(path, *others, **settings)
 
     checkpoint.shutil.rmtree = wrapped
 

@@ -4,16 +4,14 @@ The objective's expression, then the tokenizers, then the data, then the models:
 second, a teacher of another tokenizer before any weight is read.
 """
 
-import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig
 from stillhouse.data import (
     DataReport,
     Documents,
@@ -27,30 +25,16 @@ from stillhouse.data import (
 from stillhouse.display import escaped
 from stillhouse.models import (
     Decoder,
-    add_lora,
-    balance_routers,
     check_document_length,
-    check_finite_weights,
     check_saving,
-    draw_lora,
-    model_fingerprint,
 )
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.parallel import (
-    Layout,
-    Mesh,
-    Origin,
     Runner,
     Work,
-    alone,
-    empty_decoder,
-    fill,
     gathered,
-    join,
-    lay_out,
     layout_of,
-    local_folder,
     local_rank,
     process_count,
     require_sharing,
@@ -58,6 +42,7 @@ from stillhouse.parallel import (
     watchdog,
 )
 from stillhouse.train.agreement import require_same_configuration, require_same_sources
+from stillhouse.train.build import build_runner, model_fingerprints, own_base, require_adapters, teacher_layout
 from stillhouse.train.dealing import dealt_works
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
@@ -179,13 +164,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     watchdog.enter("comparing data and models")
     require_same_sources({f"data.{which}": each for which, each in data.items()} | models, device)
     watchdog.enter("loading the models", timed=False)
-    mesh = join(layout, device, config.train.timeout)
-    if mesh is None:
-        runner = alone(*load_models(config, device), own_base=own_base(config))
-    else:
-        runner = lay_out_models(config, layout, mesh, device)
-        # dropout draws otherwise for other tokens, and alike on ranks that share them
-        torch.manual_seed(config.seed + mesh.everyone.rank() - mesh.place("tensor"))
+    runner = build_runner(config, layout, device)
     for which, decoder in (("student", runner.students()[0]), ("teacher", runner.teacher)):
         if decoder is not None:
             warnings += check_vocabulary(tokenizer, decoder.vocabulary_rows, which)
@@ -215,24 +194,14 @@ def meet(config: RunConfig) -> tuple[torch.device, list[str]]:
     Returns this rank's device, and warnings about unlike versions. Raises ConfigError, also where the ranks were
     started with unlike configurations.
     """
-    layout, teacher_layout = layout_of(config.parallel, process_count()), _teacher_layout(config)
+    layout, apart = layout_of(config.parallel, process_count()), teacher_layout(config)
     device = choose_device(config.device)
-    for each in (layout, teacher_layout):
+    for each in (layout, apart):
         if each is not None:
             require_sharing(each, device)
     if process_count() > 1:
         start(device, config.train.timeout)
     return device, require_same_configuration(config, device)
-
-
-def model_fingerprints(config: RunConfig) -> dict[str, str]:
-    """A hash of each model's files, by student and teacher."""
-    models = {"student": config.student, "teacher": config.teacher}
-    return {
-        which: model_fingerprint(local_folder(model.model, model.revision))
-        for which, model in models.items()
-        if model is not None
-    }
 
 
 def parse_objective(config: RunConfig) -> Recipe:
@@ -310,113 +279,9 @@ def load_data(
     return train.split(data.eval) if data.eval else (train, None)
 
 
-def require_adapters(student: StudentConfig) -> None:
-    """Raise ConfigError for an adapter without the library that it needs."""
-    if student.adapter is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
-
-
-def own_base(config: RunConfig) -> bool:
-    """Whether the teacher is what the student is without its adapter, so that there is one model and not two."""
-    student, teacher = config.student, config.teacher
-    if student.adapter is None or teacher is None:
-        return False
-    same = all(getattr(student, key) == getattr(teacher, key) for key in ("model", "revision", "attention"))
-    return same and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
-
-
-def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Decoder | None]:
-    """Student and teacher on the device, their weights finite. No teacher where it is the student's base."""
-    student = _trained(_load("student", config.student, device), config)
-    draw_lora(student, config.seed)
-    if config.teacher is None or own_base(config):
-        return student, None
-    return student, _load("teacher", config.teacher, device)
-
-
-def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.device) -> Runner:
-    """The same over processes, each of which reads its own part."""
-    student, teacher = _origin("student", config.student, device, layout.offload, config.seed), None
-    apart = _teacher_layout(config)
-    if config.teacher is not None and not own_base(config):
-        teacher = _origin("teacher", config.teacher, device, layout.offload, config.seed)
-    make = student.make
-    student = replace(student, make=lambda: _trained(make(), config), own_base=own_base(config))
-    teacher_apart = None if apart is None else (apart, Mesh(apart.degrees, device))
-    try:
-        return lay_out(layout, mesh, student, teacher, teacher_apart)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError("parallel", str(error)) from error
-
-
-def _teacher_layout(config: RunConfig) -> Layout | None:
-    """The teacher's own, if it is to have one."""
-    if config.teacher is None or config.teacher.parallel is None:
-        return None
-    for key in ("gather_dtype", "offload"):
-        if getattr(config.teacher.parallel, key):
-            raise ConfigError(f"teacher.parallel.{key}", f"is of both models: expected parallel.{key} in its place")
-    layout = layout_of(config.teacher.parallel, process_count(), "teacher.parallel")
-    return replace(layout, offload=config.parallel.offload)
-
-
-def _origin(
-    which: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
-) -> Origin:
-    if model.trust_remote_code:
-        raise ConfigError(
-            f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
-        )
-    folder = local_folder(model.model, model.revision)
-
-    def weights(decoder: Decoder) -> None:
-        fill(decoder, folder, device, offload=offload)
-        draw_lora(decoder, seed)
-        check_finite_weights(decoder, which)
-
-    return Origin(partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention), weights)
-
-
-def _trained(student: Decoder, config: RunConfig) -> Decoder:
-    """Made ready for training."""
-    adapter = config.student.adapter
-    if adapter is not None:
-        options = adapter.model_dump(exclude={"type"})
-        try:
-            add_lora(student, **options, base=config.student.model, revision=config.student.revision)
-        except ValueError as error:
-            raise ConfigError("student.adapter.targets", str(error)) from error
-    if config.objective.router_aux_loss:
-        try:
-            balance_routers(student)
-        except ValueError as error:
-            raise ConfigError("objective.router_aux_loss", str(error)) from error
-    if config.train.activation_checkpointing:
-        student.gradient_checkpointing_enable()
-    return student.train()
-
-
 def data_reports(session: Session) -> dict[str, DataReport]:
     """What became of the records of each split."""
     reports = {"train": session.train.documents.report}
     if session.evaluation is not None:
         reports["eval"] = session.evaluation.documents.report
     return reports
-
-
-def _load(which: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
-    try:
-        decoder = Decoder.from_pretrained(
-            model.model,
-            revision=model.revision,
-            dtype=model.dtype,
-            attention=model.attention,
-            trust_remote_code=model.trust_remote_code,
-            device=device,
-        )
-    except ValueError as error:
-        raise ValueError(f"{which}: {error}") from error
-    check_finite_weights(decoder, which)
-    return decoder

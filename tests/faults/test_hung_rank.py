@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_end_reading_its_data(folder: Path) -> None:
     assert ranks[0].wait(LIMIT) == 1, ranks.texts
     ranks.send(signal.SIGKILL)
     assert ranks[0].err.startswith("error: rank 1 (")
-    assert "is still in reading the data, while this rank has waited in comparing data and models" in ranks[0].err
+    assert "is still at reading the data, while this rank has waited at comparing data and models" in ranks[0].err
     assert ranks[0].err.count("\n") == 1
 
 

@@ -17,7 +17,9 @@ from stillhouse.models.head import local
 from stillhouse.parallel import Degrees, Layout, Mesh, Runner, Twin, empty_decoder, fill, require_sharing
 from stillhouse.parallel.fsdp import apply_fsdp
 from stillhouse.parallel.processes import BACKENDS
-from stillhouse.train.checkpoint import Progress, load_checkpoint, save_checkpoint
+from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
+from stillhouse.train.integrity import verified
+from stillhouse.train.progress import Progress
 from stillhouse.train.step import optimizer_step
 
 CPU = torch.device("cpu")
@@ -52,7 +54,7 @@ def test_offloaded_training_is_the_training(tmp_path: Path, mesh: Mesh, family: 
     path = save_checkpoint(tmp_path / "checkpoints", Progress(step=3), runners[1], optimizers[1], tokenizer)
     runner = laid(tmp_path, mesh, True)
     again = optimizer(runner)
-    assert load_checkpoint(path, runner, again).step == 3
+    assert load_checkpoint(verified(path), runner, again).step == 3
     norms = [train(family, 3, *pair) for pair in ((runners[1], optimizers[1]), (runner, again))]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
     assert_same(runner, runners[1])
