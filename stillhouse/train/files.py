@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -142,8 +143,9 @@ _AFTERWARDS = "what was complete before is intact, and the same command goes on 
 
 
 def _free_bytes(path: Path) -> int:
-    """Free space on the disk that holds a path, or would hold it."""
-    return shutil.disk_usage(next(each for each in [path, *path.parents] if each.exists())).free
+    """Free space on the disk that holds a path, or would hold it; without a limit where the disk does not say."""
+    usage = shutil.disk_usage(next(each for each in [path, *path.parents] if each.exists()))
+    return usage.free if usage.total else sys.maxsize
 
 
 def _partial(final: Path) -> Path:

@@ -3,10 +3,12 @@
 Without it a lost or stale file of one rank would leave its shards of all matrices at their initial values.
 """
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -19,6 +21,8 @@ from stillhouse.train.progress import STATE, DamagedCheckpointError, State, read
 #: the folder of a checkpoint with the weights and the optimizer's state
 RESUME = "resume"
 _NAMED = 3
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -37,30 +41,47 @@ def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole
 
     Raises DamagedCheckpointError.
     """
-    state = read_state(path)
-    prefix = "" if whole else f"{RESUME}/"
+    state = _together(lambda: read_state(path), mesh)
+    if len(set(everywhere(json.dumps(asdict(state), sort_keys=True), mesh))) > 1:
+        raise DamagedCheckpointError(f"{path} is not the same for all ranks: each of them reads another {STATE}")
+    _together(lambda: _require_files(path, state, mesh, shared, "" if whole else f"{RESUME}/"), mesh)
+    _together(lambda: require_covered(path, stored_tensors(path / RESUME)), mesh)
+    return IntactCheckpoint(path, state)
+
+
+def _together(read: Callable[[], Found], mesh: Mesh | None) -> Found:
+    """What `read` returns on this rank. All ranks raise the error that one of them finds: none goes on alone."""
+    found, problem = None, ""
+    try:
+        found = read()
+    except DamagedCheckpointError as error:
+        problem = str(error)
+    if problems := [each for each in everywhere(problem, mesh) if each]:
+        raise DamagedCheckpointError(problems[0])
+    return cast(Found, found)
+
+
+def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, prefix: str) -> None:
+    """Raise DamagedCheckpointError unless just the files that the state lists are there, of which this rank reads its
+    share.
+
+    prefix: of the files' names that count.
+    """
     expected = {name: value for name, value in state.files.items() if name.startswith(prefix)}
     there = {name for name in file_names(path) if name.startswith(prefix) and name != STATE}
     damage = [f"{name} is lost" for name in expected.keys() - there]
     damage += [f"{name} does not belong to it" for name in there - expected.keys()]
-    changed = _changed(path, expected, mesh, shared)
-    damage += [f"{name} is not what was written (its hash differs)" for name in changed]
+    names = sorted(expected)
+    own = share(names, mesh) if shared else names[local_rank() :: local_processes()]
+    found = hashes(path, [name for name in own if name in there])
+    damage += [
+        f"{name} is not what was written (its hash differs)" for name in found if found[name] != expected[name]
+    ]
     if not expected:
         damage.append(f"it has no files in {RESUME}")
-    damage = sorted({each for own in everywhere(damage, mesh) for each in own})
     if damage:
         more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
-        raise DamagedCheckpointError(f"{path} is damaged: {', '.join(damage[:_NAMED])}{more}")
-    require_covered(path, stored_tensors(path / RESUME))
-    return IntactCheckpoint(path, state)
-
-
-def _changed(path: Path, expected: Mapping[str, str], mesh: Mesh | None, shared: bool) -> list[str]:
-    """Of the files that are there, those of this rank's share whose hash is another."""
-    names = [name for name in sorted(expected) if (path / name).is_file()]
-    own = share(names, mesh) if shared else names[local_rank() :: local_processes()]
-    found = hashes(path, own)
-    return [name for name in own if found[name] != expected[name]]
+        raise DamagedCheckpointError(f"{path} is damaged: {', '.join(sorted(damage)[:_NAMED])}{more}")
 
 
 def stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:

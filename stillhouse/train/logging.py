@@ -159,7 +159,8 @@ def _require_in_place(path: Path, file: FileIO) -> None:
     Writing would succeed, into a file that nobody finds.
     """
     there, opened = os.stat(path), os.fstat(file.fileno())
-    if (there.st_dev, there.st_ino) != (opened.st_dev, opened.st_ino):
+    same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
+    if not same and there.st_size != opened.st_size:  # file systems in user space may number a file anew
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

@@ -1,6 +1,7 @@
 """Checkpoints that were damaged, mixed up or written half: refused by name, never loaded, and how a run goes on."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ from runs import contents, run, save_model, world
 from safetensors.torch import load_file, save_file
 
 from stillhouse import cli
+from stillhouse.train import integrity
 from stillhouse.train.integrity import require_covered, stored_tensors
-from stillhouse.train.progress import DamagedCheckpointError, _hash
+from stillhouse.train.progress import DamagedCheckpointError, State, _hash
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"
 LAYOUTS = ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "context", "pipeline"))]
@@ -313,3 +315,32 @@ def test_verify_counts_steps(whole: Path, tmp_path: Path) -> None:
         log.write_text("".join(changed))
         assert problem in run("verify", out, code=1).out
     assert "holds no run" in run("verify", tmp_path, code=1).err
+
+
+def other_state(rank: int) -> None:
+    """One rank reads nothing, or another state, where the others read the right one."""
+    at_once()
+    if int(os.environ["RANK"]) != rank:
+        return
+    original = integrity.read_state
+
+    def read(path: Path) -> State:
+        if path.name == NEWEST:
+            raise DamagedCheckpointError(f"{path} is damaged: stale file handle")
+        return original(path)
+
+    integrity.read_state = read
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_finds_holds_for_all(layout: tuple[Path, str], tmp_path: Path, rank: int) -> None:
+    """None goes on from another checkpoint than the others."""
+    folder, override = layout
+    out = interrupted(folder, tmp_path)
+    arguments = ["distill", folder / "run.yaml", f"out={out}", override]
+    refused = Ranks(2, *arguments, hook=other_state, hook_arguments=(rank,))
+    assert refused.wait() == [1, 1]
+    assert all(f"{out}/checkpoints/{NEWEST} is damaged: stale file handle; " in command.err for command in refused)
+    resumed = Ranks(2, *arguments, "checkpoint.fallback=true", hook=other_state, hook_arguments=(rank,))
+    assert resumed.wait() == [0, 0], resumed.texts
+    assert contents(out / "model") == contents(folder / "out" / "model")
