@@ -23,6 +23,8 @@ from stillhouse.libraries import reading
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _NO_SETTING = ("vocab", "merges", "dropout")
+#: the largest id that a token may have; the largest vocabularies have a million
+MOST_IDS = 10_000_000
 
 
 def load_tokenizer(
@@ -42,10 +44,21 @@ def load_tokenizer(
             name_or_path, revision=revision, trust_remote_code=trust_remote_code
         )
     with reading(f"{what} cannot be used"), TemporaryDirectory() as folder:
+        _require_dense(tokenizer)
         tokenizer("a")
         _identity(tokenizer)
         tokenizer.save_pretrained(folder)  # each checkpoint will do so
     return tokenizer
+
+
+def _require_dense(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError for an id far behind the number of tokens: the library counts up to it whenever it saves."""
+    vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
+    if largest > MOST_IDS:
+        raise ValueError(
+            f"token {token!r:.80} of {len(vocabulary):,} has the id {largest:,}, expected at most {MOST_IDS:,}"
+        )
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:

@@ -208,6 +208,17 @@ def test_a_damaged_tokenizer(tmp_path: Path, file: str, values: dict[str, Any]) 
     readable(error)
 
 
+def test_an_id_that_the_library_would_count_up_to(tmp_path: Path) -> None:
+    """For minutes, whenever the tokenizer is saved."""
+    toy_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["unheard of"] = 2**31
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="token 'unheard of' of 401 has the id 2,147,483,648, expected at most"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_chat_template_that_cannot_be_saved_is_found_at_the_start(tmp_path: Path) -> None:
     world(tmp_path, teacher=False)
     edit(tmp_path / "student" / "tokenizer_config.json", chat_template="{{ '\ud800' }}")
