@@ -99,6 +99,6 @@ def _is_training(line: Line) -> bool:
 
 def _model(folder: RunFolder) -> Finding:
     try:
-        return Finding("model", f"{require_intact_model(folder)} files")
+        return Finding("model", require_intact_model(folder))
     except ValueError as error:
         return Finding("model", problem=str(error))

@@ -1,4 +1,4 @@
-"""A hash of a model's files that costs seconds whatever their size: all of the small ones, samples of the weights."""
+"""A hash of a model's files: of all that is read of them, or of samples where they are large."""
 
 import hashlib
 import json
@@ -7,40 +7,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-#: of each tensor, how many samples of how many bytes are hashed: its beginning, its end, and places between
-_SAMPLES, _SAMPLE_BYTES = 8, 4096
-_SMALL = ("config.json", "generation_config.json", "adapter_config.json")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+#: weights up to this size are hashed whole
+WHOLE_BYTES = 2**30
+#: of each tensor of larger ones, how many samples of how many bytes: its beginning, its end, and places between
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def model_fingerprint(folder: str | os.PathLike[str]) -> str:
-    """A sha256 over a model folder's configuration and weights.
+    """A sha256 over a model folder's configuration, its weights and the code that the configuration names.
 
-    Of a safetensors file its size, its header and samples of each tensor count, of another file its size and samples
-    of the whole. Two models that were trained differently differ in every sample; a file that lost a few bytes
-    between samples may not. Raises ValueError for a safetensors file whose header cannot be read.
+    Weights of more than `WHOLE_BYTES` count by their files' sizes and headers and by samples of each tensor: another
+    model, or one that was trained on, differs in them; a change of a few rows of a large matrix may not. Raises
+    ValueError for a safetensors file whose header cannot be read.
     """
     root, digest = Path(folder), hashlib.sha256()
-    names = {path for pattern in (*_SMALL, *_WEIGHTS) for path in root.glob(pattern)}
-    for path in sorted(names):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        if path.suffix == ".json":
-            digest.update(path.read_bytes())
-            continue
+    config = root / "config.json"
+    patterns = ["config.json", *_WEIGHTS]
+    if config.is_file() and b"auto_map" in config.read_bytes():
+        patterns.append("*.py")
+    paths = sorted({path for pattern in patterns for path in root.glob(pattern)})
+    whole = sum(path.stat().st_size for path in paths) <= WHOLE_BYTES
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
-            for start, stop in _ranges(path, file, size):
-                for place in _places(start, stop):
-                    file.seek(place)
-                    digest.update(file.read(min(_SAMPLE_BYTES, stop - place)))
+            if whole or path.suffix != ".safetensors":
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+            else:
+                _add_samples(digest, path, file)
     return digest.hexdigest()
 
 
-def _ranges(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
+def _add_samples(digest: Any, path: Path, file: BinaryIO) -> None:
+    for start, stop in _ranges(path, file):
+        for place in _places(start, stop):
+            file.seek(place)
+            digest.update(file.read(min(_SAMPLE_BYTES, stop - place)))
+
+
+def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
     """The bytes of a file's header and of each of its tensors."""
-    if path.suffix != ".safetensors":
-        yield 0, size
-        return
+    size = path.stat().st_size
     header_stop = 8 + int.from_bytes(file.read(8), "little")
     try:
         if header_stop > size:

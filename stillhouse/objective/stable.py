@@ -48,7 +48,7 @@ def excess(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
 
 def second_order(t: Tensor) -> Tensor:
     """e^t − 1 − t for |t| < `NEAR`."""
-    terms = SERIES_TERMS[t.dtype]
+    terms = SERIES_TERMS.get(t.dtype, 5)
     series = torch.full_like(t, 1 / math.factorial(terms + 1))
     for n in range(terms, 1, -1):
         series = series * t + 1 / math.factorial(n)

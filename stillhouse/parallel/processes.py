@@ -16,8 +16,8 @@ from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.runner import Layout
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-#: that a collective waits at least, as gloo's own limit
-GROUP_SECONDS = 1800.0
+#: that a collective waits at least: rank 0 may write a large model for hours; what hangs is the watchdog's to find
+GROUP_SECONDS = 6 * 3600.0
 
 
 def process_count() -> int:

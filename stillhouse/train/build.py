@@ -1,10 +1,13 @@
 """The models of a run: what the configuration names, loaded or laid over the ranks, and made ready for training."""
 
 import importlib.util
+import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 
 from stillhouse.config import ConfigError, RunConfig, StudentConfig, TeacherConfig
 from stillhouse.models import Decoder, add_lora, balance_routers, check_finite_weights, draw_lora, model_fingerprint
@@ -36,13 +39,9 @@ def build_runner(config: RunConfig, layout: Layout, device: torch.device) -> Run
 
 
 def model_fingerprints(config: RunConfig) -> dict[str, str]:
-    """A hash of each model's files, by student and teacher."""
+    """A hash of each model's files, by student and teacher; of a hub's model, the commit."""
     models = {"student": config.student, "teacher": config.teacher}
-    return {
-        which: model_fingerprint(local_folder(model.model, model.revision))
-        for which, model in models.items()
-        if model is not None
-    }
+    return {which: _fingerprint(model) for which, model in models.items() if model is not None}
 
 
 def require_adapters(student: StudentConfig) -> None:
@@ -95,6 +94,12 @@ def teacher_layout(config: RunConfig) -> Layout | None:
             raise ConfigError(f"teacher.parallel.{key}", f"is of both models: expected parallel.{key} in its place")
     layout = layout_of(config.teacher.parallel, process_count(), "teacher.parallel")
     return replace(layout, offload=config.parallel.offload)
+
+
+def _fingerprint(model: StudentConfig | TeacherConfig) -> str:
+    if os.path.isdir(model.model):
+        return model_fingerprint(model.model)
+    return Path(snapshot_download(model.model, revision=model.revision, allow_patterns=["config.json"])).name
 
 
 def _origin(

@@ -10,6 +10,7 @@ either the whole checkpoint or none. There is no pickle in it.
 """
 
 import itertools
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,7 @@ from stillhouse.train.progress import (
 )
 
 _MOMENT = "optimizer.state."
+_RANDOM = "random."
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 #: in the name of a checkpoint that `set_aside` has renamed
 DAMAGED = ".damaged"
@@ -70,6 +72,7 @@ def save_checkpoint(
         names = everywhere(file_names(partial) if is_first() else [], mesh)[0]
         shares = everywhere(hashes(partial, share(names, mesh)), mesh)
         files = {name: each for own in shares for name, each in own.items()}
+        _require_complete(final, partial / RESUME, files, _numbers(tensors, runner), mesh)
         own = [name for name, parameter in _owned(runner).items() if parameter not in optimizer.state]
         without = sorted({name for each in everywhere(own, mesh) for name in each})
         if is_first():
@@ -178,12 +181,41 @@ def _require_finite(step: int, tensors: Mapping[str, Any], runner: Runner) -> No
 
 def _bytes_to_write(tensors: Mapping[str, Any], runner: Runner) -> int:
     """Size of a checkpoint: all tensors, and the student's weights once more for exchange."""
-    degrees, own = runner.layout.degrees, 0.0
-    for name, each in tensors.items():
-        held = local(each).numel() * each.element_size()
-        shared = 1 if name.startswith("random.") else copies(each, degrees.processes // degrees.pipeline)
-        own += held / shared * (2 if name.startswith(WEIGHT) else 1)
+    weights = {name: each for name, each in tensors.items() if name.startswith(WEIGHT)}
+    own = sum(_share_of(each, runner) * each.element_size() for held in (tensors, weights) for each in held.values())
     return round(sum(everywhere(own, runner.mesh)))
+
+
+def _numbers(tensors: Mapping[str, Any], runner: Runner) -> int:
+    """How many numbers weights and optimizer have, over all ranks."""
+    names = {name for name in tensors if not name.startswith(_RANDOM)}
+    if runner.tied and runner.pipeline is not None and 0 not in runner.twins:
+        # the head's copy of the embedding, which is the first stage's to save
+        shared = runner.students()[0].embedding_name
+        names -= {f"{WEIGHT}{shared}", *(f"{_MOMENT}{shared}.{key}" for key in _MOMENTS)}
+    return round(sum(everywhere(sum(_share_of(tensors[name], runner) for name in names), runner.mesh)))
+
+
+def _share_of(tensor: Any, runner: Runner) -> float:
+    """The numbers of a tensor that are on this rank, each divided by how many ranks hold it."""
+    degrees = runner.layout.degrees
+    return local(tensor).numel() / copies(tensor, degrees.processes // degrees.pipeline)
+
+
+def _require_complete(final: Path, resume: Path, files: Mapping[str, str], numbers: int, mesh: Mesh | None) -> None:
+    """Raise ValueError on all ranks unless all files of all ranks are in the one folder that rank 0 is to rename.
+
+    A rank that has lost the folder (a file system that is not mounted any more) writes its file elsewhere.
+    """
+    unseen = [name for name, each in files.items() if not each]
+    stored = stored_tensors(resume) if is_first() else {}
+    chunks = [chunk for name, each in stored.items() if not name.startswith(_RANDOM) for chunk in each.chunks]
+    held = everywhere(sum(math.prod(chunk.sizes) for chunk in chunks), mesh)[0]
+    if unseen or held != numbers:
+        raise ValueError(
+            f"{final} cannot be written: the ranks do not see one folder any more ({held:,} of {numbers:,} numbers "
+            "are in it); the checkpoint before is intact"
+        )
 
 
 def _tensors(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -225,9 +257,9 @@ def _random_states(runner: Runner) -> dict[str, Tensor]:
     mesh = runner.mesh
     own = "" if mesh is None else f".{mesh.everyone.rank() - mesh.place('tensor')}"
     device = _device(runner)
-    states = {f"random.cpu{own}": torch.get_rng_state()}
+    states = {f"{_RANDOM}cpu{own}": torch.get_rng_state()}
     if device.type == "cuda":
-        states[f"random.cuda{own}"] = torch.cuda.get_rng_state(device)
+        states[f"{_RANDOM}cuda{own}"] = torch.cuda.get_rng_state(device)
     return states
 
 
@@ -244,7 +276,7 @@ def _put_back(tensors: dict[str, Any], runner: Runner, optimizer: torch.optim.Op
         if found["step"] is not None:
             optimizer.state[parameter] = found
     for name in _random_states(runner).keys() & tensors.keys():
-        if name.startswith("random.cpu"):
+        if name.startswith(f"{_RANDOM}cpu"):
             torch.set_rng_state(tensors[name])
         else:
             torch.cuda.set_rng_state(tensors[name], _device(runner))

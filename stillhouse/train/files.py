@@ -24,6 +24,7 @@ def replace_text(path: Path, content: str) -> None:
     partial = path.with_name(f".{path.name}{UNFINISHED}")
     with explained_write_errors(path):
         partial.write_text(content, encoding="utf-8")
+        _flush(partial)
         os.replace(partial, path)
 
 

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 import stillhouse
 from stillhouse.config import RunConfig, dump_config
-from stillhouse.train.files import explained_write_errors, file_names, hashes, remove_unfinished, replace_text
+from stillhouse.train.files import explained_write_errors, hashes, remove_unfinished, replace_text
 
 LOCK = ".lock"
 #: the file with a hash of every file of the final model
@@ -57,7 +57,8 @@ class RunFolder:
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is this run's, and not the start that another run gave it."""
-        return checkpoint.resolve().parent == self.checkpoints.resolve()
+        # of the folder that holds it: a checkpoint may be a link to a larger disk
+        return checkpoint.parent.resolve() == self.checkpoints.resolve()
 
     def write_json(self, name: str, content: Any) -> None:
         self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False))
@@ -91,27 +92,26 @@ def folder_lock(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def require_intact_model(folder: RunFolder) -> int:
-    """Read and hash the final model of a complete run, and its adapter; returns how many files they are.
+def require_intact_model(folder: RunFolder) -> str:
+    """Compare the final model of a complete run, and its adapter, with their hashes; returns the finding in words.
 
-    Raises ValueError where they are not what the run wrote.
+    Raises ValueError for a file that is lost, or not what the run wrote. Files that were added do not matter.
     """
-    path, problem = folder.path / HASHES, ""
+    path = folder.path / HASHES
+    if not path.is_file():
+        return f"not compared: there is no {HASHES}"
     try:
         expected = dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        expected, problem = {}, f"{path} cannot be read: {error}"
-    there = [f"{part.name}/{name}" for part in (folder.model, folder.adapter) for name in file_names(part)]
-    found = hashes(folder.path, there)
-    if not problem and found != expected:
-        wrong = [name for name in sorted(found | expected) if found.get(name) != expected.get(name)]
-        problem = f"not what was written: {', '.join(wrong[:5])}"
-    if problem:
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    found = hashes(folder.path, sorted(expected))
+    wrong = [name for name, each in found.items() if each != expected[name]]
+    if wrong:
         raise ValueError(
-            f"{folder.model} is damaged: {problem}; remove that folder, and the same command writes the model again "
-            "from the last checkpoint"
+            f"{folder.model} is damaged: not what was written: {', '.join(wrong[:5])}; remove that folder, and the "
+            "same command writes the model again, as long as the last checkpoint is there"
         )
-    return len(found)
+    return f"{len(found)} files"
 
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:

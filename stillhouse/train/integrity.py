@@ -50,27 +50,35 @@ def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole
 
 
 def _together(read: Callable[[], Found], mesh: Mesh | None) -> Found:
-    """What `read` returns on this rank. All ranks raise the error that one of them finds: none goes on alone."""
-    found, problem = None, ""
+    """What `read` returns on this rank. All ranks raise the error that one of them finds: none goes on alone.
+
+    Raises DamagedCheckpointError for damage, ValueError where a rank cannot read the files, which may be intact.
+    """
+    found, damage, unreadable = None, "", ""
     try:
         found = read()
     except DamagedCheckpointError as error:
-        problem = str(error)
-    if problems := [each for each in everywhere(problem, mesh) if each]:
-        raise DamagedCheckpointError(problems[0])
+        damage = str(error)
+    except OSError as error:
+        unreadable = f"a checkpoint cannot be read: {error}"
+    findings = everywhere([damage, unreadable], mesh)
+    for kind, texts in zip((DamagedCheckpointError, ValueError), zip(*findings, strict=True), strict=True):
+        if problem := next(filter(None, texts), None):
+            raise kind(problem)
     return cast(Found, found)
 
 
 def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, prefix: str) -> None:
-    """Raise DamagedCheckpointError unless just the files that the state lists are there, of which this rank reads its
-    share.
+    """Raise DamagedCheckpointError unless the files that the state lists are there as they were written, of which
+    this rank reads its share, and no other safetensors file, which would be read with them.
 
     prefix: of the files' names that count.
     """
     expected = {name: value for name, value in state.files.items() if name.startswith(prefix)}
     there = {name for name in file_names(path) if name.startswith(prefix) and name != STATE}
     damage = [f"{name} is lost" for name in expected.keys() - there]
-    damage += [f"{name} does not belong to it" for name in there - expected.keys()]
+    foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
+    damage += [f"{name} does not belong to it" for name in foreign]
     names = sorted(expected)
     own = share(names, mesh) if shared else names[local_rank() :: local_processes()]
     found = hashes(path, [name for name in own if name in there])
@@ -88,7 +96,7 @@ def stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint: their shapes, types and chunks. Raises ValueError for files that are damaged."""
     try:
         stored = dcp.HuggingFaceStorageReader(path=str(resume)).read_metadata().state_dict_metadata
-    except (OSError, SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise DamagedCheckpointError(f"{resume.parent} is damaged: {error}") from error
     return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
 

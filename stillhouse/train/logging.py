@@ -76,7 +76,8 @@ class RunLog:
 
     @property
     def position(self) -> tuple[int, str]:
-        """The length and the sha256 of metrics.jsonl: what a checkpoint is written beside."""
+        """The length and the sha256 of metrics.jsonl, all of which is on the disk then."""
+        os.fsync(self._file.fileno())
         return self._file.tell(), self._digest.hexdigest()
 
     def train(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
@@ -119,8 +120,9 @@ class RunLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._digest.update(line)
         if self._board is not None:
-            for key, value in metrics.items():
-                self._board.add_scalar(key, value, step)
+            with explained_write_errors(self._path.parent / "tensorboard"):
+                for key, value in metrics.items():
+                    self._board.add_scalar(key, value, step)
 
     def _remaining(self, step: int) -> str:
         """The time left, at the pace of this session."""

@@ -17,6 +17,7 @@ from stillhouse.train.checkpoint import load_checkpoint, prune, save_checkpoint
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
+from stillhouse.train.identity import configuration_hash
 from stillhouse.train.integrity import IntactCheckpoint
 from stillhouse.train.logging import RunLog, Silence, open_log
 from stillhouse.train.progress import Progress
@@ -95,7 +96,12 @@ def _progress(
             )
         if not folder.owns(checkpoint.path):  # another run's: its log is elsewhere
             progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0)
-    return replace(progress, data=session.data, models=session.models)
+    return replace(
+        progress,
+        data=session.data,
+        models=session.models,
+        configuration=configuration_hash(session.config),
+    )
 
 
 def _save(

@@ -7,6 +7,7 @@ that a file that is lost, stale, damaged or of another run does not pass for the
 import hashlib
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ class DamagedCheckpointError(ValueError):
 class Progress:
     """How far a run is: steps done, target tokens trained on, seconds spent, the last evaluation.
 
-    `data` holds a hash of each split's documents, `models` of the tokenizer and of each model's files: the rest of a
-    run follows from its step only while they are the same. `log_bytes` and `log_sha256` are the length and the hash
-    of metrics.jsonl. `started_from` is the checkpoint that the run began with, where that is not its own.
+    `data` holds a hash of each split's documents, `models` of the tokenizer and of each model's files, and
+    `configuration` of the values that decide the weights: the rest of a run follows from its step only while they are
+    the same. `log_bytes` and `log_sha256` are the length and the hash of metrics.jsonl. `started_from` is the
+    checkpoint that the run began with, where that is not its own.
     """
 
     __pydantic_config__ = _STRICT
@@ -44,6 +46,7 @@ class Progress:
     models: dict[str, str] = field(default_factory=dict)
     log_bytes: NonNegativeInt = 0
     log_sha256: str = ""
+    configuration: str = ""
     started_from: str | None = None
 
 
@@ -72,10 +75,13 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def read_state(path: Path) -> State:
-    """The state of the checkpoint `path`. Raises DamagedCheckpointError where it is not as it was written."""
+    """The state of the checkpoint `path`.
+
+    Raises DamagedCheckpointError where it is not as it was written, OSError where the disk does not give it.
+    """
     try:
         content = json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: its {STATE} cannot be read: {error}") from error
     if not isinstance(content, dict) or _OWN_HASH not in content:
         raise DamagedCheckpointError(
@@ -90,7 +96,7 @@ def read_state(path: Path) -> State:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise DamagedCheckpointError(f"{path} is of another version: {STATE}: {key}: {first['msg']}") from error
-    if path.name.startswith(PREFIX) and path.name != folder_name(state.progress.step):
+    if re.fullmatch(rf"{PREFIX}\d+", path.name) and path.name != folder_name(state.progress.step):
         raise DamagedCheckpointError(
             f"{path} is the checkpoint of step {state.progress.step}: expected the name "
             f"{folder_name(state.progress.step)}"

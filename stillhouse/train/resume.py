@@ -5,29 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stillhouse.config import ConfigError, RunConfig, load_config
-from stillhouse.config.loading import dotted_values
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.train.checkpoint import checkpoints, set_aside
 from stillhouse.train.files import UNFINISHED, everywhere
 from stillhouse.train.folder import LOCK, RunFolder
+from stillhouse.train.identity import configuration_hash, decisive_values
 from stillhouse.train.integrity import IntactCheckpoint, verified
 from stillhouse.train.progress import STATE, DamagedCheckpointError, Progress, read_state
 from stillhouse.train.session import Session
-
-#: what may change between a run and its resumption: sections and keys that decide no weight but by rounding
-_FREE = {
-    "out",
-    "eval",
-    "checkpoint",
-    "track",
-    "device",
-    "parallel",
-    "teacher.parallel",
-    "objective.chunk_tokens",
-    "train.micro_batch_tokens",
-    "train.timeout",
-    "train.activation_checkpointing",
-}
 
 
 def candidates(config: RunConfig) -> list[Path]:
@@ -58,46 +43,70 @@ def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) 
     """
     config, mesh = session.config, session.runner.mesh
     paths = [Path(name) for name in everywhere([str(path) for path in paths], mesh)[0]]
+    damaged: dict[Path, DamagedCheckpointError] = {}
     for number, path in enumerate(paths, start=1):
-        older = paths[number] if number < len(paths) else None
         try:
             checkpoint = verified(path, mesh, shared=folder.owns(path))
         except DamagedCheckpointError as error:
+            older = paths[number] if number < len(paths) else None
             if older is None or not config.checkpoint.fallback:
                 raise DamagedCheckpointError(f"{error}; {_remedy(path, older, folder)}") from error
-            if is_first():
-                log_rank0(f"warning: {error}; it is now {set_aside(path)}, and the run goes on from {older}")
+            damaged[path] = error
             continue
-        if folder.owns(path):
-            require_unchanged_sources(path, checkpoint.state.progress, session)
-            if is_first():
-                _require_same_log(path, folder.metrics, checkpoint.state.progress)
+        _require_origin(path, checkpoint.state.progress, session, folder)
+        if is_first():
+            for each, problem in damaged.items():
+                log_rank0(f"warning: {problem}; it is now {set_aside(each)}, and the run goes on from {path}")
         return checkpoint
     return None
 
 
 def require_unchanged_sources(path: Path, before: Progress, session: Session) -> None:
-    """Raise ValueError where a run would go on with other documents or models than it began with."""
-    changed = [f"data.{which}" for which, each in session.data.items() if before.data.get(which) != each]
-    changed += [which for which, each in session.models.items() if before.models.get(which) != each]
-    if changed:
-        what = "the documents have" if changed[0].startswith("data.") else "its files have"
+    """Raise ValueError where a run would go on with another configuration, documents or models than it began with."""
+    if before.configuration != configuration_hash(session.config):
         raise ValueError(
-            f"{' and '.join(changed)}: {what} changed since {path} was written; put them back to go on with that "
-            "run, or choose another folder as out"
+            f"the configuration has changed since {path} was written: config.yaml in out was edited; put it back, or "
+            "choose another folder as out"
+        )
+    changed = [f"data.{which}" for which, each in session.data.items() if before.data.get(which) != each]
+    if changed:
+        raise ValueError(
+            f"{' and '.join(changed)}: the documents have changed since {path} was written; go on with those of then "
+            "or choose another folder as out"
+        )
+    if changed := changed_models(before, session):
+        raise ValueError(
+            f"{' and '.join(changed)}: its files have changed since {path} was written; go on with those of then, or "
+            "choose another folder as out"
         )
 
 
+def changed_models(before: Progress, session: Session) -> list[str]:
+    """Student, teacher or tokenizer, whose files are not those that a checkpoint was written with."""
+    return [which for which, each in session.models.items() if before.models.get(which) != each]
+
+
+def _require_origin(path: Path, before: Progress, session: Session, folder: RunFolder) -> None:
+    """Raise ValueError for a checkpoint of this run whose origins have changed; warn about one of another run."""
+    if folder.owns(path):
+        require_unchanged_sources(path, before, session)
+        if is_first():
+            _require_same_log(path, folder.metrics, before)
+    elif session.student.lora is not None and "student" in changed_models(before, session):
+        base = session.config.student.model
+        log_rank0(f"warning: the adapter in {path} was trained on another base than {base}")
+
+
 def _require_same_log(path: Path, metrics: Path, before: Progress) -> None:
-    """Raise ValueError where the log is not the one that the checkpoint was written beside, up to its length then."""
+    """Raise ValueError where the beginning of the log is not the log as it was when the checkpoint was written."""
     beginning = b""
     if metrics.is_file():
         with metrics.open("rb") as file:
             beginning = file.read(before.log_bytes)
     if hashlib.sha256(beginning).hexdigest() != before.log_sha256:
         raise ValueError(
-            f"{metrics} is damaged: its first {before.log_bytes:,} bytes are not those that {path} was written "
-            f"beside; put it back, or go on in another folder with checkpoint.resume={path}"
+            f"{metrics} is damaged: its first {before.log_bytes:,} bytes are not those that were there when "
+            f"{path} was written; put it back, or go on in another folder with checkpoint.resume={path}"
         )
 
 
@@ -135,23 +144,21 @@ def _require_same_run(folder: Path, config: RunConfig) -> None:
 
 def _differences(old: RunConfig, new: RunConfig) -> list[str]:
     """The dotted keys that decide the weights and are not equal."""
-    before, after = dotted_values(old), dotted_values(new)
-    free = tuple(f"{key}." for key in _FREE)
-    keys = (key for key in before | after if not f"{key}.".startswith(free))
-    return [key for key in keys if before.get(key) != after.get(key)]
+    before, after = decisive_values(old), decisive_values(new)
+    return [key for key in before | after if before.get(key) != after.get(key)]
 
 
 def _given_checkpoint(path: Path, own: list[Path]) -> list[Path]:
     """The checkpoint that the configuration names, or the run's own newest where the run began with that one."""
+    if own and (own[0].resolve() == path.resolve() or _started_from(own) == str(path.resolve())):
+        return own
     if not (path / STATE).is_file():
         raise ConfigError(
             "checkpoint.resume",
             f"{path} is not a checkpoint; expected auto, never or <run>/checkpoints/step-<number>",
         )
-    if not own or own[0].resolve() == path.resolve():
+    if not own:
         return [path]
-    if _started_from(own) == str(path.resolve()):
-        return own
     raise ConfigError(
         "checkpoint.resume",
         f"got {path}, but out already holds the run's own {own[0]}; checkpoint.resume=auto goes on from there, "

@@ -7,6 +7,7 @@ from stillhouse.config import RunConfig
 from stillhouse.parallel import is_first, leave, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
+from stillhouse.train.build import model_fingerprints
 from stillhouse.train.export import save_merged, save_student
 from stillhouse.train.files import atomic_folder, file_names, hashes
 from stillhouse.train.folder import (
@@ -99,6 +100,17 @@ def _write_model(session: Session, folder: RunFolder, progress: Progress) -> Non
         if session.student.lora is None:
             save_student(model, session.runner, session.tokenizer, resume)
         else:
+            _require_same_base(session)
             save_merged(model, session.config.student, folder.adapter, session.tokenizer)
         files = {f"model/{name}": each for name, each in hashes(model, file_names(model)).items()}
         folder.write_json(HASHES, adapters | files)
+
+
+def _require_same_base(session: Session) -> None:
+    """Raise ValueError where the files that the adapter is to be added to are not those that it was trained on."""
+    name = session.config.student.model
+    if model_fingerprints(session.config)["student"] != session.models["student"]:
+        raise ValueError(
+            f"student: the files of {name} have changed since this run was started; put them back, and the same "
+            "command adds the adapter to them"
+        )
