@@ -29,6 +29,7 @@ TOGETHER = {
     "test_train_adapter": "adapter",
     "test_parallel_loading": "loading",
     "test_checkpoints": "faults of checkpoints",
+    "test_origins": "faults of checkpoints",
     "test_ranks_agree": "faults of checkpoints",
     "test_signals": "faults of signals",
     "test_hung_rank": "faults of ranks",

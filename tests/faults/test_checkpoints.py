@@ -1,5 +1,6 @@
 """Checkpoints that were damaged, mixed up or written half: refused by name, never loaded, and how a run goes on."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -7,14 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import Ranks
 from runs import contents, run, save_model, world
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from stillhouse import cli
 from stillhouse.train import integrity
 from stillhouse.train.integrity import require_covered, stored_tensors
-from stillhouse.train.progress import DamagedCheckpointError, State, _hash
+from stillhouse.train.progress import DamagedCheckpointError, State, _hash, write_state
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"
 LAYOUTS = ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "context", "pipeline"))]
@@ -194,6 +198,33 @@ def test_an_older_damaged_one_is_a_warning_and_stays(whole: Path, tmp_path: Path
     assert f"warning: {out}/checkpoints/{BEFORE} is damaged: its state.json cannot be read" in ended.out
     assert (out / "checkpoints" / BEFORE).is_dir()
     assert contents(out / "model") == contents(whole / "out" / "model")
+
+
+def test_chunks_that_overlap_by_as_much_as_they_leave_out() -> None:
+    """The volume is right."""
+    chunks = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([4, 3])) for at in (0, 4, 6)]
+    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([12, 3]), chunks)
+    with pytest.raises(DamagedCheckpointError, match=r"the 3 chunks of 'w' hold 36 of 36 numbers, and overlap"):
+        require_covered(Path("checkpoint"), {"w": stored})
+    moved = [*chunks[:2], ChunkStorageMetadata(torch.Size([8, 0]), torch.Size([4, 3]))]
+    require_covered(Path("checkpoint"), {"w": TensorStorageMetadata(stored.properties, stored.size, moved)})
+
+
+def test_moments_that_are_absent_though_all_hashes_are_right(whole: Path, tmp_path: Path) -> None:
+    """Only parameters that the state lists may be without."""
+    out = interrupted(whole, tmp_path)
+    newest = out / "checkpoints" / NEWEST
+    path = next((newest / "resume").glob("*.safetensors"))
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    kept = {name: each for name, each in load_file(path).items() if "norm.weight.exp_avg" not in name}
+    save_file(kept, path, metadata=header)
+    state = integrity.read_state(newest)
+    state.files[f"resume/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    write_state(newest, state)
+    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    assert "does not fit this student: 'optimizer.state." in refused.err
+    assert "is absent in the checkpoint" in refused.err
 
 
 def test_a_checkpoint_given_by_its_path_is_proven_too(whole: Path, tmp_path: Path) -> None:

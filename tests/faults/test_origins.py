@@ -1,0 +1,128 @@
+"""Where a run goes on from and what it is made of: another machine, run, base or configuration is refused."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from runs import Command, contents, metrics, run, save_model, world
+from test_checkpoints import BEFORE, NEWEST, at_once, interrupted, layout, whole, zeroed
+
+from stillhouse.train.logging import RunLog, Silence
+
+__all__ = ["layout", "whole"]
+
+
+def lose_folder(folder: str, step: int, to: str) -> None:
+    """Rank 1 does not see the run's folder any more, as where a file system is not mounted any more."""
+    at_once()
+    os.chdir(folder)
+    original = Silence.train
+
+    def wrapped(log: Silence, at: int, *others: Any) -> None:
+        original(log, at, *others)
+        if at == step:
+            os.chdir(to)
+
+    Silence.train = wrapped  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("layout_of_run", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_a_folder_that_one_rank_loses(tmp_path: Path, layout_of_run: str) -> None:
+    """Its file of the next checkpoint is somewhere else: that is no checkpoint."""
+    world(tmp_path, **{"checkpoint.every": 2})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    arguments = ["distill", tmp_path / "run.yaml", "out=runs/a", f"parallel.{layout_of_run}=2"]
+    work = tmp_path / "work"
+    work.mkdir()
+    ranks = Ranks(2, *arguments, hook=lose_folder, hook_arguments=(str(work), 3, str(elsewhere)))
+    assert ranks.wait() == [1, 1], ranks.texts
+    assert "step-00000004 cannot be written: the ranks do not see one folder any more" in ranks[0].err
+    assert [path.name for path in (work / "runs/a/checkpoints").iterdir() if path.suffix == ""] == [BEFORE]
+
+
+def test_a_checkpoint_that_is_another_one_on_each_machine(layout: tuple[Path, str], tmp_path: Path) -> None:
+    """Under one name, both intact."""
+    folder, override = layout
+    for machine, step in (("0", BEFORE), ("1", NEWEST)):
+        source = folder / "out" / "checkpoints" / step
+        shutil.copytree(source, tmp_path / machine / "given")
+    arguments = ["distill", folder / "run.yaml", f"out={tmp_path}/out", override, "checkpoint.resume=given"]
+    ranks = Ranks(2, *arguments, hook=in_own_folder, hook_arguments=(str(tmp_path),))
+    assert ranks.wait() == [1, 1], ranks.texts
+    assert "error: given is not the same for all ranks: each of them reads another state.json" in ranks[0].err
+
+
+def in_own_folder(parent: str) -> None:
+    at_once()
+    os.chdir(Path(parent) / os.environ["RANK"])
+
+
+def replace_base(step: int, folder: str) -> None:
+    original = RunLog.train
+
+    def wrapped(log: RunLog, at: int, *others: Any) -> None:
+        original(log, at, *others)
+        if at == step:
+            shutil.rmtree(folder)
+            save_model(Path(folder), "llama", seed=7)
+
+    RunLog.train = wrapped  # type: ignore[method-assign]
+
+
+def test_a_base_that_is_replaced_while_its_adapter_is_trained(tmp_path: Path) -> None:
+    world(tmp_path, **{"student.adapter": {"r": 4}})
+    failed = Command(
+        "distill", tmp_path / "run.yaml", hook=replace_base, hook_arguments=(3, str(tmp_path / "student"))
+    )
+    assert failed.wait() == 1
+    assert failed.err.startswith(f"error: student: the files of {tmp_path}/student have changed since this run was")
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_a_checkpoint_on_another_disk(whole: Path, tmp_path: Path) -> None:
+    """Moved there and linked: it is the run's own, and its log is kept."""
+    out = interrupted(whole, tmp_path)
+    (out / "checkpoints" / NEWEST).rename(tmp_path / "larger disk")
+    (out / "checkpoints" / NEWEST).symlink_to(tmp_path / "larger disk", target_is_directory=True)
+    run("distill", whole / "run.yaml", f"out={out}")
+    assert contents(out / "model") == contents(whole / "out" / "model")
+    assert len(metrics(out)) == len(metrics(whole / "out"))
+
+
+def test_an_edited_configuration_is_another_run(whole: Path, tmp_path: Path) -> None:
+    """Given as the run's own, so that there is nothing in the folder to compare it with."""
+    out = interrupted(whole, tmp_path)
+    path = out / "config.yaml"
+    path.write_text(path.read_text().replace("learning_rate: 0.001", "learning_rate: 0.003"))
+    refused = run("distill", path, f"out={out}", code=1)
+    assert f"error: the configuration has changed since {out}/checkpoints/{NEWEST} was written" in refused.err
+
+
+def test_a_start_that_is_gone_or_damaged(whole: Path, tmp_path: Path) -> None:
+    """The run has checkpoints of its own."""
+    start = tmp_path / "start" / BEFORE
+    shutil.copytree(whole / "out" / "checkpoints" / BEFORE, start)
+    arguments = [whole / "run.yaml", f"checkpoint.resume={start}", f"out={tmp_path}/out", "checkpoint.keep=9"]
+    run("distill", *arguments)
+    shutil.rmtree(tmp_path / "out" / "model")
+    shutil.rmtree(start)
+    own = tmp_path / "out" / "checkpoints"
+    assert f"resuming from {own}/step-00000006" in run("distill", *arguments).out
+    shutil.rmtree(tmp_path / "out" / "model")
+    zeroed(own / "step-00000006")
+    resumed = run("distill", *arguments, f"checkpoint.resume={own}/step-00000006", "checkpoint.fallback=true")
+    assert f"resuming from {own}/{NEWEST}" in resumed.out
+    assert contents(tmp_path / "out" / "model") == contents(whole / "out" / "model")
+
+
+def test_two_damaged_ones_stay_where_they_are(whole: Path, tmp_path: Path) -> None:
+    out = interrupted(whole, tmp_path)
+    for name in (BEFORE, NEWEST):
+        zeroed(out / "checkpoints" / name)
+    before = contents(out)
+    run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
+    assert contents(out) == before
