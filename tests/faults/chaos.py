@@ -11,6 +11,7 @@ same command is given again.
 import argparse
 import collections
 import json
+import math
 import os
 import random
 import shutil
@@ -319,12 +320,15 @@ def attempt(case: Case, fault: Fault, out: Path, draw: random.Random) -> Trial:
         shutil.rmtree(out, ignore_errors=True)
 
 
-def campaign(faults: int, seed: int, layouts: list[str], root: Path) -> list[Trial]:
-    draw = random.Random(seed)
+def campaign(faults: int, seed: int, layouts: list[str], root: Path, minutes: float) -> list[Trial]:
+    """Trials of every fault under every layout in turn, as many as `minutes` allow."""
+    draw, end = random.Random(seed), time.monotonic() + 60 * minutes
     cases = [prepare(name, root) for name in layouts]
     kinds = [fault for fault in DURING + AFTER if fault is not full_disk or os.geteuid() == 0]
     trials: list[Trial] = []
     for number in range(faults):
+        if time.monotonic() > end:
+            break
         case, fault = cases[number % len(cases)], kinds[number // len(cases) % len(kinds)]
         trial = attempt(case, fault, case.folder / f"out-{number}", random.Random(draw.random()))
         trials.append(trial)
@@ -346,12 +350,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no trial after that")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     arguments = parser.parse_args()
     started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="stillhouse-chaos-"))
     try:
-        trials = campaign(arguments.faults, arguments.seed, arguments.layouts, root)
+        trials = campaign(arguments.faults, arguments.seed, arguments.layouts, root, arguments.minutes)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     bad = [trial for trial in trials if trial.outcome not in GOOD]

@@ -184,7 +184,7 @@ def test_a_rank_that_fails_while_the_others_wait_for_it(folder: Path, failing: i
     ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(0,), hook_rank=failing)
     codes = ranks.wait(grace=1)
     assert codes[failing] == 1
-    assert codes[1 - failing] == 143
+    assert codes[1 - failing] in (1, 143), "lost contact with it, or ended by the launcher"
     assert "no such file here" in ranks[failing].err
     assert "Traceback" not in ranks.err
 
