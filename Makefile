@@ -7,7 +7,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # one thread for each of two test workers: two cores are what a small machine has
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-slow test-all chaos lint format docs clean
+.PHONY: demo test test-slow test-all chaos fuzz lint format docs clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -26,6 +26,10 @@ test-all: lint
 chaos: $(VENV)/.development
 	PYTHONPATH=.:tests:tests/faults:benchmarks OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos.py \
 		--faults 200 --out benchmarks/results/chaos-$$(date +%F).json
+
+# 30,000 damaged configurations, data files and model folders
+fuzz: $(VENV)/.development
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py all
 
 lint: $(VENV)/.development
 	$(BIN)/ruff check .

@@ -220,7 +220,7 @@ class LogProb(AtLabel):
 
 
 def k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
-    """e^r − 1 − r, and its slope in log q, of which r is less."""
+    """e^r − 1 − r, and its derivative with respect to log q, where r = log p − log q."""
     return torch.expm1(r_C) - r_C, -torch.expm1(r_C)
 
 

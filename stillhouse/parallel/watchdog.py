@@ -161,9 +161,9 @@ class Watchdog:
         message = f"{own.phase} has made no progress for {self._limit}, though all ranks give signs of life"
         return message + where, set()
 
-    def _end(self, message: str, mute: set[int]) -> None:
+    def _end(self, message: str, silent: set[int]) -> None:
         """The first rank prints the message at once, and torchrun then ends the others before they do."""
-        if self.rank != min(rank for rank in range(self.ranks) if rank not in mute):
+        if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
             self._stopped.wait(SECONDS_FOR_FIRST)
         end_process(FAILED, error_line(f"{message}; a run goes on from its last checkpoint"))
 
@@ -189,5 +189,6 @@ def _key(rank: int) -> str:
 def _no_store(limit: str) -> tuple[str, set[int]]:
     """What `_fault` gives where the store does not answer."""
     held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    holder, mute = ("torchrun", set()) if held_by_torchrun else ("rank 0", {0})
-    return f"{holder} on {os.environ['MASTER_ADDR']}, which holds the job's store, has not answered for {limit}", mute
+    holder, silent = ("torchrun", set()) if held_by_torchrun else ("rank 0", {0})
+    where = os.environ["MASTER_ADDR"]
+    return f"{holder} on {where}, which holds the job's store, has not answered for {limit}", silent

@@ -59,8 +59,14 @@ def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> Path:
     target = paths[0] / "report.html"
     partial = target.with_name(target.name + ".partial")
     # A token's text may hold half of a surrogate pair, which UTF-8 cannot say: a browser shows it as U+FFFD.
-    partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
-    os.replace(partial, target)
+    try:
+        partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
+        os.replace(partial, target)
+    except OSError as error:
+        raise ValueError(
+            f"{target} cannot be written: {error.strerror}; the run itself is not touched, and `stillhouse report "
+            f"{paths[0]}` writes the page again"
+        ) from error
     return target
 
 

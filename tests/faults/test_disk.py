@@ -161,3 +161,14 @@ def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, f
     left.chmod(0o755)
     assert json.loads((left / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
     run("verify", left)
+
+
+def test_a_full_disk_under_the_report(tmp_path: Path, disk: Path) -> None:
+    """The run is complete, and its page is not there."""
+    world(tmp_path)
+    run("distill", tmp_path / "run.yaml", f"out={disk}/out", "checkpoint.every=0")
+    (disk / "out" / "report.html").unlink()
+    fill(disk)
+    failed = run("report", disk / "out", code=1)
+    assert failed.err.startswith(f"error: {disk}/out/report.html cannot be written: No space left on device; the run")
+    run("verify", disk / "out")
