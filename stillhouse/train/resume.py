@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stillhouse.config import ConfigError, RunConfig, load_config
+from stillhouse.display import first_line
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.train.checkpoint import checkpoints, set_aside
 from stillhouse.train.files import UNFINISHED, everywhere
@@ -131,7 +132,7 @@ def _require_same_run(folder: Path, config: RunConfig) -> None:
         before = load_config(path)
     except ConfigError as error:
         raise ValueError(
-            f"out: {folder} holds something else: {path} is no run's configuration of this version ({error}); "
+            f"out: {folder} holds something else: {path} is no run's configuration of this version ({first_line(error)}); "
             "choose an empty or a new folder"
         ) from error
     different = _differences(before, config)

@@ -126,3 +126,14 @@ def test_two_damaged_ones_stay_where_they_are(whole: Path, tmp_path: Path) -> No
     before = contents(out)
     run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
     assert contents(out) == before
+
+
+def test_a_configuration_with_several_faults_is_one_line(whole: Path, tmp_path: Path) -> None:
+    """Of a folder whose config.yaml was cut: `best` is no metric any more, and `out` is missing."""
+    out = interrupted(whole, tmp_path)
+    path = out / "config.yaml"
+    text = path.read_text()
+    path.write_text(text[: text.index("best: eval/cross_en") + len("best: eval/cross_en")])
+    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    assert refused.err.startswith(f"error: out: {out} holds something else: {path} is no run's configuration of this")
+    assert refused.err.count("\n") == 1
