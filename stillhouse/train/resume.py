@@ -132,8 +132,8 @@ def _require_same_run(folder: Path, config: RunConfig) -> None:
         before = load_config(path)
     except ConfigError as error:
         raise ValueError(
-            f"out: {folder} holds something else: {path} is no run's configuration of this version ({first_line(error)}); "
-            "choose an empty or a new folder"
+            f"out: {folder} holds something else: {path} is no run's configuration of this version "
+            f"({first_line(error)}); choose an empty or a new folder"
         ) from error
     different = _differences(before, config)
     if different:
