@@ -67,12 +67,14 @@ def save_checkpoint(
     require_space(folder, needed_bytes, mesh)
     with written_together(final, mesh, needed_bytes) as partial:
         _save_tensors(partial / RESUME, tensors, mesh)
+        _require_complete(final, partial / RESUME, _numbers(tensors, runner), mesh)
         if is_first():
             save_student(partial / "student", runner, tokenizer, partial / RESUME)
         names = everywhere(file_names(partial) if is_first() else [], mesh)[0]
         shares = everywhere(hashes(partial, share(names, mesh)), mesh)
         files = {name: each for own in shares for name, each in own.items()}
-        _require_complete(final, partial / RESUME, files, _numbers(tensors, runner), mesh)
+        if not all(files.values()):
+            raise ValueError(_scattered(final))
         own = [name for name, parameter in _owned(runner).items() if parameter not in optimizer.state]
         without = sorted({name for each in everywhere(own, mesh) for name in each})
         if is_first():
@@ -202,20 +204,23 @@ def _share_of(tensor: Any, runner: Runner) -> float:
     return local(tensor).numel() / copies(tensor, degrees.processes // degrees.pipeline)
 
 
-def _require_complete(final: Path, resume: Path, files: Mapping[str, str], numbers: int, mesh: Mesh | None) -> None:
-    """Raise ValueError on all ranks unless all files of all ranks are in the one folder that rank 0 is to rename.
+def _require_complete(final: Path, resume: Path, numbers: int, mesh: Mesh | None) -> None:
+    """Raise ValueError on all ranks unless the files of all ranks are in the one folder that rank 0 is to rename.
 
     A rank that has lost the folder (a file system that is not mounted any more) writes its file elsewhere.
     """
-    unseen = [name for name, each in files.items() if not each]
     stored = stored_tensors(resume) if is_first() else {}
     chunks = [chunk for name, each in stored.items() if not name.startswith(_RANDOM) for chunk in each.chunks]
     held = everywhere(sum(math.prod(chunk.sizes) for chunk in chunks), mesh)[0]
-    if unseen or held != numbers:
-        raise ValueError(
-            f"{final} cannot be written: the ranks do not see one folder any more ({held:,} of {numbers:,} numbers "
-            "are in it); the checkpoint before is intact"
-        )
+    if held != numbers:
+        raise ValueError(f"{_scattered(final)} ({held:,} of {numbers:,} numbers were in it)")
+
+
+def _scattered(final: Path) -> str:
+    return (
+        f"{final} cannot be written: the ranks do not see one folder any more; the checkpoint before is intact, and "
+        "the same command goes on from there once they do"
+    )
 
 
 def _tensors(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
