@@ -39,7 +39,7 @@ def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole
     shared: all ranks see the same folder; if not, each machine reads all of it.
     whole: the student for exchange too, which is not read to go on with a run.
 
-    Raises DamagedCheckpointError.
+    Raises DamagedCheckpointError, and ValueError where a rank cannot read the files, which may be intact.
     """
     state = _together(lambda: read_state(path), mesh)
     if len(set(everywhere(json.dumps(asdict(state), sort_keys=True), mesh))) > 1:

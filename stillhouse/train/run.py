@@ -54,8 +54,11 @@ def distill(config: RunConfig) -> Path:
 
 def _leave_complete(folder: RunFolder) -> Path:
     if is_first():
-        require_intact_model(folder)
-    log_rank0(f"{folder.path} holds this run, complete: {folder.model}. Nothing to do; another run needs another out")
+        finding = require_intact_model(folder)
+        log_rank0(
+            f"{folder.path} holds this run, complete: {folder.model} ({finding}). Nothing to do; another run needs "
+            "another out"
+        )
     leave()
     return folder.path
 

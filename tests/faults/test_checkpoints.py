@@ -312,6 +312,8 @@ def test_a_complete_run_is_proven_to_be(whole: Path, tmp_path: Path) -> None:
     shutil.rmtree(out / "model")
     run("distill", whole / "run.yaml", f"out={out}")
     assert contents(out / "model") == contents(whole / "out" / "model")
+    (out / "hashes.json").unlink()
+    assert "(not compared: there is no hashes.json)" in run("distill", whole / "run.yaml", f"out={out}").out
 
 
 def test_verify_says_what_is_wrong(whole: Path, tmp_path: Path) -> None:
