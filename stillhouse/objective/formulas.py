@@ -45,7 +45,16 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective import stable
-from stillhouse.objective.stable import difference, excess, expect, log_ratio, mixture, mixture_logs, second_order
+from stillhouse.objective.stable import (
+    difference,
+    excess,
+    expect,
+    log_ratio,
+    mixture,
+    mixture_logs,
+    polynomial,
+    terms,
+)
 
 
 class Pivot(NamedTuple):
@@ -345,12 +354,13 @@ class AlphaBeta(Divergence):
         cancel least).
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        of_p, of_q = _power(each.log_p, total), _power(each.log_q, total)
+        of_p, of_q = (each.p, each.q) if total == 1 else (_power(each.log_p, total), _power(each.log_q, total))
         far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * each.log_p + beta * each.log_q)
         near = (total * each.ratio).abs() < stable.NEAR
         small = each.ratio.clamp(-stable.NEAR / total, stable.NEAR / total)
         outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
-        close = outer * (inner / total * second_order(total * t) - second_order(inner * t))
+        series = [inner * (total ** (n - 1) - inner ** (n - 1)) / math.factorial(n) for n in range(2, terms(t) + 1)]
+        close = outer * t * t * polynomial(series, t)
         return torch.where(near, close, far)
 
     def balanced_slope(self, each: Sides) -> Tensor:
@@ -369,8 +379,9 @@ class AlphaBeta(Divergence):
             return -torch.expm1(-alpha * _where_any(each)) / alpha if alpha else _where_any(each)
         if alpha == 0:
             return expect(_power(each.log_q, beta), each.ratio)
+        of_q = each.q if total == 1 else _power(each.log_q, total)
         cross = _power(each.log_p, alpha) if beta == 0 else torch.exp(alpha * each.log_p + beta * each.log_q)
-        return difference(cross, _power(each.log_q, total), alpha * each.ratio) / alpha
+        return difference(cross, of_q, alpha * each.ratio) / alpha
 
     def __str__(self) -> str:
         return f"alpha_beta({_exact(self.alpha)}, {_exact(self.beta)})"
