@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.measure import MAP_BLOCKS, in_fresh_process, relative_distance, resident_extra, run_pass, take_turns
 from benchmarks.record import result_file, write_result
 from stillhouse.models import Decoder
-from stillhouse.models.processors import Drawn, Targets, policy_gradient, selected_log_probs
+from stillhouse.models.processors import PolicyTargets, Targets, policy_gradient, selected_log_probs
 from stillhouse.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -174,7 +174,7 @@ def clipped_by_logits(subject: Subject) -> Tensor:
 
 
 def clipped_by_processor(subject: Subject) -> Tensor:
-    context = Drawn(subject.drawn_BS, advantages_T=subject.advantages_BS, old_log_probs_T=subject.old_BS)
+    context = PolicyTargets(subject.drawn_BS, advantages_T=subject.advantages_BS, old_log_probs_T=subject.old_BS)
     return subject.call(policy_gradient(), context).loss
 
 

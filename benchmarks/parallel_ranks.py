@@ -26,11 +26,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.parallel_costs import Job, Shape
-from stillhouse.data import Batch
+from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
-from stillhouse.objective.recipe import parse_recipe
-from stillhouse.parallel import Layout, Mesh, Origin, Runner, Work, lay_out
-from stillhouse.train.step import make_optimizer, optimizer_step, works
+from stillhouse.models.processors import DistillTargets, distillation
+from stillhouse.objective import OutputHead, Signal
+from stillhouse.objective.spec import parse_objective
+from stillhouse.parallel import (
+    IN_STAGE,
+    Computation,
+    Layout,
+    Mesh,
+    ModelSource,
+    Runner,
+    TeacherStudentPair,
+    build_runner,
+)
+from stillhouse.train.engine import OptimizerSettings, make_optimizer
 
 CPU = torch.device("cpu")
 VOCABULARY, ROWS, TOKENS, CHUNK = 4096, 2, 128, 64
@@ -109,27 +120,27 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     """One step in which ranks agree on shapes, one for the traffic, a few for the memory."""
     before = alive()
     alone = case.layout.degrees.processes == 1
-    runner = lay_out(case.layout, None if alone else mesh, *origins(case))
+    runner = build_runner(case.layout, None if alone else mesh, *model_sources(case))
     for student in runner.students():
         student.train()
         if case.recomputed:
             student.gradient_checkpointing_enable()
-    given = step_works(case, mesh)
-    parameters = (each for _, each in runner.named_parameters())
-    optimizer = make_optimizer(parameters, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    forward_backward = partial(runner.forward_backward, *inputs(case, mesh))
+    optimizer = make_optimizer((each for _, each in runner.named_parameters()), OptimizerSettings(1e-3))
 
     def step() -> None:
-        runner.forward_backward(given)
+        forward_backward()
         runner.clip(1.0)
-        optimizer_step(optimizer, 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
 
     step()
     with Traffic(runner, mesh) as traffic, order_of_stages() as order:
         step()
     held = alive() - before
-    peaks = [allocations(runner, given) for _ in range(MEMORY_STEPS)]
+    peaks = [allocations(runner, forward_backward) for _ in range(MEMORY_STEPS)]
     return {
-        "pipeline_rank": mesh.place("pipeline"),
+        "pipeline_rank": mesh.coordinate("pipeline"),
         "sent": dict(traffic.sent),
         "between_steps": held,
         "within_step": min(peak for peak, _ in peaks),
@@ -145,9 +156,9 @@ def config(sizes: dict[str, int]) -> Qwen3Config:
     return Qwen3Config(**sizes, vocab_size=VOCABULARY, head_dim=16, tie_word_embeddings=False)
 
 
-def origins(case: Case) -> tuple[Origin, Origin]:
+def model_sources(case: Case) -> tuple[ModelSource, ModelSource]:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
-    return Origin(partial(decoder, STUDENT, torch.float32)), Origin(partial(decoder, TEACHER, dtype))
+    return ModelSource(partial(decoder, STUDENT, torch.float32)), ModelSource(partial(decoder, TEACHER, dtype))
 
 
 def decoder(sizes: dict[str, int], dtype: torch.dtype) -> Decoder:
@@ -155,25 +166,30 @@ def decoder(sizes: dict[str, int], dtype: torch.dtype) -> Decoder:
     return Decoder(AutoModelForCausalLM.from_config(config(sizes), dtype=dtype), verify=False)
 
 
-def step_works(case: Case, mesh: Mesh) -> list[Work]:
-    """Random tokens, each of them with a target."""
-    parts = [batch(seed).part(mesh.place("context"), mesh.degrees.context) for seed in range(case.micro_batches)]
+def inputs(case: Case, mesh: Mesh) -> tuple[Computation, list[MicroBatch], list[Any]]:
+    """What a runner takes for a step: random tokens, each of them with a target. Not by the engine, whose sums of
+    metrics would be sent, too.
+    """
+    parts = [batch(seed).part(mesh.coordinate("context"), mesh.degrees.context) for seed in range(case.micro_batches)]
+    normalizer = case.micro_batches * ROWS * TOKENS * mesh.degrees.data
+
+    def targets(each: MicroBatch, signal: Signal | None) -> DistillTargets:
+        return DistillTargets(each.labels_T, each.weights_T, normalizer, each.valid_index, signal=signal)
+
     precision = partial(torch.autocast, "cpu", torch.bfloat16, enabled=case.bf16)
-    tokens = case.micro_batches * ROWS * TOKENS * mesh.degrees.data
-    return works(parts, parse_recipe(LOSS), tokens, precision=precision, chunk_tokens=CHUNK)
+    processor = distillation(parse_objective(LOSS), chunk_tokens=CHUNK)
+    return Computation(processor, targets, precision), parts, [IN_STAGE] * len(parts)
 
 
-def batch(seed: int) -> Batch:
+def batch(seed: int) -> MicroBatch:
     ids_BS = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(seed))
     count = ids_BS.numel()
-    return Batch(
-        input_ids_BS=ids_BS,
-        position_ids_BS=torch.arange(TOKENS).repeat(ROWS, 1),
+    return MicroBatch(
+        inputs={"input_ids": ids_BS, "position_ids": torch.arange(TOKENS).repeat(ROWS, 1)},
         labels_T=ids_BS.flatten().roll(-1),
         weights_T=torch.ones(count),
         valid_index=torch.arange(count),
         document_T=torch.zeros(count, dtype=torch.int64),
-        valid_tokens=count,
     )
 
 
@@ -216,13 +232,27 @@ class Traffic(TorchDispatchMode):
         for grid in (mesh.tokens, mesh.weights):
             self._axes |= {grid.get_group(axis).group_name: axis for axis in grid.mesh_dim_names or ()}
         self._inside: list[str] = []
-        for twin in runner.twins.values():
-            self._listen(twin.student, "student's")
-            if twin.teacher is not None:
-                self._listen(twin.teacher, "teacher's")
+        for pair in runner.pairs.values():
+            self._listen(pair.student, "student's")
+            if pair.teacher is not None:
+                self._listen(pair.teacher, "teacher's")
+                self._listen_to_head(pair)
+
+    def _listen_to_head(self, pair: TeacherStudentPair) -> None:
+        """The teacher's head is gathered between the forwards of both models."""
+        gather = pair._teacher_head
+
+        @contextmanager
+        def listened() -> Iterator[OutputHead]:
+            self._inside.append("teacher's")
+            with gather() as head:
+                self._inside.remove("teacher's")
+                yield head
+
+        pair._teacher_head = listened  # type: ignore[method-assign]
 
     def _listen(self, module: nn.Module, whose: str) -> None:
-        # before FSDP's own hook, which gathers; the student runs inside the teacher
+        # before FSDP's own hook, which gathers
         module.register_forward_pre_hook(lambda *_: self._inside.append(whose), prepend=True)
         module.register_forward_hook(lambda *_: self._inside.remove(whose))
 
@@ -275,13 +305,13 @@ def alive() -> int:
     return sum(storages.values())
 
 
-def allocations(runner: Runner, given: list[Work]) -> tuple[int, int]:
+def allocations(runner: Runner, forward_backward: Callable[[], Any]) -> tuple[int, int]:
     """Of a forward and backward: the most bytes that were there at a time, of those allocated in it, and in one
     allocation.
     """
     runner.zero_grad()
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile, Patience():
-        runner.forward_backward(given)
+        forward_backward()
     events = [each for each in profile.kineto_results.events() if each.name() == "[memory]"]
     sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
     return max(itertools.accumulate(sizes)), max(sizes)

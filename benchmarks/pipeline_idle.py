@@ -12,8 +12,8 @@ Places for the teacher:
     first     all of a step's micro-batches before its student
     filled    the next step's, in this step's idle slots: a rank with nothing else to do takes the next one, and the
               student of the next step does not wait for a teacher that is still at work
-    ahead     the same as Stillhouse does it under `1f1b_ahead`: in the order of stillhouse/parallel/filling.py, with
-              all ranks at their end before a step's gradient is clipped
+    ahead     the same as Stillhouse does it under `1f1b_ahead`: in the order of
+              stillhouse/parallel/bubble_schedule.py, with all ranks at their end before a step's gradient is clipped
 
 p ranks, m micro-batches.
 """
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from stillhouse.parallel import SCHEMES
-from stillhouse.parallel.filling import Action, fill, simulate
+from stillhouse.parallel.bubble_schedule import Action, bubble_schedule, simulate
 
 #: steps that are simulated, and the first that counts: from there on each takes as long as the next
 STEPS, STEADY = 12, 3
@@ -35,7 +35,7 @@ STEPS, STEADY = 12, 3
 TEACHER_TO_FILL = 4
 BACKWARD = {"B": 2, "I": 1, "W": 1}
 #: under the names of torch's
-SCHEDULES = [name for name, scheme in SCHEMES.items() if not scheme.ahead]
+SCHEDULES = [name for name, scheme in SCHEMES.items() if not scheme.prefetch]
 
 
 class Move(NamedTuple):
@@ -128,7 +128,7 @@ def time_ahead(ranks: int, micro_batches: int, teacher: int) -> float:
     """Of a step among many: they take turns in a few lengths, so of many of them."""
     done, times = (0,) * ranks, []
     for _ in range(2 * STEPS):
-        order = fill(micro_batches, micro_batches, teacher, done)
+        order = bubble_schedule(micro_batches, micro_batches, teacher, done)
         done = order.done
         times.append(order.time)
     return sum(times[STEPS:]) / STEPS

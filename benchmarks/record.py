@@ -1,6 +1,7 @@
 """Result files of benchmarks: the figures under a header that says when, where and with what they were measured."""
 
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 
 from stillhouse.train.folder import environment
 
-RESULTS = Path(__file__).parent / "results"
+#: where result files go; elsewhere for a rehearsal, whose figures mean nothing
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 
 
 def result_file(name: str) -> Path:

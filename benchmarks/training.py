@@ -27,16 +27,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
-from stillhouse.data import Batch, DataReport, Documents, PackedSequences
+from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
 from stillhouse.models import Decoder
 from stillhouse.objective import linear_objective
-from stillhouse.objective.recipe import parse_recipe
-from stillhouse.parallel import alone
+from stillhouse.objective.spec import parse_objective
+from stillhouse.parallel import single_process_runner
+from stillhouse.teachers import InStageTeacher
+from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.folder import RunFolder, init_run_dir
 from stillhouse.train.off_policy import train
 from stillhouse.train.schedule import make_plan
 from stillhouse.train.session import Session
-from stillhouse.train.step import make_optimizer, optimizer_step, valid_tokens
 
 PARTS = ("teacher_forward", "student_forward", "objective", "student_backward", "optimizer")
 
@@ -107,30 +108,26 @@ def steps_of_a_run(session: Session, turn: int) -> list[float]:
 
 def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
     """The same steps' parts, each timed by itself, on micro-batches that are there already."""
-    optimizer = make_optimizer(
-        session.student.parameters(), learning_rate=1e-5, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8
-    )
     for step in range(session.plan.steps):
-        rows = session.plan.micro_batches(session.train, step)
-        batches = [session.train.batch(each).to(session.device) for each in rows]
+        micro_batches = session.shard(session.plan.micro_batches(session.train, step))
         seconds = dict.fromkeys(PARTS, 0.0)
-        for batch in batches:
-            micro_batch_by_hand(session, batch, valid_tokens(batches), seconds)
+        for each in micro_batches:
+            micro_batch_by_hand(session, each, micro_batches.whole.normalizer, seconds)
 
         def update() -> None:
-            session.runner.clip(1.0)
-            optimizer_step(optimizer, 1e-5)
+            session.engine.clip()
+            session.engine.update(1e-5)
 
         timed(session, seconds, "optimizer", update)
         yield seconds
 
 
-def micro_batch_by_hand(session: Session, batch: Batch, normalizer: int, seconds: dict[str, float]) -> None:
+def micro_batch_by_hand(session: Session, batch: MicroBatch, normalizer: int, seconds: dict[str, float]) -> None:
     tokens = batch.input_ids_BS, batch.position_ids_BS
     signal = timed(session, seconds, "teacher_forward", lambda: teacher_of(session).signal(*tokens))
 
     def student_forward() -> torch.Tensor:
-        with session.precision():
+        with autocast(session):
             outputs = session.student.backbone(
                 input_ids=batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False
             )
@@ -140,9 +137,9 @@ def micro_batch_by_hand(session: Session, batch: Batch, normalizer: int, seconds
     leaf_TD = hidden.detach().flatten(0, 1).requires_grad_()
 
     def objective() -> None:
-        terms = session.recipe.terms(batch.labels_T, signal)
+        terms = session.spec.terms(batch.labels_T, signal)
         weights = {"weights_T": batch.weights_T, "valid_index": batch.valid_index}
-        with session.precision():
+        with autocast(session):
             output = linear_objective(leaf_TD, session.student.output_head(), terms, normalizer=normalizer, **weights)
         output.loss.backward()
 
@@ -150,6 +147,11 @@ def micro_batch_by_hand(session: Session, batch: Batch, normalizer: int, seconds
     assert leaf_TD.grad is not None
     gradient = leaf_TD.grad.view_as(hidden)
     timed(session, seconds, "student_backward", lambda: hidden.backward(gradient))
+
+
+def autocast(session: Session) -> torch.autocast:
+    enabled = session.config.train.precision == "bf16"
+    return torch.autocast(session.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def timed(session: Session, seconds: dict[str, float], part: str, work: Callable[[], Any]) -> Any:
@@ -176,17 +178,21 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         random_model(arguments, *shape, seed).to(device)
         for seed, shape in enumerate((arguments.student, arguments.teacher))
     )
+    runner, spec = single_process_runner(student.train(), teacher), parse_objective(config.objective.loss)
+    settings = OptimizerSettings(learning_rate=1e-5, betas=(0.9, 0.95), clip=1.0)
     return Session(
         config=config,
-        recipe=parse_recipe(config.objective.loss),
+        spec=spec,
         device=device,
         tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))),
         tokenizer_hash="",
         train=packed,
         evaluation=None,
         plan=make_plan(config.train, len(packed), arguments.max_tokens),
-        runner=alone(student.train(), teacher),
-        data={},
+        engine=Engine(runner, spec, device, optimizer=settings, bf16=config.train.precision == "bf16"),
+        source=InStageTeacher(runner),
+        data_hashes={},
+        model_hashes={},
     )
 
 

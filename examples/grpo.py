@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from stillhouse import Decoder
-from stillhouse.models.processors import Drawn, Targets, cross_entropy, policy_gradient, selected_log_probs
+from stillhouse.models.processors import PolicyTargets, Targets, cross_entropy, policy_gradient, selected_log_probs
 
 PAD, END = "<pad>", "<end>"
 PROMPT, ANSWER = 5, 4  # tokens: those of "17+5=", and of three digits and the end at most
@@ -170,7 +170,7 @@ def learn(
 ) -> dict[str, Tensor]:
     """Clipped updates on the same answers; the metrics of the last, sums over tokens."""
     labels_BS = answers.labels_BS
-    context = Drawn(
+    context = PolicyTargets(
         labels_BS,
         normalizer=(labels_BS >= 0).sum(),
         advantages_T=advantages(answers.rewards_B, options.group)[:, None].expand_as(labels_BS),

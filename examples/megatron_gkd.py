@@ -42,9 +42,9 @@ from stillhouse.config.objective import ObjectiveConfig
 from stillhouse.config.section import PathText, Section
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.models.processors import Taught, distillation, full_vocab
+from stillhouse.models.processors import DistillTargets, distillation, full_vocab
 from stillhouse.objective import Signal, TopK
-from stillhouse.objective.recipe import Recipe, parse_recipe
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 try:
     import transformer_engine  # noqa: F401
@@ -97,7 +97,7 @@ class MicroBatch:
 
 def main(path: str) -> None:
     config = read_config(path)
-    recipe, rows = recipe_of(config.objective), read_rows(config)
+    spec, rows = recipe_of(config.objective), read_rows(config)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -108,28 +108,30 @@ def main(path: str) -> None:
     teacher = None if config.teacher.model is None else build(config, config.teacher.model, tokens, seed=1)
     if teacher is not None:
         teacher.eval().requires_grad_(False)
-    train(config, recipe, rows, wrap(student), teacher)
+    train(config, spec, rows, wrap(student), teacher)
     dist.destroy_process_group()
 
 
 def train(
     config: GkdConfig,
-    recipe: Recipe,
+    spec: ObjectiveSpec,
     rows: dict[str, Tensor],
     student: DistributedDataParallel,
     teacher: GPTModel | None,
 ) -> None:
     made = OptimizerConfig(optimizer="adam", lr=config.train.learning_rate, clip_grad=1.0)
     optimizer = get_megatron_optimizer(made, [student])
-    processor = distillation(recipe, chunk_tokens=config.objective.chunk_tokens)
+    processor = distillation(spec, chunk_tokens=config.objective.chunk_tokens)
     hook = MegatronProcessor(student, processor, vocab_size=config.vocabulary)
     ear = None if teacher is None else MegatronProcessor(teacher, full_vocab, vocab_size=config.vocabulary)
     for step in range(config.train.steps):
         batches = micro_batches(config, rows, step)
         signals: Sequence[Signal | None] = [each.signal for each in batches]
-        if teacher is not None and ear is not None and recipe.needs_teacher:
+        if teacher is not None and ear is not None and spec.needs_teacher:
             signals = listen(teacher, ear, batches) or signals
-        contexts = [Taught(each.labels_BS, signal=signal) for each, signal in zip(batches, signals, strict=True)]
+        contexts = [
+            DistillTargets(each.labels_BS, signal=signal) for each, signal in zip(batches, signals, strict=True)
+        ]
         student.zero_grad_buffer()
         optimizer.zero_grad()
         sums = schedule(student, hook, batches, contexts)
@@ -271,14 +273,14 @@ def read_config(path: str) -> GkdConfig:
     return config
 
 
-def recipe_of(objective: ObjectiveConfig) -> Recipe:
+def recipe_of(objective: ObjectiveConfig) -> ObjectiveSpec:
     for key in ("tokens", "router_aux_loss"):
         if key in objective.model_fields_set:
             raise ConfigError(
                 f"objective.{key}", "has no effect here: every token is a target, and no layer has experts"
             )
     try:
-        return parse_recipe(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
+        return parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
 

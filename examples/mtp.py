@@ -25,8 +25,8 @@ from stillhouse.demo.corpus import collect_documents, split_of
 from stillhouse.demo.student import TEACHER
 from stillhouse.demo.tokenizer import encode
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
-from stillhouse.models.processors import Taught, distillation
-from stillhouse.objective.recipe import parse_recipe
+from stillhouse.models.processors import DistillTargets, distillation
+from stillhouse.objective.spec import parse_objective
 
 ROW, ROWS = 128, 2  # tokens per row, rows per step
 LEARNING_RATE = 4e-3
@@ -64,16 +64,16 @@ def batches(tokens_T: torch.Tensor, steps: int, seed: int) -> Iterator[torch.Ten
 
 def train(decoder: MultiTokenDecoder, tokens_T: torch.Tensor, loss: str, steps: int, seed: int) -> None:
     """The layers alone, one objective at every further depth."""
-    recipe = parse_recipe(loss)
-    processor = distillation(recipe)
+    spec = parse_objective(loss)
+    processor = distillation(spec)
     optimizer = torch.optim.AdamW(decoder.layers.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
     for rows_BS in batches(tokens_T, steps, seed):
         ids_BS, labels_BS = rows_BS[:, :-1], rows_BS[:, 1:]
         position_ids_BS = torch.arange(ROW).expand(ROWS, ROW)
-        signal = decoder.main.signal(ids_BS, position_ids_BS) if recipe.needs_teacher else None
-        targets = Taught(labels_BS, normalizer=labels_BS.numel(), signal=signal)
-        context = targets.ahead(position_ids_BS, decoder.depths)
+        signal = decoder.main.signal(ids_BS, position_ids_BS) if spec.needs_teacher else None
+        targets = DistillTargets(labels_BS, normalizer=labels_BS.numel(), signal=signal)
+        context = targets.shift_for_mtp(position_ids_BS, decoder.depths)
         _, *further = decoder(ids_BS, position_ids_BS, processor=processor, context=context)
         sum(output.loss for output in further).backward()
         optimizer.step()

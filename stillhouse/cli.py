@@ -1,7 +1,7 @@
-"""The command line: parses first, imports heavy things after, so that `--help` answers at once.
+"""The command line. It parses arguments first and imports large libraries later, so that `--help` answers at once.
 
-Exit codes: 0 done, 1 the work failed, 2 the call or the configuration is wrong (see `run`), 128 + n stopped by signal
-n, such as 130 for Ctrl-C and 143 for SIGTERM (see `preemption.py`).
+Exit codes: 0 success; 1 the work failed; 2 the arguments or the configuration are wrong (see `run`); 128 + n stopped
+by signal n, such as 130 for Ctrl-C and 143 for SIGTERM (see `preemption.py`).
 """
 
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stillhouse.config import RunConfig
 
 FAILED, USAGE = 1, 2
-#: that the other processes of a torchrun wait with an error that all of them find
+#: how long ranks other than 0 wait before they print an error, since rank 0 may print the same one first
 SECONDS_FOR_FIRST = 10.0
 FLAGS = {
     "student.model": "--student",
@@ -51,16 +51,16 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def main() -> None:
     """The entry point of `stillhouse` and of `python -m stillhouse`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run` handles it, Ctrl-C is no traceback either
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback if Ctrl-C comes before `run` handles it
     sys.exit(run(sys.argv[1:], ends_process=True))
 
 
 def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
-    """Run one command and return its exit code; the one place where errors become a line on stderr.
+    """Run one command and return its exit code. This is the only place where errors become a line on stderr.
 
-    A ValueError or OSError is a failure that the user can do something about; STILLHOUSE_TRACEBACK=1 also shows
-    where it arose. Any other exception is a mistake of ours and keeps its traceback.
-    ends_process: nothing but the end of the process comes afterwards, and signals leave that alone.
+    A ValueError or OSError is a failure that the user can fix; STILLHOUSE_TRACEBACK=1 also shows its traceback. So is
+    a GPU out of memory or a lost connection to another rank. Any other exception is a bug and keeps its traceback.
+    ends_process: the caller ends the process after this call, so signals are ignored from then on.
     """
     with handling(lambda number: _stopped_at_once(number, arguments), ends_process=ends_process):
         return _run(arguments)
@@ -85,7 +85,7 @@ def _run(arguments: Sequence[str]) -> int:
         return _report(error, str(error) + hint, USAGE)
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not to be imported for this
+        if type(error).__name__ == "OutOfMemoryError":  # of torch; by name, so as not to import torch
             return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
         if _is_lost_contact(error):
             what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source file and its advice
@@ -113,7 +113,7 @@ def cli(context: click.Context) -> None:
 
 
 def configured(command: Command) -> Command:
-    """The arguments of a command that takes a run's configuration: a file, options, overrides."""
+    """Add the arguments of a command that takes a run's configuration: a file, options and overrides."""
     for parameter in reversed(
         [
             click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]..."),
@@ -134,8 +134,8 @@ def configured(command: Command) -> Command:
 def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
     """Train a student on a teacher.
 
-    CONFIG is a YAML file. Options come over the file, overrides over both. The same command
-    goes on with an interrupted run.
+    CONFIG is a YAML file. Options replace its values, and overrides replace both. The same command
+    resumes an interrupted run.
 
     \b
     stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B \\
@@ -158,7 +158,7 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
 def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     """Dry run of a configuration.
 
-    Models, tokenizers, data and one step with its memory and gradients; nothing is kept.
+    Checks models, tokenizers and data, and runs one step to show its memory and gradients; saves nothing.
 
     \b
     stillhouse check run.yaml
@@ -176,15 +176,15 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
 def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     """Check that layouts change no gradient.
 
-    One step of a run under every layout that the processes allow, in float32, against the same step in one process,
-    which has to hold both models.
+    Compares one step of a run, in float32, under every layout that is possible with these processes, with the same
+    step in one process, which has to hold both models.
 
     \b
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
     """
     config = _load(arguments, flags)
     _quiet_libraries()
-    from stillhouse.parallel import is_first, leave
+    from stillhouse.parallel import destroy_process_group, is_first
     from stillhouse.parity import HEADER, line, parity
 
     same = True
@@ -194,7 +194,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
         same &= bool(row.refused) or row.verdict == "same"
         if is_first():
             click.echo(line(row))
-    leave()
+    destroy_process_group()
     if not same:
         raise ValueError("a layout's gradients are not those of one process")
 
@@ -205,7 +205,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
 def report(run_dir: Path, compare: tuple[Path, ...]) -> None:
     """Write a run's report.
 
-    One self-contained HTML page in RUN_DIR; prints its path.
+    Writes one self-contained HTML page into RUN_DIR and prints its path.
 
     \b
     stillhouse report runs/a
@@ -221,7 +221,7 @@ def report(run_dir: Path, compare: tuple[Path, ...]) -> None:
 def verify(run_dir: Path) -> None:
     """Check that a run's folder is what the run wrote.
 
-    Checkpoints, metrics and the final model, by their hashes; exit code 1 where something is wrong.
+    Checks checkpoints, metrics and the final model by their hashes. The exit code is 1 if something is wrong.
 
     \b
     stillhouse verify runs/a
@@ -244,7 +244,7 @@ def verify(run_dir: Path) -> None:
 def demo(out: Path) -> None:
     """See it work, in minutes.
 
-    Distills a small student from the teacher that comes along, beside the same student without one.
+    Distills a small student from the included teacher, and trains the same student without a teacher.
 
     \b
     stillhouse demo --out runs/demo
@@ -256,18 +256,19 @@ def demo(out: Path) -> None:
 
 
 def _quiet_libraries() -> None:
-    """The bars that transformers draws while it reads and writes weights would cut through a run's live line.
+    """Disable the progress bars of transformers and the warnings of torch's C++ code.
 
-    Where a rank dies, torch's C++ warns on all others with a stack of its own.
+    The bars, drawn while weights are read and written, would break a run's live line. If a rank dies, torch's C++
+    code prints a warning with a stack trace on all other ranks.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # is read when torch is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
 
 
 def _load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
-    """The configuration of a command's file, options and overrides."""
+    """The configuration from a command's file, options and overrides."""
     given = {name: value for name, value in flags.items() if value is not None}
     if not arguments and not given:
         raise click.UsageError(f"a configuration file or options are needed, for example\n  {EXAMPLE}", _context())
@@ -285,13 +286,13 @@ def _load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig"
 
 
 def _is_override(argument: str) -> bool:
-    """`train.steps=3` is one, `runs/lr=3/config.yaml` is a path."""
+    """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path."""
     key, sign, _ = argument.partition("=")
     return bool(sign) and "/" not in key and os.sep not in key
 
 
 def _settings(given: dict[str, str]) -> dict[str, Any]:
-    """The options as a layer of the configuration; their values are text, but a share is a number."""
+    """The options as a layer of the configuration. Values are text; only `--eval` may be a number, a share."""
     settings: dict[str, Any] = {}
     for key, flag in FLAGS.items():
         name = flag.removeprefix("--")
@@ -323,7 +324,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _is_lost_contact(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it about another process. gloo's errors have no type of their own."""
+    """Whether torch.distributed raised this error because of another process. gloo's errors have no own type."""
     kinds = {each.__name__ for each in type(error).__mro__}
     return "WORLD_SIZE" in os.environ and ("DistError" in kinds or "/gloo/" in str(error))
 
@@ -340,7 +341,7 @@ def _goes_on(arguments: Sequence[str]) -> str:
 
 
 def _same_command(arguments: Sequence[str]) -> str:
-    if "RANK" in os.environ:  # torchrun's command line is not known here
+    if "RANK" in os.environ:  # the command line of torchrun is not known here
         return "the same command"
     return f"`{shlex.join(['stillhouse', *arguments])}`"
 
@@ -349,6 +350,6 @@ def _report(error: Exception, message: str, code: int) -> int:
     if os.environ.get("STILLHOUSE_TRACEBACK") == "1":
         traceback.print_exception(error)
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(SECONDS_FOR_FIRST)  # what every process finds, the first one says, and torchrun ends the others
+        time.sleep(SECONDS_FOR_FIRST)  # if rank 0 has the same error, it prints it first and torchrun ends the others
     click.echo(error_line(brief(message)), err=True)
     return code

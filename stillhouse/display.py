@@ -1,25 +1,25 @@
-"""Text from outside as people see it: nothing in it moves the cursor or the reading direction, and it is short."""
+"""Makes text from outside safe to show: short, and unable to move the cursor or to change the reading direction."""
 
 import re
 from collections.abc import Iterable
 
-#: control characters but tab and newline, separators of lines, controls of direction, halves of surrogate pairs
+#: control characters except tab and newline, line separators, direction controls, halves of surrogate pairs
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROLS_AND_LINES = re.compile(_CONTROLS.pattern[:-1] + "\n\t]")
-#: of a message: lines, and characters of each
+#: limits of a message: lines, and characters per line
 LINES, WIDTH = 12, 600
-#: of a list of names: names, and characters of each
+#: limits of a list of names: names, and characters per name
 NAMES, NAME_WIDTH = 12, 60
 
 
 def escaped(text: str, *, lines: bool = False) -> str:
-    r"""The text with its control characters as Python writes them (`\x1b`). lines: newlines and tabs stay."""
+    r"""The text with control characters escaped as Python writes them (`\x1b`). lines: keep newlines and tabs."""
     pattern = _CONTROLS if lines else _CONTROLS_AND_LINES
     return pattern.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def message(text: str) -> str:
-    """An error message, escaped and cut to a few lines, of which it says how many it had."""
+    """An error message, escaped and cut to `LINES` lines. If it is cut, the last line tells how many are left out."""
     lines = [_cut(line, WIDTH) for line in escaped(text, lines=True).splitlines()]
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1:,} more lines"]
@@ -27,7 +27,7 @@ def message(text: str) -> str:
 
 
 def name_list(names: Iterable[object]) -> str:
-    """Names in their order, escaped; the first ones where they are many; "none" where there are none."""
+    """The names, sorted and escaped; only the first ones if there are many; "none" if there are none."""
     every = sorted(map(str, names))
     shown = [_cut(escaped(name), NAME_WIDTH) for name in every[:NAMES]]
     more = [f"and {len(every) - NAMES:,} more"] if len(every) > NAMES else []
@@ -35,7 +35,10 @@ def name_list(names: Iterable[object]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, without the advice that follows; for an error that is no sentence, with its kind."""
+    """The first line of an error's message, without the advice that libraries add after it.
+
+    The type of the error is added, except for ValueError, OSError and jinja2's errors, whose messages are sentences.
+    """
     first, _, rest = str(error).strip().partition("\n")
     if first.endswith(":"):
         first += " " + rest.strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The end of a process that cannot wait for its main thread, and the form of the line that says why."""
+"""Ends a process without waiting for its main thread, and formats the error line that it prints."""
 
 import os
 import sys
@@ -6,29 +6,29 @@ import threading
 from contextlib import suppress
 from typing import NoReturn
 
-#: seconds in which what is still buffered for stdout may be written
+#: how many seconds to wait while buffered output is written to stdout
 FLUSH_SECONDS = 1.0
 
 
 def error_line(message: str) -> str:
-    """An error as every command prints it; of a rank other than 0 with the rank's number."""
+    """An error as every command prints it, with the rank's number if that is not 0."""
     rank = os.environ.get("RANK", "0")
     return f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}"
 
 
 def print_line(line: str) -> None:
-    """On stderr, around Python's buffers, whose locks the main thread may hold."""
-    start = "\n" if os.isatty(2) else ""  # below the live line of a run
-    with suppress(OSError):  # nobody reads it
+    """Print a line on stderr, bypassing Python's buffers, whose locks the main thread may hold."""
+    start = "\n" if os.isatty(2) else ""  # start below the live line of a run
+    with suppress(OSError):  # the reader may be gone
         os.write(2, f"{start}{line}\n".encode())
 
 
 def end_process(code: int, line: str | None) -> NoReturn:
-    """End this process from any thread, without unwinding. line: printed on stderr first.
+    """End this process from any thread, without unwinding the stack. line: printed on stderr first.
 
-    Nothing is left half done, because files are written under another name and then renamed.
+    This leaves no half-written file behind a final name, because files are written under another name and renamed.
     """
-    flush = threading.Thread(target=_flush, daemon=True)  # may have to wait for the main thread
+    flush = threading.Thread(target=_flush, daemon=True)  # a thread, since it may block on a lock of the main thread
     flush.start()
     flush.join(FLUSH_SECONDS)
     if line is not None:

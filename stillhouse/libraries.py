@@ -1,15 +1,15 @@
-"""What libraries raise over a damaged file, as a ValueError that names the file.
+"""Turns the errors that libraries raise for a damaged file into a ValueError that names the file.
 
-transformers, tokenizers, datasets and ruamel check little of what they read: a number where text is expected ends as
-an AttributeError deep inside of them. So one of their calls on files from outside, and nothing of ours, goes into
-`reading`.
+transformers, tokenizers, datasets and ruamel hardly check what they read: a number where text is expected causes an
+AttributeError deep inside them. So each of their calls on files from outside, but none of our own code, goes into a
+`reading` block.
 """
 
 from types import TracebackType
 
 from stillhouse.display import first_line
 
-#: what Python raises where a value is not of the type, the form or the size that code takes it for
+#: what Python raises if a value does not have the type, form or size that the code expects
 _PYTHONS = (
     ValueError,
     TypeError,
@@ -22,14 +22,14 @@ _PYTHONS = (
     MemoryError,
     OSError,
 )
-#: libraries whose errors derive from Exception itself; panics of Rust code even from BaseException
+#: libraries whose errors derive directly from Exception; panics of Rust code even derive from BaseException
 _LIBRARIES = ("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors")
 
 
 class reading:
-    """Raise ValueError(`what`: the error's first line) for an error of a library's call on files from outside.
+    """Within the block, turn a library's error into ValueError("{what}: {the error's first line}").
 
-    passes: errors that go on as they are, since they are ours.
+    passes: our own error types, which are not changed.
     """
 
     def __init__(self, what: str, *, passes: type[Exception] | tuple[()] = ()):
@@ -45,9 +45,9 @@ class reading:
 
 
 def _about_files(error: BaseException) -> bool:
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU, which is not to be imported for this
+    if type(error).__name__ == "OutOfMemoryError":  # of torch, for a GPU; by name, so as not to import torch
         return False
-    # tokenizers raises Exception itself
+    # tokenizers raises instances of Exception itself
     return (
         isinstance(error, _PYTHONS)
         or type(error) is Exception

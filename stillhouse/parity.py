@@ -1,15 +1,14 @@
-"""`stillhouse parity`: one step under every layout that the processes allow, against the same step in one process.
+"""`stillhouse parity`: compares one step under every possible layout with the same step in one process.
 
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
 
-The run's own models and data, in float32: what differs is then the layout's and not rounding's. Every process
-computes the reference by itself, so both models and the student's gradients have to fit into one.
+It uses the run's own models and data, in float32, so that a difference comes from the layout and not from rounding.
+Every process computes the reference by itself, so both models and the student's gradients must fit into one process.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,18 +16,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stillhouse.config import RunConfig
-from stillhouse.data import PackedSequences
+from stillhouse.data import PackedSequences, StepMicroBatches
 from stillhouse.models import draw_lora
-from stillhouse.parallel import SCHEMES, Degrees, Layout, Mesh, Runner, alone, gathered, process_count, start
+from stillhouse.parallel import (
+    SCHEMES,
+    Degrees,
+    Layout,
+    Mesh,
+    Runner,
+    gathered,
+    process_count,
+    shard_micro_batches,
+    start,
+)
 from stillhouse.parallel.expert_parallel import dispatched_experts
-from stillhouse.train.build import lay_out_models, load_models, own_base, require_adapters
-from stillhouse.train.dealing import dealt_works
-from stillhouse.train.session import choose_device, load_data, load_tokenizers, parse_objective
-from stillhouse.train.step import add_up, summed_metrics
+from stillhouse.teachers import NoTeacher, SignalSource
+from stillhouse.train.build import distributed_engine, require_adapters, single_process_engine
+from stillhouse.train.engine import Engine
+from stillhouse.train.inputs import load_data, load_tokenizers
+from stillhouse.train.session import choose_device, objective_spec
 
-#: relative difference up to which two gradients are the same in float32
+#: two float32 gradients count as the same up to this relative difference
 SAME = 1e-4
-#: micro-batches of a step for each process, one packed sequence each
+#: micro-batches of the step per process, with one packed sequence each
 MICRO_BATCHES = 2
 
 Name = TypeVar("Name")
@@ -36,8 +46,10 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Row:
-    """loss, gradient: relative differences from one process; of the gradients, the parameter's that differs most.
-    refused: why the layout is not possible.
+    """The result for one layout.
+
+    loss, gradient: relative differences from the step in one process. The gradient is that of `parameter`, which
+    differs most. refused: why the layout is not possible.
     """
 
     layout: str
@@ -54,7 +66,10 @@ class Row:
 
 
 def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
-    """Each degree alone, and two at a time where there are processes for that. experts: whether there are any."""
+    """Layouts with each degree alone and, with enough processes, with two degrees at a time.
+
+    experts: whether a model has experts, so that expert parallelism is included.
+    """
     axes = ("fsdp", "replicate", "tensor", "context", "pipeline")
     found = [Degrees(**{axis: processes}) for axis in axes]
     if experts:
@@ -70,7 +85,7 @@ def layouts(processes: int, *, experts: bool = False) -> list[Layout]:
 
 
 def parity(config: RunConfig) -> Iterator[Row]:
-    """A row for each layout, the same on every process. Raises ConfigError and ValueError as a run does."""
+    """One row for each layout, the same on every process. Raises ConfigError and ValueError as a run does."""
     config = config.model_copy(
         update={
             "train": config.train.model_copy(update={"precision": "fp32"}),
@@ -78,80 +93,74 @@ def parity(config: RunConfig) -> Iterator[Row]:
             "teacher": config.teacher and config.teacher.model_copy(update={"dtype": "float32"}),
         }
     )
-    recipe = parse_objective(config)
+    spec = objective_spec(config)
     require_adapters(config.student)
     device, processes = choose_device(config.device), process_count()
     tokenizer, _ = load_tokenizers(config)
     documents, _ = load_data(config.data, config.objective, tokenizer)
     sequences = PackedSequences(documents, max_tokens=config.data.max_tokens, seed=config.seed)
     numbers = sequences.order(0)[: MICRO_BATCHES * processes]
-    rows = [numbers[at : at + 1] for at in range(len(numbers))]
+    step = sequences.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
     start(device, config.train.timeout)
-    float32 = partial(torch.autocast, device.type, enabled=False)
-
-    def step(runner: Runner) -> dict[str, float]:
-        mesh = runner.mesh
-        for student in runner.students():
-            student.eval()  # dropout draws otherwise on every layout
-            draw_lora(student, config.seed, fresh=False)  # a fresh adapter's A has no gradient
-        works = dealt_works(
-            runner,
-            sequences,
-            rows,
-            recipe,
-            sequences.targets(rows),
-            device,
-            training=True,
-            router_aux_loss=config.objective.router_aux_loss,
-            precision=float32,
-        )
-        outputs = runner.forward_backward(works)
-        runner.clip(0.0)
-        own = summed_metrics(outputs if runner.has_results else ())
-        return add_up(gathered(own, None if mesh is None else mesh.everyone, device))
-
-    reference = alone(*load_models(config, device), own_base=own_base(config))
-    expected = step(reference)
-    gradients = {name: each.grad.cpu() for name, each in reference.named_parameters() if each.grad is not None}
+    reference, source = single_process_engine(config, spec, device)
+    expected = _gradient(config, reference, source, step)
+    named = reference.runner.named_parameters()
+    gradients = {name: each.grad.cpu() for name, each in named if each.grad is not None}
     total = float(torch.stack([each.norm() for each in gradients.values()]).norm())
-    has_experts = any(dispatched_experts(each) for each in (*reference.students(), reference.teacher) if each)
-    del reference
+    models = (*reference.runner.students(), reference.runner.teacher)
+    has_experts = any(dispatched_experts(each) for each in models if each)
+    del reference, source, models
     for layout in layouts(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
-            runner = lay_out_models(config, layout, mesh, device)
-            found = step(runner)
+            engine, source = distributed_engine(config, spec, layout, mesh, device)
+            found = _gradient(config, engine, source, step)
         except ValueError as error:
             yield Row(str(layout), refused=str(error))
             continue
-        own = worst(differences(runner, gradients, 1e-3 * total))
+        own = worst(differences(engine.runner, gradients, 1e-3 * total))
         parameter, gradient = worst(gathered(own, mesh.everyone, device))
-        yield Row(str(layout), abs(found["loss"] / expected["loss"] - 1), gradient, parameter)
+        yield Row(str(layout), abs(found / expected - 1), gradient, parameter)
+
+
+def _gradient(config: RunConfig, engine: Engine, source: SignalSource, step: StepMicroBatches) -> float:
+    """Run one step and return its loss. Afterwards the student has the step's gradient."""
+    runner = engine.runner
+    for student in runner.students():
+        student.eval()  # dropout would draw different numbers under each layout
+        draw_lora(student, config.seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
+    micro_batches = shard_micro_batches(step, runner.mesh, engine.device, uniform_shapes=runner.layout.stages > 1)
+    source = source if engine.objective.needs_teacher else NoTeacher()
+    made = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)
+    runner.clip(0.0)
+    return made.sums["loss"]
 
 
 def differences(runner: Runner, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
-    """Of each parameter that is here: how far its gradient is from the reference's, relative to the larger of that
-    one's norm and `least`. A collective of the processes that share it.
+    """For each parameter on this process, the relative difference between its gradient and the reference gradient.
+
+    The difference is relative to the larger of the reference's norm and `least`. Gathering a sharded gradient is a
+    collective of the processes that share it.
     """
     for name, parameter in runner.named_parameters():
         reference = gradients.get(runner.shared_name(name))
         if reference is None or parameter.grad is None:
             yield name, 0.0 if (reference is None) == (parameter.grad is None) else float("inf")
             continue
-        yield name, apart(whole(parameter.grad).cpu(), reference, least)
+        yield name, relative_difference(whole(parameter.grad).cpu(), reference, least)
 
 
 def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:
-    """The largest of some errors with its name. A NaN is larger than any number, wherever it stands."""
+    """The largest of some errors with its name. A NaN counts as larger than any number, at every position."""
     return max(errors, key=lambda each: (math.isnan(each[1]), each[1]))
 
 
-def apart(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
+def relative_difference(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
     return float((value - reference).norm()) / max(float(reference.norm()), least)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that lies over processes: a collective of them."""
+    """The complete tensor, gathered if it is a DTensor: a collective of the processes that share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,15 +1,15 @@
-"""Signals that end a command: Ctrl-C, and those that SLURM, Kubernetes and torchrun send before they take a machine.
+"""Handles signals that end a command: Ctrl-C, and those of SLURM, Kubernetes and torchrun before they stop a job.
 
 The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
-    the first signal    within `finishing` it is only noted. The training loop reads `requested` after each step,
+    the first signal    Within `finishing` it is only recorded. The training loop reads `requested` after each step,
                         writes a checkpoint and raises `Preempted`. Anywhere else it ends the process at once.
-    the second signal   ends the process at once.
+    the second signal   It ends the process at once.
 
-The exit code is then 128 + the signal's number. A thread reads the signals, because Python runs signal handlers in
-the main thread alone, which may be waiting in a collective that never ends. Signals that were ignored when the
-process started (`nohup`, background jobs) stay ignored. Where the library is used without the command line, nothing
-is installed and signals keep their meaning.
+In all these cases the exit code is 128 + the signal's number. A thread reads the signals, because Python runs signal
+handlers only in the main thread, which may be waiting in a collective that never ends. Signals that were ignored when
+the process started (`nohup`, background jobs) stay ignored. If the library is used without the command line, it
+installs no handlers and signals keep their meaning.
 """
 
 import os
@@ -25,8 +25,8 @@ from pathlib import Path
 from stillhouse.ending import end_process, print_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: of a process of torchrun, for which signals within this many seconds are one: SLURM's `scancel` and `srun` signal
-#: every process of a job step, and torchrun passes its own copy on
+#: in a process that torchrun started, signals within this many seconds count as one: SLURM's `scancel` and `srun`
+#: signal every process of a job step, and torchrun forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
 _OUTPUTS = (1, 2)
@@ -35,7 +35,7 @@ _listener: "_Listener | None" = None
 
 
 class Preempted(Exception):
-    """The run stopped because of a signal, after a step, with a checkpoint of it. All ranks raise it at one step."""
+    """The run stopped because of a signal, after it wrote a checkpoint. All ranks raise this after the same step."""
 
     def __init__(self, number: int, step: int, checkpoint: Path):
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; checkpoint {checkpoint}")
@@ -44,10 +44,11 @@ class Preempted(Exception):
 
 @contextmanager
 def handling(message: Callable[[int], str], *, ends_process: bool = False) -> Iterator[None]:
-    """Handle signals until the block ends. message: what a process that ends at once prints, of the signal's number.
+    """Handle signals until the block ends.
 
-    ends_process: ignore signals afterwards, so that the exit code stands; otherwise they mean what they did before.
-    Only the main thread of a process can do so; in another one nothing changes.
+    message: makes, from the signal's number, the line that a process prints when a signal ends it at once.
+    ends_process: ignore signals after the block, so that they cannot change the exit code; otherwise the former
+    handlers are restored. Only the main thread can install handlers; in another thread this does nothing.
     """
     global _listener
     if threading.current_thread() is not threading.main_thread():
@@ -58,7 +59,7 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     _listener = _Listener(message)
     descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
     for number in own:
-        signal.signal(number, _listener.arrive)  # without a handler in Python no number comes to the descriptor
+        signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
     try:
         yield
     finally:
@@ -71,7 +72,7 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
 
 @contextmanager
 def finishing(what: str) -> Iterator[None]:
-    """Within the block the first signal is only noted, and a line says that `what` is finished first."""
+    """Within the block, the first signal is only recorded; a printed line tells that `what` is finished first."""
     listener = _listener
     if listener is None:
         yield
@@ -84,7 +85,7 @@ def finishing(what: str) -> Iterator[None]:
 
 
 def requested() -> int:
-    """The number of the signal that this process has received; 0: none, or signals are not handled."""
+    """The number of the signal that this process has received; 0 if there was none or signals are not handled."""
     return 0 if _listener is None else _listener.settled()
 
 
@@ -108,11 +109,13 @@ class _Listener:
         return self._wakeup.fileno()
 
     def arrive(self, *_: object) -> None:
-        """The handler, which the main thread runs at once where it runs Python."""
+        """The signal handler. The main thread calls it as soon as it executes Python code."""
         self._arrived = True
 
     def settled(self) -> int:
-        """The number of the signal that has been received, once the thread has read what the main thread knows of."""
+        """The number of the received signal, or 0. If the main thread's handler has run, this first waits until the
+        thread has read that signal.
+        """
         if self._arrived:
             self._noted.wait()
         return self._received
@@ -143,10 +146,10 @@ class _Listener:
         if self._received or finishing is None:
             end_process(128 + number, self._message(number) if _is_rank_0() else None)
         self._received, self._received_at = number, now
-        # Ctrl-C also ends the `tee` that reads the output, and SIGHUP comes from a terminal that is gone: neither
-        # must keep the run from its checkpoint
+        # Ctrl-C also ends a `tee` that reads the output, and SIGHUP means that the terminal is gone. In both cases
+        # writing to the output fails, which must not prevent the checkpoint.
         for descriptor in _OUTPUTS:
-            self._poll.register(descriptor, 0)  # reports errors alone
+            self._poll.register(descriptor, 0)  # reports only errors
         if _is_rank_0():
             name = signal.Signals(number).name
             print_line(f"{name}: finishing {finishing}; a second signal ends the run at once")
@@ -158,7 +161,7 @@ def _is_rank_0() -> bool:
 
 
 def _discard(descriptor: int) -> None:
-    """Let whatever is written there go nowhere, since its reader has gone."""
+    """Redirect a descriptor whose reader is gone to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)

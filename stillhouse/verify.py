@@ -1,7 +1,7 @@
-"""`stillhouse verify`: whether a run's folder is what the run wrote, without loading a model.
+"""`stillhouse verify`: checks that a run's folder is what the run wrote, without loading a model.
 
-Every checkpoint is checked by its hashes and the coverage of its tensors, the metrics by the hash in the newest
-checkpoint and by the count of each step, the final model by its hashes.
+It checks every checkpoint by its hashes and by the coverage of its tensors; the metrics by the hash in the newest
+checkpoint, and that each step occurs once; and the final model by its hashes.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from stillhouse.train.progress import Progress, read_state
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table. problem: None for what is in order, and then `detail` says what was found."""
+    """One row of the table. problem: what is wrong; None if nothing is, and then `detail` says what was found."""
 
     what: str
     detail: str = ""
@@ -33,7 +33,7 @@ class Finding:
 
 
 def verify(path: Path) -> Iterator[Finding]:
-    """What is found, one part of the folder after the other. Raises ValueError for a folder without a run."""
+    """The findings, one for each part of the folder. Raises ValueError for a folder without a run."""
     folder = RunFolder(path)
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} holds no run: it has no config.yaml. Give the `out` folder of a run")

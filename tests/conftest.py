@@ -18,7 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 #: modules whose processes or folders one worker makes for all of their tests
 TOGETHER = {
     "test_parity": "ranks of parity",
-    "test_ahead": "ranks of parity",
+    "test_teacher_prefetch": "ranks of parity",
     "test_gathering": "ranks of parity",
     "test_objective_shards": "ranks of shards",
     "test_objective_shards_layout": "ranks of shards",

@@ -11,7 +11,7 @@ from shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stillhouse.models.head import local
-from stillhouse.parallel import Degrees, Layout, Mesh, Origin, Runner, empty_decoder, fill, lay_out
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, empty_decoder, load_weights
 
 MIB = 2**20
 SUPPORTED = Path("/proc/self/clear_refs").exists()
@@ -64,8 +64,8 @@ def growth(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:
-    weights = partial(fill, folder=folder, device=torch.device("cpu"))
-    return lay_out(Layout(degrees), mesh, Origin(partial(empty_decoder, folder), weights), None)
+    weights = partial(load_weights, folder=folder, device=torch.device("cpu"))
+    return build_runner(Layout(degrees), mesh, ModelSource(partial(empty_decoder, folder), weights), None)
 
 
 def status(key: str) -> float:

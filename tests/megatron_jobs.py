@@ -45,10 +45,10 @@ from torch.distributed.tensor import distribute_tensor
 
 from stillhouse.models import processors
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.models.processors import Targets, Taught, distillation
+from stillhouse.models.processors import DistillTargets, Targets, distillation
 from stillhouse.objective import FullVocab, ObjectiveOutput, OutputHead, TopK
-from stillhouse.objective.recipe import Recipe, parse_recipe
 from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parity import worst
 
 
@@ -66,8 +66,8 @@ class Case:
         return "-".join(each for each in (self.layout.name, self.objective.replace(" ", ""), self.teacher) if each)
 
     @property
-    def recipe(self) -> Recipe:
-        return parse_recipe(self.objective)
+    def spec(self) -> ObjectiveSpec:
+        return parse_objective(self.objective)
 
 
 def micro_batches(case: Case) -> list[MicroBatch]:
@@ -140,7 +140,7 @@ def reference(case: Case, given: Sequence[MicroBatch]) -> Reference:
             loss += dense_objective(
                 logits,
                 head,
-                case.recipe.terms(labels_T, signal),
+                case.spec.terms(labels_T, signal),
                 weights_T=(labels_T >= 0).float(),
                 normalizer=normalizer(given),
             ).loss
@@ -163,9 +163,10 @@ def step(
     if case.teacher == "topk":
         signals = [top_k(each) for each in given]
     contexts = [
-        Taught(each.labels_BS, normalizer=tokens, signal=signal) for each, signal in zip(given, signals, strict=True)
+        DistillTargets(each.labels_BS, normalizer=tokens, signal=signal)
+        for each, signal in zip(given, signals, strict=True)
     ]
-    hook = MegatronProcessor(model, distillation(case.recipe, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
+    hook = MegatronProcessor(model, distillation(case.spec, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
     return schedule(model, hook, given, contexts)
 
 
@@ -233,14 +234,14 @@ def top_k(batch: MicroBatch, count: int = 7) -> TopK:
 
 
 @dataclass
-class Ahead:
+class MtpDifference:
     """Of each depth, Megatron's own mean cross-entropy and that of the processor; of each gradient, how far apart."""
 
     losses: list[tuple[float, float]]
     gradients: dict[str, float]
 
 
-def compare_ahead(rank: Rank, layout: Layout) -> Ahead:
+def compare_mtp(rank: Rank, layout: Layout) -> MtpDifference:
     """A job: cross-entropy at every depth, by Megatron itself and by a processor, in the same layout."""
     with laid_out(layout):
         model = build(layout, 0)
@@ -251,7 +252,7 @@ def compare_ahead(rank: Rank, layout: Layout) -> Ahead:
         if batch.packed is not None:
             borders = batch.packed.cu_seqlens_q.long()
             starts_BS = torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])[None]
-        targets = Targets(batch.labels_BS, mask_BS).ahead(starts_BS, layout.depths)
+        targets = Targets(batch.labels_BS, mask_BS).shift_for_mtp(starts_BS, layout.depths)
         if layout.context > 1:
             rows_S = context_rows(layout.context, S)[parallel_state.get_context_parallel_rank()]
             batch, mask_BS = batch.part(rows_S), mask_BS[:, rows_S]
@@ -271,7 +272,7 @@ def compare_ahead(rank: Rank, layout: Layout) -> Ahead:
         scales = [1.0] + [counts[0] / count / layout.depths for count in counts[1:]]
         sum(scale * each.loss for scale, each in zip(scales, made, strict=True)).backward()
         whole = torch.stack([each.norm() for each in expected.values()]).norm()
-        return Ahead(
+        return MtpDifference(
             [(float(a), float(b.loss / count)) for a, b, count in zip(theirs, made, counts, strict=True)],
             {
                 name: float((each.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), 1e-3 * whole))
@@ -303,13 +304,13 @@ def plan_on_a_gpu(case: Case, store: str) -> float:
 def _flat_against_structured(case: Case, device: torch.device) -> float:
     model, (batch,) = build(case.layout, 0).to(device), micro_batches(case)
     batch = MicroBatch(*(each.to(device) for each in (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS)))
-    context = Taught(batch.labels_BS, normalizer=normalizer([batch]), signal=top_k(batch))
-    context = context.ahead(batch.position_ids_BS, case.layout.depths)
+    context = DistillTargets(batch.labels_BS, normalizer=normalizer([batch]), signal=top_k(batch))
+    context = context.shift_for_mtp(batch.position_ids_BS, case.layout.depths)
     depths = 1 + case.layout.depths
     hidden = torch.randn(depths * S, B, 32, generator=torch.Generator().manual_seed(0)).to(device)
     gradients, names = [], []
     for flat in (False, True):
-        hook = MegatronProcessor(model, distillation(case.recipe), flat=flat)
+        hook = MegatronProcessor(model, distillation(case.spec), flat=flat)
         node, given = last_node(model, batch, hook, context), hidden.clone().requires_grad_()
         if flat:
             made = node.forward_impl(given) if device.type == "cpu" else node.forward(given)

@@ -1,8 +1,8 @@
 """Whole small runs for tests: model folders, data, a configuration, and the command line in processes of its own.
 
-`world` lays out a student, a teacher, data and a configuration in a folder. `Command` runs `stillhouse` in a child
-process that a server with everything imported has forked, so that a real process with an exit code and a pid costs
-a tenth of a second and can be killed.
+`write_run` writes a student, a teacher, data and a configuration to a folder. `Command` runs `stillhouse` in a child
+process that a server with everything imported has forked: a real process, with an exit code and a pid, that can be
+killed and costs a tenth of a second.
 """
 
 import atexit
@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from families import build
 from toy_tokenizer import TEXT, toy_backend, toy_tokenizer
 
 from stillhouse.config import RunConfig, dump_config, load_config
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.train.engine import StepOutput
 from stillhouse.train.session import Session, prepare
 
 MAX_TOKENS = 32
@@ -65,7 +68,7 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
-def world(
+def write_run(
     folder: Path, *, family: str = "llama", tied: bool | None = None, teacher: bool = True, **settings: Any
 ) -> RunConfig:
     """A configuration in `folder`, as `folder/run.yaml` too, and what it names and is not there yet.
@@ -104,8 +107,20 @@ def world(
 
 
 def session_of(folder: Path, **settings: Any) -> Session:
-    """A prepared run (see `world`)."""
-    return prepare(world(folder, **settings), announce=False)
+    """A prepared run (see `write_run`)."""
+    return prepare(write_run(folder, **settings), announce=False)
+
+
+def forward_backward(
+    session: Session, micro_batches: Sequence[MicroBatch] | None = None, objective: ObjectiveSpec | None = None
+) -> StepOutput:
+    """A step of a session's engine, its first one if no micro-batches are given; the update is left out."""
+    if micro_batches is None:
+        micro_batches = list(session.plan.micro_batches(session.train, 0))
+    engine = session.engine if objective is None else session.engine.with_objective(objective)
+    own = session.shard(StepMicroBatches(micro_batches))
+    signals = session.source_for(engine.objective).request(own).result()
+    return engine.forward_backward(own, signals, own.whole.normalizer)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

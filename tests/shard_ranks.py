@@ -145,7 +145,7 @@ class RankPool:
     def _start(self) -> None:
         # a fork server imports torch once; its ranks are then there at once
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "stillhouse.train.step"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "stillhouse.train.engine"])
         self._starts += 1
         store = Path(self._folder.name) / str(self._starts)
         with _one_thread():

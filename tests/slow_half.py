@@ -6,12 +6,15 @@ python tests/slow_half.py [what pytest takes, such as files]
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 #: more failures than that are no flakiness, and running them again would only take time
 MOST_AGAIN = 20
+#: for `proofs.py`: of all tests, and of those that ran again
+RESULTS = Path(".results/slow.xml"), Path(".results/slow_again.xml")
 
 
 class Outcome:
@@ -31,10 +34,12 @@ class Outcome:
 
 def main(arguments: list[str]) -> int:
     started, first, second = time.monotonic(), Outcome(), Outcome()
-    code = pytest.main(["-m", "slow", "-n", "2", "--dist", "loadgroup", *arguments], plugins=[first])
+    RESULTS[1].unlink(missing_ok=True)
+    results = f"--junitxml={RESULTS[0]}"
+    code = pytest.main(["-m", "slow", "-n", "2", "--dist", "loadgroup", results, *arguments], plugins=[first])
     if code != pytest.ExitCode.TESTS_FAILED or len(first.failed) > MOST_AGAIN:
         return code
-    code = pytest.main(["-m", "slow", "-n", "0", *first.failed], plugins=[second])
+    code = pytest.main(["-m", "slow", "-n", "0", f"--junitxml={RESULTS[1]}", *first.failed], plugins=[second])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code
     flaky = [name for name in first.failed if name not in second.failed]

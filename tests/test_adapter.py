@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from stillhouse.models import Decoder, add_lora, draw_lora, without_lora
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl
-from stillhouse.parallel import Degrees, Layout, Mesh, Origin, lay_out
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 from stillhouse.parallel.stages import Stage, require_training
-from stillhouse.train.step import make_optimizer, optimizer_step
+from stillhouse.train.engine import OptimizerSettings, make_optimizer
 
 IDS = torch.arange(3, 40)[None]
 LABELS = IDS[0].roll(-1)
@@ -84,12 +84,11 @@ def peft_model(model: PreTrainedModel, like: Decoder) -> Any:
 def test_training_leaves_the_rest_as_it_was_to_the_byte(dtype: torch.dtype) -> None:
     decoder = adapted(tied=True, dtype=dtype)
     before = copy.deepcopy(decoder.state_dict())
-    optimizer = make_optimizer(
-        decoder.parameters(), learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
-    )
+    optimizer = make_optimizer(decoder.parameters(), OptimizerSettings(1e-2, weight_decay=0.1))
     for _ in range(3):
         decoder(IDS).float().logsumexp(-1).sum().backward()
-        optimizer_step(optimizer, 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
     for name, weight in decoder.state_dict().items():
         assert torch.equal(weight, before[name]) == (not is_lora(name)), name
         assert weight.dtype == (torch.float32 if is_lora(name) else dtype), name
@@ -185,7 +184,9 @@ def draw_under_a_layout(rank: Rank, degrees: Degrees) -> dict[str, bool] | None:
         add_lora(decoder, r=5)
         return decoder
 
-    runner = lay_out(Layout(degrees), mesh, Origin(make, lambda decoder: draw_lora(decoder, 3, fresh=False)), None)
+    runner = build_runner(
+        Layout(degrees), mesh, ModelSource(make, lambda decoder: draw_lora(decoder, 3, fresh=False)), None
+    )
     whole = make()
     draw_lora(whole, 3, fresh=False)
     found = {}
@@ -208,8 +209,8 @@ def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
     if rank.number >= 2:
         return None
     torch.manual_seed(0)
-    origin = Origin(lambda: adapted(dropout=0.5), lambda decoder: draw_lora(decoder, 0, fresh=False))
-    runner = lay_out(Layout(Degrees(tensor=2)), mesh, origin, None)
+    origin = ModelSource(lambda: adapted(dropout=0.5), lambda decoder: draw_lora(decoder, 0, fresh=False))
+    runner = build_runner(Layout(Degrees(tensor=2)), mesh, origin, None)
     (student,) = runner.students()
     student.train()
     for _ in range(3):

@@ -1,5 +1,7 @@
 """Packing, the order of training, labels; and that a packed batch is the same to a model as separate documents."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from families import FAMILIES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillhouse.data import Batch, DataReport, Documents, PackedSequences, make_batch
+from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences, make_micro_batch
 from stillhouse.data.packing import best_fit
 
 
@@ -65,7 +67,7 @@ def test_every_document_lies_whole_in_exactly_one_sequence(lengths: list[int], s
 def test_batches_hold_labels_weights_and_positions_row_by_row(lengths: list[int], seed: int) -> None:
     documents = make_documents(lengths, seed)
     packed = PackedSequences(documents, max_tokens=24, seed=seed)
-    batch = packed.batch(range(len(packed)))
+    batch = packed.micro_batch(range(len(packed)))
     B, S = batch.input_ids_BS.shape
     assert max(lengths_of(packed, documents)) == S
     assert batch.labels_T.shape == batch.weights_T.shape == batch.document_T.shape == (B * S,)
@@ -103,7 +105,7 @@ def test_labels_are_shifted_once() -> None:
         ["a:1", "a:2"],
         DataReport("a"),
     )
-    batch = make_batch(documents, [[0], [1]])
+    batch = make_micro_batch(documents, [[0], [1]])
     assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9, 2], [10, 11, 2, 0, 0, 0]]
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
     assert batch.labels_T.tolist() == [-1, -1, 8, 9, 2, -1, 11, 2, -1, -1, -1, -1]
@@ -111,25 +113,66 @@ def test_labels_are_shifted_once() -> None:
     assert batch.valid_index.tolist() == [2, 3, 4, 6, 7]
     assert batch.document_T.tolist() == [0] * 6 + [1] * 3 + [-1] * 3
     assert batch.valid_tokens == 5
-    packed = make_batch(documents, [[0, 1]])
+    packed = make_micro_batch(documents, [[0, 1]])
     assert packed.labels_T.tolist() == [-1, -1, 8, 9, 2, -1, 11, 2, -1]
     assert packed.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2]]
 
 
 def test_types_and_moving() -> None:
-    batch = make_batch(make_documents([4, 6]), [[0], [1]])
-    kinds = {name: value.dtype for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    batch = make_micro_batch(make_documents([4, 6]), [[0], [1]])
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    kinds = {name: value.dtype for name, value in (tensors | batch.inputs).items()}
     assert kinds.pop("weights_T") == torch.float32
     assert set(kinds.values()) == {torch.int64}
     moved = batch.to("meta")
-    assert isinstance(moved, Batch)
+    assert isinstance(moved, MicroBatch)
     assert moved.labels_T.is_meta
     assert moved.input_ids_BS.is_meta
     assert moved.valid_tokens == batch.valid_tokens
     with pytest.raises(ValueError, match="at least one row"):
-        make_batch(make_documents([4]), [])
+        make_micro_batch(make_documents([4]), [])
     with pytest.raises(ValueError, match="each row at least one document"):
-        make_batch(make_documents([4]), [[0], []])
+        make_micro_batch(make_documents([4]), [[0], []])
+
+
+def odd_micro_batch() -> MicroBatch:
+    """Two rows of 6 tokens, with everything that a micro-batch may hold."""
+    batch = make_micro_batch(make_documents([4, 6, 2]), [[0, 2], [1]])
+    rows_T = torch.arange(12)
+    return replace(
+        batch,
+        inputs={**batch.inputs, "kinds": rows_T.view(2, 6, 1) * torch.ones(3), "image": torch.rand(5, 3, 2, 2)},
+        per_token={"advantages_T": rows_T.float() + 0.5, "experts_TK": rows_T[:, None] + torch.arange(2)},
+        teacher_inputs={"input_ids": rows_T.view(2, 6) + 100, "position_ids": batch.position_ids_BS},
+    )
+
+
+def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
+    """Each value of a row says the row's number, so that the parts can be put together by hand."""
+    batch = odd_micro_batch()
+    padded = batch.padded(3, 8)
+    rows_T = torch.tensor([[0, 1, 2, 3, 4, 5, -1, -1], [6, 7, 8, 9, 10, 11, -1, -1], [-1] * 8])
+    for number in range(2):
+        part = padded.part(number, 2)
+        expected_T = rows_T[:, 4 * number : 4 * number + 4].flatten()
+        is_padding_T = expected_T < 0
+        advantages_T = torch.where(is_padding_T, 0.0, expected_T + 0.5)
+        assert part.per_token["advantages_T"].tolist() == advantages_T.tolist()
+        assert part.per_token["experts_TK"][~is_padding_T, 1].tolist() == (expected_T[~is_padding_T] + 1).tolist()
+        assert part.inputs["kinds"][..., 2].flatten()[~is_padding_T].tolist() == expected_T[~is_padding_T].tolist()
+        assert part.inputs["kinds"].shape == (3, 4, 3)
+        assert part.inputs["image"] is batch.inputs["image"]
+        assert part.teacher_inputs is not None
+        assert (
+            part.teacher_inputs["input_ids"].flatten()[~is_padding_T].tolist()
+            == (expected_T[~is_padding_T] + 100).tolist()
+        )
+        for name, padding in (("labels_T", -1), ("weights_T", 0), ("document_T", -1)):
+            whole_T = torch.where(is_padding_T, padding, getattr(batch, name)[expected_T])
+            assert getattr(part, name).tolist() == whole_T.tolist(), name
+        assert part.valid_index.tolist() == part.weights_T.nonzero()[:, 0].tolist()
+        assert part.valid_tokens == int(part.weights_T.sum())
+    assert padded.position_ids_BS[:, 4:].tolist() == [[0, 1, 0, 1], [4, 5, 0, 1], [4, 5, 6, 7]]
 
 
 @EXAMPLES
@@ -154,7 +197,7 @@ def test_all_steps_of_an_epoch_hold_every_token_once() -> None:
     documents = make_documents(np.random.default_rng(1).integers(1, 24, 200).tolist())
     packed = PackedSequences(documents, max_tokens=24, seed=3)
     steps = [packed.step_sequences(step, 7, len(packed)) for step in range(-(-len(packed) // 7))]
-    batches = [packed.batch(sequences) for sequences in steps]
+    batches = [packed.micro_batch(sequences) for sequences in steps]
     rows = torch.cat([batch.document_T for batch in batches])
     assert torch.bincount(rows[rows >= 0], minlength=200).tolist() == documents.lengths_D.tolist()
     assert sum(batch.valid_tokens for batch in batches) == documents.targets_N.sum()
@@ -196,7 +239,7 @@ def test_too_long_a_document_is_refused() -> None:
 def test_packed_equals_separate(family: str) -> None:
     documents = make_documents([9, 1, 7, 12, 3, 16, 5, 2])
     packed = PackedSequences(documents, max_tokens=20, seed=0)
-    batch = packed.batch(range(len(packed)))
+    batch = packed.micro_batch(range(len(packed)))
     assert (batch.document_T == -1).any()  # rows with padding are part of it
     model = build(family)
     with torch.no_grad():

@@ -262,11 +262,11 @@ def test_parameters_are_there_once_and_move_together(tied: bool) -> None:
     decoder.to(torch.float64)
     assert model.lm_head.weight.dtype == torch.float64
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
-    twin = copy.deepcopy(decoder)
+    pair = copy.deepcopy(decoder)
     with torch.no_grad():
-        twin.head.linear.weight.mul_(2)
-        assert torch.equal(twin.pretrained(ids).logits, twin(ids))
-        assert not torch.equal(twin(ids), decoder(ids))
+        pair.head.linear.weight.mul_(2)
+        assert torch.equal(pair.pretrained(ids).logits, pair(ids))
+        assert not torch.equal(pair(ids), decoder(ids))
 
 
 @EACH_TIE

@@ -176,11 +176,11 @@ def test_weights_that_are_not_finite() -> None:
 
 
 def test_documents_longer_than_the_positions_reach() -> None:
-    check_document_length(Decoder(build("llama")), 100_000, "student")  # rotary: no end of a table
+    check_document_length(Decoder(build("llama")).pretrained, 100_000, "student")  # rotary: no end of a table
     learned = Decoder(build("gpt2"))
-    check_document_length(learned, 128, "student")
+    check_document_length(learned.pretrained, 128, "student")
     with pytest.raises(ValueError, match=r"student has learned positions for 128 tokens: .* got 129"):
-        check_document_length(learned, 129, "student")
+        check_document_length(learned.pretrained, 129, "student")
 
 
 def test_documents_beyond_a_switch_of_rotary_angles() -> None:
@@ -190,9 +190,9 @@ def test_documents_beyond_a_switch_of_rotary_angles() -> None:
         rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
     )  # fmt: skip
     decoder = Decoder(Phi3ForCausalLM(config).eval())
-    check_document_length(decoder, 16, "teacher")
+    check_document_length(decoder.pretrained, 16, "teacher")
     with pytest.raises(ValueError, match=r"longrope.* longer than 16 tokens.* got 17"):
-        check_document_length(decoder, 17, "teacher")
+        check_document_length(decoder.pretrained, 17, "teacher")
     # what the refusal is about: a short document's result changes with a long neighbour
     ids, positions = torch.arange(3, 25)[None], torch.cat([torch.arange(5), torch.arange(17)])[None]
     with torch.no_grad():

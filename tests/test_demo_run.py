@@ -16,6 +16,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]
     return out, demo(out, steps=3)
 
 
+@pytest.mark.slow
 def test_the_table_has_teacher_control_and_student(finished: tuple[Path, list[dict]]) -> None:
     _, rows = finished
     assert [row["run"] for row in rows] == ["teacher", "cross_entropy", "distilled"]
@@ -49,6 +50,7 @@ def test_the_report_compares_both_runs(finished: tuple[Path, list[dict]]) -> Non
     assert "distilled" in page
 
 
+@pytest.mark.slow
 def test_a_second_call_leaves_the_runs_as_they_are(finished: tuple[Path, list[dict]]) -> None:
     out, rows = finished
     before = (out / "distilled" / "metrics.jsonl").read_bytes()

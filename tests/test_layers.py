@@ -40,6 +40,39 @@ def test_no_pickle(path: Path) -> None:
     assert "torch.save(" not in source
 
 
+def imports_within(package: Path) -> dict[str, set[str]]:
+    """Of each module of a package, the others that it imports; for types and inside functions, too."""
+    within = f"stillhouse.{package.name}"
+    modules = {path.stem: path for path in package.glob("*.py") if path.stem != "__init__"}
+    found = {}
+    for name, path in modules.items():
+        imported = {each.removeprefix(f"{within}.").partition(".")[0] for each in imported_modules(path)}
+        found[name] = (imported & modules.keys()) - {name}
+    return found
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, if there are any: what is left when all others are taken away."""
+    left = dict(imports)
+    while free := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+PACKAGES = sorted({path.parent for path in PACKAGE.glob("*/*.py")})
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.name)
+def test_the_modules_of_a_package_import_each_other_in_no_circle(package: Path) -> None:
+    assert circle(imports_within(package)) == []
+
+
 def test_no_broad_except() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -16,8 +16,8 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_jobs import (
     Case,
     compare,
-    compare_ahead,
     compare_log_probs,
+    compare_mtp,
     compare_tap,
     gather_of_weights,
     half,
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_logits_on_one_rank(ranks: RankPool, case: Case) 
     ids=lambda layout: layout.name,
 )
 def test_cross_entropy_at_every_depth_is_megatrons_own(ranks: RankPool, layout: Layout) -> None:
-    for found in ranks.call(compare_ahead, layout, limit=120):
+    for found in ranks.call(compare_mtp, layout, limit=120):
         assert len(found.losses) == 1 + layout.depths
         for theirs, ours in found.losses:
             assert ours == pytest.approx(theirs, rel=1e-5)

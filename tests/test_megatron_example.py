@@ -53,7 +53,10 @@ def write(changes: dict[str, str]) -> str:
     return "run.yaml"
 
 
-@pytest.mark.parametrize(("processes", "changes"), [(4, {}), (2, TOP_K)], ids=["teacher in the stages", "top-k"])
+@pytest.mark.parametrize(
+    ("processes", "changes"),
+    [pytest.param(4, {}, id="teacher in the stages"), pytest.param(2, TOP_K, id="top-k", marks=pytest.mark.slow)],
+)
 def test_the_loss_falls(folder: Path, processes: int, changes: dict[str, str]) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     run = subprocess.run(

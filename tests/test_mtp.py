@@ -22,9 +22,9 @@ from stillhouse.demo import corpus
 from stillhouse.demo.corpus import Document, split_of
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
-from stillhouse.models.processors import Targets, Taught, cross_entropy, distillation, hidden_states
+from stillhouse.models.processors import DistillTargets, Targets, cross_entropy, distillation, hidden_states
 from stillhouse.objective import FullVocab, OutputHead, TopK, fused
-from stillhouse.objective.recipe import parse_recipe
+from stillhouse.objective.spec import parse_objective
 
 ROOT = Path(__file__).parents[1]
 V = 251
@@ -177,14 +177,14 @@ def plain(decoder: MultiTokenDecoder, teacher: Decoder, kind: str) -> list[Tenso
     return [loss / NORMALIZER for loss in losses]
 
 
-def targets_of(teacher: Decoder, kind: str) -> Taught:
+def targets_of(teacher: Decoder, kind: str) -> DistillTargets:
     labels_BS = packed([labels_of(each) for each in documents()])
     ids_BS = packed(documents())
     signal: Any = teacher.signal(ids_BS, positions())
     if kind == "top_k":
         ids, log_p, tail = top_k_of(signal.head.logits(signal.hidden_TE))
         signal = TopK(ids, log_p, tail_log_prob_T=tail, temperature=TEMPERATURE)
-    return Taught(labels_BS, normalizer=NORMALIZER, signal=signal)
+    return DistillTargets(labels_BS, normalizer=NORMALIZER, signal=signal)
 
 
 def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Tensor]:
@@ -203,8 +203,8 @@ def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Ten
 )
 def test_loss_and_gradients_are_those_of_plain_logits(family: str, depths: int, kind: str) -> None:
     decoder, teacher = make(family, depths, torch.float64), Decoder(build("llama", seed=3, dtype=torch.float64))
-    context = targets_of(teacher, kind).ahead(positions(), depths)
-    processor = distillation(parse_recipe(RECIPES[kind], TEMPERATURE), chunk_tokens=5)
+    context = targets_of(teacher, kind).shift_for_mtp(positions(), depths)
+    processor = distillation(parse_objective(RECIPES[kind], TEMPERATURE), chunk_tokens=5)
     outputs = decoder(packed(documents()), positions(), processor=processor, context=context)
     expected = plain(decoder, teacher, kind)
     assert len(outputs) == len(expected) == depths + 1
@@ -233,7 +233,7 @@ def test_packed_rows_are_the_documents_at_every_depth(family: str, depths: int) 
             torch.testing.assert_close(document[: len(made[depth])], made[depth], rtol=0, atol=1e-6)
 
 
-def slowly_ahead(each_BS: list[list[Any]], at: list[list[int]], depth: int, absent: Any) -> list[Any]:
+def shifted_by_hand(each_BS: list[list[Any]], at: list[list[int]], depth: int, absent: Any) -> list[Any]:
     """In the rows' order, each row's value `depth` further on in the same document."""
     moved = []
     for row, place in zip(each_BS, at, strict=True):
@@ -243,37 +243,37 @@ def slowly_ahead(each_BS: list[list[Any]], at: list[list[int]], depth: int, abse
     return moved
 
 
-def test_ahead_moves_labels_weights_and_signal_together_and_stops_at_documents() -> None:
+def test_shift_for_mtp_moves_labels_weights_and_signal_together_and_stops_at_documents() -> None:
     at_BS = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
     labels_BS = torch.tensor([[5, 6, -1, 8, 9, 10], [11, -1, 13, 14, 15, -1]])
     weights_BS = torch.arange(1.0, 13.0).view(2, 6) * (labels_BS >= 0)
     hidden_TE = torch.randn(12, 3)
     head = OutputHead(torch.randn(20, 3))
-    targets = Taught(labels_BS, weights_BS, normalizer=4.0, signal=FullVocab(hidden_TE, head))
-    ahead = targets.ahead(at_BS, 3)
-    assert ahead.at(0).labels_T.tolist() == labels_BS.flatten().tolist()
-    assert len(ahead.further) == 3
+    targets = DistillTargets(labels_BS, weights_BS, normalizer=4.0, signal=FullVocab(hidden_TE, head))
+    shifted = targets.shift_for_mtp(at_BS, 3)
+    assert shifted.at(0).labels_T.tolist() == labels_BS.flatten().tolist()
+    assert len(shifted.mtp_targets) == 3
     for depth in (1, 2, 3):
-        here = ahead.at(depth)
-        assert here.labels_T.tolist() == slowly_ahead(labels_BS.tolist(), at_BS.tolist(), depth, -1)
+        here = shifted.at(depth)
+        assert here.labels_T.tolist() == shifted_by_hand(labels_BS.tolist(), at_BS.tolist(), depth, -1)
         assert here.weights_T is not None
-        assert here.weights_T.tolist() == slowly_ahead(weights_BS.tolist(), at_BS.tolist(), depth, 0.0)
+        assert here.weights_T.tolist() == shifted_by_hand(weights_BS.tolist(), at_BS.tolist(), depth, 0.0)
         assert here.normalizer == 4.0
-        taught = slowly_ahead(hidden_TE.view(2, 6, 3).tolist(), at_BS.tolist(), depth, None)
+        taught = shifted_by_hand(hidden_TE.view(2, 6, 3).tolist(), at_BS.tolist(), depth, None)
         assert isinstance(here.signal, FullVocab)
         assert here.signal.head is head
         for row, expected in enumerate(taught):
             if expected is not None:
                 assert here.signal.hidden_TE[row].tolist() == expected
     with pytest.raises(ValueError, match=r"depth 4 .* targets of 3 further depths"):
-        ahead.at(4)
+        shifted.at(4)
 
 
-def test_context_shards_cut_after_ahead_say_what_the_whole_says() -> None:
+def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None:
     """Two ranks, each with the first and the last of four pieces of each row, as in a balanced causal layout."""
     decoder, teacher = make(depths=2), Decoder(build("llama", seed=3))
-    whole = targets_of(teacher, "jsd").ahead(positions(), 2)
-    processor = distillation(parse_recipe(RECIPES["jsd"], TEMPERATURE))
+    whole = targets_of(teacher, "jsd").shift_for_mtp(positions(), 2)
+    processor = distillation(parse_objective(RECIPES["jsd"], TEMPERATURE))
     outputs = decoder(packed(documents()), positions(), processor=processor, context=whole)
     hidden = decoder(packed(documents()), positions(), processor=hidden_states)
 
@@ -298,8 +298,8 @@ def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     teacher = Decoder(build("llama", vocab_size=vocabulary))
     ids_BS = torch.randint(3, vocabulary, (rows, tokens))
     at_BS = torch.arange(tokens).repeat(rows, 1)
-    context = Taught(ids_BS.roll(-1, 1), signal=teacher.signal(ids_BS, at_BS)).ahead(at_BS, 2)
-    processor = distillation(parse_recipe("0.5*cross_entropy + 0.5*forward_kl"), chunk_tokens=32)
+    context = DistillTargets(ids_BS.roll(-1, 1), signal=teacher.signal(ids_BS, at_BS)).shift_for_mtp(at_BS, 2)
+    processor = distillation(parse_objective("0.5*cross_entropy + 0.5*forward_kl"), chunk_tokens=32)
     with Largest() as largest:
         outputs = decoder(ids_BS, at_BS, processor=processor, context=context)
         sum(each.loss for each in outputs).backward()
@@ -395,7 +395,7 @@ def test_parameters_are_there_once_and_all_train(tied: bool) -> None:
     assert sum(each.numel() for each in decoder.state_dict().values()) == sum(
         each.numel() for part in (decoder.main, decoder.layers) for each in part.state_dict().values()
     )
-    context = Targets(packed([labels_of(each) for each in documents()])).ahead(positions(), 2)
+    context = Targets(packed([labels_of(each) for each in documents()])).shift_for_mtp(positions(), 2)
     outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
     outputs[2].loss.backward()  # of the last depth alone: it is made of all others, and of the head
     assert all(each.grad is not None for each in decoder.parameters())
@@ -405,7 +405,7 @@ def test_parameters_are_there_once_and_all_train(tied: bool) -> None:
 def test_a_frozen_main_model_leaves_the_layers_to_train() -> None:
     made = make()
     decoder = MultiTokenDecoder(made.main, made.mtp, train_main=False)
-    context = Targets(packed([labels_of(each) for each in documents()])).ahead(positions(), 2)
+    context = Targets(packed([labels_of(each) for each in documents()])).shift_for_mtp(positions(), 2)
     outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
     assert not outputs[0].loss.requires_grad
     sum(each.loss for each in outputs[1:]).backward()
@@ -457,7 +457,7 @@ def test_sharding_hooks_fire_at_every_depth(tied: bool) -> None:
 
     def trained(decoder: MultiTokenDecoder) -> MultiTokenDecoder:
         outputs = decoder(
-            packed(documents()), positions(), processor=cross_entropy(), context=context.ahead(positions(), 2)
+            packed(documents()), positions(), processor=cross_entropy(), context=context.shift_for_mtp(positions(), 2)
         )
         sum(each.loss for each in outputs).backward()
         return decoder

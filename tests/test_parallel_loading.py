@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from stillhouse.models import Decoder
 from stillhouse.parallel import Degrees
 from stillhouse.parallel.context_parallel import require_heads
-from stillhouse.parallel.loading import empty_decoder, fill
+from stillhouse.parallel.loading import empty_decoder, load_weights
 from stillhouse.parallel.stages import keep_layers, require_cuttable
 from stillhouse.parallel.tensor_parallel import tensor_plan
 
@@ -28,7 +28,7 @@ def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: boo
     build(family, tied=tied).save_pretrained(tmp_path)
     filled = empty_decoder(tmp_path)
     assert all(parameter.is_meta for parameter in filled.parameters())
-    fill(filled, tmp_path, torch.device("cpu"))
+    load_weights(filled, tmp_path, torch.device("cpu"))
     loaded = Decoder.from_pretrained(tmp_path)
     filled.eval()
     assert filled.state_dict().keys() == loaded.state_dict().keys()
@@ -57,7 +57,7 @@ def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
     keep_layers(first, range(1), first=True, last=False)
     keep_layers(second, range(1, 2), first=False, last=True)
     for stage in (first, second):
-        fill(stage, tmp_path, torch.device("cpu"))
+        load_weights(stage, tmp_path, torch.device("cpu"))
         stage.eval()
     hidden = first(IDS)
     assert torch.equal(second(None, inputs_embeds=hidden), Decoder.from_pretrained(tmp_path)(IDS))
@@ -68,7 +68,7 @@ def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
     config = MixtralConfig(vocab_size=99, num_key_value_heads=2, num_local_experts=4, **size)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\."):
-        fill(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
+        load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +104,10 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 def test_heads_that_degrees_do_not_divide_are_refused() -> None:
     decoder = Decoder(build("llama"), verify=False)  # 4 heads, 2 of keys and values
-    with pytest.raises(ValueError, match=r"parallel\.tensor=4 does not divide the model's num_key_value_heads=2"):
+    with pytest.raises(ValueError, match=r"tensor=4 does not divide the model's num_key_value_heads=2"):
         tensor_plan(decoder, 4)
     require_heads(decoder.config, 2, 1)
-    with pytest.raises(ValueError, match=r"parallel\.context=2 × parallel\.tensor=2 does not divide"):
+    with pytest.raises(ValueError, match=r"context=2 × tensor=2 does not divide"):
         require_heads(decoder.config, 2, 2)
 
 

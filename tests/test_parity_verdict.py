@@ -7,12 +7,12 @@ import pytest
 from families import build
 
 from stillhouse.models import Decoder
-from stillhouse.parallel import alone
+from stillhouse.parallel import single_process_runner
 from stillhouse.parity import Row, differences, worst
 
 
 def test_a_nan_in_any_position_is_called_different() -> None:
-    runner = alone(Decoder(build("llama"), verify=False), None)
+    runner = single_process_runner(Decoder(build("llama"), verify=False), None)
     for parameter in runner.students()[0].parameters():
         parameter.grad = parameter.detach().clone()
     expected = {name: each.grad.clone() for name, each in runner.named_parameters() if each.grad is not None}

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.processors import (
-    Drawn,
+    DistillTargets,
     LogProbs,
+    PolicyTargets,
     Targets,
-    Taught,
     by_depth,
     cross_entropy,
     distillation,
@@ -33,7 +33,7 @@ from stillhouse.models.processors import (
     selected_log_probs,
 )
 from stillhouse.objective import DenseLogits, OutputHead, TopK, fused
-from stillhouse.objective.recipe import parse_recipe
+from stillhouse.objective.spec import parse_objective
 
 B, S, V = 2, 17, 251
 T = B * S
@@ -184,8 +184,8 @@ def test_distillation_from_a_second_model(model: str) -> None:
         of_labels_T, _ = log_probs_of(logits_TV)
         return ((0.7 * jsd_TV.sum(1) - 0.3 * of_labels_T) * weights_BS.flatten()).sum() / 11.0
 
-    processor = distillation(parse_recipe("0.3*cross_entropy + 0.7*jsd(0.5)", temperature=2.0), chunk_tokens=5)
-    context = Taught(LABELS_BS, weights_BS, 11.0, signal=signal)
+    processor = distillation(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)", temperature=2.0), chunk_tokens=5)
+    context = DistillTargets(LABELS_BS, weights_BS, 11.0, signal=signal)
     made = assert_as_from_logits(model, processor, context, plain)
     assert made.metrics["chunk_tokens"] == 5
     assert all(each.grad is None for each in teacher.parameters())
@@ -206,11 +206,11 @@ def test_distillation_from_top_k(model: str) -> None:
         return F.kl_div(log_q_TB, log_p_TB, log_target=True, reduction="none")[KNOWN_T].sum() / LABELLED
 
     signal = TopK(ids_TK, log_p_TK, tail_log_prob_T=with_the_rest(log_p_TV)[:, -1])
-    context = Taught(LABELS_BS, normalizer=LABELLED, signal=signal)
-    assert_as_from_logits(model, distillation(parse_recipe("forward_kl")), context, plain)
+    context = DistillTargets(LABELS_BS, normalizer=LABELLED, signal=signal)
+    assert_as_from_logits(model, distillation(parse_objective("forward_kl")), context, plain)
 
 
-def drawn(name: str, temperature: float, weights_BS: Tensor | None) -> Drawn:
+def drawn(name: str, temperature: float, weights_BS: Tensor | None) -> PolicyTargets:
     """Ratios on both sides of both clips under advantages of either sign; nothing to read where there is no label."""
     with torch.no_grad():
         log_q_T, _ = log_probs_of(logits_of(name), temperature)
@@ -222,7 +222,7 @@ def drawn(name: str, temperature: float, weights_BS: Tensor | None) -> Drawn:
     advantages_T[KNOWN_T] = advantages[:LABELLED]
     reference_T[KNOWN_T] = log_q_T[KNOWN_T] + torch.randn(LABELLED, generator=generator(4))
     per_token = (each.view(B, S) for each in (advantages_T, old_T, reference_T))
-    return Drawn(LABELS_BS, weights_BS, float(LABELLED), None, (), *per_token)
+    return PolicyTargets(LABELS_BS, weights_BS, float(LABELLED), None, (), *per_token)
 
 
 @EACH_MODEL
@@ -257,7 +257,7 @@ def test_policy_gradient(model: str, rows: str) -> None:
 PROCESSORS: dict[str, Callable[[], OutputProcessor]] = {
     "selected_log_probs": selected_log_probs,
     "cross_entropy": lambda: cross_entropy(label_smoothing=0.1, z_loss=1e-3),
-    "distillation": lambda: distillation(parse_recipe("0.3*cross_entropy + 0.7*jsd(0.5)")),
+    "distillation": lambda: distillation(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")),
     "policy_gradient": lambda: policy_gradient(kl_scale=0.1, entropy_bonus=0.01),
 }
 
@@ -272,8 +272,8 @@ def test_no_tensor_is_as_large_as_the_logits(processor: str, monkeypatch: pytest
     labels_BS, some_T = ids_BS.roll(-1, 1), torch.zeros(rows * tokens)
     signal = Decoder(build("qwen3", seed=1, vocab_size=vocabulary), verify=False).signal(ids_BS)
     contexts = {
-        "distillation": Taught(labels_BS, signal=signal),
-        "policy_gradient": Drawn(
+        "distillation": DistillTargets(labels_BS, signal=signal),
+        "policy_gradient": PolicyTargets(
             labels_BS, advantages_T=some_T, old_log_probs_T=some_T, reference_log_probs_T=some_T
         ),
     }
@@ -299,25 +299,25 @@ def test_without_a_label_anywhere_the_loss_is_0_and_reaches_every_parameter() ->
 
 
 def test_another_objective_for_further_depths() -> None:
-    context = Drawn(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T).ahead(POSITIONS_BS, 1)
+    context = PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T).shift_for_mtp(POSITIONS_BS, 1)
     processor = by_depth(policy_gradient(), cross_entropy())
     assert "policy_gradient" in at_depth(processor, context, 0).metrics
     (found, expected) = (at_depth(each, context, 1) for each in (processor, cross_entropy()))
     assert torch.equal(found.loss, expected.loss)
 
 
-def test_ahead_of_rows_that_are_alike() -> None:
+def test_shift_for_mtp_of_equal_rows() -> None:
     one_1S = torch.arange(S)[None]
-    one, every = (Targets(LABELS_BS).ahead(each, 1).at(1) for each in (one_1S, one_1S.expand(B, S)))
+    one, every = (Targets(LABELS_BS).shift_for_mtp(each, 1).at(1) for each in (one_1S, one_1S.expand(B, S)))
     assert torch.equal(one.labels_T, every.labels_T)
     assert torch.equal(one.labels_T.view(B, S)[:, :-1], LABELS_BS[:, 1:])
 
 
-def test_ahead_stays_within_documents() -> None:
+def test_shift_for_mtp_stays_within_documents() -> None:
     """By hand: the documents' ends, and what a teacher said of the row that is meant."""
     weights_BS = torch.rand(B, S, generator=generator(6))
     signal = DenseLogits(torch.arange(T).float()[:, None])  # each row says its own number
-    context = Taught(LABELS_BS, weights_BS, 3.0, signal=signal).ahead(POSITIONS_BS, 2)
+    context = DistillTargets(LABELS_BS, weights_BS, 3.0, signal=signal).shift_for_mtp(POSITIONS_BS, 2)
     document_T = ((POSITIONS_BS == 0).cumsum(1) + 10 * torch.arange(B)[:, None]).flatten().tolist()
     for depth in (1, 2):
         further = context.at(depth)
@@ -341,7 +341,7 @@ def test_ahead_stays_within_documents() -> None:
 def test_a_depth_is_the_objective_at_its_own_targets() -> None:
     decoder = decoder_of("tied")
     hidden_BSD = decoder(IDS_BS, POSITIONS_BS, processor=hidden_states).detach()
-    context = Targets(LABELS_BS).ahead(POSITIONS_BS, 1)
+    context = Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS, 1)
     found = decoder.head(hidden_BSD, cross_entropy(), context, 1)
     assert torch.equal(found.loss, decoder.head(hidden_BSD, cross_entropy(), Targets(context.at(1).labels_T)).loss)
     assert found.metrics["tokens"] == sum(length - 3 for row in DOCUMENTS for length in row)
@@ -353,51 +353,58 @@ def at_depth(processor: OutputProcessor, context: Any, depth: int = 1) -> Any:
 
 
 SOME_T = torch.zeros(T)
-DISTILLATION = distillation(parse_recipe("forward_kl"))
+DISTILLATION = distillation(parse_objective("forward_kl"))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: Drawn(LABELS_BS, old_log_probs_T=SOME_T),
+            lambda: PolicyTargets(LABELS_BS, old_log_probs_T=SOME_T),
             "advantages_T is missing: expected a number for each of 34 tokens",
         ),
         (
-            lambda: Drawn(LABELS_BS, advantages_T=SOME_T),
+            lambda: PolicyTargets(LABELS_BS, advantages_T=SOME_T),
             "old_log_probs_T is missing: expected a number for each of 34 tokens",
         ),
         (
             lambda: at_depth(cross_entropy(), Targets(LABELS_BS)),
-            "depth 1 of multi-token prediction with targets of 0 further depths: expected targets.ahead(",
+            "depth 1 of multi-token prediction with targets of 0 further depths: expected targets.shift_for_mtp(",
         ),
         (
-            lambda: at_depth(selected_log_probs(), Targets(LABELS_BS).ahead(POSITIONS_BS, 2), 3),
-            "targets of 2 further depths: expected targets.ahead(position_ids, 3)",
+            lambda: at_depth(selected_log_probs(), Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS, 2), 3),
+            "targets of 2 further depths: expected targets.shift_for_mtp(position_ids, 3)",
         ),
-        (lambda: at_depth(DISTILLATION, Taught(LABELS_BS)), "depth 1 of multi-token prediction"),
-        (lambda: at_depth(DISTILLATION, Taught(LABELS_BS), 0), "signal is missing: expected what a teacher says"),
+        (lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS)), "depth 1 of multi-token prediction"),
         (
-            lambda: at_depth(policy_gradient(), Drawn(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T)),
+            lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS), 0),
+            "signal is missing: expected what a teacher says",
+        ),
+        (
+            lambda: at_depth(
+                policy_gradient(), PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T)
+            ),
             "a policy gradient at depth 1: expected 0, the head that tokens are drawn from; by_depth(",
         ),
         (
             lambda: at_depth(
-                policy_gradient(kl_scale=0.1), Drawn(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T), 0
+                policy_gradient(kl_scale=0.1),
+                PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T),
+                0,
             ),
             "kl_scale=0.1 without reference_log_probs_T: expected both, or kl_scale=0",
         ),
         (
             lambda: at_depth(
                 policy_gradient(),
-                Drawn(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=torch.zeros(T, requires_grad=True)),
+                PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=torch.zeros(T, requires_grad=True)),
                 0,
             ),
             "old_log_probs_T requires grad: expected a constant; detach it",
         ),
         (lambda: at_depth(cross_entropy(), Targets(LABELS_BS[:, 1:]), 0), "has 32 tokens, the student 34"),
         (
-            lambda: Targets(LABELS_BS).ahead(POSITIONS_BS[:, 1:], 1),
+            lambda: Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS[:, 1:], 1),
             "position_ids of shape (2, 16) for 34 labels: expected [B, S], all rows whole",
         ),
     ],

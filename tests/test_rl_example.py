@@ -33,6 +33,7 @@ def test_advantages_are_within_a_group(example: dict[str, Any]) -> None:
     torch.testing.assert_close(example["advantages"](rewards_B, 4), expected_B, rtol=1e-3, atol=0)
 
 
+@pytest.mark.slow
 def test_rewards_rise_and_log_probs_are_those_of_logits(example: dict[str, Any]) -> None:
     result = example["main"](["--imitate", "150", "--steps", "20"])
     assert sum(result.rewards[:5]) / 5 < 0.4

@@ -9,7 +9,7 @@ from families import build
 from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from stillhouse.models import Balance, Decoder, balance_routers
+from stillhouse.models import Decoder, RouterAuxLoss, balance_routers
 
 ROWS, TOKENS, COEFFICIENT = 3, 11, 0.7
 SHAPE = {
@@ -37,7 +37,7 @@ def decoder(config: PreTrainedConfig) -> Decoder:
     return Decoder(model, verify=False).train()
 
 
-def learn(model: Decoder, ids_BS: torch.Tensor, balance: Balance) -> dict[str, torch.Tensor]:
+def learn(model: Decoder, ids_BS: torch.Tensor, balance: RouterAuxLoss) -> dict[str, torch.Tensor]:
     """Gradients of the load balancing alone: the logits count nothing, and so reach every parameter with zeros."""
     balance_routers(model)
     (0 * model(ids_BS, balance=balance).sum()).backward()
@@ -53,7 +53,7 @@ def test_of_one_sequence_and_layer_it_is_the_family_s_own(family: str) -> None:
     (COEFFICIENT * outputs.aux_loss).backward()
 
     model = decoder(FAMILIES[family])
-    balance = Balance(torch.ones(1, TOKENS, dtype=torch.bool), torch.tensor([TOKENS]), COEFFICIENT / TOKENS)
+    balance = RouterAuxLoss(torch.ones(1, TOKENS, dtype=torch.bool), torch.tensor([TOKENS]), COEFFICIENT / TOKENS)
     gradients = learn(model, ids_BS, balance)
     (loss,) = balance.losses.values()
     torch.testing.assert_close(loss / TOKENS, outputs.aux_loss.detach().to(loss), rtol=1e-6, atol=0)
@@ -80,7 +80,7 @@ def test_each_sequence_and_layer_counts_by_itself_and_padding_does_not() -> None
     (COEFFICIENT * expected / targets_B.sum()).backward()
 
     model = decoder(config)
-    balance = Balance(counts_BS, targets_B, COEFFICIENT / int(targets_B.sum()))
+    balance = RouterAuxLoss(counts_BS, targets_B, COEFFICIENT / int(targets_B.sum()))
     gradients = learn(model, ids_BS, balance)
     torch.testing.assert_close(sum(balance.losses.values()), expected.detach().float(), rtol=1e-5, atol=0)
     assert len(logits) == len(balance.losses) == 2
@@ -92,7 +92,7 @@ def test_each_sequence_and_layer_counts_by_itself_and_padding_does_not() -> None
 def test_without_gradients_nothing_is_balanced() -> None:
     model = decoder(FAMILIES["qwen3_moe"])
     balance_routers(model)
-    balance = Balance(torch.ones(1, TOKENS, dtype=torch.bool), torch.tensor([TOKENS]), 1.0)
+    balance = RouterAuxLoss(torch.ones(1, TOKENS, dtype=torch.bool), torch.tensor([TOKENS]), 1.0)
     with torch.no_grad():
         model(torch.arange(TOKENS)[None], balance=balance)
     assert not balance.losses

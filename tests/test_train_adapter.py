@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
-from runs import contents, metrics, run, save_model, session_of, world
+from runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
 from safetensors.torch import load_file
 from test_train_layouts import distill, stillhouse
 from test_train_resume import evaluations, kill_at, losses
@@ -16,16 +16,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError
-from stillhouse.parallel.twin import Twin
+from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.train.session import prepare
-from stillhouse.train.step import forward_backward
 
 LORA: dict[str, Any] = {"student.adapter": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
 OWN_BASE = {"objective.loss": "0.3*cross_entropy + 0.7*reverse_kl"}
 IDS = torch.arange(3, 35)[None]
 
 
-def own_base(folder: Path, **settings: Any) -> dict[str, Any]:
+def teacher_is_base(folder: Path, **settings: Any) -> dict[str, Any]:
     """The settings of a run whose teacher is the student without its adapter."""
     return LORA | OWN_BASE | {"teacher.model": str(folder / "student")} | settings
 
@@ -34,7 +33,7 @@ def own_base(folder: Path, **settings: Any) -> dict[str, Any]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run, its checkpoints all kept."""
     folder = tmp_path_factory.mktemp("adapter")
-    world(folder, tied=True, **LORA, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    write_run(folder, tied=True, **LORA, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     ended = run("distill", folder / "run.yaml")
     assert "adapter: LoRA r 4, alpha 8 on 14 modules, 5.76 k of " in ended.out
     return folder
@@ -74,9 +73,9 @@ def test_a_checkpoint_holds_the_adapter_alone(trained: Path) -> None:
 
 @pytest.mark.parametrize("teacher", ["another", "own base"])
 def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, teacher: str) -> None:
-    settings = LORA if teacher == "another" else own_base(tmp_path)
+    settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
     adapter = settings["student.adapter"] | {"dropout": 0.1}
-    world(tmp_path, **settings | {"student.adapter": adapter, "train.steps": 10, "checkpoint.every": 4})
+    write_run(tmp_path, **settings | {"student.adapter": adapter, "train.steps": 10, "checkpoint.every": 4})
     run("distill", tmp_path / "run.yaml")
     killed = [tmp_path / "run.yaml", f"out={tmp_path / 'killed'}"]
     kill_at(6, tmp_path / "killed", *killed)
@@ -89,7 +88,7 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, teacher: str)
 
 
 def test_a_killed_end_is_made_up_for(tmp_path: Path) -> None:
-    world(tmp_path, **LORA)
+    write_run(tmp_path, **LORA)
     run("distill", tmp_path / "run.yaml")
     before = contents(tmp_path / "out" / "model")
     (tmp_path / "out" / "model").rename(tmp_path / "gone")
@@ -101,30 +100,29 @@ def test_a_killed_end_is_made_up_for(tmp_path: Path) -> None:
 def test_the_own_base_is_held_once(tmp_path: Path, attention: str | None) -> None:
     """Another attention is another model, with weights of its own."""
     other = {} if attention is None else {"teacher.attention": attention}
-    session = session_of(tmp_path, **own_base(tmp_path, **other))
-    (twin,) = session.runner.twins.values()
+    session = session_of(tmp_path, **teacher_is_base(tmp_path, **other))
+    (pair,) = session.runner.pairs.values()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "student").num_parameters()
-    held = {each.untyped_storage().data_ptr(): each.numel() for each in twin.parameters()}
+    held = {each.untyped_storage().data_ptr(): each.numel() for each in pair.parameters()}
     assert session.student.lora is not None
     assert sum(held.values()) == base * (1 if attention is None else 2) + session.student.lora.trained
-    assert (session.teacher is None) == twin.own_base == (attention is None)
+    assert (session.teacher is None) == pair.teacher_is_base == (attention is None)
 
 
 def test_the_own_base_teaches_as_a_copy_of_it_does(tmp_path: Path) -> None:
     """Gradients and held-out figures, from an adapter that has moved, with dropout in the student alone."""
     save_model(tmp_path / "student", "llama", seed=1)
-    found: list[tuple[Twin, dict[str, Tensor], float]] = []
+    found: list[tuple[TeacherStudentPair, dict[str, Tensor], float]] = []
     for attention in (None, "sdpa"):  # which is what null means for these models, but held for itself
-        settings = own_base(tmp_path, **{"teacher.attention": attention, "train.precision": "fp32"})
+        settings = teacher_is_base(tmp_path, **{"teacher.attention": attention, "train.precision": "fp32"})
         session = session_of(tmp_path, **settings)
         for name, parameter in session.student.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)), std=0.1)
-        batches = [session.train.batch(rows) for rows in session.plan.micro_batches(session.train, 0)]
-        outputs = forward_backward(session.runner, batches, session.recipe, precision=session.precision)
+        loss = forward_backward(session).sums["loss"]
         gradients = {n: p.grad for n, p in session.student.named_parameters() if p.grad is not None}
-        found.append((session.runner.twins[0], gradients, float(sum(each.loss for each in outputs))))
-    assert [twin.own_base for twin, _, _ in found] == [True, False]
+        found.append((session.runner.pairs[0], gradients, loss))
+    assert [pair.teacher_is_base for pair, _, _ in found] == [True, False]
     (_, one, loss), (_, two, other) = found
     assert loss == other
     assert one.keys() == two.keys()
@@ -135,7 +133,7 @@ def test_the_own_base_teaches_as_a_copy_of_it_does(tmp_path: Path) -> None:
 
 
 def test_a_fresh_adapter_agrees_with_its_base(tmp_path: Path) -> None:
-    world(tmp_path, **own_base(tmp_path))
+    write_run(tmp_path, **teacher_is_base(tmp_path))
     ended = run("distill", tmp_path / "run.yaml")
     assert "; the teacher is the same model without it, held once" in ended.out
     first = next(line for line in metrics(tmp_path / "out") if line["step"] == 0)
@@ -146,7 +144,7 @@ def test_a_fresh_adapter_agrees_with_its_base(tmp_path: Path) -> None:
 
 
 def test_only_the_adapter_moves(tmp_path: Path) -> None:
-    world(tmp_path, **LORA, **{"train.weight_decay": 0.1, "train.precision": "bf16", "student.dtype": "bfloat16"})
+    write_run(tmp_path, **LORA, **{"train.weight_decay": 0.1, "train.precision": "bf16", "student.dtype": "bfloat16"})
     ended = run("distill", tmp_path / "run.yaml", "train.activation_checkpointing=true")
     assert "model: " in ended.out
     matrices = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
@@ -161,7 +159,7 @@ def test_only_the_adapter_moves(tmp_path: Path) -> None:
 
 
 def test_check_shows_the_adapter(tmp_path: Path) -> None:
-    world(tmp_path, **own_base(tmp_path))
+    write_run(tmp_path, **teacher_is_base(tmp_path))
     shown = run("check", tmp_path / "run.yaml").out
     assert "LoRA r 4, alpha 8 on 14 modules, 5.76 k of " in shown
     assert "held once" in shown
@@ -172,8 +170,8 @@ def test_check_shows_the_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("teacher", ["another", "own base"])
 def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -> None:
     """The same run under a layout from its start, and from a checkpoint of one process."""
-    settings = LORA if teacher == "another" else own_base(tmp_path)
-    world(tmp_path, tied=True, **settings, **{"checkpoint.every": 3, "checkpoint.keep": 9})
+    settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
+    write_run(tmp_path, tied=True, **settings, **{"checkpoint.every": 3, "checkpoint.keep": 9})
     middle = tmp_path / "alone" / "checkpoints" / "step-00000003"
     for out, processes, overrides in (
         ("alone", 1, []),
@@ -198,7 +196,7 @@ def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("teacher", ["another", "own base"])
 def test_parity_of_an_adapter(tmp_path: Path, teacher: str) -> None:
-    world(tmp_path, tied=True, **(LORA if teacher == "another" else own_base(tmp_path)))
+    write_run(tmp_path, tied=True, **(LORA if teacher == "another" else teacher_is_base(tmp_path)))
     ended = stillhouse(2, "parity", str(tmp_path / "run.yaml"))
     assert ended.returncode == 0, ended.stderr
     rows = [row for row in ended.stdout.splitlines()[1:] if "not possible" not in row]
@@ -208,7 +206,7 @@ def test_parity_of_an_adapter(tmp_path: Path, teacher: str) -> None:
 
 @pytest.mark.slow
 def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
-    world(tmp_path, **LORA)
+    write_run(tmp_path, **LORA)
     targets = "student.adapter.targets=[layers.0.mlp.up_proj]"
     ended = distill(tmp_path, "refused", 2, "parallel.pipeline=2", targets)
     assert ended.returncode != 0
@@ -226,7 +224,7 @@ def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
     ],
 )
 def test_targets_that_cannot_have_one(tmp_path: Path, targets: str, message: str) -> None:
-    world(tmp_path, tied=True, **LORA)
+    write_run(tmp_path, tied=True, **LORA)
     failed = run("distill", tmp_path / "run.yaml", f"student.adapter.targets={targets}", code=2)
     assert f"error: student.adapter.targets: {message}" in failed.err
     assert not (tmp_path / "out").exists()
@@ -237,7 +235,7 @@ def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest)
     )
-    config = world(tmp_path, **LORA)
+    config = write_run(tmp_path, **LORA)
     with pytest.raises(
         ConfigError, match=r"student\.adapter: peft is not installed; pip install 'stillhouse\[lora\]'"
     ):
@@ -245,7 +243,7 @@ def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_another_adapter_is_another_run(tmp_path: Path) -> None:
-    world(tmp_path, **LORA, **{"train.steps": 8, "checkpoint.every": 2})
+    write_run(tmp_path, **LORA, **{"train.steps": 8, "checkpoint.every": 2})
     kill_at(5, tmp_path / "out", tmp_path / "run.yaml")
     failed = run("distill", tmp_path / "run.yaml", "student.adapter.alpha=16", code=1)
     assert "holds another run, with a different student.adapter" in failed.err

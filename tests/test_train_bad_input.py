@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Command, contents, metrics, run, save_model, wait_for, world, write_records
+from runs import Command, contents, metrics, run, save_model, wait_for, write_records, write_run
 
 USAGE, FAILED = 2, 1
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    world(tmp_path)
+    write_run(tmp_path)
     return tmp_path
 
 
@@ -150,8 +150,8 @@ def test_weights_that_are_not_finite(here: Path, which: str, name: str) -> None:
 def test_more_tokens_than_the_model_has_positions(here: Path) -> None:
     model = save_model(here / "short", "gpt2")
     changes = ["data.max_tokens=200", "train.micro_batch_tokens=200", "train.tokens_per_step=400"]
-    error = fails(here, f"student.model={model}", *changes, code=FAILED)
-    assert error.startswith("student has learned positions for 128 tokens: expected data.max_tokens of at most 128")
+    error = fails(here, f"student.model={model}", *changes, code=USAGE)
+    assert error.startswith("data.max_tokens: student has learned positions for 128 tokens: expected documents of at")
 
 
 @pytest.mark.parametrize("which", ["student", "teacher"])

@@ -12,15 +12,16 @@ import loading_memory
 import pytest
 import torch
 from families import build
-from runs import Command, contents, metrics, run, session_of, world
+from runs import Command, contents, forward_backward, metrics, run, session_of, write_run
 from safetensors.torch import load_file
 from toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.models import Decoder
-from stillhouse.parallel import alone, empty_decoder
+from stillhouse.parallel import empty_decoder, single_process_runner
 from stillhouse.train import checkpoint, files
 from stillhouse.train.checkpoint import best_checkpoint, checkpoints, load_checkpoint, prune, save_checkpoint
+from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.export import save_from_checkpoint
 from stillhouse.train.files import atomic_folder, remove_unfinished
 from stillhouse.train.folder import RunFolder, init_run_dir
@@ -28,7 +29,6 @@ from stillhouse.train.integrity import verified
 from stillhouse.train.off_policy import train
 from stillhouse.train.progress import Progress, State, write_state
 from stillhouse.train.session import Session
-from stillhouse.train.step import forward_backward, make_optimizer, optimizer_step
 
 KNOWN_FILES = {".safetensors", ".json", ".jinja"}
 
@@ -40,16 +40,16 @@ def names(folder: Path) -> list[str]:
 def stepped(session: Session) -> torch.optim.Optimizer:
     """The session after one optimizer step, so that the optimizer has something to save."""
     optimizer = fresh_optimizer(session)
-    batches = [session.train.batch(rows) for rows in session.plan.micro_batches(session.train, 0)]
-    forward_backward(session.runner, batches, session.recipe, precision=session.precision)
-    optimizer_step(optimizer, 1e-2)
+    forward_backward(session)
+    session.engine.update(1e-2)
     return optimizer
 
 
 def fresh_optimizer(session: Session) -> torch.optim.AdamW:
-    return make_optimizer(
-        session.student.parameters(), learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
-    )
+    """The session's optimizer, made anew."""
+    settings = OptimizerSettings(1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    session.engine = Engine(session.runner, session.spec, session.device, optimizer=settings)
+    return session.engine.optimizer
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)])
@@ -103,7 +103,7 @@ def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str
 
 
 def test_there_is_no_pickle_in_a_run(tmp_path: Path) -> None:
-    world(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     run("distill", tmp_path / "run.yaml")
     out = tmp_path / "out"
     assert names(out / "checkpoints") == ["step-00000002", "step-00000004", "step-00000006"]
@@ -153,7 +153,7 @@ def test_files_written_one_by_one_are_those_that_transformers_writes(
     """Down to the bytes; in one file, and in several with an index."""
     model = build(family, tied=tied, dtype=torch.bfloat16)
     model.generation_config.max_length = 77
-    runner = alone(Decoder(model, verify=False), None)
+    runner = single_process_runner(Decoder(model, verify=False), None)
     made = torch.optim.AdamW(runner.students()[0].parameters())
     path = save_checkpoint(tmp_path, Progress(), runner, made, toy_tokenizer())
     (tmp_path / "found").mkdir()
@@ -168,7 +168,7 @@ def test_files_written_one_by_one_are_those_that_transformers_writes(
 @pytest.mark.slow
 def test_one_file_is_in_memory_at_a_time(tmp_path: Path) -> None:
     whole, layer = loading_memory.save(tmp_path / "large", 1024)
-    runner = alone(Decoder.from_pretrained(tmp_path / "large", verify=False), None)
+    runner = single_process_runner(Decoder.from_pretrained(tmp_path / "large", verify=False), None)
     made = torch.optim.AdamW(runner.students()[0].parameters())
     path = save_checkpoint(tmp_path, Progress(), runner, made, toy_tokenizer())
     (tmp_path / "found").mkdir()
@@ -213,7 +213,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path, keep: int, best: 
 def test_a_run_keeps_its_best(tmp_path: Path, metric: str) -> None:
     """A learning rate that ruins the student: the best one is an early one."""
     changed = {"train.learning_rate": 0.3, "train.steps": 8, "checkpoint.every": 1, "checkpoint.keep": 2}
-    world(tmp_path, **changed, **{"checkpoint.best": metric, "eval.every": 1, "train.warmup": 0})
+    write_run(tmp_path, **changed, **{"checkpoint.best": metric, "eval.every": 1, "train.warmup": 0})
     run("distill", tmp_path / "run.yaml")
     figures = {line["step"]: line[metric] for line in metrics(tmp_path / "out") if metric in line and line["step"]}
     best = (max if metric == "eval/agreement" else min)(figures, key=lambda step: figures[step])
@@ -222,7 +222,7 @@ def test_a_run_keeps_its_best(tmp_path: Path, metric: str) -> None:
 
 
 def test_every_zero_is_at_the_end_only(tmp_path: Path) -> None:
-    world(tmp_path, **{"checkpoint.every": 0})
+    write_run(tmp_path, **{"checkpoint.every": 0})
     run("distill", tmp_path / "run.yaml")
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000006"]
 
@@ -270,7 +270,7 @@ def kill_while_saving(function: str, step: int) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    world(folder, **{"checkpoint.every": 2})
+    write_run(folder, **{"checkpoint.every": 2})
     run("distill", folder / "run.yaml")
     return folder
 
@@ -339,7 +339,7 @@ def test_a_damaged_one_is_an_error_that_names_it(tmp_path: Path, uninterrupted: 
 def test_one_of_another_model_is_an_error_that_says_so(
     tmp_path: Path, uninterrupted: Path, settings: dict[str, Any]
 ) -> None:
-    world(tmp_path, **settings)
+    write_run(tmp_path, **settings)
     path = uninterrupted / "out" / "checkpoints" / "step-00000004"
     failed = run("distill", tmp_path / "run.yaml", f"checkpoint.resume={path}", code=1)
     assert f"error: {path} does not fit this student" in failed.err

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import metrics, save_model, session_of, world
+from runs import metrics, save_model, session_of, write_run
 from shard_ranks import Rank, shared_pool
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -205,7 +205,7 @@ def likeliest_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | N
 
 def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:
     """Under bf16 too: the same hidden states, the same rounding, so the same mean."""
-    world(tmp_path)
+    write_run(tmp_path)
     (tmp_path / "eval.jsonl").write_text('{"text": "The still is heated slowly"}\n')
     session = session_of(tmp_path, **{"train.precision": "bf16"})
     tokens = held_out_tokens(session, 0)

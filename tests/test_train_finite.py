@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from odd_lines import LINE, odd_id, vanishing, with_odd_line
-from runs import MAX_TOKENS, metrics, run, save_model, session_of, world, write_records
+from runs import MAX_TOKENS, metrics, run, save_model, session_of, write_records, write_run
 from torch import Tensor
 
 from stillhouse.train.checkpoint import checkpoints
@@ -28,7 +28,7 @@ def odd_step(session: Session) -> int:
     """The step, from 1, that sees the odd line first."""
     document = session.train.documents.sources.index(f"{session.config.data.train}:{LINE}")
     for step in range(session.plan.steps):
-        for rows in session.plan.micro_batches(session.train, step):
+        for rows in session.plan.micro_batches(session.train, step).rows:
             if any(document in session.train.members(row) for row in rows):
                 return step + 1
     raise AssertionError("not in this run")
@@ -151,5 +151,5 @@ def test_the_same_run_without_the_odd_line_ends_well(tmp_path: Path) -> None:
     save_model(tmp_path / "student", "gpt2", tied=False, seed=1, change=huge)
     write_records(tmp_path / "eval.jsonl", [{"text": "the heads"}])
     write_records(tmp_path / "train.jsonl", [{"text": f"{number} the still"} for number in range(40)])
-    world(tmp_path)
+    write_run(tmp_path)
     run("distill", tmp_path / "run.yaml")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from odd_lines import LINE, vanished, vanishing, with_odd_line
-from runs import metrics, save_model, world
+from runs import metrics, save_model, write_run
 from safetensors.torch import load_file
 
 from stillhouse.cli import USAGE
@@ -26,7 +26,7 @@ LIMIT = 180
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, data, run.yaml, and a complete run in one process, whose checkpoints are all kept."""
     folder = tmp_path_factory.mktemp("layouts")
-    world(folder, family="llama", tied=True, **{"checkpoint.every": 1, "checkpoint.keep": 9})
+    write_run(folder, family="llama", tied=True, **{"checkpoint.every": 1, "checkpoint.keep": 9})
     distill(folder, "alone", 1)
     return folder
 
@@ -165,7 +165,7 @@ def test_a_teacher_in_a_layout_of_its_own(alone: Path, layouts: list[str]) -> No
 @pytest.mark.slow
 def test_experts_in_a_run(tmp_path: Path) -> None:
     """Read one by one from the files, dealt out, balanced, and written one by one."""
-    world(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
+    write_run(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
     layouts = {"dealt": ["parallel.fsdp=2", "parallel.expert=2"], "tensor": ["parallel.tensor=2"]}
     assert distill(tmp_path, "alone", 1).returncode == 0
     for out, overrides in layouts.items():
@@ -180,14 +180,14 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "parallel.tensor=4": "parallel: tensor 4 makes 4 processes, and torchrun started 2",
     "parallel.pipeline=2 parallel.schedule=zbv": "4 pipeline stages for a student of 2 layers",
 }
 REFUSED_TOO = {
+    "parallel.tensor=4": "parallel: tensor 4 makes 4 processes, and torchrun started 2",
     "parallel.offload=true": "parallel.offload: got true on device cpu",
     "teacher.parallel.tensor=4": "teacher.parallel: tensor 4 makes 4 processes, and torchrun started 2",
     "parallel.expert=3": "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1",
-    "parallel.expert=2": "parallel.expert=2 for models without experts",
+    "parallel.expert=2": "parallel: expert=2 for models without experts",
     "objective.router_aux_loss=1.0": "objective.router_aux_loss: model type 'llama' has no routers",
 }
 
@@ -233,7 +233,7 @@ def grief(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with_odd_line(folder)
     for name, change in (("loss", vanished), ("gradient", vanishing)):
         save_model(folder / name, tied=False, seed=1, change=change)
-    world(
+    write_run(
         folder, **{"data.train": str(folder / "odd.jsonl"), "data.eval": 0, "train.steps": 8, "checkpoint.every": 0}
     )
     return folder

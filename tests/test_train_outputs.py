@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Command, contents, metrics, run, session_of, wait_for, world, write_records
+from runs import Command, contents, forward_backward, metrics, run, session_of, wait_for, write_records, write_run
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import load_config
@@ -20,7 +20,6 @@ from stillhouse.train.check import check
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.logging import RunLog
 from stillhouse.train.progress import Progress
-from stillhouse.train.step import forward_backward
 
 TRAIN_KEYS = {
     "step",
@@ -45,7 +44,7 @@ ENVIRONMENT_KEYS += ["threads", "device", "gpu", "commit", "date", "seed"]
 
 
 def test_the_first_line_is_the_objective_in_words(tmp_path: Path) -> None:
-    world(tmp_path, **{"objective.temperature": 2.0, "objective.loss": "cross_entropy + 0.5*reverse_kl"})
+    write_run(tmp_path, **{"objective.temperature": 2.0, "objective.loss": "cross_entropy + 0.5*reverse_kl"})
     for command in ("distill", "check"):
         lines = run(command, tmp_path / "run.yaml").out.splitlines()
         assert lines[0] == (
@@ -55,7 +54,7 @@ def test_the_first_line_is_the_objective_in_words(tmp_path: Path) -> None:
 
 
 def test_the_run_folder(tmp_path: Path) -> None:
-    config = world(tmp_path, seed=3)
+    config = write_run(tmp_path, seed=3)
     done = run("distill", tmp_path / "run.yaml")
     out = tmp_path / "out"
     lines = metrics(out)
@@ -83,7 +82,7 @@ def test_the_run_folder(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path) -> None:
-    world(tmp_path, family="gpt2")
+    write_run(tmp_path, family="gpt2")
     models = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run("distill", tmp_path / "run.yaml", f"out={tmp_path}/{name}", f"seed={seed}")
@@ -94,7 +93,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path
 
 def test_warnings_about_the_data_are_shown(tmp_path: Path) -> None:
     """Such as a chat template without the end of sequence: a student that never learns to stop."""
-    world(tmp_path)
+    write_run(tmp_path)
     for name in ("student", "teacher"):
         toy_tokenizer(chat="plain").save_pretrained(tmp_path / name)
     turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four"}]
@@ -147,7 +146,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_has_what_the_log_has(tmp_path: Path) -> None:
-    world(tmp_path, track=["tensorboard"])
+    write_run(tmp_path, track=["tensorboard"])
     run("distill", tmp_path / "run.yaml")
     found = scalars(tmp_path / "out" / "tensorboard")
     assert found.keys() == (TRAIN_KEYS | EVAL_KEYS) - {"step", "tokens", "seconds"}
@@ -158,7 +157,7 @@ def test_tensorboard_has_what_the_log_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every", [4, 0], ids=["resumed", "started again"])
 def test_tensorboard_after_an_interruption_has_each_step_once(tmp_path: Path, every: int) -> None:
-    world(tmp_path, track=["tensorboard"], **{"train.steps": 40, "checkpoint.every": every})
+    write_run(tmp_path, track=["tensorboard"], **{"train.steps": 40, "checkpoint.every": every})
     command = Command("distill", tmp_path / "run.yaml")
     log = tmp_path / "out" / "metrics.jsonl"
     wait_for(lambda: log.exists() and log.read_text().count("\n") > 8)
@@ -175,7 +174,7 @@ def without_tensorboard() -> None:
 
 @pytest.mark.parametrize("command", ["distill", "check"])
 def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(tmp_path: Path, command: str) -> None:
-    world(tmp_path, track=["tensorboard"])
+    write_run(tmp_path, track=["tensorboard"])
     failed = Command(command, tmp_path / "run.yaml", hook=without_tensorboard)
     assert failed.wait() == 1
     assert failed.err == "error: track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'\n"
@@ -184,7 +183,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(tmp_path: Pa
 
 def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
     loss = "0.3*cross_entropy + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss"
-    world(tmp_path, **{"objective.loss": loss, "data.train": str(tmp_path / "prompts.jsonl")})
+    write_run(tmp_path, **{"objective.loss": loss, "data.train": str(tmp_path / "prompts.jsonl")})
     write_records(tmp_path / "prompts.jsonl", [{"prompt": "The still ", "completion": "is heated"}] * 3)
     before = contents(tmp_path)
     shown = run("check", tmp_path / "run.yaml")
@@ -211,13 +210,11 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_checks_figures_are_the_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = world(tmp_path)
+    config = write_run(tmp_path)
     check(config)
     shown = capsys.readouterr().out
     session = session_of(tmp_path)
-    batches = [session.train.batch(rows) for rows in session.plan.micro_batches(session.train, 0)]
-    outputs = forward_backward(session.runner, batches, session.recipe, precision=session.precision)
-    loss = sum(float(output.loss) for output in outputs)
+    loss = forward_backward(session).sums["loss"]
     norm = float(session.runner.clip(0.0))
     assert f"loss {loss:.4f}, gradient norm {norm:.4g}" in shown
     run("distill", tmp_path / "run.yaml", "train.steps=1")
@@ -227,7 +224,7 @@ def test_checks_figures_are_the_first_steps(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_check_says_that_a_run_would_go_on_or_is_done(tmp_path: Path) -> None:
-    world(tmp_path)
+    write_run(tmp_path)
     run("distill", tmp_path / "run.yaml")
     assert "complete" in run("check", tmp_path / "run.yaml").out
     shutil.rmtree(tmp_path / "out" / "model")
@@ -247,7 +244,7 @@ def test_a_json_file_is_never_half_written(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_teacher(tmp_path: Path) -> None:
-    world(tmp_path, teacher=False)
+    write_run(tmp_path, teacher=False)
     done = run("distill", tmp_path / "run.yaml")
     assert done.out.startswith("minimise cross-entropy, temperature 1, mean over completion tokens of each step: ")
     assert not (tmp_path / "out" / "tokens.json").exists()

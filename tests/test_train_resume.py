@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Command, contents, metrics, run, wait_for, world, write_texts
+from runs import Command, contents, metrics, run, wait_for, write_run, write_texts
 
 from stillhouse.train.logging import RunLog
 
@@ -77,7 +77,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) -> None:
     family, tied, settings = CASES[case]
-    world(tmp_path, family=family, tied=tied, **{"train.steps": 20, "checkpoint.every": 4}, **settings)
+    write_run(tmp_path, family=family, tied=tied, **{"train.steps": 20, "checkpoint.every": 4}, **settings)
     whole, killed = tmp_path / "out", tmp_path / "killed"
     run("distill", tmp_path / "run.yaml")
     again = [tmp_path / "run.yaml", f"out={killed}"]
@@ -98,14 +98,14 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) ->
 @pytest.fixture
 def half(tmp_path: Path) -> Path:
     """A run of 12 steps that was killed at step 5, after its checkpoint at step 4."""
-    world(tmp_path, **{"train.steps": 12, "checkpoint.every": 4})
+    write_run(tmp_path, **{"train.steps": 12, "checkpoint.every": 4})
     kill_at(5, tmp_path / "out", tmp_path / "run.yaml")
     return tmp_path
 
 
 @pytest.mark.parametrize("kill", [kill_at, kill_from_outside])
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, kill: Callable[..., None]) -> None:
-    world(tmp_path, **{"checkpoint.every": 0, "train.steps": 20})
+    write_run(tmp_path, **{"checkpoint.every": 0, "train.steps": 20})
     kill(3, tmp_path / "out", tmp_path / "run.yaml")
     started = run("distill", tmp_path / "run.yaml")
     assert "resuming" not in started.out
@@ -162,6 +162,7 @@ def test_other_data_under_the_same_name_are_noticed(half: Path, which: str) -> N
     assert contents(half / "out") == before
 
 
+@pytest.mark.slow
 def test_never_and_a_path(half: Path) -> None:
     out, newest = half / "out", sorted((half / "out" / "checkpoints").iterdir())[-1]
     before = contents(out)
@@ -213,7 +214,7 @@ def test_a_path_to_a_checkpoint_behind_the_runs_end(half: Path) -> None:
 
 
 def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
-    world(tmp_path)
+    write_run(tmp_path)
     run("distill", tmp_path / "run.yaml")
     before: dict[str, Any] = contents(tmp_path / "out")
     again = run("distill", tmp_path / "run.yaml", "eval.every=2")
@@ -225,7 +226,7 @@ def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_run_killed_between_its_last_step_and_its_model_gets_its_model(tmp_path: Path) -> None:
-    world(tmp_path)
+    write_run(tmp_path)
     run("distill", tmp_path / "run.yaml")
     model, figures = contents(tmp_path / "out" / "model"), losses(tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "model")

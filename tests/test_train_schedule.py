@@ -95,7 +95,8 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"train.epochs": 2, "train.steps": None})
     sequences, plan = session.train, session.plan
     assert len(sequences) % plan.sequences_per_step != 0
-    steps = [list(plan.micro_batches(sequences, step)) for step in range(plan.steps)]
+    micro_batches = [plan.micro_batches(sequences, step) for step in range(plan.steps)]
+    steps = [each.rows for each in micro_batches]
     seen = np.concatenate([rows for step in steps for rows in step])
     assert np.bincount(seen).tolist() == [2] * len(sequences)
     assert sorted(seen[: len(sequences)]) == list(range(len(sequences)))
@@ -104,15 +105,18 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     assert sizes == [4] * (plan.steps - 1) + [2 * len(sequences) - 4 * (plan.steps - 1)]
     assert 0 < sizes[-1] < 4
     assert all(len(rows) <= 2 for step in steps for rows in step)
-    targets = sum(sequences.batch(rows).valid_tokens for step in steps for rows in step)
-    assert targets == 2 * sequences.documents.report.target_tokens
+    targets = [sum(each.valid_tokens for each in step) for step in micro_batches]
+    assert sum(targets) == 2 * sequences.documents.report.target_tokens
+    assert [step.normalizer for step in micro_batches] == targets
+    assert sum(step.tokens for step in micro_batches) == 2 * len(sequences.documents.tokens_N)
+    assert [step.shapes_BS for step in micro_batches] == [[each.shape_BS for each in step] for step in micro_batches]
     with pytest.raises(ValueError, match=f"step {plan.steps} "):
-        list(plan.micro_batches(sequences, plan.steps))
+        plan.micro_batches(sequences, plan.steps)
 
 
 def test_a_steps_data_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
     found = []
     for micro in (1, 3, 4):
         session = session_of(tmp_path, **{"train.micro_batch_tokens": micro * MAX_TOKENS})
-        found.append([np.concatenate(list(session.plan.micro_batches(session.train, n))).tolist() for n in range(6)])
+        found.append([np.concatenate(session.plan.micro_batches(session.train, n).rows).tolist() for n in range(6)])
     assert found[0] == found[1] == found[2]

@@ -7,25 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import MAX_TOKENS, metrics, save_model, session_of, write_records
+from runs import MAX_TOKENS, forward_backward, metrics, save_model, session_of, write_records
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillhouse.data import Batch
+from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.models import Decoder
 from stillhouse.objective import FullVocab, OutputHead
-from stillhouse.objective.recipe import parse_recipe
-from stillhouse.parallel import Work, alone
+from stillhouse.objective.spec import parse_objective
+from stillhouse.parallel import single_process_runner
+from stillhouse.teachers import InStageTeacher
+from stillhouse.train.engine import Engine
 from stillhouse.train.folder import RunFolder, init_run_dir
 from stillhouse.train.off_policy import train
 from stillhouse.train.session import Session
-from stillhouse.train.step import (
-    forward_backward,
-    make_optimizer,
-    optimizer_step,
-    summed_metrics,
-    valid_tokens,
-)
 
 WORDS = ["The", "still", "is", "heated", "slowly", "and", "what", "boils", "first", "leaves", "first", "the", "heads"]
 
@@ -45,16 +40,16 @@ def prompted(folder: Path, **settings: Any) -> Session:
     return session_of(folder, **wide | settings)
 
 
-def step_batches(session: Session, step: int = 0) -> list[Batch]:
-    return [session.train.batch(rows) for rows in session.plan.micro_batches(session.train, step)]
+def step_batches(session: Session, step: int = 0) -> list[MicroBatch]:
+    return list(session.plan.micro_batches(session.train, step))
 
 
-def gradients_of(session: Session, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+def gradients_of(session: Session, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """The step's loss and gradients, by the parameter's name in the Hugging Face model."""
     session.student.zero_grad()
-    outputs = forward_backward(session.runner, batches, session.recipe, precision=session.precision)
+    loss = forward_backward(session, batches).sums["loss"]
     named = session.student.pretrained.named_parameters()
-    return summed_metrics(outputs)["loss"], {name: each.grad.clone() for name, each in named if each.grad is not None}
+    return loss, {name: each.grad.clone() for name, each in named if each.grad is not None}
 
 
 def plain_jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -70,7 +65,7 @@ def reference(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]
     )
     documents = session.train.documents
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for sequence in np.concatenate(list(session.plan.micro_batches(session.train, 0))):
+    for sequence in np.concatenate(session.plan.micro_batches(session.train, 0).rows):
         for document in session.train.members(sequence):
             ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
             predicting = torch.from_numpy(np.flatnonzero(documents.targets(document))) - 1
@@ -140,8 +135,7 @@ def test_the_whole_loss_curve_does_not_depend_on_the_micro_batch(tmp_path: Path)
 def test_a_term_in_the_log_is_unscaled_and_the_total_is_scaled(tmp_path: Path) -> None:
     session = prompted(tmp_path)
     batches = step_batches(session)
-    outputs = forward_backward(session.runner, batches, session.recipe, precision=session.precision)
-    sums, count = summed_metrics(outputs), valid_tokens(batches)
+    sums, count = forward_backward(session, batches).sums, sum(each.valid_tokens for each in batches)
     assert sums["tokens"] == count
     assert sums["loss"] == pytest.approx((0.3 * sums["cross_entropy"] + 0.7 * sums["jsd(0.5)"]) / count)
 
@@ -150,13 +144,15 @@ def refuse(*_: Any) -> None:
     raise AssertionError("asked")
 
 
-def heard(session: Session, batch: Batch) -> FullVocab:
-    """What the teacher says to the student's processor."""
+def teacher_signal(session: Session, batch: MicroBatch) -> FullVocab:
+    """The signal that the student's processor gets."""
 
     def processor(*, hidden_states: Tensor, head: OutputHead, context: FullVocab, depth: int = 0) -> FullVocab:
         return context
 
-    (signal,) = session.runner.forward([Work(batch, processor, lambda signal: signal, True, session.precision)])
+    own = session.shard(StepMicroBatches([batch]))
+    signals = session.source.request(own).result()
+    (signal,) = session.engine.process(processor, lambda _, signal: signal, own, signals)
     return signal
 
 
@@ -165,10 +161,10 @@ def test_the_teacher_is_skipped_where_no_term_needs_it(tmp_path: Path) -> None:
     assert session.teacher is not None
     session.teacher.register_forward_pre_hook(refuse)
     batches = step_batches(session)
-    recipe = parse_recipe("cross_entropy - 0.1*entropy")
-    forward_backward(session.runner, batches, recipe, precision=session.precision)
+    spec = parse_objective("cross_entropy - 0.1*entropy")
+    forward_backward(session, batches, spec)
     with pytest.raises(AssertionError, match="asked"):
-        forward_backward(session.runner, batches, parse_recipe("reverse_kl"), precision=session.precision)
+        forward_backward(session, batches, parse_objective("reverse_kl"))
 
 
 def test_the_teacher_has_no_dropout_whatever_mode_it_is_put_in(tmp_path: Path) -> None:
@@ -177,10 +173,10 @@ def test_the_teacher_has_no_dropout_whatever_mode_it_is_put_in(tmp_path: Path) -
     (batch, *_), teacher = step_batches(session), session.teacher
     assert teacher is not None
     assert teacher.config.resid_pdrop > 0
-    expected = heard(session, batch).hidden_TE
+    expected = teacher_signal(session, batch).hidden_TE
     session.student.train()
     teacher.train()
-    assert torch.equal(heard(session, batch).hidden_TE, expected)
+    assert torch.equal(teacher_signal(session, batch).hidden_TE, expected)
     torch.testing.assert_close(gradients_of(session, [batch])[0], gradients_of(session, [batch])[0], rtol=0, atol=0)
 
 
@@ -210,11 +206,9 @@ def test_bfloat16_is_for_products_only(tmp_path: Path) -> None:
     assert rounded_loss != loss
     whole, plain = (torch.cat([each[name].flatten() for name in expected]) for each in (given, expected))
     assert 0 < (whole - plain).norm() / plain.norm() < 0.1
-    optimizer = make_optimizer(
-        rounded.student.parameters(), learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8
-    )
-    optimizer_step(optimizer, 1e-3)
-    moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
+    rounded.engine.update(1e-3)
+    moments = [state["exp_avg_sq"] for state in rounded.engine.optimizer.state.values()]
+    assert moments
     assert all(each.dtype == torch.float32 for each in moments)
 
 
@@ -223,7 +217,7 @@ def test_a_float32_teacher_stays_float32_beside_a_bfloat16_student(tmp_path: Pat
     (batch, *_), teacher = step_batches(session), session.teacher
     assert teacher is not None
     expected = teacher.signal(batch.input_ids_BS, batch.position_ids_BS).hidden_TE
-    assert torch.equal(heard(session, batch).hidden_TE, expected)
+    assert torch.equal(teacher_signal(session, batch).hidden_TE, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -242,9 +236,7 @@ def test_a_step_without_targets_is_an_exact_zero_for_every_parameter(tmp_path: P
     session = session_of(tmp_path)
     (batch, *_) = step_batches(session)
     none = torch.full_like(batch.labels_T, -1)
-    empty = dataclasses.replace(
-        batch, labels_T=none, weights_T=none.float() * 0, valid_index=none.new_zeros(0), valid_tokens=0
-    )
+    empty = dataclasses.replace(batch, labels_T=none, weights_T=none.float() * 0, valid_index=none.new_zeros(0))
     loss, gradients = gradients_of(session, [empty])
     assert loss == 0
     assert len(gradients) == len(list(session.student.pretrained.parameters()))
@@ -255,9 +247,7 @@ def test_a_micro_batch_without_targets_changes_nothing_beside_another(tmp_path: 
     session = session_of(tmp_path)
     batch, other, *_ = step_batches(session)
     none = torch.full_like(other.labels_T, -1)
-    empty = dataclasses.replace(
-        other, labels_T=none, weights_T=none.float() * 0, valid_index=none.new_zeros(0), valid_tokens=0
-    )
+    empty = dataclasses.replace(other, labels_T=none, weights_T=none.float() * 0, valid_index=none.new_zeros(0))
     loss, expected = gradients_of(session, [batch])
     with_empty_loss, given = gradients_of(session, [batch, empty])
     assert with_empty_loss == loss
@@ -276,13 +266,11 @@ def test_clipping_is_of_the_whole_gradient(tmp_path: Path, limit: float) -> None
 
 
 def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
-    session = session_of(tmp_path, tied=True)
+    session = session_of(tmp_path, tied=True, **{"train.learning_rate": 0.1, "train.weight_decay": 0.5})
     before = {name: each.detach().clone() for name, each in session.student.named_parameters()}
-    settings = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.95), "eps": 1e-8}
-    optimizer = make_optimizer(session.student.parameters(), **settings)
     for parameter in session.student.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer_step(optimizer, 0.2)  # the rate of the step, not the one at the start
+    session.engine.update(0.2)  # the rate of the step, not the one at the start
     for name, parameter in session.student.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] * (0.9 if parameter.dim() >= 2 else 1.0))
         assert parameter.grad is None
@@ -298,7 +286,9 @@ def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> No
     with_padding = gradients_of(session, step_batches(session))
     model = session.teacher.pretrained
     model.resize_token_embeddings(400)
-    session.runner = alone(session.student, Decoder(model))
+    runner = single_process_runner(session.student, Decoder(model))
+    session.engine = Engine(runner, session.spec, session.device)
+    session.source = InStageTeacher(runner)
     without = gradients_of(session, step_batches(session))
     assert with_padding[0] == pytest.approx(without[0], rel=1e-6)
     assert_close(with_padding[1], without[1], 1e-5)

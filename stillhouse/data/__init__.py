@@ -1,8 +1,8 @@
-"""Data: records read, turned into tokens and masks, packed, and batched. Labels are shifted once, here."""
+"""Data: reads records, turns them into tokens and masks, packs and batches them. Labels are shifted only here."""
 
-from stillhouse.data.batches import Batch, make_batch
 from stillhouse.data.documents import DataReport, Documents, load_documents
-from stillhouse.data.packing import PackedSequences
+from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch
+from stillhouse.data.packing import PackedMicroBatches, PackedSequences
 from stillhouse.data.reading import DataError, read_records
 from stillhouse.data.tokenizers import (
     check_same_tokenizer,
@@ -12,16 +12,18 @@ from stillhouse.data.tokenizers import (
 )
 
 __all__ = [
-    "Batch",
     "DataError",
     "DataReport",
     "Documents",
+    "MicroBatch",
+    "PackedMicroBatches",
     "PackedSequences",
+    "StepMicroBatches",
     "check_same_tokenizer",
     "check_vocabulary",
     "load_documents",
     "load_tokenizer",
-    "make_batch",
+    "make_micro_batch",
     "read_records",
     "tokenizer_fingerprint",
 ]

@@ -1,16 +1,17 @@
-"""Where the assistant's turns lie in a conversation that a chat template rendered without saying so.
+"""Finds the assistant's turns in a conversation that a chat template rendered without marking them.
 
-The text that a template writes for the first n messages (and the generation prompt behind them) is, with
-most templates, a prefix of what it writes for the whole conversation: its length is a turn's edge. Templates
-of reasoning models break this, because they drop the thoughts of all turns but the last. There the text is
-compared only from the end of message n's content on, which an anchor, appended to the content in both
-renderings, marks: what follows it in the beginning, rendered alone, must begin what follows it in the whole,
-and without the anchor both texts must still end like this. So a turn's edge is never searched for, and what
-a user wrote cannot be mistaken for it.
+With most templates, the text of the first n messages (and the generation prompt after them) is a prefix of the text
+of the whole conversation. The length of this prefix is then the edge of a turn.
 
-Two deviations are understood, both of turns before the last message only: a generation prompt that opens
-the thoughts, which an earlier turn no longer has, and an end that the last turn has and an earlier one not.
-Everything else is a TurnError.
+Templates of reasoning models break this, because they drop the thoughts of all turns but the last. For them, the
+first n messages and the whole conversation are rendered again with an anchor appended to the content of message n.
+Only the two texts after the anchor are compared: the one of the first n messages must be a prefix of the one of the
+whole conversation. Rendered without the anchor, both must still end with these texts. So the conversation is never
+searched for the edge of a turn, and nothing that a user wrote can be mistaken for one.
+
+Two deviations are supported, both only in turns before the last message: a generation prompt that opens the thoughts
+although the earlier turn has none in the whole conversation, and text after the end marker that the template writes
+for the last turn only. Everything else is a TurnError.
 """
 
 from collections.abc import Callable
@@ -24,15 +25,15 @@ ANCHOR = "StillhouseAnchor8f3a"  # templates leave it as it is: no white space, 
 
 
 class TurnError(ValueError):
-    """The template does not let the assistant's part be told apart."""
+    """The assistant's tokens cannot be found in what the template renders."""
 
 
 @dataclass(frozen=True)
 class Turns:
     """Finds the assistant's turns in one conversation.
 
-    `text(messages, prompt)` renders, with the generation prompt behind if `prompt`; `body` is the whole
-    conversation rendered; `special` are the tokenizer's added tokens.
+    text(messages, prompt): renders messages, followed by the generation prompt if `prompt`. body: the rendered whole
+    conversation. special: the tokenizer's added tokens.
     """
 
     text: Callable[[list[Message], bool], str]
@@ -41,10 +42,10 @@ class Turns:
     special: tuple[str, ...]
 
     def spans(self, first: int) -> list[Span]:
-        """The characters the assistant generates, one range a turn, in the messages from `first` on.
+        """The characters that the assistant generates, one range per turn, in the messages from `first` on.
 
-        What the template writes between a generation prompt and the content (an empty thinking block) is
-        within, and so is the marker that ends the turn, but not the white space after it.
+        A range includes what the template writes between the generation prompt and the content (such as an empty
+        thinking block) and the marker that ends the turn, but not the white space after the marker.
         """
         spans: list[Span] = []
         for index, message in enumerate(self.messages):
@@ -57,7 +58,7 @@ class Turns:
         return spans
 
     def edge(self, count: int, *, prompt: bool) -> int:
-        """Where in the body the first `count` messages (and the generation prompt) end."""
+        """The position in the body where the first `count` messages (and the generation prompt) end."""
         if not count:
             raise self._error(count, prompt)
         beginning = self.text(self.messages[:count], prompt)
@@ -71,19 +72,23 @@ class Turns:
         raise self._error(count, prompt)
 
     def _behind_anchor(self, count: int, prompt: bool) -> tuple[str, str]:
-        """What follows the content of message `count` in the beginning alone and in the whole; "" if lost."""
+        """The text after the content of message number `count` (from 1): when the first `count` messages are rendered
+        alone, and in the whole conversation. Both are "" if the template drops the anchor.
+        """
         anchored = self._anchored(count)
         alone = _behind(self.text(anchored, prompt))
         whole = _behind(self.text(anchored + self.messages[count:], False))
         if alone is None or whole is None:
             return "", ""
         if not self.messages[count - 1].get("content", "").strip():
-            # Before a tool call a template puts white space only behind content that is there.
+            # Before a tool call, templates write white space only after content that is not empty.
             return alone.lstrip(), whole.lstrip()
         return alone, whole
 
     def _common(self, count: int, alone: str, whole: str, prompt: bool) -> int | None:
-        """How much of `whole`, the text behind the anchor, belongs to the first `count` messages."""
+        """How many characters of `whole`, the text after the anchor, belong to the first `count` messages; None if it
+        cannot be determined.
+        """
         if whole.startswith(alone):
             return len(alone)
         if count + prompt >= len(self.messages):
@@ -92,13 +97,13 @@ class Turns:
         return len(known) if known and alone.startswith(known) and whole.startswith(known) else None
 
     def _heading(self, count: int) -> str:
-        """What lies between the content of message `count` and that of the turn behind it."""
+        """The text between the content of message number `count` (from 1) and the content of the next message."""
         turn = self.messages[count] | {"content": ANCHOR}
         text = _behind(self.text([*self._anchored(count), turn, *self.messages[count + 1 :]], False))
         return (text or "").partition(ANCHOR)[0]
 
     def _end_marker(self, count: int, alone: str) -> str:
-        """The special token right behind the content: with no message behind it, it can only end the turn."""
+        """The special token directly after the content. In `alone` no message follows: it can only end the turn."""
         if self.messages[count - 1].get("tool_calls"):
             return ""
         return max((token for token in self.special if alone.startswith(token)), key=len, default="")
@@ -108,7 +113,7 @@ class Turns:
         return [*self.messages[: count - 1], last | {"content": last.get("content", "") + ANCHOR}]
 
     def _end_of_turn(self, start: int, stop: int) -> int:
-        """Without the white space after the marker that ends the turn: nobody generates it."""
+        """The end of the turn without the white space after its end marker, which the assistant does not generate."""
         turn = self.body[start:stop].rstrip()
         return start + len(turn) if turn.endswith(self.special) else stop
 
@@ -123,6 +128,6 @@ class Turns:
 
 
 def _behind(text: str) -> str | None:
-    """What follows the anchor; None if the template has dropped it."""
+    """The text after the anchor; None if the template has dropped the anchor."""
     _, anchor, behind = text.partition(ANCHOR)
     return behind if anchor else None

@@ -1,7 +1,7 @@
-"""Conversations as text, by a chat template, which is code that comes with a model and may do anything.
+"""Renders conversations as text with a chat template, which is code that comes with a model and may do anything.
 
-So `Conversations.answer` is called in a process of its own (`isolation.py`), takes and gives what JSON knows, and
-raises nothing.
+Therefore `Conversations.answer` runs in a process of its own (`isolation.py`). Its arguments and results are JSON's
+types, and it reports an error of the template as a result instead of raising it.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ Tools = list[dict[str, Any]] | None
 
 
 class Conversations:
-    """Renders with a tokenizer's chat template. every: all characters are targets, not the assistant's alone."""
+    """Renders with a tokenizer's chat template. every: all characters are targets, not only the assistant's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, every: bool, most_characters: int):
         self.tokenizer = tokenizer
@@ -26,7 +26,7 @@ class Conversations:
         self.special = tuple(tokenizer.get_added_vocab())
 
     def answer(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span], str]:
-        """The text, its targets from message `first` on, and what is wrong with them: for a process of its own."""
+        """The text, its target ranges from message `first` on, and a description of the error ("" if none)."""
         try:
             with reading("the chat template refuses the messages", passes=TurnError):
                 body, spans = self._with_spans(messages, tools, first)
@@ -43,8 +43,8 @@ class Conversations:
         return Turns(partial(self._text, tools), messages, body, self.special)
 
     def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
-        """The whole conversation, and the ranges in it that are targets, from message `first` on."""
-        source = self.tokenizer.get_chat_template(tools=tools)  # some tokenizers have another one for tools
+        """The rendered conversation, and the ranges of its characters that are targets, from message `first` on."""
+        source = self.tokenizer.get_chat_template(tools=tools)  # some tokenizers have a separate template for tools
         if "endgeneration" in source and not self.every:
             return self._with_marked_spans(source, messages, tools, first)
         body = self._text(tools, messages)
@@ -53,8 +53,8 @@ class Conversations:
     def _with_marked_spans(
         self, source: str, messages: list[Message], tools: Tools, first: int
     ) -> tuple[str, list[Span]]:
-        # Not `return_assistant_tokens_mask`: it looks up single characters, and where the tokenizer's
-        # offsets leave out a leading space it stops, and the rest of the conversation has no targets.
+        # `apply_chat_template(return_assistant_tokens_mask=True)` would not do: it looks up single characters. Where
+        # the tokenizer's offsets leave out a leading space it stops, and the rest would have no targets.
         bodies, spans = render_jinja_template(
             conversations=[messages],
             tools=tools,

@@ -1,10 +1,9 @@
-"""Tokenized documents in memory, and the account of what became of the records they were made from.
+"""Tokenized documents in memory, and a report on the records they were made from.
 
-A text longer than the limit is cut into consecutive pieces, each a document of its own; a prompt with
-completion or a conversation is shortened at its end. Both are counted, as is every record that was skipped
-or has nothing to predict.
+A text longer than the limit is cut into consecutive pieces, each a document of its own. A prompt with completion or a
+conversation is cut at its end. The report counts both, and every record that was skipped or has no target token.
 
-D documents, N tokens of all of them one after another.
+D documents; N tokens of all documents, concatenated.
 """
 
 import hashlib
@@ -37,17 +36,17 @@ _REASONS = 5  # reasons for skips that a report keeps
 
 @dataclass
 class DataReport:
-    """What became of the records: `read` = `kept` + `skipped` + `without_target`."""
+    """How many records were used, cut or skipped: `read` = `kept` + `skipped` + `without_target`."""
 
     source: str
     read: int = 0
     kept: int = 0
-    skipped: int = 0  # could not be used; the first few say why in `reasons`
-    without_target: int = 0  # nothing to predict, also because the end was cut
-    cut_documents: int = 0  # shortened to the limit
-    cut_tokens: int = 0  # tokens lost by that
-    split_documents: int = 0  # texts cut into pieces, nothing lost
-    documents: int = 0  # pieces counted one by one
+    skipped: int = 0  # records that could not be used; `reasons` has the reasons for the first few
+    without_target: int = 0  # records without a target token, maybe because the end was cut off
+    cut_documents: int = 0  # documents shortened to the limit
+    cut_tokens: int = 0  # tokens lost by shortening
+    split_documents: int = 0  # texts cut into pieces, without loss
+    documents: int = 0  # each piece counts as one
     tokens: int = 0
     target_tokens: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -77,11 +76,11 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Documents:
-    """D tokenized documents, flat.
+    """D tokenized documents, concatenated.
 
-    tokens_N: int32; targets_N: bool, whether a token is to be predicted (never a document's first);
-    offsets: [D+1] int64, document d is `offsets[d]:offsets[d+1]`; keys_D: uint64, a hash of the record's
-    content, the same for all pieces of one text; sources: `file:line` of each document.
+    tokens_N: int32. targets_N: bool, whether a token is to be predicted; False for the first token of a document.
+    offsets: [D+1] int64, document d is `offsets[d]:offsets[d+1]`. keys_D: uint64, a hash of the record's content,
+    the same for all pieces of one text. sources: `file:line` of each document.
     """
 
     tokens_N: np.ndarray
@@ -108,14 +107,14 @@ class Documents:
         return self.targets_N[self.offsets[document] : self.offsets[document + 1]]
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets and borders: what a resumed run compares."""
+        """A sha256 of tokens, targets and offsets, which a resumed run compares."""
         digest = hashlib.sha256()
         for array in (self.tokens_N, self.targets_N, self.offsets):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Documents":
-        """The chosen documents, in the given order; the report counts them anew."""
+        """The chosen documents, in the given order, with documents, tokens and targets in the report counted anew."""
         lengths = self.lengths_D[chosen]
         offsets = _offsets(lengths)
         shift_N = np.repeat(self.offsets[:-1][chosen] - offsets[:-1], lengths)
@@ -128,9 +127,9 @@ class Documents:
     def split(self, share: float) -> tuple["Documents", "Documents"]:
         """(train, evaluation): a document is held out if the hash of its content falls below `share`.
 
-        So the choice depends neither on the order of the records nor on the tokenizer, and equal documents
-        stay on one side. Of few documents at least one goes to each side. Raises ValueError if `share` is
-        not in (0, 1) or if there are not two different documents to part.
+        So the choice depends neither on the order of the records nor on the tokenizer, and equal documents stay on
+        the same side. Each side gets at least one document. Raises ValueError if `share` is not in (0, 1) or if there
+        are not two different documents.
         """
         if not 0 < share < 1:
             raise ValueError(f"the share of documents held out must lie between 0 and 1, got {share}")
@@ -138,13 +137,13 @@ class Documents:
         if smallest == largest:
             raise ValueError(
                 f"{self.report.source}: one document is too little to hold some out for evaluation; "
-                "give data.eval a path, or 0 for no evaluation"
+                "expected more documents, a file of their own for the evaluation, or none"
             )
         held_out_D = self.keys_D < np.uint64(int(share * 2**64))
         held_out_D |= self.keys_D == smallest
         held_out_D &= self.keys_D != largest
         train, evaluation = self.select(np.flatnonzero(~held_out_D)), self.select(np.flatnonzero(held_out_D))
-        # what was read, cut and skipped is said once, of the whole source, on the training side
+        # what was read, cut and skipped is reported once, for the whole source, with the training documents
         counts = evaluation.report
         only_its_own = DataReport(
             f"{share:g} of {counts.source}",
@@ -155,11 +154,14 @@ class Documents:
         return train, replace(evaluation, report=only_its_own)
 
     def overlap(self, other: "Documents") -> int:
-        """How many of these documents the other ones hold too, going by the record's content; 0 is none."""
+        """How many of these documents are also in `other`, compared by the record's content."""
         return int(np.isin(self.keys_D, other.keys_D).sum())
 
     def check_ids(self, rows: int, which: str) -> None:
-        """Raises DataError for the first document with a token that has no row in the head of `which`."""
+        """Raise DataError for the first document with a token id that has no row in a head with `rows` rows.
+
+        which: "student" or "teacher", for the error.
+        """
         beyond = np.flatnonzero(self.tokens_N >= rows)
         if len(beyond):
             document = int(np.searchsorted(self.offsets, beyond[0], side="right")) - 1
@@ -177,11 +179,11 @@ def load_documents(
 ) -> Documents:
     """Read and tokenize a dataset (see `read_records` for what `source` may be).
 
-    max_tokens: the longest document; tokens: which tokens are targets where a record has a prompt or
-    several roles; on_error: what to do with a record that cannot be used, stop or count it and go on.
+    max_tokens: the longest document. tokens: which tokens are targets if a record has a prompt or several roles.
+    on_error: "raise" for a record that cannot be used, or "skip" it and count it.
 
-    Raises ValueError for a missing or empty dataset or columns of no known form, DataError (`file:line:
-    reason`) for a record.
+    Raises ValueError for a missing or empty dataset, DataError (`file:line: reason`) for a record that cannot be used
+    and for columns of no known form.
     """
     if max_tokens < 2:
         raise ValueError(f"max_tokens must be at least 2 (one token to see, one to predict), got {max_tokens}")
@@ -202,7 +204,7 @@ class _Loader:
         self.report = DataReport(source)
         self.template: Template | None = None
         self.waiting: list[tuple[Rendered, str, int]] = []
-        self.characters = 0  # of those that wait
+        self.characters = 0  # of the waiting records
         self.pieces: list[Encoded] = []
         self.keys: list[int] = []
         self.sources: list[str] = []
@@ -267,7 +269,7 @@ class _Loader:
         self.characters = 0
 
     def _fit(self, encoded: Encoded, splits: bool) -> list[Encoded]:
-        """The document within the limit: itself, its pieces, or what is left of it."""
+        """The document within the limit: unchanged, cut into pieces, or cut at its end."""
         excess = len(encoded.ids) - self.max_tokens
         if excess <= 0:
             return [encoded]
@@ -311,7 +313,7 @@ class _Loader:
 
 
 def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
-    """Consecutive pieces of `max_tokens`; the last is shorter, but has 2 tokens where that is possible."""
+    """Consecutive pieces of `max_tokens`. The last one may be shorter, but has at least 2 tokens if possible."""
     length = len(encoded.ids)
     starts = list(range(0, length, max_tokens))
     if length - starts[-1] == 1 and max_tokens > 2:
@@ -329,7 +331,7 @@ def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _content_key(fields: dict[str, Any], template: Template) -> int:
-    """The first 64 bits of the sha256 of a record's used columns; absent, null and empty extras are the same."""
+    """The first 64 bits of the sha256 of a record's used columns. Absent, null and empty extras give the same key."""
     used = [*template.columns, *(column for column in template.extras if fields.get(column))]
     content = json.dumps([without_null(fields[column]) for column in used], sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")

@@ -1,8 +1,8 @@
-"""A function that runs foreign code in a process of its own: it can neither hang this one nor fill its memory.
+"""Runs foreign code in a separate process, so that it can neither hang this process nor fill its memory.
 
-Neither an alarm nor a thread ends one long operation of the interpreter, such as 10**10**8; the kernel ends a
-process. The process is a fork: it has the function and all that it needs, and waits for arguments. What goes to and
-fro is JSON.
+Neither an alarm nor a thread can interrupt one long operation of the interpreter, such as 10**10**8; the kernel can
+end a process. The process is a fork, so it has the function with all its data, and waits for arguments. Arguments and
+results are sent as JSON.
 """
 
 import gc
@@ -21,15 +21,16 @@ SIZE = struct.Struct("<Q")
 
 
 class LimitError(ValueError):
-    """The process was ended by a limit, or ended itself."""
+    """The process was ended by a limit or for another reason, before it returned a result."""
 
 
 class Isolated:
-    """`function` in a process of its own, which is started at the first call and again after its end.
+    """Calls `function` in a separate process. It starts at the first call; if it has ended, at the next call again.
 
-    seconds: of processor time for one call; the machine's load does not count. memory_bytes: that a call may take
-    besides what the process has (kept on Linux only). Arguments and results are JSON's types. A function says what is
-    wrong with its arguments by an ordinary result: an error that it raises ends the process.
+    seconds: limit of processor time for one call, which does not depend on the machine's load. memory_bytes: limit of
+    the memory that the process may take in addition to what it has at its start (enforced on Linux only). Arguments
+    and results are JSON's types. The function must report errors in its ordinary result: an exception ends the
+    process.
     """
 
     def __init__(self, function: Callable[..., Any], *, seconds: float, memory_bytes: int):
@@ -39,7 +40,11 @@ class Isolated:
         self._process: _Process | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """The function's result. Raises LimitError, and TypeError for arguments that JSON does not know."""
+        """The function's result. Raises LimitError if the process ends before it returns one.
+
+        An argument of a type that JSON does not have is replaced by `_placeholder`; a dict key of such a type raises
+        TypeError.
+        """
         request = json.dumps(arguments, default=_placeholder).encode()
         if self._process is None:
             self._process = _Process(self.function, self.seconds, self.memory_bytes)
@@ -58,7 +63,7 @@ class Isolated:
 
 
 class _Process:
-    """A forked child that answers requests one by one until its end of the pipe is closed."""
+    """A forked child that answers requests one by one until the pipe of requests is closed."""
 
     def __init__(self, function: Callable[..., Any], seconds: float, memory_bytes: int):
         its_requests, requests = os.pipe()
@@ -66,7 +71,7 @@ class _Process:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # of threads: the child uses none of theirs, and takes no lock that one of them may hold
+            # Python warns about forking with threads. The child needs no other thread and takes no lock of one.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
@@ -79,7 +84,7 @@ class _Process:
         self.end = weakref.finalize(self, _end, pid, self.requests, self.answers)
 
     def ask(self, request: bytes) -> bytes | None:
-        """The answer; None where the process ends instead."""
+        """The answer; None if the process ends without one."""
         try:
             _write(self.requests, request)
         except BrokenPipeError:
@@ -88,13 +93,14 @@ class _Process:
 
 
 def _end(pid: int, *pipes: BinaryIO) -> int:
-    """Close the pipes, and return how the child ended."""
+    """Close the pipes, end the child, and return its exit status."""
     for pipe in pipes:
         try:
             pipe.close()
-        except BrokenPipeError:  # a request that it did not live to read
+        except BrokenPipeError:  # the child ended before it read its last request
             continue
-    # a later fork may hold its pipe open, so that it would wait on; one that is ending keeps its own status
+    # Closing the pipe is not enough: a later fork may hold it open, and the child would keep waiting. A child that
+    # has already ended keeps its own status.
     os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
@@ -102,13 +108,13 @@ def _end(pid: int, *pipes: BinaryIO) -> int:
 def _serve(
     function: Callable[..., Any], requests: BinaryIO, answers: BinaryIO, seconds: float, memory_bytes: int
 ) -> NoReturn:
-    """The child. It must never return into the code that it was forked from."""
+    """The child's main loop. It must never return into the code that it was forked from."""
     try:
-        gc.freeze()  # what it has from its parent is not its own to take down
-        signal.set_wakeup_fd(-1)  # the parent's: a signal to the whole group would reach it twice
+        gc.freeze()  # the child must not finalize the objects that it has from its parent
+        signal.set_wakeup_fd(-1)  # else the parent would get a signal to the whole process group twice
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle: its end is the child's, too
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it; the child ends with the parent
         _limit_memory(memory_bytes)
         while (request := _read(requests)) is not None:
             signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -146,5 +152,5 @@ def _read(pipe: BinaryIO) -> bytes | None:
 
 
 def _placeholder(value: Any) -> str:
-    """What transformers shows a chat template of a value that JSON does not know."""
+    """The text that transformers shows to a chat template in place of a value that JSON cannot represent."""
     return f"<{type(value).__name__}>"

@@ -1,25 +1,25 @@
-"""Packing: whole documents into sequences of at most `max_tokens`, and the order in which the sequences are
-trained.
+"""Packs whole documents into sequences of at most `max_tokens`, and orders the sequences for training.
 
-Documents are packed once, by best fit on decreasing length. What changes from epoch to epoch is the order
-of the sequences: a permutation that depends on (seed, epoch) alone. So the data of a step follows from its
-number, and a resumed run goes on exactly where it stopped without any state.
+Documents are packed once, by best fit in order of decreasing length. Only the order of the sequences changes from
+epoch to epoch: it is a permutation that depends on (seed, epoch) alone. So the data of a step follows from its
+number, and a resumed run continues exactly where it stopped without any saved state.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 
-from stillhouse.data.batches import Batch, make_batch
 from stillhouse.data.documents import Documents
+from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch
 
 
 class PackedSequences:
     """The documents as packed sequences, numbered 0 to len-1.
 
-    max_tokens: capacity of a sequence; seed: of the order and of which documents of equal length meet;
-    shuffle=False keeps ties and sequences in the order they come in (evaluation).
+    max_tokens: capacity of a sequence. seed: decides the order of the sequences, and the order in which documents of
+    equal length are packed. shuffle=False: keep the given order of both (for evaluation).
     """
 
     def __init__(self, documents: Documents, *, max_tokens: int, seed: int, shuffle: bool = True):
@@ -33,7 +33,7 @@ class PackedSequences:
         self.max_tokens = max_tokens
         self.seed = seed
         self.shuffle = shuffle
-        # Draw 0 decides, once, which documents of equal length meet; draw e + 1 is the order of epoch e.
+        # Draw 0 orders documents of equal length for packing, once; draw e + 1 is the order of epoch e.
         order_D = _permutation(len(lengths_D), seed, 0) if shuffle else np.arange(len(lengths_D))
         sequence_D = np.empty(len(lengths_D), dtype=np.int64)
         sequence_D[order_D] = best_fit(lengths_D[order_D], max_tokens)
@@ -47,32 +47,23 @@ class PackedSequences:
 
     @property
     def fill(self) -> float:
-        """The share of all sequences' capacity that holds tokens."""
+        """The share of all sequences' capacity that is filled with tokens."""
         return len(self.documents.tokens_N) / (len(self) * self.max_tokens)
 
     def members(self, sequence: int) -> np.ndarray:
-        """The documents of one sequence, by their number."""
+        """The numbers of the documents of one sequence."""
         return self._members[self._borders[sequence] : self._borders[sequence + 1]]
 
-    def batch(self, sequences: Sequence[int] | np.ndarray) -> Batch:
+    def micro_batch(self, sequences: Sequence[int] | np.ndarray) -> MicroBatch:
         """These sequences as the rows of one micro-batch."""
-        return make_batch(self.documents, [self.members(sequence) for sequence in sequences])
+        return make_micro_batch(self.documents, [self.members(sequence) for sequence in sequences])
 
-    def width(self, sequences: Iterable[int] | np.ndarray) -> int:
-        """Tokens of the longest of these sequences: the columns of their batch."""
-        return max(int(self.documents.lengths_D[self.members(each)].sum()) for each in sequences)
-
-    def tokens(self, micro_batches: Iterable[np.ndarray]) -> int:
-        """Of the documents of these sequences, padding left out."""
-        return sum(int(self.documents.lengths_D[self.members(each)].sum()) for each in _all(micro_batches))
-
-    def targets(self, micro_batches: Iterable[np.ndarray]) -> int:
-        """What a step on these sequences is divided by: the tokens with a label, 1 where there are none."""
-        documents = (document for each in _all(micro_batches) for document in self.members(each))
-        return max(1, sum(int(self.documents.targets(document)[1:].sum()) for document in documents))
+    def micro_batches(self, rows: Sequence[np.ndarray]) -> "PackedMicroBatches":
+        """Micro-batches of these sequences, one for each array of sequence numbers."""
+        return PackedMicroBatches(self, rows)
 
     def order(self, epoch: int) -> np.ndarray:
-        """The sequences in the order of one epoch."""
+        """The numbers of the sequences in the order of one epoch."""
         if not self.shuffle:
             return np.arange(len(self))
         if self._order is None or self._order[0] != epoch:
@@ -80,11 +71,10 @@ class PackedSequences:
         return self._order[1]
 
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
-        """The sequences of optimizer step `step` (from 0), out of a training on `total` sequences.
+        """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
-        The epochs follow one another without a gap: a step may take the end of one and the beginning of the
-        next. Only the last step may be shorter, so that every sequence is seen once per epoch. Raises
-        ValueError for a step outside the training.
+        A step may take the end of one epoch and the beginning of the next. Only the last step may have fewer
+        sequences. So every sequence is used once per epoch. Raises ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
         if not 0 <= start < stop:
@@ -96,17 +86,59 @@ class PackedSequences:
         )
 
 
-def _all(micro_batches: Iterable[np.ndarray]) -> Iterator[int]:
-    return (int(sequence) for rows in micro_batches for sequence in rows)
+class PackedMicroBatches(StepMicroBatches):
+    """Micro-batches of packed sequences, each built when it is accessed.
+
+    rows: for each micro-batch, the numbers of its sequences.
+    """
+
+    def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray]):
+        super().__init__(())
+        self.sequences, self.rows = sequences, list(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, number: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, number: int | slice) -> MicroBatch | list[MicroBatch]:
+        if isinstance(number, slice):
+            return [self.sequences.micro_batch(each) for each in self.rows[number]]
+        return self.sequences.micro_batch(self.rows[number])
+
+    @property
+    def shapes_BS(self) -> list[tuple[int, int]]:
+        return [(len(each), max(self._lengths(each))) for each in self.rows]
+
+    @property
+    def tokens(self) -> int:
+        return sum(sum(self._lengths(each)) for each in self.rows)
+
+    @property
+    def normalizer(self) -> int:
+        documents = self.sequences.documents
+        held = (document for each in self.rows for document in self.documents(each))
+        return max(1, sum(int(documents.targets(document)[1:].sum()) for document in held))
+
+    def documents(self, rows: np.ndarray) -> list[int]:
+        """The numbers of the documents of some sequences."""
+        return [document for sequence in rows for document in self.sequences.members(sequence).tolist()]
+
+    def _lengths(self, rows: np.ndarray) -> list[int]:
+        """The number of tokens of each of these sequences."""
+        lengths_D = self.sequences.documents.lengths_D
+        return [int(lengths_D[self.sequences.members(sequence)].sum()) for sequence in rows]
 
 
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each length: longest first, each into the fullest bin that still holds it.
+    """Assign each length to a bin: the longest first, each to the fullest bin with enough room for it.
 
     Returns [D] int64, bins numbered in the order in which they were opened. Takes about D·log(capacity) time.
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
-    open_bins: dict[int, list[int]] = {}  # by the room left, the latest last: it goes first
+    open_bins: dict[int, list[int]] = {}  # by the room left; of each list, the last bin is used first
     rooms: list[int] = []  # the keys of open_bins, sorted
     opened = 0
     for document in np.argsort(-lengths_D, kind="stable").tolist():
@@ -130,6 +162,6 @@ def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _permutation(size: int, seed: int, draw: int) -> np.ndarray:
-    """A permutation from raw 64-bit draws, whose stream, unlike shuffles, no version of numpy changes."""
+    """A permutation from raw 64-bit draws: numpy keeps their stream the same in all versions, unlike its shuffles."""
     draws = np.random.PCG64(np.random.SeedSequence([seed, draw])).random_raw(size)
     return np.argsort(draws, kind="stable")

@@ -1,9 +1,8 @@
-"""Where records come from: JSON Lines, Parquet, saved `datasets` folders, hub ids.
+"""Reads records from JSON Lines, Parquet, saved `datasets` folders and hub ids.
 
-Every record carries the place it was read from, `file:line` (or `file:row`, counted from 1), because that
-is what an error about it must name. JSON Lines is read line by line here, not by a library, for the same
-reason. A record that cannot be read is handed on with its problem: whether it stops the run is for the
-caller to say.
+Every record has the place it was read from, `file:line` (or `file:row`, counted from 1), because an error about the
+record must name it. For the same reason JSON Lines is read line by line here, not by a library. A record that cannot
+be read is returned with a description of the problem, and the caller decides whether it stops the run.
 """
 
 import glob
@@ -22,7 +21,7 @@ from stillhouse.libraries import reading
 
 JSON_LINES = (".jsonl", ".json")
 PARQUET = (".parquet",)
-#: of a line of JSON; a longer one is not read whole
+#: longest line of JSON; a longer line is not read completely
 MOST_BYTES = 32 * 2**20
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
 
@@ -46,13 +45,12 @@ class Record:
 
 
 def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
-    """The records of a file, a folder of files, a glob, a saved `datasets` folder or a hub id, in a fixed
-    order.
+    """The records of a file, a folder of files, a glob, a saved `datasets` folder or a hub id, in a fixed order.
 
-    Files of a folder or a glob come in the order of their names. What exists here is read from here; any
-    other name is one of the hub, unless it looks like a path: then the file is missing. A hub id goes to
-    `datasets.load_dataset` untouched; `:configuration` and `@split` may follow it, as in
-    `allenai/c4:en@validation`, and the split is "train" where none is given.
+    Files of a folder or a glob are read in the order of their names. A name that exists on this machine is read
+    locally. Any other name is a hub id, unless it looks like a path, which is then reported as missing. The hub id is
+    passed unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it, as in
+    `allenai/c4:en@validation`; the default split is "train".
 
     Raises ValueError if there is nothing to read under that name.
     """
@@ -112,7 +110,7 @@ def _read_file(path: Path) -> Iterator[Record]:
 
 
 def _read_json_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:  # bytes: a line ends at \n only, and a wrong encoding is an error of its line
+    with path.open("rb") as file:  # bytes, so that only \n ends a line and a wrong encoding is an error of one line
         for number, line in enumerate(_lines(file), start=1):
             if len(line) > MOST_BYTES:
                 yield Record(
@@ -123,7 +121,7 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines, of one that is longer than `MOST_BYTES` so much of it that this shows."""
+    """The lines of a file; of a line longer than `MOST_BYTES`, only its first `MOST_BYTES + 1` bytes."""
     while line := file.readline(MOST_BYTES + 1):
         rest = line
         while len(rest) > MOST_BYTES and not rest.endswith(b"\n"):
@@ -184,7 +182,7 @@ def _load_saved(folder: Path) -> Any:
     with reading(f"{folder}: not a readable saved dataset"):
         loaded = datasets.load_from_disk(str(folder))
         for each in loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]:
-            each.data.table.validate(full=True)  # a damaged offset would be read from anywhere in memory
+            each.data.table.validate(full=True)  # a damaged offset could point anywhere in memory
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if len(loaded) == 1:
@@ -206,7 +204,7 @@ def _load_from_hub(given: str, name: str, config: str | None, split: str) -> Any
         raise ValueError(
             f"{given}: no file or folder of this name here, and no dataset on the hub: {error}"
         ) from error
-    except ValueError as error:  # no such split, no such configuration, or several and none is named
+    except ValueError as error:  # the split or configuration does not exist, or there are several and none is named
         raise ValueError(
             f"{given}: the hub's dataset cannot be loaded ({name}:configuration@split names a part of it): {error}"
         ) from error
@@ -223,7 +221,7 @@ def _read_dataset(name: str, dataset: Any) -> Iterator[Record]:
 
 
 def describe(value: Any) -> str:
-    """A value as an error shows it: its JSON type and, where short, the value."""
+    """A value as an error message shows it: its JSON type and, if it is short, the value itself."""
     names = {
         str: "a string",
         bool: "a boolean",

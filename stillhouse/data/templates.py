@@ -1,20 +1,20 @@
-"""From a record's columns to token ids and a mask of the tokens to predict.
+"""Turns a record's columns into token ids and a mask of the tokens to predict.
 
-Three forms of record, decided once per dataset from its first record:
+There are three forms of record. The first record of a dataset decides which one the dataset has:
 
     text                    plain documents; every token is a target
     prompt + completion     two strings, or two lists of messages; the completion is the target
-    messages                a conversation; what the assistant says is the target
+    messages                a conversation; the assistant's turns are the target
 
-A chat may come with `tools`, the functions that the assistant may call: the chat template writes them.
+A chat may have a column `tools`, the functions that the assistant may call. The chat template writes them.
 
-A template works in two steps, so that tokenizing runs in batches while errors still name their record:
-`render` checks one record and turns it into text, `encode` tokenizes many rendered records. In text, the
-target spans are ranges of characters; a token that overlaps one is a target.
+A template works in two steps, so that tokenizing runs in batches while errors still name their record: `render`
+checks one record and turns it into text, `encode` tokenizes many rendered records. In the text of a chat, target
+spans are ranges of characters; a token that overlaps one is a target.
 
-The student must learn to stop: the end-of-sequence token is appended to texts and completions that lack it,
-and no token is ever masked by its id (pad is often the same id). In chats the template writes the end of a
-turn; it belongs to the target, the white space after it does not.
+The student must learn to stop. So the end-of-sequence token is appended to texts and completions without it, and no
+token is ever masked by its id (the pad token often has the same id). In chats the template writes the end of a turn.
+It belongs to the target, but the white space after it does not.
 """
 
 import json
@@ -34,23 +34,23 @@ from stillhouse.display import first_line, name_list
 Tokens = Literal["completion", "all"]
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
-#: of one record, in all: a tokenizer takes about 200 bytes of memory for each
+#: most characters of one record in total: a tokenizer takes about 200 bytes of memory for each
 MOST_CHARACTERS = 4_000_000
-#: of a chat template for one conversation: processor time, and memory
+#: limits of a chat template for one conversation: processor time and memory
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 
 
 class RecordError(ValueError):
-    """What is wrong with one record, without its place, which the caller knows."""
+    """One record cannot be used. The message does not name the record's place, which the caller knows."""
 
 
 class TemplateLimitError(ValueError):
-    """The chat template does not come to an end with a record: about the template, so the record is not skipped."""
+    """The chat template exceeds its limits. It is a fault of the template, so the record is not skipped."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A record as text: `prompt` and `body` are tokenized apart; `spans` are a chat's target characters."""
+    """A record as text. `prompt` and `body` are tokenized separately; `spans` are a chat's target characters."""
 
     body: str
     prompt: str = ""
@@ -59,7 +59,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids [n] int32 and whether each is to be predicted [n] bool, which the first never is."""
+    """ids: token ids, [n] int32. targets: which of them are to be predicted, [n] bool; never the first one."""
 
     ids: np.ndarray
     targets: np.ndarray
@@ -68,8 +68,8 @@ class Encoded:
 class Template(Protocol):
     """Turns records of one form into tokens.
 
-    columns: what a record must have; extras: what it may have besides, and counts as content if it is there;
-    splits: a long record is cut into pieces, not shortened.
+    columns: the columns that a record must have. extras: optional columns, which are part of the record's content if
+    present. splits: whether a long record is cut into pieces; otherwise it is cut at its end.
     """
 
     columns: tuple[str, ...]
@@ -77,7 +77,7 @@ class Template(Protocol):
     splits: bool
 
     def render(self, fields: dict[str, Any]) -> Rendered:
-        """One record as text. Raises RecordError if the record does not have the form."""
+        """One record as text. Raises RecordError if the record does not have this form."""
         ...
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
@@ -88,8 +88,8 @@ class Template(Protocol):
 def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> Template:
     """The template for a dataset whose first record has these columns.
 
-    Raises ValueError if the columns make none or several of the three forms, or if the tokenizer lacks what
-    the form needs: an end-of-sequence token, a chat template, character offsets.
+    Raises ValueError if the columns match none or several of the three forms, or if the tokenizer lacks what the form
+    needs: an end-of-sequence token, a chat template, character offsets.
     """
     complete = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if set(form) <= set(fields)]
     found = name_list(fields)
@@ -106,7 +106,7 @@ def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tok
 
 
 class TextTemplate:
-    """Plain documents: the tokenizer's own special tokens, the end of sequence, every token a target."""
+    """Plain documents, with the tokenizer's own special tokens and an end of sequence; every token is a target."""
 
     columns: tuple[str, ...] = ("text",)
     extras: tuple[str, ...] = ()
@@ -125,10 +125,10 @@ class TextTemplate:
 
 
 class CompletionTemplate:
-    """Prompt and completion as strings, tokenized apart as they are when the model is used.
+    """Prompt and completion as strings, tokenized separately, as when the model is used.
 
-    The prompt gets the tokenizer's special tokens but for an end of sequence, the completion gets the
-    latter only.
+    The prompt gets the tokenizer's special tokens except an end of sequence. The completion gets only an end of
+    sequence.
     """
 
     columns: tuple[str, ...] = ("prompt", "completion")
@@ -139,7 +139,7 @@ class CompletionTemplate:
         self.tokenizer = tokenizer
         self.every = tokens == "all"
         self.eos = _eos_id(tokenizer)
-        # Only an end of sequence that the tokenizer writes comes off the prompt, never one in its text.
+        # Only an end of sequence that the tokenizer appends is removed from the prompt, never one in its text.
         self.prompt_ends = _tokenize(tokenizer, ["a"], special=True)[0][-1] == self.eos
 
     def render(self, fields: dict[str, Any]) -> Rendered:
@@ -155,10 +155,10 @@ class CompletionTemplate:
 
 
 class ChatTemplate:
-    """Conversations through the tokenizer's chat template, which writes all special tokens itself.
+    """Conversations, rendered by the tokenizer's chat template, which writes all special tokens itself.
 
-    Which characters are the assistant's: the template's own `{% generation %}` blocks where it has them,
-    otherwise what `Turns` finds. Of prompt + completion, only the completion's assistant turns are targets.
+    The template's own `{% generation %}` blocks mark the assistant's characters; if it has none, `Turns` finds them.
+    Of prompt + completion, only the assistant's turns in the completion are targets.
     """
 
     extras: tuple[str, ...] = ("tools",)
@@ -172,10 +172,10 @@ class ChatTemplate:
             )
         if not tokenizer.is_fast:
             raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
-        tokenizer.get_chat_template()  # raises if it has several and none of them is the default
+        tokenizer.get_chat_template()  # raises if there are several templates and no default
         self.tokenizer = tokenizer
         self.columns = columns
-        # not a method of this template: the two would keep each other alive, and the process with them
+        # Not a method of this template: a reference cycle would keep the template and its process alive.
         answer = Conversations(tokenizer, every=tokens == "all", most_characters=MOST_CHARACTERS).answer
         self.rendered = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
 
@@ -282,7 +282,7 @@ def _messages(fields: dict[str, Any], column: str) -> list[Message]:
 def _message(message: Any, name: str) -> Message:
     if not isinstance(message, dict):
         raise RecordError(f"{name} must be an object with 'role' and 'content', got {describe(message)}")
-    message = {key: value for key, value in message.items() if value is not None}  # Parquet fills absent keys
+    message = {key: value for key, value in message.items() if value is not None}  # Parquet adds absent keys as null
     for key in ("role", "content"):
         if key == "content" and message.get("tool_calls"):
             continue
@@ -294,7 +294,9 @@ def _message(message: Any, name: str) -> Message:
 
 
 def _tools(fields: dict[str, Any]) -> Tools:
-    """The record's tools: a list of objects, or one as JSON, which is how Parquet holds unlike objects."""
+    """The record's tools. They are a list of objects, or the JSON text of one: Parquet stores objects with different
+    keys as text.
+    """
     given = tools = fields.get("tools")
     if isinstance(tools, str):
         try:
@@ -312,7 +314,7 @@ def _tools(fields: dict[str, Any]) -> Tools:
 
 
 def without_null(value: Any) -> Any:
-    """The value without the keys whose value is null: Parquet fills in those that are absent."""
+    """The value without the keys whose value is null, because Parquet fills absent keys with null."""
     if isinstance(value, dict):
         return {key: without_null(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -1,11 +1,10 @@
-"""Loading tokenizers and making sure that student and teacher speak the same language.
+"""Loads tokenizers and checks that student and teacher have the same one.
 
-A divergence between two distributions means something only if id v is the same piece of text for both, and
-a teacher is on its own ground only if it was trained on texts cut in the same way. So everything that
-decides ids is compared: vocabulary, merges or scores, added tokens, normalizer, pre-tokenizer. Which of the
-tokens begins, ends or pads a sequence may differ (a base student beside an instruct teacher), and so may
-the chat template: the student's is the one in use. Heads padded to more rows than there are tokens are
-nobody's concern here.
+A divergence between two distributions has a meaning only if id v is the same piece of text for both models. And the
+teacher's predictions are reliable only for texts that are tokenized as in its own training. So everything that
+decides ids is compared: vocabulary, merges or scores, added tokens, normalizer, pre-tokenizer. The tokens that begin,
+end or pad a sequence may differ (as between a base student and an instruct teacher), and so may the chat template;
+the student's are used. A head may have more rows than there are tokens (padding).
 """
 
 import hashlib
@@ -23,15 +22,17 @@ from stillhouse.libraries import reading
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _NO_SETTING = ("vocab", "merges", "dropout")
-#: the largest id that a token may have; the largest vocabularies have a million
+#: the largest id that a token may have; the largest vocabularies have a million tokens
 MOST_IDS = 10_000_000
 
 
 def load_tokenizer(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a hub id (passed on untouched). Raises ValueError if there is none, or a damaged
-    one, also for a damage that would show only when it is used or saved.
+    """The tokenizer of a folder or a hub id, which is passed on unchanged.
+
+    Raises ValueError if there is none or if it is damaged, even if the damage would show only when it is used or
+    saved.
     """
     what = f"the tokenizer of {name_or_path!r}"
     where = (
@@ -47,12 +48,12 @@ def load_tokenizer(
         _require_dense(tokenizer)
         tokenizer("a")
         _identity(tokenizer)
-        tokenizer.save_pretrained(folder)  # each checkpoint will do so
+        tokenizer.save_pretrained(folder)  # as each checkpoint will do
     return tokenizer
 
 
 def _require_dense(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for an id far behind the number of tokens: the library counts up to it whenever it saves."""
+    """Raise ValueError for a token id above `MOST_IDS`: the library counts up to the largest id when it saves."""
     vocabulary = tokenizer.get_vocab()
     token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
     if largest > MOST_IDS:
@@ -62,9 +63,9 @@ def _require_dense(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
-    """Warnings about tokens that play another role for the teacher; empty if there are none.
+    """Warnings about special tokens that differ between student and teacher, such as the end of sequence.
 
-    Raises ValueError naming the first difference that makes ids mean different text.
+    Raises ValueError, naming the first difference, if the same ids may mean different text for the two.
     """
     difference = _first_difference(_identity(student), _identity(teacher))
     if difference:
@@ -77,16 +78,16 @@ def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sha256 over what `check_same_tokenizer` compares: equal exactly where that raises nothing."""
+    """A sha256 over what `check_same_tokenizer` compares: two tokenizers with equal hashes pass that check."""
     return hashlib.sha256(json.dumps(asdict(_identity(tokenizer)), sort_keys=True).encode()).hexdigest()
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) -> list[str]:
-    """Whether a head of `rows` rows covers the tokenizer; more rows than tokens (padding) are fine.
+    """Check that a head of `rows` rows covers the tokenizer; returns warnings. More rows than tokens are fine.
 
-    Added tokens beyond the head are only warned about: some text-only models ship such tokens for images,
-    and no text holds them (`Documents.check_ids` makes sure). Raises ValueError for any other token.
-    `which`: "student" or "teacher".
+    An added token without a row causes only a warning: some text-only models have such tokens for images, and no text
+    contains them (`Documents.check_ids` checks that). Raises ValueError for any other token without a row.
+    which: "student" or "teacher".
     """
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
     if not beyond:
@@ -101,7 +102,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) 
 
 @dataclass(frozen=True)
 class _Identity:
-    """All that decides which ids a text becomes, special tokens around it aside."""
+    """Everything that decides the ids of a text, except the special tokens before and after it."""
 
     vocabulary: dict[int, str]
     added: dict[int, str]
@@ -123,7 +124,7 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> _Identity:
 
 
 def _first_difference(student: _Identity, teacher: _Identity) -> str:
-    """What differs first, in words; empty if nothing does."""
+    """The first difference, in words; "" if there is none."""
     return (
         _id_difference("id", student.vocabulary, teacher.vocabulary)
         or _id_difference("added token", student.added, teacher.added)

@@ -1,1 +1,1 @@
-"""The demo: a corpus that every Python carries, a shipped teacher, and the run that shows the main job."""
+"""The demo: a corpus that every Python contains, a shipped teacher, and two runs that show distillation."""

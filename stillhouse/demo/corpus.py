@@ -1,13 +1,12 @@
-"""The demo's text: what every CPython carries with it.
+"""The demo's text: documentation that is part of every CPython installation.
 
-A document is one module's docstrings and longer comments in source order, under light headings, or
-one page of `pydoc_data.topics` (the language reference). Modules are parsed, never imported.
+A document is either one module's docstrings and longer comments, in source order with short headings, or one page of
+`pydoc_data.topics` (the language reference). Modules are parsed, never imported.
 
-Documents are split by a hash of their *name*, so that Python versions agree on who may read what: the
-shipped teacher learnt from the teacher split (and from the source code of its modules), the demo's
-student trains on the student split, and nobody trains on the held-out split. The reference repeats whole
-sections on several pages: a repeated paragraph stays in the first document by hash only, so the splits
-share no paragraph of prose either.
+A hash of a document's *name* decides its split, so that all Python versions agree on the splits. The shipped teacher
+was trained on the teacher split (and on the source code of its modules), the demo's student trains on the student
+split, and no model trains on the held-out split. The language reference repeats whole sections on several pages: a
+repeated paragraph stays only in the first document by hash. So the splits share no paragraph of prose.
 """
 
 import ast
@@ -23,15 +22,15 @@ Split = Literal["teacher", "student", "held_out"]
 
 HELD_OUT_SHARE = 0.05
 STUDENT_SHARE = 0.15
-COMMENT_LENGTH = 100  # characters: shorter comment blocks say too little without their code
+COMMENT_LENGTH = 100  # characters: shorter comment blocks mean too little without their code
 PARAGRAPH_LENGTH = 40  # characters: shorter paragraphs ("Examples:") may repeat
 
 SKIPPED = frozenset(
     {"__phello__", "__pycache__", "dist-packages", "encodings", "idle_test", "lib2to3", "pydoc_data"}
     | {"site-packages", "test", "tests"}
 )
-# Distributions leave these out, or a newer Python dropped them. They are the teacher's, so that every
-# installation has the same student and held-out splits.
+# Some distributions omit these modules, or newer Python versions have removed them. They are in the teacher split, so
+# that every installation has the same student and held-out splits.
 NOT_EVERYWHERE = frozenset(
     {"aifc", "asynchat", "asyncore", "cgi", "cgitb", "chunk", "crypt", "distutils", "ensurepip", "idlelib", "imghdr"}
     | {"imp", "mailcap", "msilib", "nntplib", "pipes", "smtpd", "sndhdr", "sunau", "telnetlib", "tkinter", "turtle"}
@@ -48,7 +47,7 @@ class Document:
 
 
 def split_of(name: str) -> Split:
-    """Who may read the document of this name."""
+    """Return the split of the document with this name."""
     if name.split(".")[0] in NOT_EVERYWHERE:
         return "teacher"
     position = name_hash(name)
@@ -58,12 +57,12 @@ def split_of(name: str) -> Split:
 
 
 def name_hash(name: str) -> float:
-    """A number in [0, 1) that depends on nothing but the name."""
+    """Return a number in [0, 1) that depends only on the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
 def collect_documents(library: Path | None = None) -> list[Document]:
-    """Every document of this Python's standard library, in the order of their names' hashes."""
+    """Return all documents of this Python's standard library, in the order of their names' hashes."""
     library = library or Path(sysconfig.get_paths()["stdlib"])
     texts = {name: prose(source) for name, source in module_sources(library)}
     texts |= {f"topic:{topic}": text for topic, text in topics(library).items()}
@@ -72,12 +71,12 @@ def collect_documents(library: Path | None = None) -> list[Document]:
 
 
 def collect_split(split: Split, library: Path | None = None) -> list[Document]:
-    """The documents of one split."""
+    """Return the documents of one split."""
     return [document for document in collect_documents(library) if split_of(document.name) == split]
 
 
 def collect_teacher_sources(library: Path | None = None) -> list[Document]:
-    """The source code of the modules in the teacher split: more text for the teacher alone."""
+    """Return the source code of the modules in the teacher split: additional text for training the teacher."""
     library = library or Path(sysconfig.get_paths()["stdlib"])
     return [
         Document(f"source:{name}", source)
@@ -87,13 +86,13 @@ def collect_teacher_sources(library: Path | None = None) -> list[Document]:
 
 
 def write_jsonl(documents: Iterable[Document], path: Path) -> None:
-    """One JSON object per line, with the columns `name` and `text`."""
+    """Write one JSON object per line, with the keys `name` and `text`."""
     lines = [json.dumps({"name": document.name, "text": document.text}) for document in documents]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def module_sources(library: Path) -> Iterator[tuple[str, str]]:
-    """Dotted name and source of each module under a library folder, sorted by path."""
+    """Yield the dotted name and the source of each module under a library folder, sorted by path."""
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
         if SKIPPED.isdisjoint(parts) and not any("-" in part for part in parts[:-1]):
@@ -102,7 +101,7 @@ def module_sources(library: Path) -> Iterator[tuple[str, str]]:
 
 
 def topics(library: Path) -> dict[str, str]:
-    """The pages of `pydoc_data/topics.py`; none where an installation left it out."""
+    """Return the pages of `pydoc_data/topics.py`; empty if the installation does not have it."""
     path = library / "pydoc_data" / "topics.py"
     if not path.exists():
         return {}
@@ -113,7 +112,7 @@ def topics(library: Path) -> dict[str, str]:
 
 
 def prose(source: str) -> str:
-    """A module's docstrings and longer comments, in source order."""
+    """Return a module's docstrings and longer comments, in source order."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -123,7 +122,7 @@ def prose(source: str) -> str:
 
 
 def docstrings(node: ast.AST, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring under a node, headed by its signature."""
+    """Yield the line and the text of each docstring under a node; the text starts with the signature."""
     if isinstance(node, ast.Module) and (text := ast.get_docstring(node)):
         yield 0, text
     for child in ast.iter_child_nodes(node):
@@ -136,7 +135,7 @@ def docstrings(node: ast.AST, prefix: str = "") -> Iterator[tuple[int, str]]:
 
 
 def heading(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, prefix: str) -> str:
-    """`class Queue(Base)` or `def Queue.put(self, item)`."""
+    """Return a heading such as `class Queue(Base)` or `def Queue.put(self, item)`."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         return f"class {prefix}{node.name}({bases})"
@@ -144,7 +143,7 @@ def heading(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, prefix:
 
 
 def comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of each block of whole-line comments that is long enough to be prose."""
+    """Yield the line and the text of each block of whole-line comments that is long enough to be prose."""
     quoted = quoted_lines(tree)
     block: list[str] = []
     for number, line in enumerate([*source.split("\n"), ""], 1):
@@ -158,13 +157,13 @@ def comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def quoted_lines(tree: ast.Module) -> set[int]:
-    """The lines on which a string goes on that began on an earlier line."""
+    """Return the numbers of lines that continue a string from an earlier line."""
     strings = (node for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr)))
     return {line for node in strings for line in range(node.lineno + 1, (node.end_lineno or 0) + 1)}
 
 
 def without_repeats(documents: Iterable[Document]) -> list[Document]:
-    """The documents without paragraphs that an earlier one has, and without those left empty."""
+    """Remove every paragraph that has occurred before, and documents that are then empty."""
     seen: set[str] = set()
     kept = []
     for document in documents:

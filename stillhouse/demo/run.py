@@ -1,8 +1,8 @@
-"""`stillhouse demo`: the main job on an input that every Python carries.
+"""`stillhouse demo`: distillation on text that every Python contains.
 
-A student of a quarter of the shipped teacher's size learns from a small slice of text that the teacher never saw:
-once from the teacher, once from the text alone, for the same tokens. Both are ordinary runs of `stillhouse distill`
-whose folders stay behind.
+A student with a quarter of the shipped teacher's parameters is trained on a small text that the teacher was not
+trained on: once with the teacher, once on the text alone, for the same number of tokens. Both are ordinary runs of
+`stillhouse distill`, and their folders are kept.
 """
 
 import json
@@ -16,16 +16,18 @@ from safetensors import safe_open
 from stillhouse.config import RunConfig, load_config
 from stillhouse.demo.corpus import collect_split, write_jsonl
 from stillhouse.demo.student import TEACHER, save_new_student
-from stillhouse.parallel import alone
+from stillhouse.parallel import single_process_runner
 from stillhouse.report import write_report
+from stillhouse.teachers import InStageTeacher
+from stillhouse.train.engine import Engine
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.run import distill
 from stillhouse.train.session import prepare
 
-#: the two runs: the folder's name and its objective; the same in everything else
+#: the two runs: folder name and objective; all other settings are the same
 OBJECTIVES = {"cross_entropy": "cross_entropy", "distilled": "forward_kl"}
 LABELS = {"teacher": "teacher", "cross_entropy": "student, text alone", "distilled": "student, distilled"}
-#: the best of 2e-3, 3e-3 and 4e-3 for the student without a teacher (docs/log.md)
+#: the best of 2e-3, 3e-3 and 4e-3 for the student that trains without a teacher (docs/log.md)
 LEARNING_RATE = 3e-3
 STEPS = 600
 
@@ -33,7 +35,7 @@ Row = dict[str, Any]
 
 
 def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> list[Row]:
-    """Run both, print the table and the report's path; returns the table's rows."""
+    """Run both, print the table and the report's path, and return the table's rows."""
     out.mkdir(parents=True, exist_ok=True)
     write_jsonl(collect_split("student"), out / "train.jsonl")
     write_jsonl(collect_split("held_out"), out / "held_out.jsonl")
@@ -51,7 +53,7 @@ def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float =
 
 
 def demo_config(out: Path, name: str, seed: int, steps: int, learning_rate: float) -> RunConfig:
-    """One of the two runs, as a user would write it."""
+    """Return the configuration of one of the two runs, as a user would write it."""
     return load_config(
         None,
         settings={
@@ -77,7 +79,7 @@ def demo_config(out: Path, name: str, seed: int, steps: int, learning_rate: floa
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """Return the rows as aligned text."""
     columns = {
         "": lambda row: LABELS[row["run"]],
         "parameters": lambda row: f"{row['parameters']:,}",
@@ -101,7 +103,11 @@ def table(rows: list[Row]) -> str:
 def _teacher_row(config: RunConfig) -> Row:
     session = prepare(config, announce=False)
     assert session.teacher is not None
-    figures = evaluate(replace(session, runner=alone(session.teacher, session.teacher)))
+    runner = single_process_runner(session.teacher, session.teacher)
+    engine = Engine(
+        runner, session.spec, session.device, bf16=session.engine.bf16, chunk_tokens=session.engine.chunk_tokens
+    )
+    figures = evaluate(replace(session, engine=engine, source=InStageTeacher(runner)))
     return _row("teacher", TEACHER, figures, tokens=0, seconds=0.0)
 
 
@@ -124,6 +130,6 @@ def _row(run: str, model: Path, figures: dict[str, float], *, tokens: int, secon
 
 
 def count_parameters(model: Path) -> int:
-    """Of a saved model, tied weights once."""
+    """Count the parameters of a saved model; tied weights count once."""
     with safe_open(model / "model.safetensors", framework="pt") as tensors:
         return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""The demo's student: the teacher's family and vocabulary at a quarter of its parameters, from scratch."""
+"""The demo's student: the teacher's family and vocabulary, a quarter of its parameters, newly initialised."""
 
 import copy
 from pathlib import Path
@@ -10,7 +10,7 @@ TEACHER = Path(__file__).parent / "teacher"
 
 
 def student_config(teacher_config: PretrainedConfig) -> PretrainedConfig:
-    """Half the teacher's width and one layer less: about a quarter of its parameters."""
+    """Return a configuration with half the teacher's width and one layer less: about a quarter of its parameters."""
     config = copy.deepcopy(teacher_config)
     config.hidden_size //= 2
     config.intermediate_size //= 2
@@ -22,7 +22,7 @@ def student_config(teacher_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def new_student(seed: int, teacher: Path = TEACHER) -> PreTrainedModel:
-    """A freshly initialised student of a saved teacher; the global random state is left as it was."""
+    """Return a newly initialised student of a saved teacher; the global random state on the CPU does not change."""
     config = student_config(AutoConfig.from_pretrained(teacher, trust_remote_code=False))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -30,6 +30,6 @@ def new_student(seed: int, teacher: Path = TEACHER) -> PreTrainedModel:
 
 
 def save_new_student(folder: Path, seed: int, teacher: Path = TEACHER) -> None:
-    """Writes a new student and the teacher's tokenizer, as any Hugging Face model folder."""
+    """Write a new student and the teacher's tokenizer as an ordinary Hugging Face model folder."""
     new_student(seed, teacher).save_pretrained(folder)
     AutoTokenizer.from_pretrained(teacher, trust_remote_code=False).save_pretrained(folder)

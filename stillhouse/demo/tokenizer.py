@@ -1,4 +1,4 @@
-"""The demo's byte-level BPE: trained on the teacher's text, shared by teacher and student."""
+"""The demo's byte-level BPE tokenizer: trained on the teacher's text, shared by teacher and student."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ END = "<|endoftext|>"
 
 
 def train_tokenizer(documents: Iterable[Document]) -> PreTrainedTokenizerFast:
-    """A tokenizer of `VOCAB_SIZE` entries that round-trips any text."""
+    """Train a tokenizer of `VOCAB_SIZE` entries that can encode and exactly decode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,6 +34,6 @@ def train_tokenizer(documents: Iterable[Document]) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]) -> torch.Tensor:
-    """The documents as one stream of token ids, each ended by `END`."""
+    """Return the documents as one stream of token ids, with `END` after each document."""
     ids = tokenizer([document.text for document in documents], add_special_tokens=False)["input_ids"]
     return torch.tensor([token for document in ids for token in [*document, tokenizer.eos_token_id]])

@@ -1,9 +1,9 @@
 """Trains the teacher that the demo ships, from scratch: `python -m stillhouse.demo.train_teacher --out DIR`.
 
-Plain torch and transformers, so that the teacher owes nothing to what it is there to show. It reads the teacher
-split's prose twice for each time it reads the same modules' source code. A fiftieth of the split is set aside to
-choose the best checkpoint; the demo's held-out split is only reported, and the student's is not read at all. A run
-that died goes on from DIR.
+The script uses plain torch and transformers, so that the teacher does not depend on the code that the demo shows. An
+epoch contains the teacher split's prose twice and the source code of the same modules once. A fiftieth of the split
+is not trained on but chooses the best checkpoint. The loss on the demo's held-out split is only reported, and the
+student split is not read at all. An interrupted run continues from DIR.
 """
 
 import argparse
@@ -24,21 +24,21 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from stillhouse.demo.corpus import Document, collect_split, collect_teacher_sources, name_hash
 from stillhouse.demo.tokenizer import encode, train_tokenizer
 
-Model = Callable[..., Any]  # as it is, or compiled
+Model = Callable[..., Any]  # the model itself, or its compiled form
 
 ROW = 512  # tokens per sequence
 ROWS = 8  # sequences per step
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 0.2
 WARMUP_STEPS = 200
-DECAY_SHARE = 0.3  # the last share of the steps, in which the learning rate falls to zero
-CHOOSING_SHARE = 0.02  # of the teacher split's names: chooses the checkpoint, trains nothing
-PROSE_REPEATS = 2  # per reading of the source code
+DECAY_SHARE = 0.3  # the last part of the steps, in which the learning rate falls to zero
+CHOOSING_SHARE = 0.02  # of the teacher split's names: these documents choose the checkpoint and are not trained on
+PROSE_REPEATS = 2  # per epoch, which contains the source code once
 STATE = "state.safetensors"
 
 
 def teacher_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """4.5 million parameters: 9 MB in bfloat16."""
+    """Return a configuration of 4.5 million parameters: 9 MB in bfloat16."""
     return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -55,7 +55,7 @@ def teacher_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def chooses(document: Document) -> bool:
-    """Whether a teacher document is set aside; a module's source goes where its prose goes."""
+    """Whether a teacher document is set aside to choose the checkpoint; a module's source and prose go together."""
     return name_hash("choosing:" + document.name.removeprefix("source:")) < CHOOSING_SHARE
 
 
@@ -71,7 +71,7 @@ class Text:
 
 
 def read_text() -> Text:
-    """Collects the documents and tokenizes them with a tokenizer of their own."""
+    """Collect the documents and tokenize them with a tokenizer that is trained on the training prose."""
     prose = collect_split("teacher")
     training = [document for document in prose if not chooses(document)]
     tokenizer = train_tokenizer(training)
@@ -85,12 +85,12 @@ def read_text() -> Text:
 
 
 def rows(tokens_T: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """A stream of tokens cut into rows; each row's last token is also the next one's first."""
+    """Cut a stream of tokens into rows; the last token of each row is also the first token of the next row."""
     return tokens_T[offset:].unfold(0, ROW + 1, ROW)
 
 
 def batches(text: Text, first_step: int, seed: int) -> Iterator[torch.Tensor]:
-    """Batches from `first_step` on, cut at another offset each epoch; the same whoever resumes where."""
+    """Yield the batches from `first_step` on, cut at new offsets each epoch; resuming does not change them."""
     step = 0
     for epoch in range(10**9):
         generator = torch.Generator().manual_seed(seed + epoch)
@@ -105,13 +105,13 @@ def batches(text: Text, first_step: int, seed: int) -> Iterator[torch.Tensor]:
 
 
 def learning_rate_at(step: int, steps: int) -> float:
-    """Warm-up, plateau, linear fall."""
+    """Return the learning rate of a step: warm-up, constant, linear decay."""
     left = (steps - step) / (DECAY_SHARE * steps)
     return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS, left)
 
 
 def loss_of(model: Model, rows_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per token."""
+    """Return the mean cross-entropy in nats per token."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=rows_BT[:, :-1]).logits
     return cross_entropy(logits.float().flatten(0, 1), rows_BT[:, 1:].flatten())
@@ -119,14 +119,14 @@ def loss_of(model: Model, rows_BT: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: Model, tokens_T: torch.Tensor) -> float:
-    """Mean cross-entropy over a stream's whole rows."""
+    """Return the mean cross-entropy over the complete rows of a stream."""
     losses = [loss_of(model, batch) * len(batch) for batch in rows(tokens_T).split(ROWS)]
     return float(sum(losses)) / len(rows(tokens_T))
 
 
 @dataclass
 class Training:
-    """What a run has so far, and what it needs to go on."""
+    """The state of a run: everything that it needs to continue."""
 
     model: Qwen3ForCausalLM
     optimizer: torch.optim.Optimizer
@@ -142,7 +142,7 @@ class Training:
 
 
 def new_training(config: Qwen3Config, seed: int) -> Training:
-    """A fresh model; its matrices decay, its norms do not."""
+    """Return a newly initialised model with its optimizer; weight decay applies to matrices, not to norms."""
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -152,7 +152,7 @@ def new_training(config: Qwen3Config, seed: int) -> Training:
 
 
 def save_state(path: Path, training: Training) -> None:
-    """Everything a resumed run needs, in one safetensors file that is replaced at once."""
+    """Save everything that a resumed run needs in one safetensors file, which is replaced atomically."""
     tensors = {f"model.{name}": p.detach() for name, p in training.model.named_parameters()}
     for index, state in training.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
@@ -161,7 +161,7 @@ def save_state(path: Path, training: Training) -> None:
 
 
 def load_state(path: Path, training: Training) -> None:
-    """Puts a saved state back."""
+    """Restore a saved state."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     parameters = dict(training.model.named_parameters())
     with safe_open(path, "pt") as file, torch.no_grad():
@@ -178,7 +178,7 @@ def load_state(path: Path, training: Training) -> None:
 
 
 def train(out: Path, steps: int, every: int, seed: int) -> None:
-    """Trains to `steps`; every `every` steps measures, saves, and publishes the model if it is the best so far."""
+    """Train up to step `steps`; every `every` steps, evaluate, save, and write the model if it is the best so far."""
     out.mkdir(parents=True, exist_ok=True)
     text = read_text()
     training = new_training(teacher_config(text.tokenizer), seed)
@@ -200,7 +200,7 @@ def train(out: Path, steps: int, every: int, seed: int) -> None:
 
 
 def optimize(model: Model, optimizer: torch.optim.Optimizer, batch_BT: torch.Tensor, rate: float) -> torch.Tensor:
-    """One step; returns its loss."""
+    """Run one step and return its loss."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     loss = loss_of(model, batch_BT)
@@ -214,7 +214,7 @@ def optimize(model: Model, optimizer: torch.optim.Optimizer, batch_BT: torch.Ten
 def measure(
     model: Qwen3ForCausalLM, text: Text, step: int, rate: float, losses: list[torch.Tensor]
 ) -> dict[str, float]:
-    """One line of the log: nats per token on what was just read and on what never is."""
+    """Return one line of the log: nats per token on the recent training batches and on text not trained on."""
     line = {
         "step": step + 1,
         "tokens": (step + 1) * ROWS * ROW,
@@ -228,7 +228,7 @@ def measure(
 
 
 def publish(out: Path, training: Training, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes the log, and the model in bfloat16 where the last line is the best so far."""
+    """Write the log and, if its last line is the best so far, the model in bfloat16."""
     lines = [json.dumps(line) + "\n" for line in training.log]
     (out / "training_log.jsonl").write_text("".join(lines), encoding="utf-8")
     if training.log[-1] is min(training.log, key=lambda line: line["choosing_cross_entropy"]):
@@ -242,7 +242,7 @@ def publish(out: Path, training: Training, tokenizer: PreTrainedTokenizerFast) -
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the model; a run in it is resumed")
     parser.add_argument("--steps", type=int, default=10_000, help=f"steps of {ROWS * ROW} tokens")

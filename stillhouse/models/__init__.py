@@ -3,14 +3,14 @@
 from stillhouse.models.adapter import add_lora, draw_lora, without_lora
 from stillhouse.models.checks import check_document_length, check_finite_weights, check_saving
 from stillhouse.models.decoder import Decoder, evaluating
-from stillhouse.models.experts import Balance, balance_routers
+from stillhouse.models.experts import RouterAuxLoss, balance_routers
 from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.head import OutputProcessor
 
 __all__ = [
-    "Balance",
     "Decoder",
     "OutputProcessor",
+    "RouterAuxLoss",
     "add_lora",
     "balance_routers",
     "check_document_length",

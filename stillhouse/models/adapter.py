@@ -1,8 +1,9 @@
-"""LoRA on a decoder: small matrices beside the weights of its linear layers, which alone are trained.
+"""LoRA on a decoder: two small trained matrices beside each frozen linear layer.
 
 W x becomes W x + (alpha / r) B A x, where A is [r, inputs] and B [outputs, r] (Hu et al. 2021, arXiv:2106.09685).
-The layers are peft's own, put in the places of the linear ones; the decoder's model stays a transformers model. Files
-are in peft's format, and merging is peft's, too. It is optional: nothing here imports it before it is needed.
+peft's own LoRA layers replace the linear layers; the decoder's model stays a transformers model. The adapter's files
+have peft's format, and peft merges the adapter. peft is an optional dependency: this file imports it only when a
+function needs it.
 """
 
 import copy
@@ -12,7 +13,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,27 +25,11 @@ from transformers.pytorch_utils import Conv1D
 
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.head import local
+from stillhouse.models.lora import Lora
 
 ALL_LINEAR = "all-linear"
-_NAME = "default"  # peft's, of a model's only adapter
+_NAME = "default"  # peft's name for the only adapter of a model
 _LINEAR = (nn.Linear, Conv1D)
-
-
-@dataclass(frozen=True)
-class Lora:
-    """What an adapter is, in numbers of the whole model: layers that have one, parameters that train, and all."""
-
-    r: int
-    alpha: float
-    layers: int
-    trained: int
-    parameters: int
-
-    def __str__(self) -> str:
-        return (
-            f"LoRA r {self.r}, alpha {self.alpha:g} on {self.layers} modules, "
-            f"{_short(self.trained)} of {_short(self.parameters)} parameters train"
-        )
 
 
 def add_lora(
@@ -58,11 +42,14 @@ def add_lora(
     base: str | None = None,
     revision: str | None = None,
 ) -> Lora:
-    """Put an adapter into a whole decoder and freeze all else. Its matrices have no values before `draw_lora`.
+    """Add an adapter to a whole (unsharded) decoder and freeze all other parameters.
 
-    targets: `ALL_LINEAR`, for all linear layers but the head, or the ends of module names. base, revision: what the
-    adapter's files are to say it belongs to; None for where the model came from.
-    A and B are float32, or as wide as the weight beside them. Raises ValueError for targets that cannot have one.
+    The matrices A and B are uninitialised until `draw_lora` fills them. Their dtype is float32, or that of the weight
+    beside them if it is wider.
+
+    targets: `ALL_LINEAR` (all linear layers except the head), or the last parts of module names. base, revision: the
+    base model that the adapter's files name; base=None: the name that the model was loaded from. Raises ValueError
+    for targets that cannot have an adapter.
     """
     from peft import LoraConfig
 
@@ -77,10 +64,10 @@ def add_lora(
         revision=revision,
     )
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sees itself that GPT-2 stores [in, out]
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft itself detects that GPT-2 stores [in, out]
         model.add_adapter(config)
     config.base_model_name_or_path = base or model.name_or_path
-    config.target_modules = sorted(config.target_modules)  # peft's set, which every process would write otherwise
+    config.target_modules = sorted(config.target_modules)  # a set, whose order would differ between processes
     _require_placed(model, names)
     layers = _lora_layers(decoder)
     for layer in layers:
@@ -96,10 +83,11 @@ def add_lora(
 
 @torch.no_grad()
 def draw_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
-    """Values for the adapter's matrices that are here, as peft draws them: A uniform, B zero.
+    """Initialise the adapter's matrices on this process as peft does: A uniform, B zero.
 
-    Each from the seed and its name, whole, of which this process takes its part: so they are the same whatever the
-    decoder's layout. fresh: False draws B as A is drawn, so that no gradient is 0. Nothing for a decoder without one.
+    Every process draws each whole matrix from the seed and the matrix's name, and copies its own shard. So the values
+    do not depend on how the decoder is sharded. fresh=False draws B in the same way as A, so that no gradient is 0.
+    For a decoder without an adapter this does nothing.
     """
     for name, parameter in decoder.named_parameters():
         if not is_lora(name):
@@ -113,17 +101,17 @@ def draw_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
 
 
 def is_lora(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's matrix."""
+    """Whether a parameter with this name is a matrix of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def base_name(name: str) -> str:
-    """The name that a weight has without the adapter beside it."""
+    """Return the name that this weight has in a model without an adapter."""
     return name.replace(".base_layer.", ".")
 
 
 def lora_parts(layer: nn.Module) -> dict[str, nn.Module]:
-    """Of a layer with an adapter the modules that multiply: base_layer, lora_A, lora_B. Empty for any other layer."""
+    """Return the submodules base_layer, lora_A and lora_B of a layer with an adapter; empty for any other layer."""
     children = dict(layer.named_children())
     if "lora_A" not in children:
         return {}
@@ -133,11 +121,12 @@ def lora_parts(layer: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def without_lora(decoder: Decoder) -> Iterator[None]:
-    """The model without its adapter, for forwards without gradients."""
+    """Switch the adapter off, for forward passes without gradients."""
     layers = _lora_layers(decoder)
     for layer in layers:
         layer.enable_adapters(False)
-        # peft freezes what it switches off; FSDP asks at its first forward, which may be this one, what trains
+        # peft freezes the matrices that it switches off. FSDP records which parameters train at its first forward,
+        # which may be this one: so they must require grad here.
         layer.set_requires_grad(layer.active_adapters)
     try:
         yield
@@ -147,9 +136,9 @@ def without_lora(decoder: Decoder) -> Iterator[None]:
 
 
 def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> None:
-    """The adapter in peft's format. matrices: whole, by their names in the decoder."""
+    """Write the adapter in peft's format. matrices: whole (unsharded), by their names in the decoder."""
     config: Any = copy.copy(decoder.pretrained.peft_config[_NAME])
-    config.inference_mode = True  # as peft writes it
+    config.inference_mode = True  # peft's own saving sets it, too
     config.save_pretrained(os.fspath(folder))
     inside = f"base_model.model.{decoder.pretrained.base_model_prefix}."
     named = {
@@ -160,16 +149,20 @@ def save_lora(decoder: Decoder, matrices: Mapping[str, Tensor], folder: str | os
 
 
 def merged(model: PreTrainedModel, folder: str | os.PathLike[str]) -> PreTrainedModel:
-    """A model on the CPU, with the adapter of a folder added to its weights."""
+    """Return a model on the CPU, with the adapter of a folder merged into its weights."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # and peft asks for it
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # by peft's code
         return PeftModel.from_pretrained(model, os.fspath(folder), torch_device="cpu").merge_and_unload()
 
 
 def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
-    """The linear layers that targets mean, by their whole names. ValueError for one that means anything else."""
+    """Return the full names of the linear layers that `targets` select.
+
+    Raises ValueError for a target that selects no module, or a module that is the head, the input embedding or not
+    linear.
+    """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     modules = dict(model.named_modules())
     linear = [name for name, each in modules.items() if isinstance(each, _LINEAR) and each is not head]
@@ -198,14 +191,14 @@ def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]
 
 
 def _shortened(names: list[str], model: PreTrainedModel) -> list[str]:
-    """The ends of the names, as adapters usually have them, where these mean the same modules."""
+    """Return the last parts of the names, as adapters usually store them, if they select the same modules."""
     ends = {name.rpartition(".")[2] for name in names}
     meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
     return sorted(ends) if meant == set(names) else names
 
 
 def _require_placed(model: PreTrainedModel, names: list[str]) -> None:
-    """Raise ValueError where peft took other modules than it was given: it takes some names for those of experts."""
+    """Raise ValueError if peft adapted other modules than the given ones: it takes some names for experts' names."""
     placed = {name for name, each in model.named_modules() if _is_lora_layer(each)}
     if different := sorted(placed ^ set(names)):
         raise ValueError(
@@ -225,17 +218,10 @@ def _is_lora_layer(module: nn.Module) -> bool:
 
 
 def _part(parameter: Tensor) -> tuple[slice, ...]:
-    """What of a whole tensor is on this process."""
+    """Return the slices of the whole tensor that are on this process."""
     if not isinstance(parameter, DTensor):
         return ()
     sizes, starts = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def _short(count: int) -> str:
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)

@@ -2,21 +2,22 @@
 
     tokens ─▶ backbone ─▶ hidden states ─▶ head(processor, context) ─▶ logits, or whatever the processor makes
 
-The model is not patched: its own base model is the backbone, its own output layer sits in `Head`, and what is
-left of it (configuration, saving, generation) stays beside the two, out of the module tree. So every
-parameter is there once, and what trains here is what `save_pretrained` writes.
+The model is not patched: its own base model is the backbone, and `Head` holds its own output layer. `pretrained`
+keeps the model itself for its configuration, saving and generation, outside the module tree. So every parameter is
+registered once, and `save_pretrained` writes the parameters that are trained here.
 
-Documents share a row by restarting position ids; transformers then keeps them apart in attention, provided
-that there is no cache and no attention mask. With either of them it silently lets them see each other, which
-is why the cache is always off here and a mask together with restarts is refused.
+Several documents can share a row if position ids restart at each document; transformers then separates them in
+attention, provided that there is no cache and no attention mask. With a cache or a mask, transformers silently lets
+tokens attend to other documents. So the cache is always off here, and an attention mask together with restarting
+positions raises a ValueError.
 
-B rows, S tokens per row, T = B·S, D (a teacher's: E) width, V vocabulary.
+B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
-from stillhouse.models.checks import require_decoder, verify_wrapping
 from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
 from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.lora import Lora
 from stillhouse.models.processors import full_vocab
+from stillhouse.models.structure import require_decoder
+from stillhouse.models.verify import verify_wrapping
 from stillhouse.objective import FullVocab, OutputHead
-
-if TYPE_CHECKING:
-    from stillhouse.models.adapter import Lora
 
 _HEAD_WEIGHT = "head.linear.weight"
 
@@ -40,24 +40,24 @@ class Decoder(nn.Module):
     """Wraps a causal language model of transformers; `decoder.pretrained` is that model, sharing all weights.
 
     Raises ValueError, naming the model type and what is missing, for a model without an output head, with an
-    encoder, or with a head that is not a plain linear layer (a LoRA on it, a quantized one).
+    encoder, or with a head that is not a plain linear layer (a head with LoRA, or a quantized one).
 
-    `verify=True` runs a few made-up tokens and also refuses a model whose logits are not those of its head,
-    that sees following tokens, or that lets documents in one row see each other. It needs the weights, on a
-    device that can run them.
+    `verify=True` runs a few artificial tokens. It also raises ValueError for a model whose logits differ from those
+    that the head computes, whose tokens attend to later tokens, or whose documents in one row attend to each other.
+    It needs the weights on a device that can run the model.
     """
 
     pretrained: PreTrainedModel
     backbone: nn.Module
     head: Head | NoHead
-    tied: bool  # whether the head's weight is the input embedding's
-    embedding_name: str  # of the input embedding's weight among this module's parameters
-    lora: "Lora | None" = None  # the adapter that `add_lora` has put in
+    tied: bool  # whether head and input embedding share one weight
+    embedding_name: str  # the name of the input embedding's weight among this module's parameters
+    lora: Lora | None = None  # describes the adapter that `add_lora` has added
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
         super().__init__()
         linear = require_decoder(model)
-        # not by attribute, which would register its parameters a second time
+        # a plain attribute assignment would register its parameters a second time
         self.__dict__["pretrained"] = model
         self.backbone = model.base_model
         self.head = Head(linear, LogitRule.from_config(model.config))
@@ -84,12 +84,12 @@ class Decoder(nn.Module):
         device: str | torch.device | None = None,
         verify: bool = True,
     ) -> "Decoder":
-        """Load a folder or a hub id; the name goes to transformers untouched.
+        """Load a folder or a hub id; transformers gets the name unchanged.
 
-        `dtype`: a name such as "bfloat16"; "auto" or None for the one it was saved in. `attention`:
-        transformers' `attn_implementation`. `device`: where to put it before it is verified (an attention
-        that only runs on a GPU cannot be verified elsewhere). Raises ValueError for what cannot be found,
-        read or wrapped, and for a checkpoint that lacks weights.
+        `dtype`: a name such as "bfloat16"; "auto" or None: the dtype that the weights were saved in. `attention`:
+        transformers' `attn_implementation`. `device`: the model is moved there before it is verified (an attention
+        implementation that only runs on a GPU cannot be verified on another device). Raises ValueError for a model
+        that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
         model = load_causal_lm(
             name_or_path,
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
             attention=attention,
             trust_remote_code=trust_remote_code,
         )
-        # a damaged configuration may fail as late as here
+        # some damaged configurations fail only when the model runs
         with reading(f"model '{escaped(os.fspath(name_or_path))}' cannot be run", passes=ValueError):
             return cls(model if device is None else model.to(device), verify=verify)
 
@@ -110,13 +110,16 @@ class Decoder(nn.Module):
         *,
         processor: OutputProcessor | None = None,
         context: Any = None,
+        head: bool = True,
         **backbone_kwargs: Any,
     ) -> Any:
-        """Logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
+        """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
 
-        `input_ids`: [B, S]. Several documents in a row: `position_ids` [B, S] (or [1, S] for all rows) restarts at
-        each, without an attention mask. `attention_mask`: [B, S], 1 for tokens and 0 for padding. `backbone_kwargs`
-        go to the model; `inputs_embeds` [B, S, D] among them stands for the ids, which are None then.
+        `head=False`: return the hidden states [B, S, D] after the last norm and do not run the head.
+        `input_ids`: [B, S]. `position_ids`: [B, S], or [1, S] for all rows; for several documents in a row they
+        restart at each document, and there must be no attention mask. `attention_mask`: [B, S], 1 for tokens and 0
+        for padding. `backbone_kwargs` are passed to the backbone; `inputs_embeds` [B, S, D] among them replaces the
+        ids, and `input_ids` is None then.
         """
         if position_ids is not None:
             if attention_mask is not None:
@@ -129,7 +132,8 @@ class Decoder(nn.Module):
             return_dict=True,
             **backbone_kwargs,
         )
-        return self.head(outputs.last_hidden_state, processor, context)
+        hidden_BSD = outputs.last_hidden_state
+        return self.head(hidden_BSD, processor, context) if head else hidden_BSD
 
     @torch.no_grad()
     def signal(
@@ -139,20 +143,20 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         **backbone_kwargs: Any,
     ) -> FullVocab:
-        """What this model says as a teacher, exactly: hidden states [T, E] and its head, both without grad.
+        """Return this model's exact teacher signal: hidden states [T, E] and the head, both without gradients.
 
-        `input_ids`: [B, S]. Computed in eval mode whatever `train()` said; the mode is put back.
+        `input_ids`: [B, S]. The forward pass runs in eval mode; afterwards the previous mode is restored.
         """
         with evaluating(self):
             return self(input_ids, position_ids, attention_mask, processor=full_vocab, **backbone_kwargs)
 
     @property
     def has_head(self) -> bool:
-        """False for a part of a model whose head is elsewhere: it gives hidden states."""
+        """False for a pipeline stage without the head: it returns hidden states."""
         return isinstance(self.head, Head)
 
     def layers(self) -> list[nn.Module]:
-        """The backbone's layers that are here, in their order; of all its parts, where it has several."""
+        """The backbone's layers on this process, in order; if the backbone has several parts, the layers of all."""
         layers = (layer for each in _outermost_lists(self.backbone) for layer in each)
         return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
@@ -162,20 +166,20 @@ class Decoder(nn.Module):
 
     @property
     def vocabulary_rows(self) -> int:
-        """Rows of the head: the tokenizer's vocabulary, and any padding above it."""
+        """Rows of the head: the tokenizer's vocabulary and any padding rows after it."""
         return int(self.config.get_text_config().vocab_size)
 
     @property
     def output_weight(self) -> Tensor:
-        """The head's [V, D], as it lies here."""
+        """The head's weight [V, D], sharded or whole as it is on this process."""
         return self._own_head.linear.weight
 
     def output_head(self) -> OutputHead:
-        """The head's tensors outside a forward: for an unsharded model."""
+        """Return the head's tensors outside a forward pass; only for an unsharded model."""
         return self._own_head.tensors()
 
     def tie(self) -> None:
-        """Make one weight of a tied embedding and head again, after something has given them one each."""
+        """Share one weight between a tied embedding and head again, after something has given each its own."""
         if self.tied:
             self._own_head.linear.weight = self.pretrained.get_input_embeddings().weight
 
@@ -185,7 +189,7 @@ class Decoder(nn.Module):
         return self.head
 
     def gradient_checkpointing_enable(self) -> None:
-        """Recompute each layer in backward in place of keeping its activations; the head runs once as before."""
+        """Recompute each layer in backward instead of keeping its activations. The head still runs once."""
         model, options = self.pretrained, {"use_reentrant": False}
         if hasattr(model, "activation_checkpointing_enable"):  # its name in later versions of transformers
             model.activation_checkpointing_enable(options)
@@ -193,13 +197,13 @@ class Decoder(nn.Module):
             model.gradient_checkpointing_enable(options)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Configuration and safetensors, as transformers reads them; tied weights are written once."""
+        """Write the configuration and the weights as safetensors for transformers; tied weights are written once."""
         self.pretrained.save_pretrained(folder)
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode for all submodules, each put back to its own mode afterwards."""
+    """Set all submodules to eval mode; afterwards each gets its previous mode back."""
     training = [each for each in module.modules() if each.training]
     for each in training:
         each.training = False
@@ -219,8 +223,8 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def _refuse_masked_packing(position_ids: Tensor, attention_mask: Tensor) -> None:
-    """Positions that fall back between two unmasked tokens are a second document."""
-    if attention_mask.dim() != 2:  # a ready-made mask says itself who sees whom
+    """Raise ValueError if positions do not increase between two unmasked tokens: a second document starts there."""
+    if attention_mask.dim() != 2:  # a mask per pair of tokens can separate documents itself
         return
     tokens = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
     if bool((tokens & (position_ids[:, 1:] <= position_ids[:, :-1])).any()):
@@ -231,20 +235,20 @@ def _refuse_masked_packing(position_ids: Tensor, attention_mask: Tensor) -> None
 
 
 def _drop_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
-    """A tied weight is in the state once, as the embedding, so that a checkpoint does not hold it twice."""
+    """Keep a tied weight in the state dict only as the embedding, so that a checkpoint does not hold it twice."""
     assert isinstance(decoder, Decoder)
     if decoder.tied:
         state.pop(prefix + _HEAD_WEIGHT, None)
 
 
 def _find_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The other way: a state without the tied weight has it in the embedding."""
+    """When loading, take a missing tied head weight from the embedding."""
     assert isinstance(decoder, Decoder)
     if decoder.tied and prefix + decoder.embedding_name in state:
         state.setdefault(prefix + _HEAD_WEIGHT, state[prefix + decoder.embedding_name])
 
 
 def _tie_again(decoder: nn.Module, _: Any) -> None:
-    """`load_state_dict(assign=True)` gives the embedding and the head a parameter each."""
+    """Tie again: `load_state_dict(assign=True)` gives the embedding and the head separate parameters."""
     assert isinstance(decoder, Decoder)
     decoder.tie()

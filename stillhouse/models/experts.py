@@ -1,15 +1,16 @@
-"""The load balancing of a mixture of experts: a loss that arises in the routers, wherever their layers are.
+"""The load-balancing loss of a mixture of experts, computed in the routers on whichever stage they are.
 
-For each sequence and layer, X · Σ_x f_x P_x of X experts: f_x the choices of expert x per token, a constant, P_x its
-mean probability (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with the K choices of a token counted in f; per sequence
-as in DeepSeek-V3, arXiv:2412.19437, eq. 17). It is K for a balanced sequence. A sequence lies whole in a micro-batch,
-so the loss does not depend on how a step was cut: not into micro-batches, and not over data or pipeline ranks. Over
-context ranks the choices are summed; the loss is linear in P, so each adds what its own tokens' probabilities give.
+For each sequence and layer the loss is X · Σ_x f_x P_x over X experts. f_x is how often expert x is chosen per token;
+it is a constant. P_x is the mean probability of expert x (Fedus et al. 2021, arXiv:2101.03961, eq. 4, with all K
+choices of a token counted in f; per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17). The loss of a balanced
+sequence is K. A micro-batch contains whole sequences, so the loss does not depend on how a step is split into
+micro-batches or over data and pipeline ranks. The choices are summed over context ranks; the loss is linear in P, so
+each context rank adds the contribution of its own tokens' probabilities.
 
-It enters by autograd: the router's scores hand on their gradient and give the loss one of its own. No stage has to
-pass it on.
+An autograd function adds the loss to the graph: its forward returns the router's scores unchanged, and its backward
+gives the loss a gradient of 1. So no pipeline stage has to pass the loss to the next one.
 
-B sequences, S tokens of each (of a context rank: its part), X experts, K chosen ones.
+B sequences, S tokens of each (on a context rank: its part of them), X experts, K chosen experts per token.
 """
 
 from dataclasses import dataclass, field
@@ -25,13 +26,13 @@ from stillhouse.models.decoder import Decoder
 
 
 @dataclass
-class Balance:
-    """The load balancing of one micro-batch.
+class RouterAuxLoss:
+    """The inputs and results of load balancing for one micro-batch.
 
-    counts_BS: bool, the tokens that count; padding does not. targets_B: of each sequence's part here, what its loss
-    is weighted by. scale: what the sum of the weighted losses is multiplied with before it is minimised. group: of
-    the processes that have the sequences' other parts. losses: of each layer, mean over layers and weighted, to be
-    divided by the step's targets; filled in the forward pass.
+    counts_BS: bool, false for padding. targets_B: the weight of each sequence's loss; under context parallelism, this
+    rank's share of it. scale: the minimised loss contains scale · (sum of the weighted losses). group: the context
+    ranks, which hold the other parts of the sequences. losses: one for each router, weighted and divided by the
+    number of routers of the decoder, still to be divided by the step's targets; the forward pass fills it.
     """
 
     counts_BS: Tensor
@@ -42,9 +43,9 @@ class Balance:
 
 
 def balance_routers(decoder: Decoder) -> None:
-    """From here on the decoder takes `balance=Balance(…)`, and its routers learn from it.
+    """Let the decoder's forward take `balance=RouterAuxLoss(…)` and train its routers with that loss.
 
-    Raises ValueError for a model without routers that a softmax and transformers' `router_aux_loss_coef` belong to.
+    Raises ValueError for a model without softmax routers or without transformers' `router_aux_loss_coef`.
     """
     config = decoder.config.get_text_config()
     kinds = _router_classes(decoder)
@@ -62,15 +63,16 @@ def balance_routers(decoder: Decoder) -> None:
 
 
 class _Balancer:
-    """The routers of one layer, and the balance of the micro-batch that goes through.
+    """Connects the routers of one layer to the `RouterAuxLoss` of the current micro-batch.
 
-    The arguments that a layer hands on to its attention bring it: a layer that is recomputed in backward, when other
-    micro-batches have gone through, is computed with those again, though its own hooks are not.
+    The layer passes its keyword arguments on to its attention, where a hook takes `balance` out of them. Gradient
+    checkpointing recomputes a layer in backward, after other micro-batches have run: it repeats the layer with the
+    same arguments, but without the layer's own hooks.
     """
 
     def __init__(self, layers: int):
         self.layers = layers
-        self.balance: Balance | None = None
+        self.balance: RouterAuxLoss | None = None
 
     def attach(self, layer: nn.Module, routers: list[tuple[str, nn.Module]]) -> None:
         layer.register_forward_pre_hook(self._begin)
@@ -95,7 +97,7 @@ class _Balancer:
             )
 
     def _leave(self, name: str, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """outputs: the router's logits, and the scores and numbers of the chosen experts."""
+        """outputs: the router's logits, and the scores and indices of the chosen experts."""
         balance = self.balance
         if balance is None or not torch.is_grad_enabled():
             return outputs
@@ -105,8 +107,8 @@ class _Balancer:
         return logits, _Learn.apply(scores, balance.scale * loss), chosen
 
 
-def _loss(logits_TX: Tensor, chosen_TK: Tensor, balance: Balance) -> Tensor:
-    """Summed over sequences, weighted by their targets."""
+def _loss(logits_TX: Tensor, chosen_TK: Tensor, balance: RouterAuxLoss) -> Tensor:
+    """Return the loss summed over sequences, each weighted by its targets."""
     (rows, tokens), experts = balance.counts_BS.shape, logits_TX.shape[-1]
     counts_BS1 = balance.counts_BS[..., None].float()
     chosen_TX = torch.zeros_like(logits_TX, dtype=torch.float32).scatter_(1, chosen_TK, 1.0)
@@ -120,7 +122,7 @@ def _loss(logits_TX: Tensor, chosen_TK: Tensor, balance: Balance) -> Tensor:
 
 
 class _Learn(torch.autograd.Function):
-    """Scores as they are, and a loss that counts."""
+    """Returns the scores unchanged and gives `loss` a gradient of 1 in backward."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, loss: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ class _Learn(torch.autograd.Function):
 
 
 def _router_classes(decoder: Decoder) -> tuple[type[nn.Module], ...]:
-    """What transformers' own collection of router logits looks at, where those are a router's first output."""
+    """The router classes whose logits transformers records, if the logits are the router's first output."""
     recorded = (getattr(decoder.pretrained, "_can_record_outputs", None) or {}).get("router_logits")
     if isinstance(recorded, OutputRecorder) and recorded.index == 0:
         return (recorded.target_class,)

@@ -1,7 +1,7 @@
-"""Which files of a model may be read: safetensors, in its own folder. Pickle runs code, whatever its loader promises.
+"""Which files of a model may be read: only safetensors files in its own folder, since a pickle file can run any code.
 
-transformers reads pickle where it is told to: by a folder that has nothing else, an index, a configuration's
-`transformers_weights`, or an adapter beside the model. All of it is refused here before it looks.
+transformers reads pickle files if the folder has no other weights, or if an index, `transformers_weights` in the
+configuration or an adapter beside the model names them. This file refuses all of these before transformers reads.
 """
 
 import json
@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
 from stillhouse.display import escaped, name_list
 from stillhouse.libraries import reading
 
-#: layers of a model; a damaged number of them would be made one by one, for hours
+#: most layers of a model: with a damaged number, transformers would create layers one by one for hours
 MOST_LAYERS = 10_000
 _ADAPTER = "adapter_config.json"
 _SAFETENSORS, _INDEX = ".safetensors", ".safetensors.index.json"
@@ -21,10 +21,10 @@ _PICKLE = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def require_safe_files(name: str | os.PathLike[str], revision: str | None = None) -> None:
-    """Raise ValueError for a folder or hub id that would have anything but its own safetensors files read.
+    """Raise ValueError for a folder or hub id whose loading would read other files than its own safetensors files.
 
-    Also for an adapter's folder, and for a configuration of so many layers that it can only be damaged. A name under
-    which there is nothing passes: who loads it finds that out.
+    Also raise it for an adapter's folder, and for a configuration with so many layers that it must be damaged. A name
+    that does not exist passes: loading it raises the error.
     """
     folder = escaped(os.fspath(name))
     if os.path.isdir(name):
@@ -61,7 +61,10 @@ def _require_safetensors(folder: str, files: list[str]) -> None:
 
 
 def _require_own_files(index: str, content: dict[str, Any]) -> None:
-    """Raise ValueError for an index (none is empty) that names other files than safetensors beside it."""
+    """Raise ValueError for an index that names other files than safetensors files in its folder.
+
+    content: the index; empty if there is none.
+    """
     files = content.get("weight_map", {})
     if not isinstance(files, dict):
         raise ValueError(f"{index}: weight_map is no object of tensors and their files")
@@ -71,11 +74,11 @@ def _require_own_files(index: str, content: dict[str, Any]) -> None:
 
 
 def _json_object(name: str | os.PathLike[str], file: str, revision: str | None) -> dict[str, Any]:
-    """A JSON file of a folder or a hub id; empty where there is none. Raises ValueError for anything else in it."""
+    """Return a JSON file of a folder or hub id; empty if there is none. Raise ValueError if it is no JSON object."""
     what = f"model '{escaped(os.fspath(name))}' cannot be read: its {file}"
     try:
         path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):  # nothing of that name, or no way to it
+    except (OSError, ValueError):  # the name does not exist or cannot be reached
         return {}
     if path is None:
         return {}

@@ -1,4 +1,4 @@
-"""A hash of a model's files: of all that is read of them, or of samples where they are large."""
+"""A hash of a model's files: of their whole content, or of samples if the weights are large."""
 
 import hashlib
 import json
@@ -9,17 +9,17 @@ from typing import Any, BinaryIO
 
 #: weights up to this size are hashed whole
 WHOLE_BYTES = 2**30
-#: of each tensor of larger ones, how many samples of how many bytes: its beginning, its end, and places between
+#: for larger weights, the number of samples of each tensor and their size in bytes: start, end and places between
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def model_fingerprint(folder: str | os.PathLike[str]) -> str:
-    """A sha256 over a model folder's configuration, its weights and the code that the configuration names.
+    """Return a sha256 of a model folder's configuration, its weights and the code that the configuration names.
 
-    Weights of more than `WHOLE_BYTES` count by their files' sizes and headers and by samples of each tensor: another
-    model, or one that was trained on, differs in them; a change of a few rows of a large matrix may not. Raises
-    ValueError for a safetensors file whose header cannot be read.
+    If the files exceed `WHOLE_BYTES` in total, the hash covers only the sizes and headers of the safetensors files
+    and samples of each tensor. It then still detects another model, or the same model after more training, but may
+    miss a change of a few rows of a large matrix. Raises ValueError for a safetensors file with an unreadable header.
     """
     root, digest = Path(folder), hashlib.sha256()
     config = root / "config.json"
@@ -46,7 +46,7 @@ def _add_samples(digest: Any, path: Path, file: BinaryIO) -> None:
 
 
 def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """The bytes of a file's header and of each of its tensors."""
+    """Yield the byte ranges (start, stop) of a file's header and of each of its tensors."""
     size = path.stat().st_size
     header_stop = 8 + int.from_bytes(file.read(8), "little")
     try:
@@ -63,12 +63,12 @@ def _ranges(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _whole(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Ranges so short that samples cover all of them."""
+    """Split a range into pieces so short that the samples of each piece cover it completely."""
     step = _SAMPLES * _SAMPLE_BYTES
     return ((each, min(each + step, stop)) for each in range(start, stop, step))
 
 
 def _places(start: int, stop: int) -> list[int]:
-    """Where the samples of a range begin."""
+    """Return the start positions of the samples of a range."""
     last = max(start, stop - _SAMPLE_BYTES)
     return sorted({start + (last - start) * number // (_SAMPLES - 1) for number in range(_SAMPLES)})

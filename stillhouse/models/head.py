@@ -1,8 +1,8 @@
-"""The output head of a decoder, and the boundary where everything meets hidden states: the output processor.
+"""The output head of a decoder, and the interface through which objectives get hidden states: the output processor.
 
-`Head` owns the layer that projects onto the vocabulary. Whoever has an objective passes a processor, and the
-head calls it inside its own forward: a wrapper that gathers the weight around a module's forward (FSDP2)
-fires exactly once, and the processor sees the whole weight however often it projects.
+`Head` owns the layer that projects onto the vocabulary. The caller passes a processor, and the head calls it inside
+its own forward. So a wrapper that gathers the weight around a module's forward (FSDP2) gathers it exactly once, and
+the processor sees the whole weight however often it projects.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -18,11 +18,11 @@ from stillhouse.objective import OutputHead, VocabShard
 
 
 class OutputProcessor(Protocol):
-    """What to do with hidden states and head in place of logits; its return value is the decoder's.
+    """Computes something from hidden states and head instead of logits; the decoder returns its result.
 
-    `hidden_states` is [B, S, D] after the final norm, `context` whatever the decoder was called with, `depth`
-    0 for the next token and more for further ones (multi-token prediction). The head's weight is valid during
-    the call: a result that keeps it keeps memory, and under sharding more than that.
+    `hidden_states` is [B, S, D] after the final norm. `context` is the decoder's argument of that name. `depth` is 0
+    for the next token and k for the k-th token after it (multi-token prediction). The head's weight is valid during
+    the call; a result that refers to it keeps the memory of the weight allocated.
     """
 
     def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any: ...
@@ -30,17 +30,17 @@ class OutputProcessor(Protocol):
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a family does to its logits after the projection: softcap(scale · logits)."""
+    """How a model family changes its logits after the projection: softcap(scale · logits)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> "LogitRule":
-        """Read from the names that transformers' configurations use (of a composite one, its text part's).
+        """Read the rule from the names that transformers' configurations use (for a composite one, its text part).
 
-        One name can mean two things in two families (`logits_scaling` divides in Granite and multiplies in
-        HyperCLOVA X). This is the common reading of each; `verify` is what makes sure of it.
+        One name can have two meanings in two families (`logits_scaling` divides in Granite and multiplies in
+        HyperCLOVA X). This function takes the usual meaning of each name; `verify` checks the resulting logits.
         """
         text = config.get_text_config()
         scale = 1.0
@@ -53,7 +53,7 @@ class LogitRule:
 class Head(nn.Module):
     """The projection onto the vocabulary, as a module that runs a processor.
 
-    `shard`: which rows of the weight are on this process, once someone has laid it over several.
+    `shard`: which rows of the weight are on this process; None until the weight is sharded over processes.
     """
 
     def __init__(self, linear: nn.Linear, rule: LogitRule):
@@ -63,7 +63,7 @@ class Head(nn.Module):
         self.shard: VocabShard | None = None
 
     def tensors(self) -> OutputHead:
-        """The head as the objective takes it, sharing weight and bias, so that gradients reach them."""
+        """Return the `OutputHead` for the objective. It shares weight and bias, so that gradients reach them."""
         weight_VD, bias = local(self.linear.weight), local(self.linear.bias)
         return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap, shard=self.shard)
 
@@ -74,7 +74,7 @@ class Head(nn.Module):
         context: Any = None,
         depth: int = 0,
     ) -> Any:
-        """Logits [B, S, V] without a processor, else what the processor returns."""
+        """Return logits [B, S, V] without a processor, else the processor's result."""
         head = self.tensors()
         if processor is None:
             return head.logits(hidden_BSD)
@@ -82,7 +82,7 @@ class Head(nn.Module):
 
 
 class NoHead(nn.Module):
-    """In the place of a head that is on another process: hands the hidden states on."""
+    """Replaces a head that is on another process: returns the hidden states unchanged."""
 
     def forward(
         self, hidden_BSD: Tensor, processor: OutputProcessor | None = None, context: Any = None, depth: int = 0
@@ -91,7 +91,7 @@ class NoHead(nn.Module):
 
 
 def local(tensor: Any) -> Any:
-    """What of a tensor is on this process."""
+    """Return this process's shard of a DTensor; any other value as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

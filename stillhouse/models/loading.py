@@ -1,7 +1,7 @@
-"""Loading a causal language model, with the many ways in which that fails told in one line each.
+"""Loading a causal language model, with a message of one line for each of the many ways in which that fails.
 
-A folder or a hub's repository may be a stranger's: no code of it is run unless the caller trusts it, no pickle is
-read (`files.py`), and a damaged file is a ValueError that names it.
+A model's folder or hub repository is not trusted: its code runs only if the caller allows that, pickle files are
+never read (`files.py`), and a damaged file raises a ValueError that names it.
 """
 
 import os
@@ -29,10 +29,10 @@ def load_causal_lm(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained`, the name untouched, with each failure a ValueError.
+    """Call `AutoModelForCausalLM.from_pretrained` with the name unchanged; every failure is a ValueError.
 
-    Missing weights are one too: transformers draws them at random and goes on with a warning. Weights are read from
-    safetensors alone, whatever is trusted.
+    Missing weights also raise ValueError: transformers would initialise them at random and only warn. Weights are
+    read only from safetensors files, even with trust_remote_code.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
     options = {"dtype": parse_dtype(dtype), "attn_implementation": attention, "trust_remote_code": trust_remote_code}
@@ -60,7 +60,7 @@ def load_causal_lm(
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
-    """The dtype of a name such as "bfloat16"; "auto" (the one the weights were saved in) stays, None is auto."""
+    """Return the dtype of a name such as "bfloat16"; for None or "auto", "auto": the dtype of the saved weights."""
     if dtype is None or dtype == "auto":
         return "auto"
     if isinstance(dtype, torch.dtype):

@@ -1,13 +1,15 @@
-"""The same output processors in Megatron-Core's own `GPTModel`, through the hook that it has from 0.18 on.
+"""Runs output processors in Megatron-Core's own `GPTModel`, through the hook that Megatron-Core has from 0.18 on.
 
-    processor = MegatronProcessor(model, distillation(recipe))
-    output = model(ids, positions, mask, output_processor=processor, output_processor_context=Taught(labels, …))
+    processor = MegatronProcessor(model, distillation(spec))
+    targets = DistillTargets(labels, signal=signal)
+    output = model(ids, positions, mask, output_processor=processor, output_processor_context=targets)
 
-On the last pipeline stage the model calls the hook in the place of its output layer, with what this file turns into
-hidden states and an `OutputHead`: hidden states that lie cut over tensor ranks (sequence parallel) are gathered, with
-a reduce-scatter in backward; the output layer's rows that are here become a vocabulary shard, tied to the embedding
-or not; [S, B, D] becomes [B, S, D], the order of Megatron's labels. Packed sequences are a row of B = 1, a context
-rank has its own part of each row: processors see the tokens that are here, and their context brings the same ones.
+On the last pipeline stage the model calls the hook instead of its output layer. This file converts the hook's
+arguments into hidden states and an `OutputHead`. Hidden states that are sharded over tensor ranks (sequence
+parallelism) are gathered, with a reduce-scatter in backward. The output layer's rows on this rank become a vocabulary
+shard, whether or not they are tied to the embedding. [S, B, D] becomes [B, S, D], the order of Megatron's labels.
+Packed sequences form one row (B = 1). A context rank has its own part of each row: its processor gets the hidden
+states of that part, and the context must contain the same tokens.
 
 S tokens per row, B rows, D width, n depths of multi-token prediction.
 """
@@ -40,16 +42,16 @@ _MTP_INPUTS = (
 
 
 class MegatronProcessor:
-    """An output processor as Megatron-Core calls one. Keep it as long as the model: it holds the vocabulary shard.
+    """An output processor for Megatron-Core's hook. Keep it as long as the model: it holds the vocabulary shard.
 
-    model: whose hook it will be, wrapped or not, of any pipeline stage. vocab_size: rows of the vocabulary that are
-    real, where the output layer has been padded; the others then count as no token at all. None: all are real.
+    model: the model whose hook will be this object, wrapped or not, of any pipeline stage. vocab_size: the number of
+    real vocabulary rows if the output layer is padded; the padding rows get no probability. None: all rows are real.
 
-    flat: for `build_schedule_plan`, whose nodes take nothing but tensors and hand a gradient to each of them: a tuple
-    of one tensor in the place of the processor's result, differentiable as that is. It holds the result's tensors one
-    after the other, of an `ObjectiveOutput` the loss and its metrics, for which `unpack` is the way back.
+    flat: for `build_schedule_plan`, whose nodes accept only tensors and pass a gradient to each of them. The hook
+    then returns a tuple of one tensor instead of the processor's result, differentiable like the result. The tensor
+    stacks the result's tensors; for an `ObjectiveOutput` these are the loss and the metrics, which `unpack` restores.
 
-    Raises ValueError for a model that would not call it, or would minimise something of its own beside it.
+    Raises ValueError for a model that would not call the processor, or that would also minimise a loss of its own.
     """
 
     def __init__(
@@ -71,15 +73,15 @@ class MegatronProcessor:
         depth: int = 0,
         **_: Any,
     ) -> Any:
-        """What the processor makes of the hidden states [S, B, D]. The arguments are the hook's."""
+        """Return the processor's result for the hidden states [S, B, D]. The hook defines the arguments."""
         weight_VD = output_layer.weight if output_weight is None else output_weight
         if isinstance(weight_VD, DTensor):
             raise ValueError(
                 "the output layer's weight is a DTensor, which nobody gathers around the output processor: expected "
                 "Megatron's own tensor parallelism, and data parallelism that keeps the output layer whole"
             )
-        # the output layer is not called: what Megatron waits for before it is, a weight on its way (overlapped
-        # gathering of parameters), has to be waited for here
+        # the output layer itself is not called, so run its pre-hooks here: with them Megatron waits for a weight that
+        # is still being gathered (overlapped parameter gather)
         for hook in output_layer._forward_pre_hooks.values():
             hook(output_layer, ())
         if output_layer.sequence_parallel:
@@ -95,8 +97,8 @@ class MegatronProcessor:
         return self._flattened(made) if self.flat else made
 
     def unpack(self, packed: Tensor) -> Any:
-        """The `ObjectiveOutput` that a flat processor has given: the loss, differentiable, and the metrics; nothing
-        per token. Of several depths, a tuple of them.
+        """Restore the `ObjectiveOutput` from a flat processor's tensor: the differentiable loss and the metrics,
+        without values per token. For several depths, return a tuple with one for each.
         """
         if packed.dim() == 2:
             return tuple(self.unpack(each) for each in packed)
@@ -123,17 +125,17 @@ class MegatronProcessor:
             return None
         if rows not in self._shards:
             start = group.rank() * rows
-            # the gather of sequence parallelism sums the gradient as it scatters it
+            # with sequence parallelism, the backward of the gather sums the gradient (a reduce-scatter)
             summed_here = not output_layer.sequence_parallel
             self._shards[rows] = VocabShard(start, start + rows, group, reduce_hidden_grad=summed_here)
         return self._shards[rows]
 
 
 class MultiTokenGPTModel(GPTModel):
-    """A GPTModel whose output processor is called for every depth of multi-token prediction, too.
+    """A GPTModel that also calls the output processor for every depth of multi-token prediction.
 
-    With an output processor the last stage returns a tuple of what it made of the main head and of depth 1 … n, and
-    no logits and no loss of Megatron's own arise. Without one this is a GPTModel.
+    With an output processor, the last stage returns a tuple of its results for the main head and depths 1 … n;
+    Megatron computes no logits and no loss of its own. Without one, this behaves like GPTModel.
     """
 
     def _postprocess(
@@ -174,7 +176,7 @@ class MultiTokenGPTModel(GPTModel):
 
 
 def _require_hook(model: nn.Module) -> None:
-    """Raise ValueError for a model that does not call an output processor, or minimises something beside it."""
+    """Raise ValueError for a model that does not call an output processor, or that minimises another loss as well."""
     name = f"{type(model).__name__} of megatron-core {megatron.core.__version__}"
     for part in (model.forward, getattr(model, "_postprocess", None)):
         if part is None or "output_processor" not in inspect.signature(part).parameters:

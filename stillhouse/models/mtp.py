@@ -1,15 +1,15 @@
-"""Multi-token prediction: a causal language model with layers behind it, each of which predicts one token further.
+"""Multi-token prediction: a causal language model followed by extra layers, each of which predicts one token further.
 
     decoder = MultiTokenDecoder.new(Decoder.from_pretrained(…), depths=1)
-    next, second = decoder(input_ids, position_ids, processor=…, context=targets.ahead(position_ids, 1))
+    next, second = decoder(input_ids, position_ids, processor=…, context=targets.shift_for_mtp(position_ids, 1))
 
-Row t of depth k is made of row t of depth k − 1 (of depth 0: the main model's, after its final norm) and of the
-embedding of token t + k; it predicts the label of row t + k, which `Targets.ahead` brings to it (DeepSeek-V3,
-arXiv:2412.19437, section 2.2). Embedding and output head are the main model's, so a processor sees a further depth as
-it sees the first.
+Row t of depth k is computed from row t of depth k − 1 (depth 0: the main model after its final norm) and from the
+embedding of token t + k. It predicts the label of row t + k, which `Targets.shift_for_mtp` moves to row t
+(DeepSeek-V3, arXiv:2412.19437, section 2.2). The depths share the main model's embedding and output head, so a
+processor treats every depth in the same way.
 
-The layers are those of transformers' `MtpModel`, the one that `generate(use_mtp=True)` drafts with, called one by
-one: its own forward drafts a single token per layer, from logits, and raises a TypeError with labels.
+The layers are those of transformers' `MtpModel`, which `generate(use_mtp=True)` drafts with. They are called one by
+one, because MtpModel's own forward drafts a single token per layer from logits and raises a TypeError with labels.
 
 B rows, S tokens per row, D width, V vocabulary.
 """
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from stillhouse.models.checks import describe, verify_depths
 from stillhouse.models.decoder import Decoder, evaluating
 from stillhouse.models.head import OutputProcessor
+from stillhouse.models.structure import describe
+from stillhouse.models.verify import verify_depths
 from stillhouse.objective import OutputHead
 
 if not hasattr(MtpModel, "forward_layer"):
@@ -32,14 +33,14 @@ if not hasattr(MtpModel, "forward_layer"):
         "multi-token prediction needs transformers 5.20 or later, whose MtpModel runs a layer by itself"
     )
 
-_SHARED = ("embed_tokens", "shared_head", "rotary_emb")  # the main model's, in an MtpModel
+_SHARED = ("embed_tokens", "shared_head", "rotary_emb")  # modules of an MtpModel that it shares with the main model
 
 
 class MultiTokenDecoder(nn.Module):
     """A decoder, `main`, and the layers of its further depths, which `mtp` runs.
 
     `train_main=False`: the main model is frozen, head and embedding included; only the layers train. `verify=True`
-    also refuses layers that let documents in one row see each other.
+    raises ValueError for layers that let documents in one row attend to each other.
     """
 
     main: Decoder
@@ -51,7 +52,7 @@ class MultiTokenDecoder(nn.Module):
         if mtp.embed_tokens is not main.pretrained.get_input_embeddings():
             raise ValueError(f"{describe(main.pretrained)} has another embedding in its further depths")
         self.main = main
-        # not by attribute, which would register what it shares with the main model a second time
+        # a plain attribute assignment would register the modules shared with the main model a second time
         self.__dict__["mtp"] = mtp
         for name, child in mtp.named_children():
             if name not in _SHARED:
@@ -65,9 +66,9 @@ class MultiTokenDecoder(nn.Module):
 
     @classmethod
     def new(cls, main: Decoder, depths: int, *, train_main: bool = True, verify: bool = True) -> "MultiTokenDecoder":
-        """With freshly drawn layers; the model's configuration then says how many.
+        """Add newly initialised layers and write their number into the model's configuration.
 
-        Raises ValueError, naming the model type, for a family that transformers knows no such layers of.
+        Raises ValueError, naming the model type, for a family for which transformers has no such layers.
         """
         model = main.pretrained
         config = _require_family(model)
@@ -80,7 +81,7 @@ class MultiTokenDecoder(nn.Module):
             mtp = MtpModel(model, depths)
         except ValueError as error:
             raise ValueError(f"{describe(model)}: {error}") from error
-        # by the family's own rule: MtpModel's leaves routers at zero and the experts' memory as it was found
+        # initialise by the family's own rule: MtpModel's rule leaves routers at zero and experts uninitialised
         for module in mtp.layers.modules():
             model._init_weights(module)
         mtp.layers.to(model.device, model.dtype)
@@ -90,9 +91,9 @@ class MultiTokenDecoder(nn.Module):
     def from_pretrained(
         cls, name_or_path: str | os.PathLike[str], *, train_main: bool = True, verify: bool = True, **options: Any
     ) -> "MultiTokenDecoder":
-        """Main model and layers of one checkpoint; `options` are those of `Decoder.from_pretrained`.
+        """Load the main model and the layers of one checkpoint; `options` are those of `Decoder.from_pretrained`.
 
-        Raises ValueError, too, for a checkpoint without the layers.
+        Also raises ValueError for a checkpoint without the layers.
         """
         main = Decoder.from_pretrained(name_or_path, **options, verify=verify)
         model = main.pretrained
@@ -118,10 +119,10 @@ class MultiTokenDecoder(nn.Module):
         processor: OutputProcessor | None = None,
         context: Any = None,
     ) -> tuple[Any, ...]:
-        """What `processor` makes of depth 0, 1, …; logits [B, S, V] each without one.
+        """Return the processor's results for depths 0, 1, …; without a processor, logits [B, S, V] for each depth.
 
-        `input_ids`: [B, S]. `position_ids`: [B, S] (or [1, S]), restarting at each document of a row, padding as a
-        document of its own. The last k rows of a document have nothing to predict at depth k.
+        `input_ids`: [B, S]. `position_ids`: [B, S] (or [1, S]); they restart at each document of a row, and padding
+        is a document of its own. The last k rows of a document have nothing to predict at depth k.
         """
 
         def keeping(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> tuple[Tensor, Any]:
@@ -134,21 +135,21 @@ class MultiTokenDecoder(nn.Module):
         hidden_BSD, made = self.main(input_ids, position_ids, processor=keeping, context=context)
         results = [made]
         for depth in range(1, self.depths + 1):
-            # positions as they are: moved by `depth` too, the end of a document would look like the next one's start
-            # to the mask, and rotary angles only know distances
+            # positions are not shifted with the ids: after a shift, the mask would count the end of a document as
+            # part of the next one; and rotary attention depends on differences of positions only
             hidden_BSD = self.mtp.forward_layer(
-                depth - 1, hidden_BSD, position_ids, None, input_ids=_ahead(input_ids, depth)
+                depth - 1, hidden_BSD, position_ids, None, input_ids=_shifted(input_ids, depth)
             )
             results.append(self.main.head(hidden_BSD, processor, context, depth))
         return tuple(results)
 
     @property
     def depths(self) -> int:
-        """The further ones."""
+        """The number of further depths, not counting depth 0."""
         return len(self.layers)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """One checkpoint, the layers behind the main model's, as released ones have them (see `find_layers`)."""
+        """Write one checkpoint; the layers' numbers follow the main model's, as in released ones (`find_layers`)."""
         model = self.main.pretrained
         tensors = dict(model.state_dict())
         for layer, prefix in zip(self.layers, _places(model), strict=True):
@@ -160,8 +161,8 @@ class MultiTokenDecoder(nn.Module):
 def find_layers(model: PreTrainedModel) -> None:
     """Let `model.generate(…, use_mtp=True)` find the layers in the checkpoint that the model was loaded from.
 
-    transformers looks for them at the numbers of the released models' layers (GLM-4.5: 46 and 92), and so without
-    this neither in a model of another size nor at a second depth.
+    transformers looks only for the layer numbers of the released models (GLM-4.5: 46 and 92). So without this it
+    finds neither the layers of a model of another size nor a second depth.
     """
     known = model._keys_to_ignore_on_load_unexpected
     places = {prefix.replace(".", r"\.") for prefix in _places(model)}
@@ -169,7 +170,7 @@ def find_layers(model: PreTrainedModel) -> None:
 
 
 def _require_family(model: PreTrainedModel) -> Any:
-    """The configuration that has the number of depths."""
+    """Return the configuration that holds the number of depths; ValueError for a family without such layers."""
     config = model.config.get_text_config(decoder=True)
     if not hasattr(config, "num_mtp_layers"):
         raise ValueError(
@@ -180,7 +181,7 @@ def _require_family(model: PreTrainedModel) -> Any:
 
 
 def _places(model: PreTrainedModel) -> list[str]:
-    """What the names of each depth's layer begin with in a checkpoint."""
+    """Return, for each depth, the prefix of its layer's names in a checkpoint."""
     config = model.config.get_text_config(decoder=True)
     return [f"model.layers.{config.num_hidden_layers + depth}." for depth in range(config.num_mtp_layers)]
 
@@ -191,7 +192,7 @@ def _saved_name(name: str) -> str:
     return name.removeprefix("mtp_block.")
 
 
-def _ahead(input_ids_BS: Tensor, depth: int) -> Tensor:
-    """Each row's token `depth` further; of the last rows any, as no row with a label sees them."""
+def _shifted(input_ids_BS: Tensor, depth: int) -> Tensor:
+    """Shift the token ids by `depth`. The last rows get any token: no row with a label attends to them."""
     place_S = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)
     return input_ids_BS[:, (place_S + depth).clamp(max=len(place_S) - 1)]

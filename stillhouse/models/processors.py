@@ -1,13 +1,14 @@
-"""Output processors: what objectives make of hidden states and head, on any model that hands them over.
+"""Output processors: they compute objectives from hidden states and a head, for any model that calls them.
 
     decoder(input_ids, processor=selected_log_probs(), context=Targets(labels))
     model(…, output_processor=MegatronProcessor(model, cross_entropy()), output_processor_context=Targets(labels))
 
-A processor is set up once, with what does not change from batch to batch; its context brings a micro-batch's tensors.
-No processor makes logits of all tokens, and each says the same of a vocabulary shard as of the whole head.
+A processor is created once, with everything that is the same for all batches; its context holds the tensors of one
+micro-batch. No processor computes the logits of all tokens at once. Every processor gives the same result over a
+vocabulary shard as over the whole head.
 
-Row t of depth 0 predicts labels_T[t]; a head of depth k, of multi-token prediction, has the same rows and predicts
-the k-th token after that one. `ahead` is the one place where anything is shifted for it.
+Row t of depth 0 predicts labels_T[t]. Depth k of multi-token prediction has the same rows and predicts the k-th token
+after that one. Only `shift_for_mtp` shifts targets for multi-token prediction.
 
 B rows of S tokens each, T = B·S tokens in the rows' order, D width.
 """
@@ -32,24 +33,25 @@ from stillhouse.objective import (
     linear_log_probs,
     linear_objective,
 )
-from stillhouse.objective.recipe import Recipe
+from stillhouse.objective.spec import ObjectiveSpec
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """The tokens that are to come, and what each counts.
+    """The tokens to predict, and their weights.
 
-    labels_T: of any shape, in the rows' order; negative: none. weights_T: like them; None: 1 where there is a label.
-    normalizer: what the sum over tokens is divided by: the optimizer step's global count of tokens with a weight.
-    valid_index: the rows with a weight, where it is known (see `linear_objective`).
-    further: the same of depth 1, 2, … (see `ahead`).
+    labels_T: of any shape, in the rows' order; a negative label means that there is no label. weights_T: of the same
+    shape; None: 1 where there is a label, else 0. normalizer: divides the sum over tokens; the optimizer step's
+    global count of tokens with a non-zero weight. valid_index: the rows with a non-zero weight, if the caller knows
+    them (see `linear_objective`). mtp_targets: the targets of depths 1, 2, … of multi-token prediction (see
+    `shift_for_mtp`).
     """
 
     labels_T: Tensor
     weights_T: Tensor | None = None
     normalizer: float | Tensor = 1.0
     valid_index: Tensor | None = None
-    further: tuple[Self, ...] = ()
+    mtp_targets: tuple[Self, ...] = ()
 
     _per_token: ClassVar[tuple[str, ...]] = ("labels_T", "weights_T")
 
@@ -61,36 +63,40 @@ class Targets:
                 object.__setattr__(self, name, given.flatten())
 
     def at(self, depth: int) -> Self:
-        """Raises ValueError for a depth that `further` does not have."""
-        if depth > len(self.further):
+        """Return the targets of a depth. Raises ValueError for a depth that `mtp_targets` does not have."""
+        if depth > len(self.mtp_targets):
             raise ValueError(
-                f"depth {depth} of multi-token prediction with targets of {len(self.further)} further depths: "
-                f"expected targets.ahead(position_ids, {depth})"
+                f"depth {depth} of multi-token prediction with targets of {len(self.mtp_targets)} further depths: "
+                f"expected targets.shift_for_mtp(position_ids, {depth})"
             )
-        return self.further[depth - 1] if depth else self
+        return self.mtp_targets[depth - 1] if depth else self
 
-    def ahead(self, position_ids_BS: Tensor, depths: int) -> Self:
-        """With `depths` further ones: of depth k, row t has what row t + k has here, where that is in the same
-        document, otherwise no label and weight 0. For whole rows: context shards are cut from what it gives (`rows`).
+    def shift_for_mtp(self, position_ids_BS: Tensor, depths: int) -> Self:
+        """Return these targets with `mtp_targets` for `depths` further depths.
 
-        position_ids_BS: [B, S], restarting at each document; [1, S] for rows that are alike.
+        At depth k, row t gets the values of row t + k if that row is in the same document, otherwise no label and
+        weight 0. Call it on whole rows, and cut context shards from the result with `rows`.
+
+        position_ids_BS: [B, S], restarting at each document; [1, S] if all rows have the same positions.
         """
         tokens, shape_BS = len(self.labels_T), tuple(position_ids_BS.shape)
         rows, rest = divmod(tokens, shape_BS[1])
         if rest or shape_BS[0] not in (1, rows):
             raise ValueError(f"position_ids of shape {shape_BS} for {tokens} labels: expected [B, S], all rows whole")
         positions_BS = position_ids_BS.expand(rows, -1)
-        return replace(self, further=tuple(self._moved(*each) for each in _ahead(positions_BS, depths)))
+        return replace(self, mtp_targets=tuple(self._moved(*each) for each in _shifted_rows(positions_BS, depths)))
 
     def rows(self, index_T: Tensor) -> Self:
-        """Some of the rows, at every depth: those of a context shard."""
-        return replace(self._taken(index_T), further=tuple(each._taken(index_T) for each in self.further))
+        """Return the targets of the given rows at every depth, for a context shard."""
+        return replace(self._taken(index_T), mtp_targets=tuple(each._taken(index_T) for each in self.mtp_targets))
 
     def _moved(self, index_T: Tensor, exists_T: Tensor) -> Self:
         taken = self._taken(index_T)
         assert taken.weights_T is not None
         labels_T = taken.labels_T.masked_fill(~exists_T, -1)
-        return replace(taken, labels_T=labels_T, weights_T=taken.weights_T.masked_fill(~exists_T, 0.0), further=())
+        return replace(
+            taken, labels_T=labels_T, weights_T=taken.weights_T.masked_fill(~exists_T, 0.0), mtp_targets=()
+        )
 
     def _taken(self, index_T: Tensor) -> Self:
         taken: dict[str, Any] = {
@@ -98,12 +104,12 @@ class Targets:
             for name in self._per_token
             if (each := getattr(self, name)) is not None
         }
-        return replace(self, **taken, valid_index=None, further=())
+        return replace(self, **taken, valid_index=None, mtp_targets=())
 
 
 @dataclass(frozen=True, eq=False)
-class Taught(Targets):
-    """Targets and what a teacher says of the same rows; None where no term asks it."""
+class DistillTargets(Targets):
+    """Targets, and the teacher's signal for the same rows; None if no term needs a teacher."""
 
     signal: Signal | None = None
 
@@ -111,8 +117,8 @@ class Taught(Targets):
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn(Targets):
-    """Tokens that a policy drew, and what is known of each; as `PolicyGradient` takes it."""
+class PolicyTargets(Targets):
+    """Tokens that a policy sampled, with the advantages and log-probabilities that `PolicyGradient` takes."""
 
     advantages_T: Tensor | None = None
     old_log_probs_T: Tensor | None = None
@@ -129,8 +135,10 @@ class Drawn(Targets):
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Of the label at each row, 0 where there is none, and the entropy in nats of each row's distribution; float32 at
-    least, both differentiable."""
+    """The log-probability of each row's label (0 without a label) and the entropy of each row's distribution in nats.
+
+    Both are differentiable and at least float32.
+    """
 
     log_probs_BS: Tensor
     entropy_BS: Tensor
@@ -141,7 +149,7 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Objective:
-    """The processor of a weighted sum of terms, which are made of each micro-batch's context."""
+    """The processor of a weighted sum of terms. `terms` makes the terms from a micro-batch's context."""
 
     terms: Callable[[Any], Sequence[Term]]
     chunk_tokens: int | None = None
@@ -162,15 +170,16 @@ class Objective:
 
 
 def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
-    """[B, S, D] after the last norm, as they are: for serving, and for teachers whose head is elsewhere."""
-    return alike(hidden_states, head)
+    """Return the hidden states [B, S, D] after the last norm: for serving, and for teachers with a separate head."""
+    return replicated_hidden(hidden_states, head)
 
 
-def alike(hidden_states: Tensor, head: OutputHead) -> Tensor:
-    """Hidden states for arithmetic that all ranks of a vocabulary shard do alike, as a value head's.
+def replicated_hidden(hidden_states: Tensor, head: OutputHead) -> Tensor:
+    """Return hidden states for a computation that all ranks of a vocabulary shard repeat, such as a value head.
 
-    Under sequence parallelism the layer below sums their gradient over these ranks (`VocabShard.reduce_hidden_grad`),
-    as a shard's own part needs it: what all of them have whole, each hands back a part of.
+    With sequence parallelism, the layer below sums the gradient over these ranks, since each rank's vocabulary rows
+    contribute only a part of it (`VocabShard.reduce_hidden_grad`). A repeated computation gives every rank the whole
+    gradient, so backward divides it by the number of ranks.
     """
     shard = head.shard
     if shard is None or shard.is_alone or shard.reduce_hidden_grad:
@@ -180,8 +189,9 @@ def alike(hidden_states: Tensor, head: OutputHead) -> Tensor:
 
 
 def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> FullVocab:
-    """What a teacher says, exactly, without a gradient."""
-    if head.weight_VD.requires_grad:  # a frozen one as it is: where its rows travel, they do so once for a tensor
+    """Return the exact teacher signal, without gradients."""
+    # a frozen weight stays the same tensor: `vocab.rows_of` exchanges rows between ranks once per tensor
+    if head.weight_VD.requires_grad:
         head = replace(
             head, weight_VD=head.weight_VD.detach(), bias=None if head.bias is None else head.bias.detach()
         )
@@ -189,7 +199,7 @@ def full_vocab(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: 
 
 
 def selected_log_probs(*, temperature: float = 1.0) -> OutputProcessor:
-    """`LogProbs` of the context's labels (`Targets`), in the shape of the rows, whatever their weights."""
+    """Return a processor that gives `LogProbs` [B, S] of the context's labels (`Targets`) and ignores the weights."""
 
     def process(*, hidden_states: Tensor, head: OutputHead, context: Targets, depth: int = 0) -> LogProbs:
         hidden_TD, labels_T = hidden_states.flatten(0, -2), context.at(depth).labels_T
@@ -200,17 +210,20 @@ def selected_log_probs(*, temperature: float = 1.0) -> OutputProcessor:
 
 
 def cross_entropy(*, label_smoothing: float = 0.0, z_loss: float = 0.0) -> OutputProcessor:
-    """`ObjectiveOutput` of cross-entropy with the context's labels (`Targets`)."""
+    """Return a processor that gives the `ObjectiveOutput` of cross-entropy with the context's labels (`Targets`)."""
     return Objective(lambda context: [CrossEntropy(context.labels_T, 1.0, label_smoothing, z_loss)])
 
 
-def distillation(recipe: Recipe, *, chunk_tokens: int | None = None) -> OutputProcessor:
-    """`ObjectiveOutput` of `parse_recipe("0.3*cross_entropy + 0.7*jsd(0.5)")`, of which the context is `Taught`."""
+def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> OutputProcessor:
+    """Return a processor that gives the `ObjectiveOutput` of a spec; its context is `DistillTargets`.
 
-    def terms(context: Taught) -> list[Term]:
-        if recipe.needs_teacher and context.signal is None:
+    spec: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`.
+    """
+
+    def terms(context: DistillTargets) -> list[Term]:
+        if spec.needs_teacher and context.signal is None:
             raise ValueError(f"signal is missing: expected what a teacher says of {len(context.labels_T)} tokens")
-        return recipe.terms(context.labels_T, context.signal)
+        return spec.terms(context.labels_T, context.signal)
 
     return Objective(terms, chunk_tokens)
 
@@ -223,12 +236,13 @@ def policy_gradient(
     entropy_bonus: float = 0.0,
     temperature: float = 1.0,
 ) -> OutputProcessor:
-    """`ObjectiveOutput` of PPO's and GRPO's clipped surrogate, of which the context is `Drawn`; see `PolicyGradient`.
+    """Return a processor for the clipped surrogate of PPO and GRPO (`PolicyGradient`).
 
-    entropy_bonus: what the entropy is multiplied by before it is taken off the loss.
+    It gives an `ObjectiveOutput`; its context is `PolicyTargets`. entropy_bonus: the loss is reduced by entropy_bonus
+    times the entropy.
     """
 
-    def terms(context: Drawn) -> Iterator[Term]:
+    def terms(context: PolicyTargets) -> Iterator[Term]:
         assert context.advantages_T is not None
         assert context.old_log_probs_T is not None
         yield PolicyGradient(
@@ -246,7 +260,9 @@ def policy_gradient(
 
     objective = Objective(lambda context: list(terms(context)))
 
-    def process(*, hidden_states: Tensor, head: OutputHead, context: Drawn, depth: int = 0) -> ObjectiveOutput:
+    def process(
+        *, hidden_states: Tensor, head: OutputHead, context: PolicyTargets, depth: int = 0
+    ) -> ObjectiveOutput:
         if depth:
             raise ValueError(
                 f"a policy gradient at depth {depth}: expected 0, the head that tokens are drawn from; "
@@ -257,11 +273,11 @@ def policy_gradient(
     return process
 
 
-def by_depth(main: OutputProcessor, further: OutputProcessor) -> OutputProcessor:
-    """`main` for the main head, `further` for the depths of multi-token prediction; one context for both."""
+def by_depth(main: OutputProcessor, mtp_targets: OutputProcessor) -> OutputProcessor:
+    """Return a processor that calls `main` at depth 0 and `mtp_targets` at further depths, with the same context."""
 
     def process(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any:
-        chosen = further if depth else main
+        chosen = mtp_targets if depth else main
         return chosen(hidden_states=hidden_states, head=head, context=context, depth=depth)
 
     return process
@@ -278,8 +294,8 @@ class _PartOfGradient(torch.autograd.Function):
         return grad / ctx.parts, None
 
 
-def _ahead(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each depth k from 1 on: of every row, the row k further, and whether it is in the same document [T]."""
+def _shifted_rows(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each depth k ≥ 1 the index of the row k tokens later, and whether it is in the same document; [T]."""
     rows, tokens = position_ids_BS.shape
     document_BS = (position_ids_BS == 0).cumsum(1)
     place_S = torch.arange(tokens, device=position_ids_BS.device)

@@ -1,6 +1,6 @@
 """Objectives of post-training as weighted sums of terms, computed from hidden states and an output head.
 
-Torch only. Start with `linear_objective`; `reference.dense_objective` is the same in plain autograd.
+It depends only on torch. Start with `linear_objective`; `reference.dense_objective` is the same in plain autograd.
 """
 
 from stillhouse.objective.divergence import (

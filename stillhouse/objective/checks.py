@@ -1,6 +1,6 @@
-"""What a pass is given, refused where it could only go wrong: shapes, devices, constants that ask for a gradient.
+"""Checks of a pass's inputs: shapes, devices, and constants that wrongly require grad. Each failure is a ValueError.
 
-A tensor's numbers are looked at on a CPU only: on a GPU the question alone would wait for it.
+The values of a tensor are checked only on a CPU: on a GPU, the check would have to wait for the GPU.
 """
 
 import math
@@ -16,7 +16,7 @@ from stillhouse.objective.terms import Term
 
 
 def check_leaves(leaves: dict[str, Tensor | None]) -> None:
-    """What is differentiated, under its names in error messages: on one device, and in reverse mode only."""
+    """Require that all leaves are on one device and have no forward-mode tangent. Keys: names for error messages."""
     first, *_ = leaves
     for name, tensor in leaves.items():
         if tensor is None:
@@ -30,7 +30,7 @@ def check_leaves(leaves: dict[str, Tensor | None]) -> None:
 
 
 def check_terms(terms: Sequence[Term], tokens: int, first: str, leaf: Tensor) -> None:
-    """first: the name of `leaf`, whose device is everybody's."""
+    """Require at least one term, `tokens` rows in each, and tensors on the device of `leaf`; first: its name."""
     if not terms:
         raise ValueError("no terms: expected at least one of CrossEntropy, Distill, Entropy")
     for at, term in enumerate(terms):
@@ -44,7 +44,7 @@ def check_terms(terms: Sequence[Term], tokens: int, first: str, leaf: Tensor) ->
 
 
 def check_weights(weights: dict[str, Tensor | None], tokens: int) -> None:
-    """Weights per token, the objective's and the terms' own, under their names in error messages."""
+    """Check the weights per token of the objective and the terms. Keys: names for error messages."""
     for name, each_T in weights.items():
         if each_T is None:
             continue
@@ -76,13 +76,13 @@ def check_index(valid_index: Tensor, tokens: int) -> None:
     first, last = int(valid_index.min()), int(valid_index.max())
     if first < 0 or last >= tokens:
         raise ValueError(f"valid_index holds rows {first} to {last}: expected rows from 0 to {tokens - 1}")
-    # a repeated row would count twice in the loss and the head's gradient, once in the hidden states'
+    # a repeated row would count twice in the loss and the head's gradient, but once in the hidden states' gradient
     if repeated := len(valid_index) - len(valid_index.unique()):
         raise ValueError(f"valid_index holds {repeated} of its {len(valid_index)} rows again: expected each row once")
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a term, its signal and the signal's head, under their names."""
+    """Yield the tensors of a term, its signal and the signal's head, with their names."""
     if isinstance(value, Tensor):
         yield name, value
     elif is_dataclass(value):
@@ -91,7 +91,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor | None) -> None:
-    """first: the name of `leaf`."""
+    """Require a tensor with data on the device of `leaf`; first: the name of `leaf`."""
     _check_has_data(name, tensor)
     assert leaf is not None
     if tensor.device != leaf.device:

@@ -1,8 +1,10 @@
-"""Pointwise functions as one kernel each: `torch.compile` where it pays and works, plain PyTorch elsewhere.
+"""Runs each pointwise function as one kernel with `torch.compile` where that works and is worth it.
 
-Both give the same numbers but for rounding. Compiling takes seconds, once for a plan and a number of columns (torch
-keeps the result on disk for later processes); small vocabularies are not worth it. TORCH_COMPILE_DISABLE=1 turns it
-off.
+Elsewhere the functions run in plain PyTorch.
+
+Both give the same numbers except for rounding. Compiling takes seconds, once for each plan and number of columns
+(torch keeps the result on disk for later processes), which is not worth it for small vocabularies.
+TORCH_COMPILE_DISABLE=1 turns compiling off.
 """
 
 import types
@@ -18,24 +20,24 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from stillhouse.objective.plan import Plan
 
-#: columns of a tile from which on a compiled function is worth its seconds
+#: with at least this many columns of a tile, a compiled function is worth the time to compile it
 COMPILED_FROM = 2048
 
-#: torch's limits of work and reads, beyond which it stores an intermediate tile that two sums need; doing the work
-#: twice, in registers, is faster
+#: torch's limits of operations and reads. Beyond them, torch writes an intermediate tile that two sums use to memory;
+#: to compute it twice, in registers, is faster
 STORED_FROM = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
 
 _plans = count()
 
-#: devices without a working compiler, found out by trying
+#: device types on which compiling has failed
 _without_compiler: set[str] = set()
 
 
 def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], *rest: Any) -> Any:
-    """function(plan, tiles_BV, *rest), compiled where that pays."""
+    """Call function(plan, tiles_BV, *rest), compiled if that is worth it."""
     rows, columns = tiles_BV[0].shape
     device = tiles_BV[0].device.type
-    # one row would be compiled for itself: torch takes a size of 1 for a constant
+    # torch treats a size of 1 as a constant and would compile separately for one row
     if columns < COMPILED_FROM or rows < 2 or device in _without_compiler or _is_off():
         return function(plan, tiles_BV, *rest)
     for each in (*tiles_BV, *rest):
@@ -43,7 +45,7 @@ def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], 
             torch._dynamo.mark_dynamic(tensor, 0)
     try:
         return _compiled(function, plan, columns)(tiles_BV, *rest)
-    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:  # OSError: a cache that cannot be written
+    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:  # OSError: the cache is not writable
         _without_compiler.add(device)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
@@ -55,7 +57,7 @@ def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], 
 
 
 def _is_off() -> bool:
-    # torch compiles nothing under a dispatch mode (a counter of operations), and would never again try that function
+    # under a dispatch mode (such as an operation counter), torch compiles nothing and never tries that function again
     return torch._dynamo.config.disable or is_in_torch_dispatch_mode(include_infra_modes=False)
 
 
@@ -64,8 +66,9 @@ def _compiled(function: Callable[..., Any], plan: Plan, columns: int) -> Callabl
     def of_plan(tiles_BV: list[Tensor], *rest: Any) -> Any:
         return function(plan, tiles_BV, *rest)
 
-    # with a code object of its own, since torch counts compilations by code and gives up after a few; and with a name
-    # of its own, since by that torch remembers numbers that differed and makes variables of them
+    # The function gets its own code object, because torch counts compilations per code object and gives up after a
+    # few. It gets its own name, because torch remembers under that name which numbers have differed between calls,
+    # and would turn them into variables.
     own = of_plan.__code__.replace(co_name=f"{function.__name__}_of_plan_{next(_plans)}")
     return torch.compile(
         types.FunctionType(own, of_plan.__globals__, closure=of_plan.__closure__),

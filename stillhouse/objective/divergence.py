@@ -1,6 +1,6 @@
-"""The divergences by name, and the expression that names a sum of them.
+"""The divergences by name, and the parser for expressions of them.
 
-The formulas and their sources are in `formulas.py`.
+The formulas and their sources are in `formulas.py`. p is the teacher's probability, q the student's.
 """
 
 from collections.abc import Callable
@@ -36,20 +36,20 @@ __all__ = [
 
 
 def forward_kl() -> Divergence:
-    """KL(p‖q): the student covers everything that the teacher does. Zero where p = 0."""
+    """KL(p‖q): the student must cover everything that the teacher covers. Tokens with p = 0 add nothing."""
     return ForwardKL()
 
 
 def reverse_kl() -> Divergence:
-    """KL(q‖p): the student avoids what the teacher avoids. Infinite where q > 0 and p = 0."""
+    """KL(q‖p): the student must avoid what the teacher avoids. Infinite if a token has q > 0 and p = 0."""
     return ReverseKL()
 
 
 def jsd(beta: float, normalized: bool = False) -> Divergence:
     """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = βp + (1 − β)q, for β strictly between 0 and 1.
 
-    It vanishes at both ends; `normalized=True` divides by β(1 − β), which tends to forward KL for β → 0 and to
-    reverse KL for β → 1.
+    It tends to 0 for β → 0 and β → 1. `normalized=True` divides by β(1 − β); the result tends to forward KL for β → 0
+    and to reverse KL for β → 1.
     """
     return JensenShannon(beta, normalized)
 
@@ -72,18 +72,18 @@ def total_variation() -> Divergence:
 def alpha_beta(alpha: float, beta: float) -> Divergence:
     """The alpha-beta divergence; (1, 0) is forward KL, (0, 1) reverse KL (ABKD, equation 3).
 
-    An f-divergence only where α + β = 1: otherwise merging outcomes may raise it. A negative exponent is refused,
-    since one probability of zero would make it infinite; α + β = 0 (α = β = 0 included) is coded as the limit, finite
-    while all logits are and (p/q)^α does not overflow. A coefficient near one of its limits but not on it loses
-    digits: write the limit.
+    It is an f-divergence only for α + β = 1: otherwise merging outcomes may increase it. A negative exponent raises
+    ValueError, since one probability of zero would make the divergence infinite. An exception is α + β = 0 (including
+    α = β = 0), which is computed as the limit and is finite if all logits are finite and (p/q)^α does not overflow.
+    Arguments close to a limiting case (α = 0, β = 0 or α + β = 0) lose digits: use the limit itself.
     """
     return AlphaBeta(alpha, beta)
 
 
 def parse_divergence(text: str) -> Divergence:
-    """A divergence from its expression, e.g. '0.9*forward_kl + 0.1*jsd(0.5, normalized=True)'.
+    """Return the divergence of an expression, for example '0.9*forward_kl + 0.1*jsd(0.5, normalized=True)'.
 
-    Raises ValueError for an unknown name (with the nearest known one), wrong arguments, or a weight ≤ 0.
+    Raises ValueError for an unknown name (the message has the nearest known one), wrong arguments, or a weight ≤ 0.
     """
     total: Divergence | None = None
     for part in parse_sum(text):

@@ -1,10 +1,10 @@
-"""The little grammar of objectives: a sum of named parts with coefficients and arguments.
+"""The grammar of objectives: a sum of named parts with coefficients and arguments.
 
     0.3*cross_entropy + 0.7*jsd(0.5)
     0.9*forward_kl + 0.1*skew_reverse_kl(alpha=0.1)
 
-The text is read with Python's own parser and only sums, products with a number, names and calls with
-literal arguments are accepted; nothing is evaluated.
+Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
+accepted; nothing is evaluated.
 """
 
 import ast
@@ -27,7 +27,7 @@ class Part:
     keywords: tuple[tuple[str, float | bool], ...] = ()
 
     def call(self, make: Callable[..., Made]) -> Made:
-        """What `make` returns for the arguments; a wrong number or name of arguments is a ValueError."""
+        """Call `make` with the arguments. Raises ValueError for a wrong number or name of arguments."""
         try:
             return make(*self.arguments, **dict(self.keywords))
         except TypeError as error:
@@ -41,7 +41,7 @@ class Part:
 
 
 def parse_sum(text: str) -> list[Part]:
-    """The summands of an expression, in order. Raises ValueError with the offending piece of the text."""
+    """Return the summands of an expression, in order. Raises ValueError with the part of the text that is wrong."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError as error:
@@ -52,7 +52,7 @@ def parse_sum(text: str) -> list[Part]:
 
 
 def unknown_name(name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name outside the grammar, with the nearest right one."""
+    """Return the error for an unknown name; its message has the nearest known name."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

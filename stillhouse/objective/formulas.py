@@ -1,21 +1,21 @@
-"""Divergences between a teacher p and a student q, each a pair of pointwise functions.
+"""Divergences between the probabilities p of a teacher and q of a student, each as two pointwise functions.
 
-    D(p, q)  = Σ_v f(log p_v, log q_v)
-    h_v      = ∂D/∂q_v with q_v taken as free
-    ∂D/∂z_v  = q_v (h_v − Σ_u q_u h_u) / τ              what the engine makes of it
+    D(p, q)  = Σ_v f(log p_v, log q_v)                  summed over the vocabulary, or over other outcomes v
+    h_v      = ∂D/∂q_v                                  as if the q_v were independent of each other
+    ∂D/∂z_v  = q_v (h_v − Σ_u q_u h_u) / τ              the gradient by the logits z at temperature τ
 
-The slope is kept multiplied by q: −p/q overflows where q underflows, q·(−p/q) = −p does not.
+The functions return q·h instead of h: −p/q overflows where q underflows, but q·(−p/q) = −p does not.
 
-Over whole distributions Σ(q − p) is 0, so that f may carry any multiple c of q − p, and h the constant c. With the
-right one f is never negative and both f and h are 0 where p = q: then a small divergence is a sum of small
-numbers, and keeps its digits where student and teacher are close and both are sure (see `stable.py`). This is what
-the engine sums:
+Over whole distributions Σ(q − p) is 0. So c (q − p) can be added to f, and c to h, for any constant c, without a
+change of D or its gradient. The table gives the c with which f is never negative and f and h are 0 where p = q. Then
+a small divergence is a sum of small numbers, and it keeps its digits where student and teacher are close and both
+have one token with a probability near 1 (see `stable.py`). The pass sums these "balanced" functions:
 
     balanced        f + c (q − p)
     balanced_slope  q (h + c)
 
-`value` and `weighted_slope` are f and q·h as in textbooks, c = 0, for sums over a part of the outcomes (a top-k with
-the tail "drop"), which feel c.
+`value` and `weighted_slope` are f and q·h as in textbooks, with c = 0. They are for sums over only a part of the
+outcomes (a top-k with the tail "drop"), which depend on c.
 
 | divergence | c | f + c (q − p), with E(a, b) = a log(a/b) + b − a |
 | --- | --- | --- |
@@ -27,9 +27,9 @@ the tail "drop"), which feel c.
 | total variation | 0 | ½ abs(q − p) |
 | alpha-beta | 0 | (β E'(α+β) − (α+β) E'(β)) / (αβ(α+β)), E'(x) = p^(α+β) (e^(xr) − 1 − xr), r = log(q/p) |
 
-Everything stays in log space. A probability of zero is a log-probability of −inf: 0·log 0 is 0 here, never NaN,
+All inputs are log-probabilities. A probability of zero is a log-probability of −inf: 0·log 0 is 0 here, never NaN,
 and a divergence that is truly infinite (forward KL where the teacher has mass and the student has none) is inf.
-All functions are also differentiable by autograd, which is how `reference.py` checks the slopes.
+Autograd can differentiate all functions; `reference.py` uses that, and the tests compare the slopes with it.
 
 Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898);
 alpha-beta: ABKD (arXiv 2505.04560) after Cichocki, Cruces and Amari, Entropy 2011, 13, 134.
@@ -58,7 +58,7 @@ from stillhouse.objective.stable import (
 
 
 class Pivot(NamedTuple):
-    """A row's likeliest outcome, [rows, 1]: log q and log(q/p)."""
+    """log q and log(q/p) of a row's likeliest outcome, [rows, 1]."""
 
     log_q: Tensor
     ratio: Tensor
@@ -67,10 +67,10 @@ class Pivot(NamedTuple):
 class Sides(NamedTuple):
     """Teacher and student at some outcomes, elementwise.
 
-    ratio: log(q/p), to more digits than the difference of the two logarithms may have. NaN where neither has mass:
-        only what is multiplied with a probability (`expect`) may come of it.
-    pivot: for slopes that are not small where p and q are close and sure: they are then less the likeliest outcome's.
-        Over whole distributions that changes nothing, whichever outcome it is.
+    ratio: log(q/p), with more correct digits than the difference log_q − log_p may have. It may be NaN where neither
+        side has mass: use it only in products with a probability (`expect`).
+    pivot: for divergences whose slope h is not small where p and q are close and near 1. They subtract the pivot's h
+        from every h. Over whole distributions this does not change the gradient, whichever outcome the pivot is.
     """
 
     log_p: Tensor
@@ -86,25 +86,25 @@ class Sides(NamedTuple):
 
 
 def sides(log_p: Tensor, log_q: Tensor, ratio: Tensor | None = None, pivot: Pivot | None = None) -> Sides:
-    """ratio: log q − log p unless something better is known."""
+    """Return the `Sides` of two log-probabilities. ratio: log(q/p); None: computed as log q − log p."""
     ratio = log_ratio(log_q, log_p) if ratio is None else ratio
     return Sides(log_p, log_q, log_p.exp(), log_q.exp(), ratio, pivot)
 
 
 class Divergence(ABC):
-    """D(p, q) as two pointwise functions; sums and multiples of divergences are divergences."""
+    """D(p, q) as two pointwise functions. Sums and positive multiples of divergences are divergences."""
 
     @abstractmethod
     def balanced(self, each: Sides) -> Tensor:
-        """f + c·(q − p), elementwise, in nats, never negative; its sum over the vocabulary is D."""
+        """f + c·(q − p), elementwise, in nats, never negative; its sum over a whole distribution is D."""
 
     @abstractmethod
     def balanced_slope(self, each: Sides) -> Tensor:
-        """q·(∂f/∂q + c), elementwise, where c is any number of the row: such that it is 0, or small, where p is q."""
+        """q·(∂f/∂q + c), elementwise; c is a number per row such that the result is 0 or small where p = q."""
 
     @abstractmethod
     def __str__(self) -> str:
-        """The expression that `parse_divergence` reads back."""
+        """The expression from which `parse_divergence` makes this divergence."""
 
     def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """f(log p, log q), elementwise, in nats."""
@@ -118,7 +118,7 @@ class Divergence(ABC):
         return WeightedSum(weighted_parts(self) + weighted_parts(other))
 
     def __mul__(self, coefficient: float) -> "Divergence":
-        if isinstance(coefficient, bool):  # it would count as 1, and is more likely an argument in the wrong place
+        if isinstance(coefficient, bool):  # would count as 1, but is probably an argument in the wrong place
             raise ValueError(f"{coefficient}*({self}): expected a positive number")
         parts = tuple((coefficient * weight, part) for weight, part in weighted_parts(self))
         return parts[0][1] if len(parts) == 1 and parts[0][0] == 1 else WeightedSum(parts)
@@ -127,10 +127,10 @@ class Divergence(ABC):
 
 
 class KullbackLeibler(Divergence):
-    """KL(a‖b), where a and b are teacher and student or the other way round.
+    """KL(a‖b), where a and b are teacher and student, or student and teacher.
 
-    Its sums over unnormalised probabilities can be put right afterwards (`statistics.py`), so they are taken in the
-    same sweep over the logits as the normalisers, and over vocabulary shards they travel in the same collective.
+    Its sums over unnormalized probabilities can be normalized afterwards (`statistics.py`). So they are computed in
+    the same sweep over the logits as the normalizers, and vocabulary shards gather both in the same collective.
     """
 
     #: whether a is the student
@@ -309,7 +309,7 @@ class TotalVariation(Divergence):
         return 0.5 * difference(each.p, each.q, each.ratio).abs()
 
     def balanced_slope(self, each: Sides) -> Tensor:
-        """½ q sign(q − p), of a sure outcome 0 and not ½."""
+        """½ q sign(q − p), less q times the pivot's ½ sign: so it is 0, not ±½, at the likeliest outcome."""
         sign = torch.sign(each.ratio)
         return 0.5 * expect(each.q, sign if each.pivot is None else sign - torch.sign(each.pivot.ratio))
 
@@ -339,7 +339,7 @@ class AlphaBeta(Divergence):
         if alpha == 0 and beta == 0:
             return 0.5 * ratio.square()
         if alpha + beta == 0:
-            # of log(p/q) = inf no more than the largest number: e^inf less that is inf, and not NaN
+            # clamp log(p/q) = inf to the largest finite number: e^t − 1 − t is then inf and not inf − inf = NaN
             t = (-alpha * ratio).clamp(max=torch.finfo(ratio.dtype).max)
             return excess(torch.ones_like(t), t.exp(), t) / alpha**2
         if alpha == 0:
@@ -349,9 +349,10 @@ class AlphaBeta(Divergence):
         return self._general(each) / (alpha * beta)
 
     def _general(self, each: Sides) -> Tensor:
-        """α/(α+β) p^(α+β) + β/(α+β) q^(α+β) − p^α q^β: where p and q are close, what the exponentials in
-        r = log(q/p) have beyond their first order (the side with the larger exponent taken out, so that these
-        cancel least).
+        """α/(α+β) p^(α+β) + β/(α+β) q^(α+β) − p^α q^β.
+
+        Where p and q are close, this is a power series in r = log(q/p) from the second order on. p^(α+β) or q^(α+β),
+        the one with the larger of α and β, is factored out, because the terms then cancel least.
         """
         alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
         of_p, of_q = (each.p, each.q) if total == 1 else (_power(each.log_p, total), _power(each.log_q, total))
@@ -364,7 +365,10 @@ class AlphaBeta(Divergence):
         return torch.where(near, close, far)
 
     def balanced_slope(self, each: Sides) -> Tensor:
-        """With α + β > 1 the slope of a sure outcome would outweigh all others: it is taken from all of them."""
+        """q·h, where for α + β > 1 the pivot's h is subtracted from h.
+
+        Otherwise the slope of an outcome with a probability near 1 would outweigh all other slopes.
+        """
         alpha, total = self.alpha, self.alpha + self.beta
         if total <= 1 or each.pivot is None:
             return self._slope(each)
@@ -388,12 +392,12 @@ class AlphaBeta(Divergence):
 
 
 def weighted_parts(divergence: Divergence) -> tuple[tuple[float, Divergence], ...]:
-    """The summands of a divergence with their weights; of a plain one, itself."""
+    """Return the summands of a divergence with their weights; for a single divergence, itself with weight 1."""
     return divergence.parts if isinstance(divergence, WeightedSum) else ((1.0, divergence),)
 
 
 def _exact(number: float) -> str:
-    """The shortest text that reads back as the same number; 1.0 is 1."""
+    """Return a short text that reads back as the same number; 1.0 becomes "1"."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
 
@@ -404,7 +408,7 @@ def _check_skew(name: str, alpha: float) -> None:
 
 
 def _where_any(each: Sides) -> Tensor:
-    """log(q/p), 0 where neither has mass."""
+    """log(q/p), 0 where neither side has mass."""
     return each.ratio.masked_fill((each.log_p == -math.inf) & (each.log_q == -math.inf), 0.0)
 
 

@@ -1,12 +1,13 @@
 """The chunked pass: objectives from hidden states and an output head, without the logits of all tokens.
 
-Tokens are taken in chunks. A chunk is projected once to a tile of logits [C, V]; terms say what the gradient with
-respect to it is (`tile.py`); it takes the logits' place, and two matrix products carry it back to the hidden states
-and the head. All of it happens in forward, so backward only multiplies by the incoming gradient and no product is
-computed twice.
+The pass processes the tokens in chunks. It projects a chunk once to a tile of logits [C, V]. The terms define the
+gradient with respect to the tile (`tile.py`), and this gradient overwrites the logits. Two matrix products then
+compute the gradients of the hidden states and the head from it. All of this happens in forward, so backward only
+multiplies by the incoming gradient, and no product is computed twice.
 
-Over vocabulary shards each rank does this for its own rows. Per chunk one collective carries what the ranks know of
-each row (two where a divergence needs both normalisers first), while the next chunk's products run.
+Over vocabulary shards each rank does this for its own vocabulary rows. For each chunk, one collective gathers every
+rank's sums for each token (two collectives if a divergence needs both normalizers first), while the next chunk's
+products run.
 
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch.compiler.disable without its second of imports: a caller that is compiled leaves the pass out
+# torch.compiler.disable, without its imports, which take a second: a compiled caller runs the pass uncompiled
 from torch._compile import _disable_dynamo
 
 from stillhouse.objective.checks import check_index, check_leaves, check_normalizer, check_terms, check_weights
@@ -33,31 +34,31 @@ from stillhouse.objective.terms import Term
 from stillhouse.objective.tile import TermResult, Tile
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
-#: bytes that one float32 tile of logits may take; a pass keeps one for the student and one for each dense teacher
-#: (of two chunks over vocabulary shards)
+#: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
+#: tile for the student and one for each dense teacher, and over vocabulary shards twice as many (for two chunks)
 TILE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-#: the fewest and the most rows of a tile: below the first, matrix products are far from their speed and, on a GPU,
-#: summing the weight's float32 gradient is bandwidth-bound; above the second there is nothing to win
+#: the fewest and the most rows of a tile. The minimum overrides `TILE_BYTES`: with fewer rows, matrix products are
+#: slow and, on a GPU, adding to the weight's gradient is bandwidth-bound. More rows than the maximum gain nothing
 TILE_ROWS = {"cpu": (64, 512), "cuda": (1024, 4096)}
 
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """What a pass gives.
+    """The result of a pass. All tensors are float32, or float64 for float64 inputs.
 
-    `loss`: float32 scalar, Σ_tokens weight · Σ_terms scale · value, divided by the normalizer; differentiable.
-    `metrics`: detached float32 sums over tokens, each token with its weight in the term (the objective's times the
-    term's own) and nothing scaled or divided: `tokens`, the count of rows with a weight; every term's value under the
-    term's name; and statistics:
-        of a distillation term `student_entropy` and `teacher_entropy` (at its temperature), `agreement` (top-1),
-        `teacher_mass` (covered by a sparse signal) and, if its divergence is a sum, each summand's own value under
-        its expression (`forward_kl`), with the term's τ² and without its coefficient;
-        of a cross-entropy with label smoothing or z-loss `negative_log_likelihood`, the plain −log q_y, and of one
-        with z-loss `z_loss`, that summand of the value; both are 0 where there is no label.
-    A second term of the same name has "#2" behind its name, the second term of its kind "#2" behind its statistics,
-    or the next number that is free. The keys depend on the terms alone, not on the rows.
-    `chunk_tokens` is no sum: the most rows that a tile had, as chosen by memory or given.
-    `per_token`: detached float32 [T], each term's unweighted value under its name; 0 where its weight is 0.
+    `loss`: scalar, Σ_tokens weight · Σ_terms scale · value, divided by the normalizer; differentiable.
+    `metrics`: detached sums over tokens. Each token is multiplied by its weight in the term (the objective's weight
+    times the term's own). The sums are not scaled by the term's scale and not divided by the normalizer. They are
+    `tokens`, the count of rows with a non-zero weight; every term's value under the term's name; and statistics:
+        a distillation term has `student_entropy` and `teacher_entropy` (at its temperature), `agreement` (top-1),
+        `teacher_mass` (the mass that a sparse signal covers) and, if its divergence is a sum, each summand's value
+        under its expression (`forward_kl`), multiplied by the term's τ² but not by the summand's coefficient;
+        a cross-entropy with label smoothing or z-loss has `negative_log_likelihood`, the plain −log q_y; with z-loss
+        it also has `z_loss`, that summand of its value; both are 0 without a label.
+    The second term of the same name gets "#2" after its name; the second term of the same class gets "#2" after its
+    statistics' names, or the next free number. The keys depend only on the terms, not on the rows.
+    The metric `chunk_tokens` is not a sum: it is the largest number of rows of a tile, chosen by memory or given.
+    `per_token`: detached [T], each term's unweighted value under its name; 0 where its weight is 0.
     """
 
     loss: Tensor
@@ -76,24 +77,25 @@ def linear_objective(
     valid_index: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> ObjectiveOutput:
-    """A weighted sum of terms from hidden states [T, D] and the head, differentiable in both.
+    """Compute a weighted sum of terms from hidden states [T, D] and the head, differentiable in both.
 
-    weights_T: weight per token (None: 1). Rows of weight 0 add nothing and may hold anything, NaN included; so do
-        rows that every term leaves out, by its own weight or a negative label.
+    weights_T: weight per token (None: 1). Rows of weight 0 contribute nothing and may hold any values, also NaN. The
+        same is true for rows that every term excludes, by the term's own weight or by a negative label.
     normalizer: divides the sum; the optimizer step's global count of tokens with a non-zero weight.
-    valid_index: the rows with a weight, int64, if the caller knows them (a batch made on the CPU does; finding them
-        on a GPU waits for it, so without this all rows are computed there). Each row once; no other is visited.
-    chunk_tokens: rows of a tile; None picks by a memory budget. Results do not depend on it.
+    valid_index: the rows with a non-zero weight, int64, each row once; the pass computes only these rows. None: the
+        pass finds them if weights_T is on a CPU; otherwise it computes all rows, since finding them on a GPU would
+        wait for the GPU.
+    chunk_tokens: rows of a tile; None: chosen by a memory budget. Results do not depend on it.
 
-    Over a sharded head all ranks call this with the same tokens, terms and options, and get the same loss and
-    metrics; the weight's gradient is that of the rank's rows. Collectives: per chunk one all-gather of values,
-    gradients and metrics, C rows times a few dozen numbers and one for each id of a sparse signal; a second one for
-    divergences other than forward and reverse KL; in backward an all-reduce of the hidden states' gradient [T, D] in
-    float32, unless `VocabShard.reduce_hidden_grad` is False.
+    Over a sharded head, all ranks call this with the same tokens, terms and options and get the same loss and
+    metrics; each rank gets the weight's gradient for its own rows. Collectives: for each chunk, one all-gather of a
+    few dozen sums per row and of one logit for each id of a sparse signal; a second all-gather for divergences other
+    than forward and reverse KL; in backward, an all-reduce of the hidden states' gradient [T, D] in float32 (float64
+    for float64 inputs), unless `VocabShard.reduce_hidden_grad` is False.
 
-    Raises ValueError where shapes or devices disagree, for tensors on the meta device, forward-mode tangents, weights
-    or a normalizer that require grad and, of numbers and of tensors on a CPU, for a normalizer that is not positive,
-    weights that are not finite and rows that come twice.
+    Raises ValueError for shapes or devices that do not match, for tensors on the meta device, for forward-mode
+    tangents, and for weights or a normalizer that require grad. For numbers and for tensors on a CPU it also raises
+    ValueError for a normalizer that is not positive, weights that are not finite, and repeated rows in valid_index.
     """
     leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
     check_leaves(leaves)
@@ -115,9 +117,9 @@ def logits_objective(
     weights_T: Tensor | None = None,
     normalizer: float | Tensor = 1.0,
 ) -> ObjectiveOutput:
-    """The same for who holds logits [T, V]: differentiable in them. One gradient of their size is kept.
+    """Compute the same from logits [T, V], differentiable in the logits. The pass keeps one gradient of their size.
 
-    shard: which columns of the whole vocabulary they are, if not all of them.
+    shard: which columns of the whole vocabulary the logits are; None: all columns.
     """
     leaves: dict[str, Tensor | None] = {"logits_TV": logits_TV}
     check_leaves(leaves)
@@ -169,7 +171,7 @@ def _pass(
         term.ask(asked)
     plan = asked.build()
     size = chunk_tokens or _tile_rows(source, tokens if valid_index is None else len(valid_index))
-    # with other ranks to hear from, the next chunk's products run in the meantime
+    # over several ranks, the next chunk's products run while the collective of this chunk is under way
     ahead = 0 if source.shard is None or source.shard.is_alone else 1
     started: deque[_Chunk] = deque()
     for number, rows in enumerate(_chunks(tokens, valid_index, size)):
@@ -182,7 +184,10 @@ def _pass(
 
 @dataclass
 class _Chunk:
-    """counted_C: the rows that a term of the loss counts. All others get no gradient, whatever they hold."""
+    """A chunk whose collective may still be under way.
+
+    counted_C: the rows that at least one term of the loss counts. The other rows get no gradient, whatever they hold.
+    """
 
     tile: Tile
     weights_C: Tensor
@@ -198,7 +203,7 @@ def _start(
     weights_C: Tensor,
     buffer: int,
 ) -> _Chunk:
-    # a term of scale 0 is watched only: it sees its rows, and has no part in the loss
+    # a term of scale 0 is only reported: its rows are computed, but it adds nothing to the loss
     seen_C = counted_C = torch.zeros_like(weights_C, dtype=torch.bool)
     for term in terms:
         of_term_C = term.counted(rows, weights_C)
@@ -223,7 +228,7 @@ def _finish(source: Source, terms: Sequence[Term], chunk: _Chunk, totals: "_Tota
 
 
 class _Totals:
-    """What a pass adds up. Sums are float64: a float32 running sum loses a digit every few hundred chunks."""
+    """The sums of a pass. They are float64: a float32 running sum loses a digit every few hundred chunks."""
 
     def __init__(self, terms: Sequence[Term], tokens: int, source: Source):
         self.names = unique_names(terms)
@@ -235,13 +240,13 @@ class _Totals:
         self.chunk_tokens = 0
 
     def add(self, position: int, rows: Rows, own_C: Tensor, result: TermResult) -> None:
-        """A term's result on a chunk. A row of weight 0 counts nothing, whatever its value (0·NaN)."""
+        """Add a term's result on a chunk. A row of weight 0 adds 0 even if its value is NaN."""
         has_none_C = own_C == 0
         value_C = result.value_C.masked_fill(has_none_C, 0.0)
         value = (value_C.double() * own_C).sum()
         self.per_token[self.names[position]][rows] = value_C
         self.sums[self.names[position]] += value
-        if self.scales[position]:  # a term of scale 0 is watched only: it may be infinite
+        if self.scales[position]:  # a term of scale 0 is only reported: it may be infinite
             self.loss += self.scales[position] * value
         for name, statistic_C in (result.statistics | result.parts).items():
             statistic_C = statistic_C.masked_fill(has_none_C, 0.0)
@@ -249,11 +254,11 @@ class _Totals:
 
 
 class _Attach(torch.autograd.Function):
-    """Gives a loss the gradients that its forward pass has computed already.
+    """Connects a loss to the gradients that the forward pass has already computed.
 
-    They are multiplied by the incoming gradient and the normaliser in float32, then rounded to their leaf's dtype:
-    a loss scale reaches a half-precision gradient before it can underflow. With retain_graph they are kept, and a
-    second backward gives the same.
+    Backward multiplies them by the incoming gradient and by 1 / normalizer in the dtype that the source keeps them in
+    (`Source.kept_dtype`), then rounds them to their leaf's dtype. So a loss scale is applied before a float16
+    gradient can underflow. With retain_graph the gradients are kept, and a second backward gives the same result.
     """
 
     @staticmethod
@@ -279,12 +284,13 @@ class _Attach(torch.autograd.Function):
         factor = factor * grad_loss
         if torch._C._autograd._get_current_graph_task_keep_graph():
             scaled = [None if gradient is None else gradient * factor for gradient in ctx.gradients]
-        else:  # nobody will ask again: the gradients themselves, not copies of the weight's size
+        else:  # no further backward will follow: multiply in place, without a copy as large as the weight
             scaled, ctx.gradients = (
                 [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients],
                 [],
             )
-        if scaled[0] is not None and len(scaled) > 1:  # of the hidden states; logits are each rank's own
+        # the hidden states' gradient needs the sum over ranks; a gradient of logits belongs to one rank alone
+        if scaled[0] is not None and len(scaled) > 1:
             scaled[0] = reduce_hidden_grad(scaled[0], ctx.shard)
         rounded = (
             None if gradient is None else gradient.to(dtype)
@@ -315,7 +321,7 @@ def _check(
 
 
 def _tokens(leaves: dict[str, Tensor | None]) -> int:
-    """T: every pass has rows of hidden states, or of logits, first."""
+    """Return T: the first leaf of every pass is hidden states or logits, with one row per token."""
     rows = next(iter(leaves.values()))
     assert rows is not None
     return rows.shape[0]
@@ -336,7 +342,7 @@ def _reciprocal(normalizer: float | Tensor, source: Source) -> Tensor:
 
 
 def _chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[Rows]:
-    """At least one chunk, empty if need be: a micro-batch without a valid row has all the metrics of another."""
+    """Yield at least one chunk, which may be empty: so a micro-batch without a valid row has all metrics, too."""
     if valid_index is not None:
         yield from valid_index.split(size)
     else:
@@ -344,10 +350,10 @@ def _chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[Rows
 
 
 def _tile_rows(source: Source, tokens: int) -> int:
-    """Rows of a tile by the memory budget, the tokens spread evenly over the chunks."""
+    """Return the rows of a tile by the memory budget; the tokens are spread evenly over the chunks."""
     device = source.device.type if source.device.type in TILE_BYTES else "cpu"
     fewest, most = TILE_ROWS[device]
-    # over shards, every rank has to come to the same number
+    # over shards, every rank must get the same number
     columns = source.vocabulary if source.shard is None else source.shard.most_rows
     rows = min(most, max(fewest, TILE_BYTES[device] // (columns * source.dtype.itemsize)))
     return math.ceil(tokens / math.ceil(tokens / rows)) if tokens else rows

@@ -1,8 +1,8 @@
-"""The output head as plain tensors, and its two directions: hidden states to logits, logit gradients back.
+"""The output head as plain tensors: computes logits from hidden states, and gradients back from logit gradients.
 
     logits = softcap(scale · (hidden Wᵀ + bias)),   softcap(x) = c·tanh(x / c)
 
-C rows of a chunk (T rows in all), D width, V vocabulary (this rank's part of it where the head is sharded). "Rows" of
+C rows of a chunk (T rows in all), D width, V vocabulary (this rank's part of it if the head is sharded). "Rows" of
 a weight are vocabulary entries.
 """
 
@@ -18,11 +18,11 @@ from stillhouse.objective.vocab import VocabShard, check_shard, rows_of
 
 @dataclass(frozen=True, eq=False)
 class OutputHead:
-    """What turns hidden states into logits. Tensors only: whoever owns the module builds this inside its forward.
+    """The tensors that turn hidden states into logits. The module that owns them builds this inside its forward.
 
-    `shard`: which rows of the whole head `weight_VD` and `bias` are. None: all of them.
-    `vocab_size`: the number of real rows over the whole vocabulary; rows from there on are padding and get no
-    probability. None: all rows are real, as Hugging Face's own loss takes them.
+    `shard`: which rows of the whole head are in `weight_VD` and `bias`. None: all rows.
+    `vocab_size`: the number of real rows over the whole vocabulary; the rows after them are padding and get no
+    probability. None: all rows are real, as in Hugging Face's own loss.
     """
 
     weight_VD: Tensor
@@ -54,25 +54,25 @@ class OutputHead:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole head, wherever they are."""
+        """The number of rows of the whole head, over all ranks."""
         return self.weight_VD.shape[0] if self.shard is None else self.shard.rows
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the rows that are here, [..., V], in plain operations and the hidden states' dtype."""
+        """Return the logits of this rank's rows, [..., V], with plain operations in the hidden states' dtype."""
         logits = torch.nn.functional.linear(hidden, self.weight_VD, self.bias)
         return soft_cap(logits * self.scale if self.scale != 1.0 else logits, self.softcap)
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
-    """c·tanh(x / c): the identity for None."""
+    """Return c·tanh(x / c); for None, the logits unchanged."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = None) -> int:
-    """The number of rows that get probability: all of them, or the real ones where any head says so.
+    """Return the number of rows that get probability: the `vocab_size` of any head that has one, else all rows.
 
     Heads with different row counts share a tokenizer and differ in padding (151,936 and 152,064 rows for 151,665
-    tokens): the rows that only one of them has are padding. `logit_columns`: those of logits that have no head here.
+    tokens), so the smallest count is used. `logit_columns`: the number of columns of given logits without a head.
     """
     stated = {each.vocab_size for each in heads if each.vocab_size is not None}
     if len(stated) > 1:
@@ -86,17 +86,17 @@ def common_vocabulary(heads: Sequence[OutputHead], logit_columns: int | None = N
     return min([*stated, *rows])
 
 
-#: vocabulary rows per CPU thread of one product for logits: what MKL multiplies fastest, larger ones 15 % slower
+#: vocabulary rows per CPU thread in one matrix product for logits; larger products are 15 % slower with MKL
 PANEL_ROWS = 512
 
 
 class Projection:
-    """A head made ready for one pass over the tokens: real rows only, weights in the dtype of its GEMMs.
+    """A head prepared for one pass over the tokens: real rows only, weights in the dtype of the matrix products.
 
-    `shard`: the rows that are wanted here, of the student's head; a teacher's may lie otherwise (see `rows_of`).
+    `shard`: the student's shard, whose rows this rank needs; a teacher's head may be sharded differently (`rows_of`).
 
-    Logits are float32 at least. Half-precision operands stay as they are on a GPU, whose matrix units sum in
-    float32; on a CPU they are upcast once, here.
+    Logits are at least float32. On a GPU, half-precision operands keep their dtype, since matrix products accumulate
+    in float32; on a CPU, the weight is converted to float32 once, here.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Projection:
         self.scale, self.softcap = head.scale, head.softcap
 
     def logits(self, hidden_CD: Tensor, out_CV: Tensor | None = None) -> Tensor:
-        """[C, D] → [C, V] in the compute dtype, into `out_CV` if there is one."""
+        """Return the logits [C, V] of hidden states [C, D] in the compute dtype, written to `out_CV` if given."""
         shape = len(hidden_CD), len(self.weight_VD)
         logits_CV = hidden_CD.new_empty(shape, dtype=self.compute_dtype) if out_CV is None else out_CV
         hidden_CD = hidden_CD.to(self.operand_dtype)
@@ -127,7 +127,7 @@ class Projection:
         return logits_CV
 
     def operand(self, grad_CV: Tensor) -> Tensor:
-        """The gradient of logits as the products take it: rounded where they are in half precision."""
+        """Return the gradient of logits in the dtype of the products: rounded to bfloat16, but never to float16."""
         # a logit's gradient can be 1e-8: below float16's smallest number, well within bfloat16's range
         return grad_CV.to(torch.float32 if self.operand_dtype == torch.float16 else self.operand_dtype)
 
@@ -135,14 +135,14 @@ class Projection:
         return self._matmul(operand_CV, self.weight_VD)
 
     def add_weight_grad(self, total_VD: Tensor, operand_CV: Tensor, hidden_CD: Tensor) -> None:
-        """operand_CVᵀ hidden_CD onto a total in the compute dtype."""
+        """Add operand_CVᵀ hidden_CD to a total in the compute dtype."""
         if operand_CV.dtype == self.compute_dtype:
             total_VD.addmm_(operand_CV.t(), hidden_CD.to(self.compute_dtype))
         else:
             total_VD += self._matmul(operand_CV.t(), hidden_CD)
 
     def _panels(self) -> Iterator[slice]:
-        """Parts of the vocabulary to multiply one after the other; on a GPU all of it."""
+        """Yield parts of the vocabulary for separate products, one after the other; on a GPU the whole vocabulary."""
         rows = len(self.weight_VD)
         size = max(rows, 1) if self.weight_VD.is_cuda else PANEL_ROWS * torch.get_num_threads()
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
@@ -155,7 +155,7 @@ class Projection:
 
 
 def operand_dtype(hidden: Tensor, weight_VD: Tensor) -> torch.dtype:
-    """The dtype that a plain matrix product of the two would take, autocast included."""
+    """Return the dtype in which torch would multiply the two, autocast included."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)

@@ -1,4 +1,4 @@
-"""The keys of an objective's metrics: one for each term's value, one for each of its statistics, all different."""
+"""The keys of an objective's metrics: a unique one for each term's value and for each of its statistics."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from itertools import count
 
 from stillhouse.objective.terms import Term
 
-#: the key that is no sum
+#: the key of the only metric that is not a sum
 CHUNK_TOKENS = "chunk_tokens"
 
 
 def unique_names(terms: Sequence[Term]) -> list[str]:
-    """The terms' keys in metrics: a second one of the same name has "#2" behind it."""
+    """Return the terms' keys in metrics: the second term of the same name gets "#2" after its name, and so on."""
     seen: dict[str, int] = defaultdict(int)
     names = []
     for term in terms:
@@ -21,9 +21,9 @@ def unique_names(terms: Sequence[Term]) -> list[str]:
 
 
 class StatisticKeys:
-    """The terms' keys of statistics: those of the second term of a kind have "#2", or the next number that is free.
+    """The keys of the terms' statistics: the second term of a class gets "#2" or the next free number.
 
-    A number is given at the first chunk, where every term passes in its order: keys depend on the terms alone.
+    Numbers are assigned at the first chunk, in the order of the terms. So the keys depend only on the terms.
     """
 
     def __init__(self, terms: Sequence[Term], names: Sequence[str]):
@@ -33,7 +33,7 @@ class StatisticKeys:
         self.given: dict[tuple[int, str], str] = {}
 
     def of(self, position: int, name: str) -> str:
-        """The key of the statistic `name` of the term at `position`."""
+        """Return the key of the statistic `name` of the term at `position`."""
         if (position, name) not in self.given:
             numbers = count(self.ordinals[position])
             keys = (name if number == 1 else f"{name}#{number}" for number in numbers)

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies of chosen tokens, differentiable, for objectives with arithmetic of their own.
+"""Differentiable log-probabilities of given tokens, and entropies, for objectives that the caller computes.
 
-An objective over sequences (a sum before an exponential, a mean over a group) cannot say what a token's gradient is
-before it has seen them all. So nothing but the two vectors is kept, and backward projects each chunk a second time.
+In an objective over sequences (a sum before an exponential, a mean over a group), the gradient of one token depends
+on all tokens, so forward cannot compute it chunk by chunk. So forward keeps only its inputs and the two results, and
+backward projects each chunk a second time.
 
 T tokens, D width.
 """
@@ -22,12 +23,13 @@ from stillhouse.objective.terms import Entropy, check_temperature
 def linear_log_probs(
     hidden_TD: Tensor, head: OutputHead, labels_T: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """log q of labels_T [T] and the entropy of q in nats [T], of softmax(logits / temperature); float32 at least.
+    """Return log q of labels_T and the entropy of q in nats, [T] each, at least float32.
 
-    Differentiable in hidden states and head, once. A negative label has log-probability 0. No logits of all tokens
-    exist, forward or backward. Over a sharded head all ranks call this with the same tokens and get the same numbers.
+    q = softmax(logits / temperature). Both results are differentiable in the hidden states and the head; there is no
+    second derivative. A negative label has log-probability 0. Neither forward nor backward stores the logits of all
+    tokens. Over a sharded head, all ranks call this with the same tokens and get the same numbers.
 
-    Raises ValueError for shapes that disagree and labels beyond the vocabulary.
+    Raises ValueError for shapes that do not match and for labels beyond the vocabulary (checked only on a CPU).
     """
     check_leaves({"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias})
     check_device("labels_T", labels_T, "hidden_TD", hidden_TD)

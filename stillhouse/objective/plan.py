@@ -1,7 +1,7 @@
-"""What a list of terms needs of every chunk's logits: the softmaxes, sums and entries, each once.
+"""What a list of terms needs from every chunk's logits: softmaxes, sums and single logits, each computed once.
 
-Terms ask for what they need before the first chunk (`PlanBuilder`); the answer has the same place in every chunk.
-A `Plan` is the part of it that the pointwise functions are made for: no tensors, hashable.
+Before the first chunk, terms ask for what they need (`PlanBuilder`) and get an index; the index of a result is the
+same in every chunk. A `Plan` is the part that the pointwise functions are compiled for: hashable, without tensors.
 
 T tokens, N ids per token.
 """
@@ -18,18 +18,18 @@ OUTSIDE = ("outside_reference", "outside_log_mass", "outside")
 
 @dataclass(frozen=True)
 class Plan:
-    """The structure of a chunk's pointwise work.
+    """The structure of a chunk's pointwise work. Softmaxes and tiles are given by their index.
 
     Tile 0 holds the student's logits, tile n those of the n-th dense teacher.
 
-    tiles: how many there are.
-    temperatures: of the student's softmaxes.
-    teachers: (tile, temperature) of the dense teachers' softmaxes.
-    pairs: (divergence, teacher softmax, student softmax); no divergence is a sum.
-    buckets: student softmax of each set of ids whose outside is asked for.
-    entropic: the student softmaxes whose entropy has a gradient.
-    uniform: whether the mean of log q is asked for (at temperature 1).
-    scale, softcap: of the student's head.
+    tiles: the number of tiles.
+    temperatures: the temperature of each softmax of the student.
+    teachers: (tile, temperature) of each softmax of a dense teacher.
+    pairs: (divergence, teacher softmax, student softmax); no divergence is a weighted sum.
+    buckets: for each sparse signal whose outside (the tokens outside its ids) is needed, the student's softmax.
+    entropic: the student's softmaxes whose entropy needs a gradient.
+    uniform: whether the mean of log q over the vocabulary is needed (at temperature 1; q: the student's probability).
+    scale, softcap: those of the student's head.
     """
 
     tiles: int = 1
@@ -44,17 +44,17 @@ class Plan:
 
     @property
     def couples(self) -> list[tuple[int, int]]:
-        """(teacher softmax, student softmax) that a divergence compares, each once."""
+        """The different (teacher softmax, student softmax) that divergences compare."""
         return list(dict.fromkeys((teacher, student) for _, teacher, student in self.pairs))
 
     @property
     def renormalizable(self) -> dict[int, KullbackLeibler]:
-        """The pairs whose sums can be put right after the sweep in which the normalisers are summed."""
+        """The pairs whose sums are taken together with the normalizers' sums and normalized afterwards."""
         return {at: each for at, (each, _, _) in enumerate(self.pairs) if isinstance(each, KullbackLeibler)}
 
     @property
     def mixed(self) -> list[int]:
-        """The pairs that need both normalisers first, in a second sweep."""
+        """The pairs that need both normalizers first, and therefore a second sweep over the logits."""
         return [at for at in range(len(self.pairs)) if at not in self.renormalizable]
 
     @property
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def normalizers(self) -> list[str]:
-        """The numbers of a row that make log-probabilities of logits."""
+        """The numbers of a row that turn logits into log-probabilities."""
         return [
             *(f"reference/{tile}" for tile in range(self.tiles)),
             *(f"student_log_mass/{at}" for at in range(len(self.temperatures))),
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def coefficients(self) -> list[str]:
-        """The further numbers of a row that `pointwise.gradient` takes."""
+        """The other numbers of a row that `pointwise.gradient` takes."""
         return [
             "counted",
             *(f"probability/{at}" for at in range(len(self.temperatures))),
@@ -97,15 +97,15 @@ class Plan:
 
 @dataclass
 class PlanBuilder:
-    """Collects what terms ask for. Asking twice gives the same place."""
+    """Collects what terms ask for. A repeated request returns the same index."""
 
     scale: float = 1.0
     softcap: float | None = None
     #: dense signals, in the order of their tiles
     signals: list[Signal] = field(default_factory=list)
-    #: (sparse signal, student softmax) whose outside is asked for, in the order of `Plan.buckets`
+    #: (sparse signal, student softmax) whose outside is needed, in the order of `Plan.buckets`
     buckets: list[tuple[SparseSignal, int]] = field(default_factory=list)
-    #: ids [T] or [T, N] whose logits are asked for
+    #: ids [T] or [T, N] whose logits are needed
     entries: list[Tensor] = field(default_factory=list)
     _softmaxes: list[float] = field(default_factory=list)
     _teachers: list[tuple[int, float]] = field(default_factory=list)
@@ -118,11 +118,11 @@ class PlanBuilder:
         return _place(self._softmaxes, temperature)
 
     def teacher(self, signal: Signal, temperature: float) -> int:
-        """A dense teacher's softmax; terms that carry the same signal share its tile."""
+        """A dense teacher's softmax at a temperature; terms with the same signal share its tile."""
         return _place(self._teachers, (_place(self.signals, signal) + 1, temperature))
 
     def pair(self, divergence: Divergence, signal: Signal, temperature: float) -> int:
-        """A divergence that is no sum, between a dense teacher and the student."""
+        """A divergence between a dense teacher and the student; it must not be a weighted sum."""
         return _place(self._pairs, (divergence, self.teacher(signal, temperature), self.softmax(temperature)))
 
     def outside(self, signal: SparseSignal, temperature: float) -> int:
@@ -130,7 +130,7 @@ class PlanBuilder:
         return _place(self.buckets, (signal, self.softmax(temperature)))
 
     def entropy(self, temperature: float) -> int:
-        """The student's softmax at a temperature, with the gradient of its entropy."""
+        """The student's softmax at a temperature, and the gradient of its entropy."""
         _place(self._entropic, self.softmax(temperature))
         return self.softmax(temperature)
 
@@ -141,7 +141,7 @@ class PlanBuilder:
 
     def logits_at(self, ids: Tensor) -> int:
         """The student's logits at some ids."""
-        # tensors are equal by element, so `_place` is not for them
+        # by identity, not with `_place`: == compares tensors element by element
         held = [at for at, each in enumerate(self.entries) if each is ids]
         if not held:
             self.entries.append(ids)

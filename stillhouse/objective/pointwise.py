@@ -1,19 +1,23 @@
 """The pointwise work on a block of logits: sums over the vocabulary, and the gradient.
 
-    raw_sums     one sweep: per softmax Σe^l and Σe^l·l with l = (logit − reference) / τ, the reference being the
-                 row's largest logit here; of divergences that can be renormalised the sums over such e^l; and what
-                 else a `Plan` asks for. Sums over any part of the vocabulary: a shard of it, all of it.
-    mixed_sums   a second sweep, for divergences that need both normalisers in every element: Σf and Σq·h.
+    raw_sums     the first sweep over the logits. For each softmax Σe^l and Σe^l·l, with l = (logit − reference) / τ;
+                 the reference is the row's largest logit in this part of the vocabulary. For KL divergences the sums
+                 over unnormalized e^l, which `statistics.py` normalizes; and the other sums of a `Plan`. The sums
+                 cover the whole vocabulary or one shard of it.
+    mixed_sums   a second sweep, for divergences that need both normalizers in every element: Σf and Σq·h.
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
-                 with coefficients per row: all that terms do to the logits, but for single ids.
+                 with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
 
-Where student and teacher are close, the difference of their logits has digits that neither the difference of two
-masses nor that of two log-probabilities has. So log(q/p) is made of gaps to the two references, of which the row's
-log(Σe^l of the student / Σe^l of the teacher) is taken, itself from a sum of differences.
+p is the teacher's probability, q the student's, τ the temperature; f and h as in `formulas.py`.
 
-Plain functions of tensors, which `compiled.py` makes into one kernel each: log-probabilities live in registers.
+If student and teacher are close, the difference of their logits has more correct digits than the difference of their
+masses or of their log-probabilities. So log(q/p) is computed as the difference of the two l, minus the row's
+log(Σe^l of the student / Σe^l of the teacher), which is itself computed from a sum of differences.
 
-B rows of a block, V vocabulary here, X named numbers of a row, in the order that the plan says.
+These are plain functions of tensors. `compiled.py` compiles each into one kernel, which keeps log-probabilities in
+registers.
+
+B rows of a block, V vocabulary on this rank, X named numbers of a row, in the plan's order.
 """
 
 import math
@@ -30,7 +34,7 @@ Rows = dict[str, Tensor]
 
 
 def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
-    """[B, V] each → [B, X] of `plan.raw_sums`."""
+    """Return the columns of `plan.raw_sums` [B, X] from tiles [B, V]."""
     references = [_reference(tile_BV) for tile_BV in tiles_BV]
     sums: Rows = {f"reference/{at}": reference_B1[:, 0] for at, reference_B1 in enumerate(references)}
     if tiles_BV[0].shape[1] == 0:
@@ -56,7 +60,7 @@ def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
         sums[f"excess/{at}"] = divergence.balanced(each).sum(1)
         sums[f"log_ratio/{at}"] = expect(first_BV, ratio_BV).sum(1)
     for tile in range(1, plan.tiles):
-        # two gaps, neither above 0, add up to 0 where both are
+        # no gap is above 0, so the sum of two gaps is 0 only where both are 0
         sums[f"both_top/{tile}"] = ((gaps[0] + gaps[tile]).amax(1) == 0).to(gaps[0].dtype)
     if plan.uniform:
         sums |= {"logits_sum": gaps[0].sum(1), "count": torch.ones_like(gaps[0]).sum(1)}
@@ -64,7 +68,7 @@ def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
 
 
 def mixed_sums(plan: Plan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
-    """Σf and Σq·h of each of `plan.mixed`, [B, 2·pairs]."""
+    """Return Σf and Σq·h of each pair in `plan.mixed`, [B, 2·pairs]."""
     rows = _named(plan.normalizers, normalizers_BX)
     both = _sides(plan, tiles_BV, rows)
     columns = []
@@ -78,11 +82,10 @@ def mixed_sums(plan: Plan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -
 def gradient(
     plan: Plan, tiles_BV: Sequence[Tensor], rows_BX: Tensor, outside_BV: Sequence[Tensor] | None = None
 ) -> None:
-    """Overwrites the first tile, the student's logits, with the gradient with respect to hidden Wᵀ + bias.
+    """Overwrite the first tile, the student's logits, with the gradient with respect to hidden Wᵀ + bias.
 
-    rows_BX: `plan.normalizers` and `plan.coefficients`, of which `counted` is 0 for a row that may hold anything.
-    outside_BV: of each bucket, true where a token is outside its
-    ids; None: everywhere.
+    rows_BX: the columns of `plan.normalizers` and `plan.coefficients`. A row whose `counted` is 0 may hold anything
+    and gets gradient 0. outside_BV: for each bucket, true where a token is outside its ids; None: true everywhere.
     """
     rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
     logits_BV = tiles_BV[0]
@@ -114,14 +117,14 @@ def gradient(
 
 
 def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """The gradient with respect to hidden Wᵀ + bias from the one with respect to the logits."""
+    """Return the gradient with respect to hidden Wᵀ + bias, given the gradient with respect to the logits."""
     if softcap is not None:
         grad = grad * (1 - (logits / softcap).square())
     return grad if scale == 1.0 else grad * scale
 
 
 def _softmax_sums(name: str, log_BV: Tensor, is_largest_BV: Tensor) -> Rows:
-    """Σe^l of all but the largest, which `log_sum_exp` adds, and Σe^l·l, to which those add nothing."""
+    """Return Σe^l without the largest logits, whose e^l = 1 `log_sum_exp` adds, and Σe^l·l, where they add 0."""
     mass_BV = log_BV.exp()
     others_BV = torch.where(is_largest_BV, 0.0, mass_BV)
     return {name.format("others"): others_BV.sum(1), name.format("mean"): expect(mass_BV, log_BV).sum(1)}
@@ -139,7 +142,7 @@ def _sides(plan: Plan, tiles_BV: Sequence[Tensor], rows: Rows) -> dict[tuple[int
             of_p_BV - rows[f"teacher_log_mass/{teacher}"],
             of_q_BV - rows[f"student_log_mass/{student}"],
             of_q_BV - of_p_BV - ratio_B1,
-            # where both gaps are 0: the likeliest token of teacher and student, if they agree on it
+            # both l are 0 at the pivot: the likeliest token, if teacher and student agree on it
             Pivot(-rows[f"student_log_mass/{student}"], -ratio_B1),
         )
     return both
@@ -162,7 +165,7 @@ def _reference(logits_BV: Tensor) -> Tensor:
 
 
 def finite(reference: Tensor) -> Tensor:
-    """A reference to subtract: of a row without any mass here, 0."""
+    """Return a reference that can be subtracted: 0 for a row without any mass."""
     return torch.where(reference == -math.inf, 0.0, reference)
 
 

@@ -1,7 +1,7 @@
-"""The objective in plain autograd: all logits at once, no slope, no chunk. Slow, short, and right in float64.
+"""The objective in plain autograd: all logits at once, without slopes and chunks. Slow, short, and exact in float64.
 
-`dense_objective` has the signature of `linear_objective`; tests hold the fast path against it. It shares the
-divergences' values with the fast path (which have textbook formulas of their own in the tests) and none of its
+`dense_objective` has the signature of `linear_objective`, and tests compare the two. It uses the same functions for
+the values of divergences as the fast path (the tests compare those with textbook formulas), but none of its
 gradients. T tokens, V vocabulary, K ids per token.
 """
 
@@ -32,9 +32,9 @@ def dense_objective(
     valid_index: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> ObjectiveOutput:
-    """What `linear_objective` gives, from logits of all tokens; its metrics hold the terms' values and `tokens` only.
+    """Compute `linear_objective` from the logits of all tokens; the metrics are only the terms' values and `tokens`.
 
-    `chunk_tokens` changes nothing; `valid_index` only says which rows have weight 1 where `weights_T` is left out.
+    `chunk_tokens` is ignored. `valid_index` is used only without `weights_T`: the rows in it have weight 1.
     """
     heads = [head, *(each for term in terms for signal in term.signals() for each in signal.heads())]
     if any(each.shard is not None and not each.shard.is_alone for each in heads):
@@ -43,7 +43,7 @@ def dense_objective(
     dtype = torch.promote_types(torch.promote_types(hidden_TD.dtype, head.weight_VD.dtype), torch.float32)
     weights_T = _weights(weights_T, valid_index, hidden_TD.detach().to(dtype))
     counted = [term.counted(slice(None), weights_T) for term in terms]
-    # a row that no term counts may hold anything, and 0·NaN would reach the head's gradient
+    # a row that no term counts may hold NaN, and 0·NaN would make the head's gradient NaN
     hidden_TD = torch.where(torch.stack(counted).any(0)[:, None], hidden_TD, 0)
     logits_TV = _logits(hidden_TD, head, vocabulary, dtype)
     loss, metrics, per_token = logits_TV.new_zeros(()), {"tokens": (weights_T != 0).sum().to(dtype)}, {}
@@ -58,7 +58,7 @@ def dense_objective(
 
 
 def _attached(logits_TV: Tensor, counted_T: Tensor) -> Tensor:
-    """The same logits; no gradient reaches those of other rows, not even 0·inf."""
+    """Return the same logits, detached in rows that are not counted: no gradient, not even 0·inf, reaches them."""
     return torch.where(counted_T[:, None], logits_TV, logits_TV.detach())
 
 
@@ -147,7 +147,7 @@ def _distill(signal: Signal, divergence: Divergence, log_q_TV: Tensor, temperatu
 
 
 def _sparse_row(signal: SparseSignal, token: int, divergence: Divergence, log_q_V: Tensor) -> Tensor:
-    """One token, one outcome at a time: plain Python sets and lists."""
+    """Return the value of one token, computed with plain Python dicts and lists, one outcome at a time."""
     log_p_of = {}
     for entry, each in enumerate(signal.ids_TK[token].tolist()):
         if 0 <= each < len(log_q_V) and each not in log_p_of:

@@ -1,9 +1,10 @@
-"""Terms at sampled tokens: of each row, only the log-probability of the token that was drawn counts.
+"""Terms at sampled tokens: each row's value depends only on the log-probability of its sampled token y.
 
     value = φ(log q_y),   ∂value/∂z_v = φ'(log q_y) · ([v = y] − q_v) / τ
 
-On-policy, where y is drawn from q itself, what a term descends is the expectation of its gradient over y, not the
-gradient of its expected value; the two differ for the estimators k1, k2, k3 of a KL (Schulman 2020).
+q is the student's probability, z its logits, τ the temperature. On-policy, y is sampled from q. Training then follows
+the expectation over y of the term's gradient, which is not the gradient of the term's expected value. The two differ
+for the estimators k1, k2, k3 of a KL (Schulman 2020).
 
 C rows of a chunk of T tokens.
 """
@@ -24,7 +25,7 @@ from stillhouse.objective.tile import TermResult, Tile
 
 
 class AtLabel(Term):
-    """A term that reads log q at labels_T. A negative label has no value."""
+    """A term that reads log q at labels_T. A row with a negative label has no value."""
 
     labels_T: Tensor
     temperature: float
@@ -35,7 +36,7 @@ class AtLabel(Term):
 
     @abstractmethod
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """φ, φ' and what else is worth knowing, [C] each."""
+        """Return φ, φ' and further statistics, [C] each."""
 
     def has_value(self, rows: Rows) -> Tensor:
         return self.labels_T[rows] >= 0
@@ -48,11 +49,11 @@ class AtLabel(Term):
         label_C = tile.take(self.labels_T)
         check_labels(label_C, tile.vocabulary)
         has_label_C = label_C >= 0
-        # rows without a label have log q = −inf, which φ need not bear
+        # rows without a label have log q = −inf, which φ need not support
         log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0].masked_fill(~has_label_C, 0.0)
         value_C, slope_C, statistics = self.of(tile, log_q_C)
         if tile.needs_gradient:
-            # a row that does not count may hold anything, and its slope be infinite
+            # a row that does not count may hold anything, and its slope may be infinite
             weighted_C = expect(weights_C * has_label_C / self.temperature, slope_C)
             tile.add_probability(self.temperature, -weighted_C)
             tile.add_at(label_C[:, None], weighted_C[:, None])
@@ -62,13 +63,13 @@ class AtLabel(Term):
 
 @dataclass(frozen=True, eq=False)
 class SampledKL(AtLabel):
-    """KL between student q and teacher p, estimated at tokens that the student drew; r = log p(y) − log q(y).
+    """KL between student q and teacher p, estimated at tokens that the student sampled; r = log p(y) − log q(y).
 
-    estimator: "k2", r²/2, whose expected on-policy gradient is that of reverse KL, KL(q‖p); "k3", e^r − 1 − r, whose
-    one is that of forward KL, KL(p‖q), though its expected value is the reverse KL. On tokens that another policy
-    drew neither holds.
+    estimator: "k2" is r²/2; its expected on-policy gradient is the gradient of reverse KL, KL(q‖p). "k3" is
+    e^r − 1 − r; its expected on-policy gradient is the gradient of forward KL, KL(p‖q), although its expected value
+    is the reverse KL. For tokens that another policy sampled, neither statement holds.
 
-    teacher_log_probs_T: at the term's temperature.
+    teacher_log_probs_T: log p(y) at the term's temperature.
     """
 
     labels_T: Tensor
@@ -96,7 +97,7 @@ class SampledKL(AtLabel):
 
     @property
     def descends(self) -> str:
-        """The divergence whose gradient is expected, on-policy."""
+        """The divergence whose gradient equals the expected on-policy gradient of the estimator."""
         return "reverse_kl" if self.estimator == "k2" else "forward_kl"
 
     @property
@@ -112,25 +113,28 @@ class SampledKL(AtLabel):
 
 @dataclass(frozen=True, eq=False)
 class PolicyGradient(AtLabel):
-    """The clipped surrogate of PPO and GRPO at drawn tokens, and a penalty for leaving a reference.
+    """The clipped surrogate of PPO and GRPO at sampled tokens y, and a penalty for deviating from a reference policy.
 
     value = −min(ρA, clip(ρ)·A) + kl_scale·(e^r − 1 − r),
-    ρ = q(y) / q_old(y),  clip(ρ) between 1 − clip_low and 1 + clip_high,  r = log q_ref(y) − log q(y)
+    A is the advantage, ρ = q(y) / q_old(y), clip(ρ) is ρ limited to 1 − clip_low … 1 + clip_high, and
+    r = log q_ref(y) − log q(y)
     (Schulman et al. 2017, arXiv:1707.06347, eq. 7; Shao et al. 2024, arXiv:2402.03300, eqs. 3 and 4)
 
-    dual_clip: c > 1, None for none. Where A < 0 the surrogate is max(min(ρA, clip(ρ)·A), c·A), so that a token which
-        has become far likelier than it was has no gradient without bounds (Ye et al. 2020, arXiv:1912.09729, eq. 5).
-        With c > 1 + clip_high it is also −min(min(ρ, δ)·A, clip(ρ)·A) for δ = c, the two-sided clipping of
-        INTELLECT-2 (arXiv:2505.07291) and `delta` of TRL.
-    surrogate: "clip", the above; "cispo", value = −clip(ρ)·A·log q(y) with clip(ρ) a constant: every token keeps a
-        gradient, of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, which has clip_low=1, no bound below).
+    dual_clip: a number c > 1; None: no dual clipping. Where A < 0 the surrogate is max(min(ρA, clip(ρ)·A), c·A), so
+        that the gradient of a token that has become much more likely stays bounded (Ye et al. 2020, arXiv:1912.09729,
+        eq. 5). With c > 1 + clip_high the value is also −min(min(ρ, δ)·A, clip(ρ)·A) for δ = c, the two-sided
+        clipping of INTELLECT-2 (arXiv:2505.07291) and `delta` of TRL.
+    surrogate: "clip" is the formula above. "cispo" is value = −clip(ρ)·A·log q(y) with a constant clip(ρ): every
+        token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, which has clip_low=1, that
+        is, no lower bound).
 
-    The penalty is GRPO's; on-policy it descends KL(ref‖q). For KL(q‖ref) add SampledKL(…, "k2") with the reference's
-    log-probabilities in place of a teacher's, and kl_scale=0. Distillation as a reward: advantages_T = log p − log q.
-    All log-probabilities are at the term's temperature. Advantages and old log-probabilities are constants.
+    The penalty is that of GRPO; on-policy, its gradient is that of KL(ref‖q). For KL(q‖ref) use kl_scale=0 and add
+    SampledKL(…, "k2") with the reference's log-probabilities instead of a teacher's. To use distillation as a reward,
+    set advantages_T = log p − log q, with the teacher's probability p. All log-probabilities are at the term's
+    temperature. Advantages and old log-probabilities are constants.
 
-    Statistics: `ratio` ρ, `clipped` (1 where clipping has taken the gradient; with "cispo", where ρ was clipped),
-    `reference_kl` (e^r − 1 − r).
+    Statistics: `ratio`, ρ; `clipped`, 1 where clipping has set the surrogate's gradient to 0 (with "cispo": where ρ
+    was clipped); `reference_kl`, e^r − 1 − r.
     """
 
     labels_T: Tensor
@@ -190,7 +194,7 @@ class PolicyGradient(AtLabel):
         return value_C, slope_C, statistics
 
     def _surrogate(self, ratio_C: Tensor, advantage_C: Tensor, log_q_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Its value, its slope in log q, and where ρ was clipped."""
+        """Return the surrogate's value, its derivative with respect to log q, and where clipping took effect."""
         clipped_ratio_C = ratio_C.clamp(1 - self.clip_low, 1 + self.clip_high)
         gain_C, clipped_C = expect(advantage_C, ratio_C), clipped_ratio_C * advantage_C
         if self.surrogate == "cispo":
@@ -205,7 +209,7 @@ class PolicyGradient(AtLabel):
 
 @dataclass(frozen=True, eq=False)
 class LogProb(AtLabel):
-    """log q_y itself: what `linear_log_probs` is made of."""
+    """log q_y itself, for `linear_log_probs`."""
 
     labels_T: Tensor
     temperature: float = 1.0
@@ -220,7 +224,7 @@ class LogProb(AtLabel):
 
 
 def k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
-    """e^r − 1 − r, and its derivative with respect to log q, where r = log p − log q."""
+    """Return e^r − 1 − r and its derivative with respect to log q, where r = log p − log q."""
     return torch.expm1(r_C) - r_C, -torch.expm1(r_C)
 
 

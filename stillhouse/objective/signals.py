@@ -1,19 +1,20 @@
-"""What a teacher can say about a token, from everything (its hidden states and head) to a few sampled ids.
+"""The forms of a teacher's signal, from the exact one (its hidden states and head) to a few sampled ids.
 
-A dense signal gives log-probabilities over the whole vocabulary. A sparse one gives K ids and their
-log-probabilities, and names what is to become of the mass outside (`tail`):
+A dense signal gives log-probabilities over the whole vocabulary. A sparse signal gives K ids and their
+log-probabilities; its `tail` defines how the mass outside the K ids counts:
 
-    "bucket"       one more outcome that holds the mass outside, on each side. Nothing is left unpunished, and the
-                   result is a lower bound of the full divergence for every f-divergence (not so for alpha-beta with
-                   α + β ≠ 1, where it is a divergence between the bucketed distributions all the same).
-    "renormalize"  both sides conditioned on the K ids. The student's mass outside costs nothing.
-    "drop"         the sum over the K ids alone. It can be negative.
-    "zero"         for reverse KL alone: the teacher is conditioned on the K ids, and gives each token outside of them
-                   e^−100. What the student puts there costs about 100 nats times its mass (NeMo RL's
+    "bucket"       teacher and student each get one more outcome with all of their mass outside. So all of the
+                   student's mass counts. For every f-divergence the result is a lower bound of the full divergence
+                   (for alpha-beta with α + β ≠ 1 it is no bound, but still a divergence of the bucketed
+                   distributions).
+    "renormalize"  teacher and student are both conditioned on the K ids. The student's mass outside costs nothing.
+    "drop"         the sum over the K ids only. It can be negative.
+    "zero"         only for reverse KL: the teacher is conditioned on the K ids and gives e^−100 to each token outside
+                   of them. The student's mass outside costs about 100 nats times that mass (NeMo RL's
                    `zero_outside_topk`).
 
-Row t of a signal is the distribution of token t + 1, the one that labels_T[t] names.
-T tokens, E teacher width, V vocabulary, K ids per token, M sampled ids per token.
+Row t of a signal is the distribution of token t + 1, which is labels_T[t].
+T tokens, E teacher width, V vocabulary, K ids per token, M sampled ids per token. p is the teacher's probability.
 """
 
 import math
@@ -29,12 +30,12 @@ from stillhouse.objective.head import OutputHead
 Tail = Literal["bucket", "renormalize", "drop", "zero"]
 Rows = Tensor | slice
 
-#: what is taken as the teacher's mass outside its top-k when it did not send it and 1 − Σp rounds to nothing
+#: smallest value of the teacher's mass outside its ids if it did not send that mass and 1 − Σp rounds to 0 or less
 TAIL_FLOOR = torch.finfo(torch.float32).eps
 
 
 class Signal(ABC):
-    """A teacher's word on T tokens. Tensors are taken as given; none receives a gradient."""
+    """A teacher's output for T tokens. Its tensors are constants: none receives a gradient."""
 
     @property
     @abstractmethod
@@ -43,16 +44,16 @@ class Signal(ABC):
 
     @abstractmethod
     def rows(self, rows: Rows) -> Self:
-        """The same signal on some of its rows."""
+        """Return the signal of the given rows."""
 
     def heads(self) -> list[OutputHead]:
-        """The output heads that the signal carries, for the vocabulary that all sides share."""
+        """The output heads in the signal; they help to determine the size of the common vocabulary."""
         return []
 
 
 @dataclass(frozen=True, eq=False)
 class FullVocab(Signal):
-    """Exact: the teacher's hidden states before its head, and the head. V / E times smaller than its logits."""
+    """The exact signal: the teacher's last hidden states and its head. V / E times smaller than its logits."""
 
     hidden_TE: Tensor
     head: OutputHead
@@ -77,7 +78,7 @@ class FullVocab(Signal):
 
 @dataclass(frozen=True, eq=False)
 class DenseLogits(Signal):
-    """The teacher's logits themselves, for small models and tests."""
+    """The teacher's logits, for small models and tests."""
 
     logits_TV: Tensor
 
@@ -97,11 +98,11 @@ class DenseLogits(Signal):
 class SparseSignal(Signal):
     """K ids per token with the teacher's log-probabilities over the whole vocabulary.
 
-    An id that is negative or beyond the vocabulary is an absent entry; one that comes twice in a row counts once,
-    at its first place.
-    `tail_log_prob_T`: the teacher's log-mass outside the ids. Without it, 1 − Σp but at least `TAIL_FLOOR`: in
-    float32 that difference is zero or negative for a third of peaked rows, so send it where you can.
-    `temperature`: the one at which the log-probabilities were taken; None: at the term's own.
+    An id that is negative or beyond the vocabulary is an absent entry. An id that is repeated in its row counts only
+    once, at its first position.
+    `tail_log_prob_T`: the log of the teacher's mass outside the ids. None: computed as 1 − Σp, but at least
+    `TAIL_FLOOR`. In float32 that difference is zero or negative for a third of peaked rows, so give it if you can.
+    `temperature`: the temperature of the log-probabilities; None: the term's temperature.
     """
 
     ids_TK: Tensor
@@ -135,20 +136,20 @@ class SparseSignal(Signal):
 
 
 class TopK(SparseSignal):
-    """The K likeliest ids of the teacher: what a server or a cache can say."""
+    """The teacher's K likeliest ids, as a server or a cache can provide them."""
 
 
 class Chosen(SparseSignal):
-    """Ids that the student chose, scored by the teacher."""
+    """Ids that the student chose, with the teacher's log-probabilities."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled(Signal):
-    """Ids drawn from the teacher, with importance weights: unbiased for the gradient of forward KL.
+    """Sampled ids with importance weights: they give an unbiased estimate of the gradient of forward KL.
 
-    Random sampling distillation (arXiv 2503.16870): draws from a proposal r with weights (p/r) that are averaged.
-    Σ_m weight·[id = v] estimates p_v, so the value is a cross-entropy: forward KL plus the teacher's entropy.
-    An id that is negative or beyond the vocabulary is an absent entry; repeated ids add up.
+    Random sampling distillation (arXiv 2503.16870): ids are sampled from a proposal r, and their weights p/r are
+    averaged. Σ_m weight·[id = v] estimates p_v, so the value estimates a cross-entropy: forward KL plus the teacher's
+    entropy. An id that is negative or beyond the vocabulary is an absent entry; the weights of repeated ids add up.
     """
 
     ids_TM: Tensor
@@ -176,7 +177,7 @@ def check_pairs(ids_name: str, ids: Tensor, values_name: str, values: Tensor) ->
 
 
 def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
-    """True where an id is inside the vocabulary and has not come earlier in its row. [T, K] → [T, K] bool."""
+    """True where an id is inside the vocabulary and not a repetition of an earlier one in its row. [T, K] bool."""
     order_TK = torch.argsort(ids_TK, dim=1, stable=True)
     sorted_TK = ids_TK.gather(1, order_TK)
     repeated_TK = torch.zeros_like(ids_TK, dtype=torch.bool)
@@ -186,10 +187,10 @@ def first_occurrence(ids_TK: Tensor, vocabulary: int) -> Tensor:
 
 
 def teacher_tail(signal: SparseSignal, log_p_TK: Tensor, student_tail_T: Tensor) -> Tensor:
-    """The teacher's log-mass outside the ids, [T].
+    """Return the log of the teacher's mass outside the ids, [T].
 
-    The floor stands in for digits that float32 has lost; where the student has no outcome outside the ids at all
-    (K = V), there is nothing to stand in for and the mass is zero.
+    `TAIL_FLOOR` replaces a mass that float32 rounding has lost. Where the student has no mass outside the ids
+    (K = V), the teacher's mass there is zero.
     """
     if signal.tail_log_prob_T is not None:
         return signal.tail_log_prob_T.to(log_p_TK.dtype)

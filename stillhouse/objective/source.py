@@ -1,4 +1,4 @@
-"""Where a chunk's logits come from and where their gradient goes: hidden states and a head, or logits that exist.
+"""Where a chunk's logits come from and where their gradient goes: hidden states and a head, or given logits.
 
 T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary (of this rank).
 """
@@ -15,7 +15,7 @@ from stillhouse.objective.vocab import VocabShard
 
 
 class Source:
-    """One side of a pass. Subclasses say where the student's logits come from and where their gradient goes."""
+    """The inputs of a pass. Subclasses define where the student's logits come from and where their gradient goes."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Source:
         logit_columns: int | None = None,
     ):
         teacher_heads = {id(each): each for term in terms for signal in term.signals() for each in signal.heads()}
-        #: of the whole vocabulary, over all ranks
+        #: the size of the whole vocabulary, over all ranks
         self.vocabulary = common_vocabulary([*heads, *teacher_heads.values()], logit_columns)
         self.shard = shard
         self.start, self.stop = (0, self.vocabulary) if shard is None else shard.within(self.vocabulary)
@@ -48,7 +48,7 @@ class Source:
 
     @property
     def columns(self) -> int:
-        """V, of the vocabulary that is here."""
+        """V, the number of vocabulary rows on this rank."""
         return self.stop - self.start
 
     @property
@@ -56,14 +56,14 @@ class Source:
         return any(gradient is not None for gradient in self.gradients)
 
     def kept_dtype(self, leaf: Tensor) -> torch.dtype:
-        """Of a leaf's gradient, until the incoming one has been multiplied in."""
+        """Return the dtype in which a leaf's gradient is kept until backward multiplies by the incoming gradient."""
         raise NotImplementedError
 
     def tiles(self, rows: Rows, seen_C: Tensor, signals: Sequence[Signal], buffer: int) -> list[Tensor]:
-        """Logits [C, V] of the student, which are this pass's to overwrite, and of dense teachers.
+        """Return the logits [C, V] of the student and of dense teachers, in buffers that the pass may overwrite.
 
-        seen_C: false for a row that no term looks at. `buffer`: chunks that are under way at once have different
-        ones.
+        seen_C: false for a row that no term reads. `buffer`: the number of the buffers; chunks that are under way at
+        the same time have different numbers.
         """
         teachers = (
             self._teacher_logits(signal.rows(rows), self._buffer(place, buffer, len(seen_C)))
@@ -75,7 +75,7 @@ class Source:
         raise NotImplementedError
 
     def pull_back(self, rows: Rows, counted_C: Tensor, grad_CV: Tensor) -> None:
-        """Add the gradient of a chunk's logits to `gradients`; it is 0 in the rows that do not count."""
+        """Add to `gradients` what follows from the gradient of a chunk's logits, which is 0 in rows not counted."""
         raise NotImplementedError
 
     def _teacher_logits(self, signal: Signal, out_CV: Tensor) -> Tensor:
@@ -85,27 +85,27 @@ class Source:
         head = signal.head
         if id(head) not in self._teachers:
             dtype = operand_dtype(signal.hidden_TE, head.weight_VD)
-            if self.dtype == torch.float64:  # the student is exact, so its teacher's products are
+            if self.dtype == torch.float64:  # for a float64 student, compute the teacher's products in float64, too
                 dtype = self.dtype
             self._teachers[id(head)] = Projection(head, self.vocabulary, dtype, self.shard)
         projection, hidden_CE = self._teachers[id(head)], signal.hidden_TE.detach()
         if projection.compute_dtype == out_CV.dtype:
             return projection.logits(hidden_CE, out_CV)
-        return out_CV.copy_(projection.logits(hidden_CE))  # of a float64 teacher, beside a float32 student
+        return out_CV.copy_(projection.logits(hidden_CE))  # a float64 teacher and a float32 student
 
     def _dense_columns(self, logits_TV: Tensor) -> Tensor:
-        """A dense teacher's logits on this rank's columns: they hold all columns, or just these."""
+        """Return a dense teacher's logits on this rank's columns; logits_TV has all columns or only this rank's."""
         if logits_TV.shape[1] == self.vocabulary:
             return logits_TV[:, self.start : self.stop]
         if self.shard is not None and logits_TV.shape[1] in (self.columns, self.shard.stop - self.shard.start):
-            return logits_TV[:, : self.columns]  # behind them are padded rows
+            return logits_TV[:, : self.columns]  # the columns after them are padding
         raise ValueError(
             f"teacher logits over {logits_TV.shape[1]} tokens, student over {self.vocabulary}; expected the same "
             "vocabulary: cut padded columns off, or set vocab_size on the head"
         )
 
     def _buffer(self, place: int, number: int, rows: int) -> Tensor:
-        """A work tile [C, V], allocated once and written again by later chunks."""
+        """Return a work tile [C, V], allocated once and overwritten by later chunks."""
         held = self._buffers.get((place, number))
         if held is None or len(held) < rows:
             held = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
@@ -114,7 +114,7 @@ class Source:
 
 
 class HeadRows(Source):
-    """Hidden states and a head: gradients are kept in float32 until the incoming one has been multiplied in."""
+    """Hidden states and a head. Gradients stay float32 (or float64) until backward has multiplied them."""
 
     def __init__(self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term]):
         dtype = operand_dtype(hidden_TD, head.weight_VD)
@@ -142,12 +142,12 @@ class HeadRows(Source):
             self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, counted_C))
 
     def _hidden(self, rows: Rows, kept_C: Tensor) -> Tensor:
-        # the other rows may hold NaN, and a gradient of zero times NaN would reach the weight
+        # the other rows may hold NaN: in the weight's gradient, 0 times NaN would be NaN
         return self.hidden_TD[rows].masked_fill(~kept_C[:, None], 0.0)
 
 
 class LogitsRows(Source):
-    """Logits that exist already. Half-precision gradients keep a bfloat16's range."""
+    """Given logits. The gradient has the logits' dtype, but float32 for float16 logits, whose range is too small."""
 
     scale, softcap = 1.0, None
 
@@ -159,7 +159,7 @@ class LogitsRows(Source):
         self.logits_TV = logits_TV.detach()[:, : self.columns]
 
     def kept_dtype(self, leaf: Tensor) -> torch.dtype:
-        # float16 would lose an unnormalised gradient below 6e-8 before the loss scale is multiplied in
+        # in float16, gradients below 6e-8 would become 0 before they are multiplied by the loss scale
         return torch.float32 if leaf.dtype == torch.float16 else leaf.dtype
 
     def student_logits(self, rows: Rows, seen_C: Tensor, out_CV: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Divergences from a teacher that names some ids of each row: its likeliest, the student's choice, its own draws.
+"""Divergences from a teacher that gives only some ids per row: its likeliest, the student's choice, or sampled ids.
 
-Each function reads what it needs of a chunk's rows from its `Tile`, and adds weights · ∂value/∂logits to the tile's
-gradient.
+Each function reads the chunk's statistics from its `Tile` and adds weights · ∂value/∂logits to the tile's gradient.
 
 C rows of a chunk of T tokens, K ids per token, B outcomes (the ids and perhaps a bucket), M sampled ids per token.
+p is the teacher's probability, q the student's, D the divergence; f and h as in `formulas.py`.
 """
 
 import math
@@ -23,9 +23,9 @@ LOG_ZERO = -100.0
 def sparse(
     tile: Tile, signal: SparseSignal, divergence: Divergence, temperature: float, weights_C: Tensor
 ) -> TermResult:
-    """A divergence over the K ids of a row and, with tail "bucket", one outcome more for the rest.
+    """Compute a divergence over the K ids of a row and, with the tail "bucket", one more outcome for the rest.
 
-    Absent ids have no mass on either side, which is worth nothing: f(−inf, −inf) = 0, slope 0.
+    Absent ids have no mass on either side and contribute nothing: f(−inf, −inf) = 0, slope 0.
     """
     chunk = signal.rows(tile.rows)
     log_q_CK = tile.log_probs_at(signal.ids_TK, temperature)
@@ -63,10 +63,10 @@ def sparse(
 def over_outcomes(
     divergence: Divergence, log_p_CB: Tensor, log_q_CB: Tensor, *, is_whole: bool
 ) -> tuple[list[Tensor], Tensor]:
-    """The value [C] of each part of a divergence, and q·h [C, B], over B outcomes.
+    """Return the value [C] of each part of a divergence, and q·h [C, B], over B outcomes.
 
-    is_whole: whether they are all there are, so that both sides sum to 1. Then the sums are the balanced ones
-    (`formulas.py`): what rounding has left of Σ(q − p) is in no value.
+    is_whole: whether these are all outcomes, so that the probabilities of both sides sum to 1. Then the balanced
+    functions are summed (`formulas.py`), so that a rounding error in Σ(q − p) enters no value.
     """
     parts = [part for _, part in weighted_parts(divergence)]
     if not is_whole:
@@ -82,8 +82,10 @@ def over_outcomes(
 def _add_sparse_gradient(
     tile: Tile, signal: SparseSignal, temperature: float, slope_CB: Tensor, log_q_CB: Tensor, weights_C: Tensor
 ) -> None:
-    """∂D/∂(z/τ) of a sum over B outcomes b is q_v (h_b(v) − Σ_b q_b h_b): an id's own slope q·h; the bucket's, which
-    the tokens in it share in proportion to q; and the mean, which every token pays, or, renormalised, the K ids.
+    """Add ∂D/∂(z_v/τ) = q_v (h_b(v) − Σ_b q_b h_b), for a sum over outcomes b, where b(v) is the outcome of token v.
+
+    An id has its own q·h. The tokens in the bucket share the bucket's q·h in proportion to q. The mean Σ_b q_b h_b is
+    subtracted at every token, or, with the tail "renormalize", only at the K ids.
     """
     weights_C1 = weights_C[:, None]
     ids_CK, mean_C1 = tile.take(signal.ids_TK), slope_CB.sum(1, keepdim=True)
@@ -106,7 +108,8 @@ def _zero_outside(
 ) -> Tensor:
     """Σ_v q (log q − log p), [C], with the teacher conditioned on its ids and log p = `LOG_ZERO` outside of them.
 
-    ∂/∂(z_v/τ) is q_v (log q_v − log p_v − value): an entropy's gradient, the ids' own log p, and one for all others.
+    ∂/∂(z_v/τ) is q_v (log q_v − log p_v − value). Its parts are the entropy's gradient, the term with log p at the
+    ids, and one with `LOG_ZERO` for all other tokens.
     """
     has_ids_C = (log_p_CK > -math.inf).any(1)
     cost_CK = -log_softmax(log_p_CK).clamp(min=LOG_ZERO)

@@ -1,17 +1,16 @@
 """Elementwise functions that keep their digits where two probabilities are close, or one of them is 0.
 
-A student that has come close to its teacher, both sure of a token, is where distillation ends. There every divergence
-is a small difference of large numbers: p log(p/q) of the sure token is cancelled by that of all others, and q − p of
-two numbers near 1 has no digits left in float32. So nothing is computed as such a difference here: everything is
-a multiple of the smaller quantity t = log(b/a), which the caller knows to its last digit,
+Late in distillation, the student is close to the teacher and both give one token a probability near 1. There every
+divergence is a small difference of large numbers: p log(p/q) of the likeliest token cancels against the sum over all
+other tokens, and q − p of two numbers near 1 has no correct digits left in float32. So these functions do not compute
+such differences. They use the small quantity t = log(b/a), which the caller knows to its last digit:
 
     b − a           = a (e^t − 1)
     b − a − a·t     = a (e^t − 1 − t)  ≥ 0
 
-by a few terms of the exponential series where |t| < `NEAR`, and as written on the left beyond, where nothing cancels.
-What is used several times is kept short: a compiler that makes one kernel of it all follows each use to its inputs
-anew.
-All functions are differentiable by autograd.
+Where |t| < `NEAR`, the right side is computed with a few terms of the exponential series; elsewhere the left side,
+where nothing cancels. Expressions that are used several times are short, because a compiler that fuses everything
+into one kernel computes them anew from the inputs for each use. Autograd can differentiate all functions.
 """
 
 import math
@@ -22,7 +21,7 @@ from torch import Tensor
 
 #: the largest |t| for which the series is used
 NEAR = 0.25
-#: terms of a series in t that leave a relative error below the dtype's at |t| = NEAR
+#: number of terms of a series in t whose relative error at |t| = NEAR is below the dtype's precision
 SERIES_TERMS = {torch.float32: 6, torch.float64: 15}
 
 
@@ -32,7 +31,7 @@ def expect(probability: Tensor, quantity: Tensor) -> Tensor:
 
 
 def log_ratio(log_b: Tensor, log_a: Tensor) -> Tensor:
-    """log(b/a), with 0/0 taken as 1 (neither side has mass there, so that nothing depends on it)."""
+    """log(b/a); 0 where a = b = 0 (neither side has mass there, so that no result depends on it)."""
     return (log_b - log_a).masked_fill((log_a == -math.inf) & (log_b == -math.inf), 0.0)
 
 
@@ -65,15 +64,15 @@ def terms(t: Tensor) -> int:
 
 
 def log_sum_exp(largest: Tensor, others: Tensor) -> Tensor:
-    """log(largest + others) of a sum whose terms are e^l ≤ 1: how many of them are 1, and the sum of the rest.
+    """log(largest + others) of a sum of terms e^l ≤ 1. largest: how many terms are 1. others: the sum of the rest.
 
-    Apart, because of a sure token: the sum of the rest, 1e-6, keeps none of its digits in a sum near 1.
+    The two are separate because one token may have nearly all mass: added to 1, a rest of 1e-6 would lose its digits.
     """
     return torch.log1p(others + (largest - 1))
 
 
 def log_softmax(log_weights: Tensor) -> Tensor:
-    """Over the last dim, with the digits of a log-probability near 0; a row without any mass stays without (−inf)."""
+    """log_softmax over the last dim, with full precision for log-probabilities near 0; −inf in rows without mass."""
     gap = log_weights - log_weights.amax(-1, keepdim=True)
     is_largest = gap == 0
     others = gap.exp().masked_fill(is_largest, 0.0).sum(-1, keepdim=True)
@@ -82,16 +81,16 @@ def log_softmax(log_weights: Tensor) -> Tensor:
 
 
 def mixture(p: Tensor, q: Tensor, weight: float) -> Tensor:
-    """m = weight·p + (1 − weight)·q, not quite 0 where both are: to be divided by."""
+    """m = weight·p + (1 − weight)·q, but at least the smallest positive number, so that one can divide by it."""
     return (weight * p + (1 - weight) * q).clamp(min=torch.finfo(p.dtype).tiny)
 
 
 def mixture_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """log(m/p) and log(m/q) for m = weight·p + (1 − weight)·q and ratio = log(q/p).
 
-    Near the ends of `weight` by the ratio alone, since one of the logarithms is small there and has to be right to
-    the last digit. In between so only where p and q are close; elsewhere by the mixture, whose logarithm rounds as
-    log p and log q do.
+    If `weight` is near 0 or 1, both are computed from the ratio alone, since one of the logarithms is small there and
+    must be correct to its last digit. For other weights this is done only where p and q are close; elsewhere they are
+    computed from log m, which has the same rounding error as log p and log q.
     """
     if not 0.05 <= weight <= 0.95:
         return _log_one_plus(1 - weight, ratio), _log_one_plus(weight, -ratio)
@@ -103,7 +102,7 @@ def mixture_logs(log_p: Tensor, log_q: Tensor, ratio: Tensor, weight: float) -> 
 
 
 def _log_one_plus_series(weight: float, terms: int) -> list[float]:
-    """c_n of log(1 + weight·(e^t − 1)) = Σ_n c_n tⁿ, n from 1 on: by g' f = f' for g = log f."""
+    """Return c_n, n ≥ 1, of log(1 + weight·(e^t − 1)) = Σ_n c_n tⁿ, from g' f = f' for g = log f."""
     of_f = [weight / math.factorial(n) for n in range(1, terms + 1)]
     series: list[float] = []
     for n in range(1, terms + 1):
@@ -115,9 +114,10 @@ def _log_one_plus_series(weight: float, terms: int) -> list[float]:
 def _log_one_plus(weight: float, ratio: Tensor) -> Tensor:
     """log(1 + weight·(e^ratio − 1)), to full relative precision for every weight in [0, 1] and every ratio.
 
-    Three forms, since each loses its digits where another is exact: log1p near 0, where the result is small; the
-    plain logarithm where weight·e^ratio is what is left beside 1 − weight; and the ratio taken out where e^ratio
-    would overflow. Arguments are clamped to the form's own range so that autograd sees no infinity in the others.
+    There are three forms, since each loses digits where another one is exact: log1p near ratio = 0, where the result
+    is small; the plain logarithm of (1 − weight) + weight·e^ratio for a weight above 0.5 and a ratio below −0.5; and
+    the ratio factored out where e^ratio would overflow. Each form's argument is clamped to its own range, so that
+    autograd meets no infinity in the forms that are not selected.
     """
     if weight == 0:
         return torch.zeros_like(ratio)

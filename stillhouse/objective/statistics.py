@@ -1,11 +1,12 @@
-"""From the raw sums of a vocabulary's pieces to what terms ask of a row: normalisers, entropies, divergences.
+"""Computes the statistics of each row (normalizers, entropies, divergences) from the raw sums of all ranks.
 
-A piece is what one rank holds; alone, there is one. Its sums are relative to its own largest logits: put together,
-each is shifted to the largest of all, then to the normalisers. Where student and teacher are close the two shifts
-are, too, and what comes of their difference is added to sums of small differences; elsewhere the sums are made anew
-from those that have no such digits to lose (`_Couple`).
+A piece is one rank's part of the vocabulary; without sharding there is one piece. A piece's sums are relative to its
+own largest logits. They are shifted to the largest logits of all pieces, and then normalized. If student and teacher
+are close, their two shifts are close, too: then the effect of the shifts' difference is added to the sums of small
+differences. Otherwise these sums are computed anew from the masses, where no digits cancel (`_Couple`).
 
-R pieces, C rows of a chunk, X named sums.
+R pieces, C rows of a chunk, X named sums. p is the teacher's probability, q the student's,
+l = (logit − reference) / temperature.
 """
 
 from collections.abc import Sequence
@@ -24,17 +25,18 @@ Rows = dict[str, Tensor]
 
 @dataclass
 class RowStatistics:
-    """Numbers of every row of a chunk, over the whole vocabulary; [C] each, in the order of the plan's places.
+    """Numbers of every row of a chunk, over the whole vocabulary; [C] each, in the order of the plan's indices.
 
     references: the largest logit of each tile.
-    student_log_mass, teacher_log_mass: log Σ e^((logit − reference) / τ) of each softmax.
+    student_log_mass, teacher_log_mass: log Σe^l of each softmax.
     student_entropy, teacher_entropy: in nats.
-    mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple, with the l of the two log-masses.
-    both_top: of each dense teacher, 1 where one token is the likeliest on both sides.
-    outside_reference, outside_log_mass: as above, over the outside of each bucket's ids (finite where it is empty).
-    tail: the student's log-probability of that outside.
+    mass_ratio: log(Σe^l of the student / Σe^l of the teacher) of each couple.
+    both_top: for each dense teacher, 1 where teacher and student have the same likeliest token.
+    outside_reference, outside_log_mass: the same as above over the tokens outside each bucket's ids (finite if there
+        is no such token).
+    tail: the student's log-probability of all tokens outside each bucket's ids together.
     mean_log_prob: the mean over the vocabulary of log q.
-    vocabulary: the number of tokens in it.
+    vocabulary: the number of tokens of the vocabulary.
     values, slopes: Σf and Σq·h of each pair, balanced (`formulas.py`).
     """
 
@@ -54,19 +56,21 @@ class RowStatistics:
     slopes: dict[int, Tensor] = field(default_factory=dict)
 
     def normalizers(self) -> Tensor:
-        """[C, X] of `plan.normalizers`."""
+        """Return the columns of `plan.normalizers`, [C, X]."""
         return torch.stack([*self.references, *self.student_log_mass, *self.teacher_log_mass, *self.mass_ratio], 1)
 
     def add_mixed(self, plan: Plan, sums_RCX: Tensor) -> None:
-        """Put in what `pointwise.mixed_sums` found on every piece."""
+        """Add the results of `pointwise.mixed_sums` of all pieces."""
         columns = iter(sums_RCX.sum(0).unbind(1))
         for at in plan.mixed:
             self.values[at], self.slopes[at] = next(columns), next(columns)
 
 
 def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:
-    """Pieces put together. raw_RCX: `pointwise.raw_sums` of every piece; outside_RC2: of each bucket, the largest
-    logit and Σe^l outside its ids.
+    """Combine the pieces.
+
+    raw_RCX: `pointwise.raw_sums` of every piece. outside_RC2: for each bucket, the largest logit and Σe^l outside its
+    ids.
     """
     raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
     largest = [raw[f"reference/{tile}"] for tile in range(plan.tiles)]
@@ -116,7 +120,10 @@ def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) 
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Sums of pieces whose l are to be shifted, [R, C] each: how many e^l are 1, Σe^l of the others, Σe^l·l."""
+    """Sums of the pieces of one softmax, [R, C] each, and the shift that each piece's l still needs.
+
+    largest: how many e^l are 1. others: Σe^l of the others. mean: Σe^l·l.
+    """
 
     largest: Tensor
     others: Tensor
@@ -147,11 +154,11 @@ class _Softmax:
 
 @dataclass(frozen=True)
 class _Couple:
-    """Two softmaxes a and b that a divergence compares, with a and b for their e^l; t = log(b/a).
+    """Two softmaxes that a divergence compares; a and b are their unnormalized e^l, t = log(b/a).
 
-    mass_gap: Σ(b − a) of each piece, not shifted, [R, C].
+    first: the softmax of a. second: that of b. mass_gap: Σ(b − a) of each piece, not shifted, [R, C].
 
-    Shifted, b is b·e^s_b and a is a·e^s_a, with c = s_b − s_a in t. Where |c| ≤ 1,
+    The shifts s_a and s_b turn a into a·e^s_a and b into b·e^s_b, so c = s_b − s_a is added to t. Where |c| ≤ 1,
 
         Σ(b − a)       → e^s_a (Σ(b − a) + (e^c − 1) Σb)
         Σ a(e^t−1−t)   → e^s_a (Σ a(e^t−1−t) + (e^c − 1) Σ(b − a) + (e^c − 1 − c) Σa)
@@ -162,7 +169,7 @@ class _Couple:
     mass_gap: Tensor
 
     def directed(self, divergence: KullbackLeibler) -> "_Couple":
-        """In the divergence's order."""
+        """Return the couple in the divergence's order: a is the side that its KL(a‖b) weights by."""
         return _Couple(self.second, self.first, -self.mass_gap) if divergence.student_first else self
 
     def mass_ratio(self) -> Tensor:
@@ -173,7 +180,7 @@ class _Couple:
         )
 
     def divergence(self, excess_RC: Tensor, log_ratio_RC: Tensor) -> Tensor:
-        """KL(a‖b) of the normalised a and b, [C], from Σ a(e^t − 1 − t) and Σ a·t of each piece."""
+        """KL(a‖b) of the normalized a and b, [C], from Σ a(e^t − 1 − t) and Σ a·t of each piece."""
         mass_C, ratio_C = self.first.whole_mass, self.mass_ratio()
         excess_C = self._whole_excess(excess_RC, log_ratio_RC) / mass_C
         mean_C = self._whole_log_ratio(log_ratio_RC) / mass_C
@@ -215,5 +222,5 @@ def _add_outside(plan: Plan, softmax: int, sums_RC2: Tensor, result: RowStatisti
 
 
 def _shift(largest_RC: Tensor, reference_C: Tensor) -> Tensor:
-    """From each piece's reference to the one of all. A piece without mass has nothing to shift."""
+    """Return the shift from each piece's reference to the common reference; 0 for a piece without mass."""
     return torch.where(largest_RC == -torch.inf, 0.0, largest_RC - reference_C)

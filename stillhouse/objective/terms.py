@@ -1,10 +1,10 @@
-"""The terms of an objective: each reads from and adds to one tile of student logits.
+"""The terms of an objective: each reads the statistics of one tile of student logits and adds to its gradient.
 
-A term is data (labels, a signal, a scale). Before the first chunk it says what it needs to know of each row (`ask`);
-of a chunk, `add_to(tile)` gives its value per token in nats and adds the gradient of `weight · value` with respect to
-the tile's logits, as coefficients per row. So a sum of terms costs one pass over the tokens.
+A term holds data (labels, a signal, a scale). Before the first chunk, it requests the statistics that it needs
+(`ask`). For a chunk, `add_to(tile)` returns its value per token in nats and adds the gradient of `weight · value`
+with respect to the tile's logits, as coefficients per row. So a sum of terms needs only one pass over the tokens.
 
-C rows of a chunk of T tokens.
+C rows of a chunk of T tokens. q is the student's probability, τ the temperature, V the size of the vocabulary.
 """
 
 import math
@@ -23,7 +23,7 @@ from stillhouse.objective.tile import TermResult, Tile
 
 
 class Term(ABC):
-    """A summand of an objective. `weights_T` multiplies the objective's own weights per token."""
+    """A summand of an objective. `weights_T` is multiplied by the objective's own weights per token."""
 
     scale: float
     weights_T: Tensor | None
@@ -31,31 +31,31 @@ class Term(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The key of its value in metrics."""
+        """The key of the term's value in metrics."""
 
     @property
     @abstractmethod
     def tokens(self) -> int | None:
-        """T of the tensors it carries; None if it carries none."""
+        """T of the term's tensors; None if it has no tensors."""
 
     @abstractmethod
     def ask(self, plan: PlanBuilder) -> None:
-        """Say what `add_to` will read from a tile and add to it."""
+        """Request everything that `add_to` will read from a tile and add to it."""
 
     @abstractmethod
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
-        """Its value on the tile's rows; adds weights_C · ∂value/∂logits to the tile's gradient."""
+        """Return the value on the tile's rows, and add weights_C · ∂value/∂logits to the tile's gradient."""
 
     def signals(self) -> list[Signal]:
-        """The teacher signals that it carries."""
+        """The term's teacher signals."""
         return []
 
     def has_value(self, rows: Rows) -> Tensor | None:
-        """Which of the rows it has a value for, [C]; None: all of them."""
+        """Return for which rows the term has a value, [C]; None: for all rows."""
         return None
 
     def counted(self, rows: Rows, weights_C: Tensor) -> Tensor:
-        """Which of the rows it counts, [C]: those with a weight, the objective's and its own, and a value."""
+        """Return which rows the term counts, [C]: those with a value, and a non-zero weight in objective and term."""
         counted_C = weights_C != 0
         if self.weights_T is not None:
             counted_C = counted_C & (self.weights_T[rows] != 0)
@@ -69,8 +69,8 @@ class CrossEntropy(Term):
 
     value = (1 − ε)(−log q_y) + ε·mean_v(−log q_v) + z_loss·(log Σ e^logits)²,   ε = label_smoothing
 
-    Row t predicts labels_T[t]; shifting is done where the batch is made. A negative label has no value.
-    With smoothing or z-loss the plain −log q_y is reported as well and, with z-loss, its summand.
+    Row t predicts labels_T[t]; the code that makes the batch shifts the labels. A row with a negative label has no
+    value. With smoothing or z-loss, the plain −log q_y is also reported; with z-loss, the z-loss summand, too.
     """
 
     labels_T: Tensor
@@ -137,8 +137,8 @@ class CrossEntropy(Term):
 class Distill(Term):
     """A divergence between the teacher of `signal` and the student, at a temperature that divides both logits.
 
-    `scale_by_temperature_squared` multiplies by τ², which keeps gradients of one size over temperatures.
-    Of a sum of divergences each one's value is reported as well, with that τ² and without its coefficient.
+    `scale_by_temperature_squared` multiplies by τ², so that the size of gradients hardly depends on the temperature.
+    For a sum of divergences, the value of each is also reported, with that τ² and without its coefficient.
     """
 
     signal: Signal
@@ -171,7 +171,7 @@ class Distill(Term):
 
     @property
     def name(self) -> str:
-        # what draws can estimate is forward KL plus the teacher's entropy: not a KL, so not under its name
+        # sampled ids estimate forward KL plus the teacher's entropy, which is not a KL and needs another name
         return "sampled_cross_entropy" if isinstance(self.signal, Sampled) else str(self.divergence)
 
     @property
@@ -196,7 +196,7 @@ class Distill(Term):
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         factor = self.temperature**2 if self.scale_by_temperature_squared else 1.0
-        # the temperature divides the logits, so it divides the gradient
+        # the temperature divides the logits, so it also divides the gradient
         weights_C = weights_C * (factor / self.temperature)
         if isinstance(self.signal, SparseSignal):
             result = sparse(tile, self.signal, self.divergence, self.temperature, weights_C)
@@ -210,7 +210,7 @@ class Distill(Term):
 
 @dataclass(frozen=True, eq=False)
 class Entropy(Term):
-    """The student's entropy: adds scale × entropy to the loss, so that a bonus has a negative scale."""
+    """The student's entropy: adds scale · entropy to the loss, so an entropy bonus has a negative scale."""
 
     scale: float
     temperature: float = 1.0
@@ -242,7 +242,7 @@ class Entropy(Term):
 
 
 def check_labels(label_C: Tensor, vocabulary: int) -> None:
-    """Refuse a label beyond the vocabulary, on a CPU: on a GPU the question alone would wait for it."""
+    """Raise ValueError for a label beyond the vocabulary; only on a CPU, since a check on a GPU would wait for it."""
     if label_C.device.type == "cpu" and bool((label_C >= vocabulary).any()):
         raise ValueError(
             f"labels_T holds {int(label_C.max())}: expected labels below {vocabulary}, the size of the vocabulary, "

@@ -1,14 +1,15 @@
-"""One chunk of tokens on its way: logits, what is known of each row, what terms add to the gradient.
+"""One chunk of tokens: its logits, the statistics of each row, and the gradient that the terms define.
 
-    tile = Tile(...)          student and teacher logits of the chunk, on this rank's part of the vocabulary
-    tile.start()              sums over that part, on their way to the other ranks
-    tile.wait()               what is known of each row, over the whole vocabulary
-    term.add_to(tile, …)      each term reads that, and adds to the coefficients of the gradient
-    tile.gradient()           the student's logits become the gradient with respect to hidden Wᵀ + bias
+    tile = Tile(...)          student and teacher logits of the chunk, over this rank's part of the vocabulary
+    tile.start()              computes sums over that part and starts to gather them from all ranks
+    tile.wait()               computes the statistics of each row over the whole vocabulary
+    term.add_to(tile, …)      each term reads the statistics and adds to the coefficients of the gradient
+    tile.gradient()           overwrites the student's logits with the gradient with respect to hidden Wᵀ + bias
 
-Terms see rows, temperatures and ids of the whole vocabulary; none sees a shard, or an element of [C, V].
+Terms work with rows, temperatures and ids of the whole vocabulary. They access neither shards nor elements of [C, V].
 
-C rows of the chunk, V vocabulary on this rank, N ids per row, X named numbers of a row.
+C rows of the chunk, V vocabulary on this rank, N or K ids per row, R ranks, X named numbers of a row. q is the
+student's probability, τ a temperature, l = (logit − reference) / τ.
 """
 
 import math
@@ -24,18 +25,18 @@ from stillhouse.objective.plan import Plan, PlanBuilder
 from stillhouse.objective.pointwise import before_head, gradient, mixed_sums, raw_sums
 from stillhouse.objective.signals import Rows, Signal, SparseSignal
 from stillhouse.objective.statistics import statistics
-from stillhouse.objective.vocab import Pieces, VocabShard
+from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
-#: bytes of a block of logits that one thread of a CPU works on: what stays in its second-level cache
+#: bytes of the block of logits that one CPU thread processes at a time, so that it fits into the second-level cache
 BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TermResult:
-    """A term's value per row of the chunk, unscaled and unweighted, and what else is worth knowing of each row.
+    """A term's value per row of the chunk, without scale and weights, and further numbers per row for the metrics.
 
-    `parts`: the values that `value_C` is made of, where it is made of several. Which names there are depends on the
-    term alone, never on the rows.
+    `parts`: the summands of `value_C`, if it is a sum. The names in `statistics` and `parts` depend only on the term,
+    never on the rows.
     """
 
     value_C: Tensor
@@ -44,9 +45,9 @@ class TermResult:
 
 
 class Tile:
-    """Student logits [C, V] in float32 at least, the dense teachers' beside them, and the gradient to come.
+    """The logits [C, V] of the student and of dense teachers (at least float32), and later the student's gradient.
 
-    counted_C: the rows that a term counts. The others may hold anything; their gradient is 0.
+    counted_C: the rows that at least one term counts. The other rows may hold anything; their gradient is 0.
     """
 
     def __init__(
@@ -75,30 +76,30 @@ class Tile:
         """The student's logits; after `gradient`, the gradient."""
         return self._tiles_CV[0]
 
-    # the chunk's way
+    # the steps of a chunk
 
     def start(self) -> None:
         own = [self._sums(self._plan), *(self._outside_sums(*each) for each in self._asked.buckets)]
         own += [*(self._own_logits(self.take(ids)) for ids in self._asked.entries)]
         self._widths = [each.shape[1] for each in own]
-        self._pieces = Pieces(torch.cat(own, 1), self._shard)
+        self._pieces = AsyncAllGather(torch.cat(own, 1), self._shard)
 
     def wait(self) -> None:
         raw_RCX, *rest = self._pieces.wait().split(self._widths, 2)
         outside, entries = rest[: len(self._plan.buckets)], rest[len(self._plan.buckets) :]
-        # an id lives on one rank; on the others its logit is −inf
+        # one rank holds an id's logit; the other ranks send −inf
         self._entries = [each_RCN.amax(0) for each_RCN in entries]
         self._known = statistics(self._plan, raw_RCX, outside)
         if self._plan.mixed:
-            self._known.add_mixed(self._plan, Pieces(self._mixed_sums(), self._shard).wait())
+            self._known.add_mixed(self._plan, AsyncAllGather(self._mixed_sums(), self._shard).wait())
 
     def gradient(self) -> Tensor:
-        """[C, V], in the place of the student's logits."""
+        """Overwrite the student's logits with the gradient [C, V] and return it."""
         logits_CV = self.logits_CV
         if logits_CV.shape[1] == 0:
             return logits_CV
         rows_CX = self._gradient_rows()
-        # what is right outside a bucket's ids is written everywhere, then what is right at the ids over it
+        # first write the formula for tokens outside all buckets' ids everywhere, then overwrite the values at the ids
         corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._asked.buckets]
         for block in self._blocks():
             pointwise(gradient, self._plan, self._block(block), rows_CX[block])
@@ -119,7 +120,7 @@ class Tile:
         return self._known.references[0] / temperature + self._log_mass(temperature)
 
     def entropy(self, temperature: float) -> Tensor:
-        """The student's, in nats, [C]."""
+        """The student's entropy in nats, [C]."""
         return self._known.student_entropy[self._asked.softmax(temperature)]
 
     def mean_log_prob(self) -> Tensor:
@@ -128,16 +129,16 @@ class Tile:
         return self._known.mean_log_prob
 
     def log_probs_at(self, ids: Tensor, temperature: float) -> Tensor:
-        """log q at ids over all tokens, [C, N]; −inf where an id is none of the vocabulary."""
+        """log q at the chunk's ids, [C, N]; −inf for an id outside the vocabulary. ids: over all tokens, [T(, N)]."""
         gap_CN = self._entries[self._asked.logits_at(ids)] - self._known.references[0][:, None]
         return gap_CN / temperature - self._log_mass(temperature)[:, None]
 
     def is_likeliest(self, ids: Tensor) -> Tensor:
-        """True where the student gives no token more than this one, [C, N]."""
+        """True where no token has a higher student probability than this id, [C, N]."""
         return self._entries[self._asked.logits_at(ids)] == self._known.references[0][:, None]
 
     def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
-        """Σf and Σq·h of a divergence that is no sum, [C] each."""
+        """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `formulas.py`."""
         at = self._asked.pair(divergence, signal, temperature)
         return self._known.values[at], self._known.slopes[at]
 
@@ -145,15 +146,15 @@ class Tile:
         return self._known.teacher_entropy[self._asked.teacher(signal, temperature)]
 
     def agreement(self, signal: Signal, temperature: float) -> Tensor:
-        """1 where a token is the likeliest of both a dense teacher and the student, [C]."""
+        """1 where a dense teacher and the student have the same likeliest token, [C]."""
         tile, _ = self._plan.teachers[self._asked.teacher(signal, temperature)]
         return self._known.both_top[tile - 1]
 
     def tail(self, signal: SparseSignal, temperature: float) -> Tensor:
-        """The student's log-probability of all that is outside the signal's ids, [C]."""
+        """The student's log-probability of all tokens outside the signal's ids together, [C]."""
         return self._known.tail[self._asked.outside(signal, temperature)]
 
-    # what terms add to the gradient: coefficients [C], and values at single ids
+    # what terms add to the gradient at token v: a formula with a coefficient per row [C], or values at single ids
 
     def add_probability(self, temperature: float, coefficient_C: Tensor) -> None:
         """coefficient · q_v."""
@@ -177,7 +178,7 @@ class Tile:
         self._add("uniform", coefficient_C / self._known.vocabulary)
 
     def add_at(self, ids_CN: Tensor, values_CN: Tensor) -> None:
-        """Values at ids; those of an id that comes twice add up, those of an absent id count nothing."""
+        """Add values at ids; values of a repeated id add up, values of an absent id are ignored."""
         if self.logits_CV.shape[1] == 0:
             return
         local_CN, is_here_CN = self._local(ids_CN)
@@ -191,9 +192,10 @@ class Tile:
         return torch.cat([pointwise(raw_sums, plan, self._block(block)[: plan.tiles]) for block in self._blocks()])
 
     def _outside_sums(self, signal: SparseSignal, softmax: int) -> Tensor:
-        """The largest logit and Σe^l outside the signal's ids, [C, 2]: of the tile with those taken out for a while.
+        """Return the largest logit and Σe^l outside the signal's ids, [C, 2].
 
-        Not the sum over all less that over the ids, which has no digits left where the ids hold nearly everything.
+        The logits at the ids are set to −inf for the sum and then restored. Subtracting the sum over the ids from the
+        sum over all tokens would lose all digits in rows where the ids hold nearly all of the mass.
         """
         plan = Plan(temperatures=(self._plan.temperatures[softmax],))
         places_CK, held_C1 = self._places(signal)
@@ -206,7 +208,7 @@ class Tile:
         return sums_C2
 
     def _reference_and_mass(self, plan: Plan) -> Tensor:
-        """Of a plan of one softmax, [C, 2]."""
+        """Return the largest logit and Σe^l for a plan of one softmax, [C, 2]."""
         sums = dict(zip(plan.raw_sums, self._sums(plan).unbind(1), strict=True))
         return torch.stack([sums["reference/0"], sums["largest/0"] + sums["student_others/0"]], 1)
 
@@ -218,7 +220,7 @@ class Tile:
         return torch.cat(list(blocks))
 
     def _gradient_rows(self) -> Tensor:
-        """[C, X] of `plan.normalizers` and `plan.coefficients`."""
+        """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
         zero_C = torch.zeros_like(self._known.references[0])
         known = {}
         for at in range(len(self._plan.buckets)):
@@ -229,7 +231,7 @@ class Tile:
         return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
 
     def _blocks(self) -> Iterator[slice]:
-        """At least one, empty if need be. On a GPU the chunk is one block."""
+        """Return at least one block of rows, which may be empty. On a GPU the whole chunk is one block."""
         rows, columns = self.logits_CV.shape
         size = max(rows, 1)
         if self.logits_CV.device.type == "cpu":
@@ -241,16 +243,17 @@ class Tile:
         return [tile_CV[block] for tile_CV in self._tiles_CV]
 
     def _places(self, signal: SparseSignal) -> tuple[Tensor, Tensor]:
-        """Columns [C, K] of the signal's ids that are here, and which rows have any, [C, 1].
+        """Return the columns [C, K] of the signal's ids on this rank, and which rows have any of them here, [C, 1].
 
-        In the place of an id that is not here stands one that is (or column 0): to write to it again is harmless.
+        An id on another rank is replaced by the row's first id on this rank (or by column 0 if there is none): to
+        write the same value to a column twice is harmless.
         """
         local_CK, is_here_CK = self._local(self.take(signal.ids_TK))
         first_C1 = local_CK.gather(1, is_here_CK.byte().argmax(1, keepdim=True))
         return torch.where(is_here_CK, local_CK, first_C1), is_here_CK.any(1, keepdim=True)
 
     def _gradient_at(self, signal: SparseSignal, rows_CX: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient at a bucket signal's ids: columns [C, K] and values, before `_added`."""
+        """Return the columns [C, K] of a bucket signal's ids and the gradient there, without what `_added` adds."""
         places_CK, held_C1 = self._places(signal)
         outside = [
             ~held_C1.expand_as(places_CK) if other is signal else ~self._is_of(other, places_CK)
@@ -261,13 +264,13 @@ class Tile:
         return places_CK, tiles_CK[0]
 
     def _is_of(self, signal: SparseSignal, columns_CK: Tensor) -> Tensor:
-        """True where a column is one of the signal's ids."""
+        """True where a column belongs to one of the signal's ids."""
         places_CK, held_C1 = self._places(signal)
         is_of_CV = torch.zeros_like(self.logits_CV, dtype=torch.bool)
         return is_of_CV.scatter_(1, places_CK, held_C1.expand_as(places_CK)).gather(1, columns_CK)
 
     def _own_logits(self, ids: Tensor) -> Tensor:
-        """The student's logits at ids [C] or [C, N] that live here, −inf at the others, [C, N]."""
+        """Return the student's logits at ids [C] or [C, N]; −inf at ids that are not on this rank, [C, N]."""
         ids_CN = ids[:, None] if ids.dim() == 1 else ids
         if self.logits_CV.shape[1] == 0:
             return self.logits_CV.new_full(ids_CN.shape, -math.inf)
@@ -275,7 +278,7 @@ class Tile:
         return self.logits_CV.gather(1, local_CN).masked_fill(~is_here_CN, -math.inf)
 
     def _local(self, ids_CN: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of this rank's tile (0 for what is not here), and which ids are here."""
+        """Return the ids' columns in this rank's tile (0 for ids that are not here), and which ids are here."""
         local_CN = ids_CN.long() - self._first
         is_here_CN = (local_CN >= 0) & (local_CN < self.logits_CV.shape[1])
         return torch.where(is_here_CN, local_CN, 0), is_here_CN

@@ -1,11 +1,12 @@
-"""Vocabulary shards: which rows of an output head live on this rank, and the collectives over the ranks.
+"""Vocabulary shards: which rows of an output head are on this rank, and the collectives over the ranks.
 
-The only file of the objective that knows torch.distributed. A head of V rows lies over R ranks; rank r holds its rows
-`start:stop`, whatever their number. Hidden states, labels and teacher signals are the same on every rank.
+This is the only file of the objective that uses torch.distributed. A head of V rows is sharded over R ranks; each
+rank holds rows `start:stop`, and ranks may hold different numbers of rows. Hidden states, labels and teacher signals
+are the same on every rank.
 
-Per chunk of C tokens every rank sums what it needs over its own rows; the raw sums travel in one collective, R·C·S
-numbers, and every rank puts them together by itself (`Pieces`). In backward there is one sum of the hidden
-states' gradient, where `VocabShard.reduce_hidden_grad` says so.
+For each chunk of C tokens, every rank computes S sums per token over its own rows. One all-gather of R·C·S numbers
+(`AsyncAllGather`) gives every rank all of these sums, and every rank combines them itself. Backward all-reduces the
+hidden states' gradient once if `VocabShard.reduce_hidden_grad` is True.
 """
 
 from collections.abc import Callable
@@ -20,22 +21,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Range = tuple[int, int]
 
-# its new name is in torch 2.13, where the old one warns
+# torch 2.13 has renamed this function and warns about the old name
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Rows `start:stop` of the whole vocabulary are here; `group` holds the ranks that hold the others.
+    """Rows `start:stop` of the whole vocabulary are on this rank; the ranks of `group` hold the other rows.
 
-    Explicit, never re-derived: DTensor's ceil split and a balanced split disagree (10 rows over 4 ranks are
-    3, 3, 3, 1 or 3, 3, 2, 2). Keep one object as long as the layout holds: its first use exchanges the borders
-    with the other ranks, once.
+    The range is given explicitly and never computed from the number of ranks, because DTensor's ceil split and a
+    balanced split differ (10 rows over 4 ranks: 3, 3, 3, 1 or 3, 3, 2, 2). Keep one object as long as the layout does
+    not change: its first use exchanges the borders with the other ranks, once.
 
-    `group`: None where no other rank holds rows.
+    `group`: None if no other rank holds rows.
 
-    `reduce_hidden_grad`: sum the gradient of the hidden states over the group here (True), or leave it to the
-    layer below, which sums it anyway under sequence parallelism (False).
+    `reduce_hidden_grad`: True: the objective sums the gradient of the hidden states over the group. False: the layer
+    below sums it, as it does with sequence parallelism.
     """
 
     start: int
@@ -53,7 +54,7 @@ class VocabShard:
 
     @cached_property
     def borders(self) -> tuple[Range, ...]:
-        """(start, stop) of every rank of the group. A collective when it is first asked for."""
+        """(start, stop) of every rank of the group. The first access runs a collective."""
         own = torch.tensor([self.start, self.stop])
         everyone = own[None] if self.is_alone else _gathered(own.to(_device(self.group)), self.group)
         borders = tuple((start, stop) for start, stop in everyone.tolist())
@@ -76,24 +77,24 @@ class VocabShard:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the rank that has most."""
+        """The number of rows of the rank with the most rows."""
         return max(stop - start for start, stop in self.borders)
 
     def within(self, vocabulary: int) -> Range:
-        """The rows that are here, of the first `vocabulary` ones."""
+        """Return (start, stop) of this rank's rows among the first `vocabulary` rows."""
         return min(self.start, vocabulary), min(self.stop, vocabulary)
 
 
 def check_shard(shard: VocabShard, rows: int) -> None:
-    """Refuse a shard whose borders do not fit what is held."""
+    """Raise ValueError for a shard whose range does not have `rows` rows, the number of rows on this rank."""
     if shard.stop - shard.start != rows:
         raise ValueError(
             f"VocabShard({shard.start}, {shard.stop}) with {rows} rows: expected {shard.stop - shard.start}"
         )
 
 
-class Pieces:
-    """Raw sums [C, S] on their way to every rank. `wait` gives all ranks' sums [R, C, S], in the order of ranks."""
+class AsyncAllGather:
+    """Starts to gather raw sums [C, S] from every rank. `wait` returns all ranks' sums [R, C, S], in rank order."""
 
     def __init__(self, own_CS: Tensor, shard: VocabShard | None):
         self._own_CS = own_CS.contiguous()
@@ -114,17 +115,18 @@ class Pieces:
 
 
 def reduce_hidden_grad(grad_TD: Tensor, shard: VocabShard | None) -> Tensor:
-    """Each rank's part of the hidden states' gradient to what autograd is to be given, in place."""
+    """Sum the ranks' parts of the hidden states' gradient in place, if the shard asks for it."""
     if shard is not None and not shard.is_alone and shard.reduce_hidden_grad:
         dist.all_reduce(grad_TD, group=shard.group)
     return grad_TD
 
 
 def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | None, vocabulary: int) -> Tensor:
-    """A frozen head's weight or bias on the rows that the student's shard has of the first `vocabulary` ones.
+    """Return a head's weight or bias on the student shard's rows, as far as they are among the first `vocabulary`.
 
-    rows_VX: the head's rows as they lie here, all of them (no shard) or those of its own shard. Where the borders of
-    the two differ, rows travel: once for a tensor, as long as it lives and is not written to.
+    rows_VX: the head's rows on this rank: all rows (no shard), or those of the head's own shard. If a rank wants rows
+    that it does not hold, the ranks exchange rows. The result is kept as long as the tensor exists and is not
+    modified.
     """
     if shard is None or shard.is_alone:
         start, stop = (0, vocabulary) if student is None else student.within(vocabulary)
@@ -146,12 +148,12 @@ def rows_of(rows_VX: Tensor, shard: VocabShard | None, student: VocabShard | Non
     return _once(rows_VX, (shard.borders, tuple(wanted)), lambda: _resharded(rows_VX, shard, wanted))
 
 
-#: rows that have travelled: of a tensor that is gone or has been written to since, nothing is kept
+#: exchanged rows by their source tensor; an entry is dropped with its tensor and replaced after a modification
 _TRAVELLED = WeakTensorKeyDictionary()
 
 
 def _once(rows_VX: Tensor, layout: object, make: Callable[[], Tensor]) -> Tensor:
-    # by the tensor itself, not its address: every rank then finds or misses it in the same pass
+    # keyed by the tensor itself, not by its address: so all ranks find or miss the entry in the same pass
     key = (0 if rows_VX.is_inference() else rows_VX._version, layout)
     kept = _TRAVELLED.get(rows_VX)
     if kept is None or kept[0] != key:
@@ -160,7 +162,7 @@ def _once(rows_VX: Tensor, layout: object, make: Callable[[], Tensor]) -> Tensor
 
 
 def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tensor:
-    """Every rank sends each other rank the rows that it wants. `wanted` follow one another, as do the borders."""
+    """Send every other rank the rows that it wants. The ranges of `wanted` are contiguous, as are the borders."""
     own, want = (shard.start, shard.stop), wanted[dist.get_rank(shard.group)]
     outgoing = [_overlap(own, each) for each in wanted]
     incoming = [_overlap(each, want) for each in shard.borders]
@@ -168,7 +170,7 @@ def _resharded(rows_VX: Tensor, shard: VocabShard, wanted: list[Range]) -> Tenso
     received = sent.new_empty(want[1] - want[0], *rows_VX.shape[1:])
     received_rows, sent_rows = ([stop - start for start, stop in each] for each in (incoming, outgoing))
     dist.all_to_all_single(received, sent, received_rows, sent_rows, group=shard.group)
-    # by rank, which need not be the order of the vocabulary
+    # parts are in rank order, which need not be the order of the vocabulary
     parts = received.split(received_rows)
     return torch.cat([parts[rank] for rank in sorted(range(len(parts)), key=lambda rank: incoming[rank])])
 
@@ -194,6 +196,6 @@ def _ranks(shard: VocabShard) -> list[int]:
 
 
 def _device(group: ProcessGroup | None) -> torch.device:
-    """Where the group's collectives find small tensors: on the CPU wherever it can."""
+    """Return the device for small tensors of the group's collectives: the CPU, unless the backend is NCCL."""
     backend = str(dist.get_backend(group))
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -1,51 +1,56 @@
-"""Student and teacher laid over processes, from outside (see `runner.py`)."""
+"""Distributes student and teacher over processes, from outside of the models' own code (see `runner.py`)."""
 
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.loading import empty_decoder, fill, local_folder
+from stillhouse.parallel.build import build_runner, only_layers, require_own_teacher, single_process_runner
+from stillhouse.parallel.layout import Layout, ModelSource
+from stillhouse.parallel.loading import empty_decoder, load_weights, local_folder
 from stillhouse.parallel.mesh import Degrees, Mesh
+from stillhouse.parallel.pair import IN_STAGE, Computation, PairSignal, TeacherHidden, TeacherStudentPair
 from stillhouse.parallel.pipeline import SCHEMES
 from stillhouse.parallel.processes import (
+    destroy_process_group,
     gathered,
     is_first,
     join,
-    layout_of,
-    leave,
     local_processes,
     local_rank,
     log_rank0,
     process_count,
-    require_sharing,
     start,
 )
-from stillhouse.parallel.runner import Layout, Origin, Runner, alone, lay_out
-from stillhouse.parallel.separate import Extent
-from stillhouse.parallel.twin import Twin, Work
+from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
 
 __all__ = [
+    "IN_STAGE",
     "SCHEMES",
+    "Computation",
     "Degrees",
-    "Extent",
     "Layout",
     "Mesh",
-    "Origin",
+    "ModelSource",
+    "PairSignal",
     "Runner",
-    "Twin",
-    "Work",
-    "alone",
+    "ShardedMicroBatches",
+    "TeacherHidden",
+    "TeacherStudentPair",
+    "build_runner",
+    "destroy_process_group",
     "empty_decoder",
-    "fill",
     "gathered",
     "is_first",
     "join",
-    "lay_out",
-    "layout_of",
-    "leave",
+    "load_weights",
     "local_folder",
     "local_processes",
     "local_rank",
     "log_rank0",
+    "only_layers",
+    "padded_shapes",
     "process_count",
-    "require_sharing",
+    "require_own_teacher",
+    "shard_micro_batches",
+    "single_process_runner",
     "start",
     "watchdog",
 ]

@@ -1,8 +1,9 @@
 """Context parallelism by Ulysses, applied to a decoder from outside: each rank has a part of every sequence.
 
-Inside attention, and only there, ranks trade: a part of the sequence with all heads for all of the sequence with a
-part of the heads, by one all-to-all each way (Jacobs et al. 2023, arXiv:2309.14509). What attention runs then is
-transformers' own, with the masks of the whole sequence, packed documents and windows included.
+Ranks exchange data only inside attention (Jacobs et al. 2023, arXiv:2309.14509). Before attention, all-to-alls turn
+"a part of the sequence, all heads" into "the whole sequence, a part of the heads". After attention, another
+all-to-all turns the output back. In between, transformers' own attention function runs with the masks of the whole
+sequence, including those for packed documents and windows.
 
 B rows, S tokens of the whole sequence, H heads.
 """
@@ -21,22 +22,21 @@ from stillhouse.models import Decoder
 
 
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
-    """From here on the decoder takes this rank's part of each sequence, with its position ids. tensor: the degree of
-    tensor parallelism, which deals out the same heads.
+    """Make a decoder take this rank's part of each sequence, with the position ids of that part.
 
-    Raises ValueError for an attention that cannot be wrapped, and for heads that the degrees do not divide.
+    tensor: the degree of tensor parallelism, which splits the same heads.
+    Raises ValueError for an attention function that cannot be wrapped, and for degrees that do not divide the heads.
     """
     config, ranks = decoder.config.get_text_config(), group.size()
     inner = config._attn_implementation
     if inner not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise ValueError(
-            f"attention '{inner}' under parallel.context={ranks}: expected one of transformers' own functions, "
-            "such as sdpa or flash_attention_2 (student.attention, teacher.attention)"
+            f"attention '{inner}' under context={ranks}: expected one of transformers' own functions, "
+            "such as sdpa or flash_attention_2"
         )
     if not isinstance(getattr(decoder.backbone, "layers", None), nn.ModuleList):
         raise ValueError(
-            f"the layers of model type '{config.model_type}' are inside of another part of it: "
-            "expected parallel.context=1"
+            f"the layers of model type '{config.model_type}' are inside of another part of it: expected context=1"
         )
     require_heads(config, ranks, tensor)
     name = f"ulysses_{inner}_{group.group_name}"
@@ -48,18 +48,18 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
 
 
 def require_heads(config: Any, context: int, tensor: int) -> None:
-    """Raise ValueError for heads that cannot be dealt out over tensor, then context ranks."""
+    """Raise ValueError for heads that tensor × context ranks cannot share evenly."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if heads is not None and heads % (context * tensor):
             raise ValueError(
-                f"parallel.context={context} × parallel.tensor={tensor} does not divide the {name}={heads} of model "
+                f"context={context} × tensor={tensor} does not divide the {name}={heads} of model "
                 f"type '{config.model_type}': expected a divisor, since both deal out the heads"
             )
 
 
 class _WholeMask:
-    """Gives a backbone the masks of the whole sequences, from the position ids of all ranks."""
+    """A forward pre-hook: passes masks of the whole sequences, made from all ranks' position ids, to a backbone."""
 
     def __init__(self, config: Any, dtype: torch.dtype, group: ProcessGroup):
         self.config, self.dtype, self.group = config, dtype, group
@@ -69,14 +69,14 @@ class _WholeMask:
         parts = [torch.empty_like(own_BS) for _ in range(self.group.size())]
         dist.all_gather(parts, own_BS, group=self.group)
         whole_BS = torch.cat(parts, 1)
-        # only its shape, dtype and device are looked at
+        # transformers reads only the shape, dtype and device of the embeddings
         embeddings = torch.empty((), dtype=self.dtype, device=own_BS.device).expand(*whole_BS.shape, 1)
         masks = create_masks_for_generate(self.config, embeddings, None, None, position_ids=whole_BS)
         return arguments, options | {"attention_mask": masks, "whole_position_ids": whole_BS}
 
 
 class _Ulysses:
-    """An attention function of transformers, run on all of the sequence and a part of the heads."""
+    """Runs an attention function of transformers on the whole sequence and a part of the heads."""
 
     def __init__(self, inner: str, group: ProcessGroup):
         self.inner, self.group = inner, group
@@ -91,7 +91,7 @@ class _Ulysses:
         **options: Any,
     ) -> tuple[Tensor, None]:
         sides = (_Trade.apply(each, 1, 2, self.group) for each in (query_BHSD, key_BHSD, value_BHSD))
-        # functions that keep packed documents apart by their positions need all of those
+        # functions that separate packed documents by their position ids need the ids of the whole sequence
         options["position_ids"] = options.pop("whole_position_ids", None)
         attention = ALL_ATTENTION_FUNCTIONS[self.inner]
         output_BSHD, _ = attention(module, *sides, attention_mask, **options)
@@ -99,7 +99,7 @@ class _Ulysses:
 
 
 class _Trade(torch.autograd.Function):
-    """Dim `given` is cut into the group's parts, dim `taken` is put together from them."""
+    """An all-to-all that splits dim `given` over the group and concatenates the ranks' parts along dim `taken`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, given: int, taken: int, group: ProcessGroup) -> Tensor:

@@ -1,8 +1,8 @@
 """Expert parallelism, applied to a decoder from outside: whole experts on each process, by transformers' own plan.
 
-The processes among which a layer's experts are dealt out are neighbours on the shard and tensor axes of a mesh. A
-token goes to its experts' processes by one all-to-all and comes back by another; those that share a token by tensor
-parallelism send a slice each.
+A layer's experts are distributed over processes that are neighbours on the shard and tensor axes of a mesh. One
+all-to-all sends each token to the processes of its experts, and another one sends the results back. Tensor-parallel
+ranks have the same tokens, so each of them sends a slice.
 """
 
 from torch import nn
@@ -11,34 +11,36 @@ from torch.distributed import DeviceMesh
 from stillhouse.models import Decoder
 from stillhouse.parallel.tensor_parallel import generic
 
-#: transformers' name for a module of experts whose tokens come to it
+#: transformers' style for a module of experts that tokens are sent to
 DISPATCHED = "ep_dispatch_experts"
 
 
 def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceMesh) -> None:
-    """experts: of one dim, the processes that share the experts. tensor: of those, the ones with the same tokens.
+    """Distribute a decoder's experts.
 
-    Raises ValueError for experts that cannot be dealt out evenly, and for a transformers that cannot.
+    experts: a 1-D mesh of the processes over which the experts are distributed. tensor: those with the same tokens.
+    Raises ValueError for a degree that does not divide the experts, and for a transformers version that is too old.
     """
     config = decoder.config.get_text_config()
     degree, count = experts.size(), config.num_local_experts
     if count % degree:
         raise ValueError(
-            f"parallel.expert={degree} does not divide the {count} experts of model type '{config.model_type}': "
+            f"expert={degree} does not divide the {count} experts of model type '{config.model_type}': "
             "expected a divisor of it"
         )
     try:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
     except ImportError as error:
-        raise ValueError(f"parallel.expert={degree} needs transformers 5.22 or later ({error})") from error
+        raise ValueError(f"expert={degree} needs transformers 5.22 or later ({error})") from error
     plan = _plan(decoder)
-    parts = [*decoder.backbone.named_parameters(), *decoder.backbone.named_modules()]  # weights are cut first
+    # parameters first: they are sharded before the modules' forwards are wrapped
+    parts = [*decoder.backbone.named_parameters(), *decoder.backbone.named_modules()]
     here = {name: plan[generic(name)] for name, _ in parts if generic(name) in plan}
     apply_expert_parallelism(decoder.backbone, experts, tensor, here)
 
 
 def dispatched_experts(decoder: Decoder) -> list[nn.Module]:
-    """The modules that hold the experts of the layers that are here; none for a model without."""
+    """Return the modules of experts in this stage's layers; an empty list for a model without experts."""
     plan = _plan(decoder)
     named = decoder.backbone.named_modules()
     return [module for name, module in named if plan.get(generic(name)) == DISPATCHED]

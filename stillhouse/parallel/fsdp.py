@@ -1,7 +1,8 @@
-"""FSDP2 and HSDP, applied to a decoder from outside: weights, gradients and optimizer state are shared by its ranks.
+"""FSDP2 and HSDP, applied to a decoder from outside: weights, gradients and optimizer state are sharded over ranks.
 
-Each layer is gathered when it is needed, the head inside its own forward, where the output processor sees it whole.
-Gradients are summed over the ranks, never averaged: losses are sums over tokens, divided by the step's count already.
+Each layer is gathered when it is needed. An untied head is gathered around its own forward, so the output processor
+sees the whole weight. Gradients are summed over the ranks, never averaged: the losses are sums over tokens, already
+divided by the step's token count.
 """
 
 from collections.abc import Iterable
@@ -24,14 +25,16 @@ def apply_fsdp(
     gather_dtype: torch.dtype | None = None,
     offload: bool = False,
 ) -> None:
-    """mesh: (shard), or (replicate, shard) for whole copies of the shards.
+    """Shard a decoder's weights over a mesh.
 
-    reshard_after_forward: whether layers and head are gathered again in backward; a pipeline's schedule, which runs
-    parts of backward by itself, needs them to stay.
-    gather_dtype: what layers and an untied head are gathered in, for who computes under autocast to it; None: their
-    own. Gradients are summed in float32, over ranks and micro-batches.
-    offload: shards of weights and gradients lie in host memory between uses, and so does what an optimizer makes of
-    them. On a CPU nothing is moved.
+    mesh: (shard), or (replicate, shard) to keep several replicas of the sharded model.
+    reshard_after_forward: free the gathered layers and head after forward and gather them again in backward. A
+    pipeline needs False, because its schedule runs parts of backward by itself and needs the gathered weights.
+    gather_dtype: the dtype in which layers and an untied head are gathered, for a forward under autocast to that
+    dtype; None: their own dtype. With a gather_dtype, their gradients are summed in float32, over ranks and
+    micro-batches.
+    offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses. On a CPU
+    nothing is moved.
     """
     shard = partial(fully_shard, mesh=mesh, offload_policy=_home(mesh, offload))
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
@@ -39,12 +42,14 @@ def apply_fsdp(
         inner(layer)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
-        # a tied weight is the embedding's, in the root's group
+        # a tied head uses the embedding's weight, which is in the root's FSDP group
         learns = any(parameter.requires_grad for parameter in decoder.head.parameters())
-        # backward begins where forward ends
+        # backward begins with the head: freeing a trained head after forward would only cost a second gather
         inner(decoder.head, reshard_after_forward=reshard_after_forward and not learns)
-    # in its own dtype: a row's gradient is a sum over all places of its token
-    shard(decoder, reshard_after_forward=reshard_after_forward and not trains)
+    # a frozen decoder is a teacher: `pair.py` uses its tied head after its forward, and reshards it then
+    stays = trains or (decoder.tied and decoder.has_head)
+    # no gather_dtype: the gradient of an embedding row is a sum over all occurrences of its token
+    shard(decoder, reshard_after_forward=reshard_after_forward and not stays)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -59,13 +64,16 @@ def apply_fsdp_to_experts(
     gather_dtype: torch.dtype | None = None,
     offload: bool = False,
 ) -> None:
-    """Before the rest, for experts that have been dealt out: mesh is that of the processes with the same ones. The
-    other arguments are those of `apply_fsdp`.
+    """Shard expert modules that expert parallelism has already distributed. Call this before `apply_fsdp`.
+
+    mesh: the processes that hold the same experts. The other arguments are those of `apply_fsdp`.
     """
     processes = mesh["shard"].size() if mesh.ndim > 1 else mesh.size()
 
     def placement(weight: nn.Parameter) -> Shard:
-        """Whole experts where there are enough of them: what is cut by experts already, FSDP cuts only evenly."""
+        """Shard by expert if the processes divide the experts, else by rows: dim 0 is sharded by expert parallelism
+        already, and FSDP shards such a dim only evenly.
+        """
         count = len(weight.to_local()) if isinstance(weight, DTensor) else len(weight)
         return Shard(0 if count % processes == 0 else 1)
 
@@ -81,7 +89,7 @@ def apply_fsdp_to_experts(
 
 
 def _home(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
-    # memory that is pinned travels while the GPU computes; there is none of that kind without one
+    # the GPU can copy pinned memory while it computes; pinned memory needs a GPU
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
 
 

@@ -1,6 +1,6 @@
-"""The norm of a gradient that lies over many processes, and its clipping.
+"""The norm of a gradient that is distributed over many processes, and its clipping.
 
-Every number of the gradient counts once, however many processes hold it.
+Each element of the gradient counts once, however many processes hold a copy of it.
 """
 
 import math
@@ -15,8 +15,11 @@ from torch.distributed.tensor import DTensor
 from stillhouse.models.head import local
 
 
-def settle(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters with a gradient, which then lies as its parameter does: open sums over ranks are done."""
+def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that have a gradient, after giving each gradient the placements of its parameter.
+
+    This carries out the pending sums over ranks (`Partial` placements).
+    """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:
         gradient = parameter.grad
@@ -31,11 +34,11 @@ def gradient_norm(
     group: ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The norm over everything, on every process; float32, where the gradients lie.
+    """Return the norm of the whole gradient, the same on every process, in float32 and on the gradients' device.
 
-    processes: how many hold a copy or a shard of each of these parameters. group: those whose gradients count
-    together, all stages of a pipeline; None for this process alone. device: where the group's messages start from;
-    the gradients may be in host memory.
+    processes: the number of processes that hold a copy or a shard of each of these parameters.
+    group: the processes, of all pipeline stages, that together hold the whole gradient; None: this process alone.
+    device: the device of the group's all-reduce; the gradients may be in host memory.
     """
     squares = [
         local(parameter.grad).float().square().sum() / copies(parameter, processes)
@@ -51,7 +54,7 @@ def gradient_norm(
 
 
 def copies(parameter: nn.Parameter, processes: int) -> int:
-    """How many processes hold the same numbers of it."""
+    """Return how many processes hold the same elements of a parameter."""
     if not isinstance(parameter, DTensor):
         return processes
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

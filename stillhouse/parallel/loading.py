@@ -1,8 +1,8 @@
-"""Weights straight from safetensors into their places: no process ever holds more of a model than its own part.
+"""Reads weights from safetensors files into a distributed model: no process ever holds more than its own part.
 
-decoder = empty_decoder(path)       all of it on the meta device: shapes, no memory
-…                                   cut, shard
-fill(decoder, path, device)         memory for what is here, read from the files by slices
+decoder = empty_decoder(folder)             the whole model on the meta device: shapes, no memory
+…                                           cut it into stages, shard it
+load_weights(decoder, folder, device)       allocate memory for this process's part, read its slices from the files
 """
 
 import os
@@ -23,11 +23,11 @@ from stillhouse.models import Decoder
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.models.files import require_safe_files
 from stillhouse.models.loading import parse_dtype
-from stillhouse.parallel.stacks import parts_of_stack, read_stack
+from stillhouse.parallel.stacked_experts import parts_of_stack, read_stack
 
 
 def local_folder(name_or_path: str, revision: str | None = None) -> str:
-    """Where a model's files are on this machine, fetched from the hub if need be."""
+    """Return the local folder of a model's files. Downloads them from the hub unless the name is a folder."""
     if os.path.isdir(name_or_path):
         return name_or_path
     return snapshot_download(name_or_path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
@@ -36,9 +36,10 @@ def local_folder(name_or_path: str, revision: str | None = None) -> str:
 def empty_decoder(
     folder: str | os.PathLike[str], *, dtype: str | None = None, attention: str | None = None
 ) -> Decoder:
-    """A decoder of a folder's configuration on the meta device. dtype: None or "auto" for the one it was saved in.
+    """Return a decoder with a folder's configuration on the meta device.
 
-    Code that comes with a model is not run. Raises ValueError for what cannot be made, or is quantized.
+    dtype: None or "auto" for the dtype in which the model was saved. Code that comes with a model is not run.
+    Raises ValueError for a model that cannot be constructed or is quantized.
     """
     require_safe_files(folder)
     with reading(f"model '{escaped(os.fspath(folder))}': its configuration cannot be read"):
@@ -53,18 +54,20 @@ def empty_decoder(
             attn_implementation=attention,
             trust_remote_code=False,
         )
-    if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)):  # a folder need not have one
+    if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)):  # the file is optional
         with reading(f"{folder}: its {GENERATION_CONFIG_NAME} cannot be read"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
     return Decoder(model, verify=False)
 
 
-def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device, *, offload: bool = False) -> None:
-    """Give a decoder on the meta device, whatever has been cut from it, its memory and the weights of a folder.
+def load_weights(
+    decoder: Decoder, folder: str | os.PathLike[str], device: torch.device, *, offload: bool = False
+) -> None:
+    """Allocate the memory of a decoder on the meta device, and read its weights from a folder.
 
-    offload: the parameters lie in host memory, only the buffers on the device.
+    The decoder may have been cut and sharded. offload: parameters go to host memory, and only buffers to the device.
 
-    Raises ValueError for a weight that the folder does not have under the name that it has in the model, or expert by
+    Raises ValueError for a weight that the folder has neither under its name in the model nor as one tensor per
     expert.
     """
     decoder.to_empty(device="cpu" if offload else device)
@@ -76,7 +79,7 @@ def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device,
     wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():
-        if is_lora(name):  # drawn, not read
+        if is_lora(name):  # `draw_lora` sets adapters
             continue
         candidates = checkpoint_names(decoder, name)
         found = next((each for each in candidates if each in files), None)
@@ -95,7 +98,7 @@ def fill(decoder: Decoder, folder: str | os.PathLike[str], device: torch.device,
 
 
 def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Of each tensor in a folder, the file that holds it."""
+    """Return, by tensor name, the file of a folder that holds the tensor."""
     found: dict[str, str] = {}
     for path in Path(folder).glob("*.safetensors"):
         with reading(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
@@ -104,7 +107,7 @@ def _files(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
-    """What a tensor of a decoder may be called in transformers' files: a tied head's has the embedding's name."""
+    """Return the names that a tensor may have in transformers' files: a tied head may be saved as the embedding."""
     model, name = decoder.pretrained, base_name(name)
     inner = f"{model.base_model_prefix}."
     if name.startswith("backbone."):
@@ -118,7 +121,7 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
 
 @torch.no_grad()
 def make_buffers(decoder: Decoder) -> None:
-    """What no file holds: rotary frequencies and the like, by the family's own initialisation."""
+    """Compute the buffers that no file holds, such as rotary frequencies, with the family's own initialisation."""
     for module in decoder.modules():
         if module._non_persistent_buffers_set:
             decoder.pretrained._init_weights(module)

@@ -1,7 +1,7 @@
-"""Which process does what: the degrees of a layout, this process's place in it, and the groups that it talks to.
+"""The processes of a run as meshes: the degrees of a layout, this process's coordinates, and its process groups.
 
-Ranks count with the tensor degree fastest, so that those who talk most are neighbours: pipeline, replicate, fsdp,
-context, tensor. The experts of a layer are dealt out over neighbours of the last three.
+The axes, from slowest to fastest, are pipeline, replicate, fsdp, context, tensor. Thus the ranks that communicate
+most are neighbours. The experts of a layer are distributed over neighbouring ranks of the last three axes.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,14 +15,14 @@ from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeo
 
 @dataclass(frozen=True)
 class Degrees:
-    """Into how many parts a run is cut, each way."""
+    """The number of parts on each axis of a run."""
 
     pipeline: int = 1
     replicate: int = 1
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # some of the processes of fsdp, context and tensor, to which it adds none
+    expert: int = 1  # uses processes of the fsdp, context and tensor axes, and adds none
 
     @property
     def processes(self) -> int:
@@ -30,17 +30,17 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """The parts among which each step's sequences are dealt out."""
+        """The number of data ranks, over which each step's micro-batches are distributed."""
         return self.replicate * self.fsdp
 
     @property
     def shard(self) -> int:
-        """The processes that share weights, gradients and optimizer state: those of one sequence, too."""
+        """The processes over which FSDP shards weights, gradients and optimizer state; includes the context ranks."""
         return self.fsdp * self.context
 
     @property
     def experts(self) -> int:
-        """The processes among which a layer's experts are dealt out: those of tensor parallelism at least."""
+        """The number of processes over which a layer's experts are distributed: at least the tensor degree."""
         return max(self.expert, self.tensor)
 
     def __str__(self) -> str:
@@ -48,15 +48,15 @@ class Degrees:
 
 
 class Mesh:
-    """The processes of a run as grids: the first `degrees.processes` of the world.
+    """The processes of a run as device meshes: the first `degrees.processes` ranks of the world.
 
-    Making one is a collective of the whole world, also of processes that it does not count.
+    Constructing one is a collective of the whole world, including ranks that are not in the mesh.
 
-    weights: (pipeline, replicate, shard, tensor), where weights lie.
-    experts: (pipeline, replicate, shard, expert), where the weights of experts lie.
-    tokens: (pipeline, data, context, tensor), where tokens lie.
-    everyone: the group of all of them.
-    pipelines: the group along the pipeline, two more of it: for messages that are in no order with the others.
+    weights: (pipeline, replicate, shard, tensor), the mesh of the weights.
+    experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
+    tokens: (pipeline, data, context, tensor), the mesh of the tokens.
+    everyone: the group of all processes of the mesh.
+    pipelines: two more groups along the pipeline axis, for messages that have no fixed order relative to the others.
     """
 
     def __init__(self, degrees: Degrees, device: torch.device):
@@ -71,12 +71,12 @@ class Mesh:
 
     @property
     def sharding(self) -> DeviceMesh | None:
-        """What FSDP takes: (shard), or (replicate, shard); None where weights are shared by nobody."""
+        """The mesh for `apply_fsdp`: (shard), or (replicate, shard); None if both axes have size 1."""
         return self._sharding(self.weights)
 
     @property
     def expert_sharding(self) -> DeviceMesh | None:
-        """The same for the weights of experts."""
+        """The mesh for `apply_fsdp_to_experts`; None if `sharding` is None."""
         return self._sharding(self.experts)
 
     def _sharding(self, grid: DeviceMesh) -> DeviceMesh | None:
@@ -85,13 +85,15 @@ class Mesh:
             return None
         return grid["replicate", "shard"] if degrees.replicate > 1 else grid["shard"]
 
-    def place(self, axis: str) -> int:
-        """This process's number along an axis of `tokens`."""
+    def coordinate(self, axis: str) -> int:
+        """Return this process's coordinate on an axis of `tokens`."""
         return self.tokens.get_local_rank(axis)
 
     def _along_pipeline(self) -> ProcessGroup | None:
-        """Made by all for all: torch names a group that only its members make after what each of them has made so far
-        (2.13), which differs.
+        """Create a group along the pipeline axis.
+
+        Every process creates the groups of all pipelines. If only the members created a group, torch (2.13) would
+        name it after the number of groups that each process has created so far, which differs between the members.
         """
         if self.degrees.pipeline == 1:
             return None
@@ -108,6 +110,6 @@ class Mesh:
 
 
 def _group_timeout(device: torch.device) -> timedelta:
-    """The time limit of the world's collectives, which groups made of it do not inherit (torch 2.13)."""
+    """Return the timeout of the world's collectives. New groups do not inherit it (torch 2.13)."""
     world = _get_default_group()
     return world._get_backend(device).options._timeout

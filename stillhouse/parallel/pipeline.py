@@ -1,9 +1,9 @@
-"""The twin pipeline: student and teacher travel through the same stages side by side, by torch's schedules.
+"""The pipeline: student and teacher run side by side in the same stages, under torch's schedules.
 
-A stage holds some layers of both. What passes between stages is the pair of hidden states, never logits; the
-teacher's half has no gradient. On the last stage both of the same micro-batch stand side by side, and the output
-processor runs in the student's head as it does without a pipeline. Only hidden states travel: what a micro-batch is
-about, every rank has already, and finds by its number.
+A stage holds some layers of both models. It sends the hidden states of both to the next stage, never logits; the
+teacher's hidden states have no gradient. The last stage thus has both hidden states of a micro-batch, and the output
+processor runs in the student's head as it does without a pipeline. Nothing but hidden states is sent: every rank
+already has the micro-batches and looks each of them up by its number.
 
 B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
@@ -26,25 +26,27 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from stillhouse.parallel.ahead import Ahead, Schedule1F1BAhead, as_learner
-from stillhouse.parallel.gradients import local, settle
-from stillhouse.parallel.twin import Twin, Work
+from stillhouse.data import MicroBatch
+from stillhouse.parallel.gradients import local, reduce_partial_grads
+from stillhouse.parallel.pair import Computation, InStage, PairSignal, TeacherHidden, TeacherStudentPair
+from stillhouse.parallel.teacher_prefetch import Schedule1F1BWithPrefetch, TeacherPrefetch
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """torch's schedule, the stages that each rank has, and whether they lie in a V: the last beside the first.
+    """One of torch's schedules, and how stages are placed on ranks.
 
-    ahead: the teacher runs by itself, as far as one step ahead.
+    per_rank: the number of stages on each rank. in_v: the stages go down the ranks and back up, so that rank 0 has
+    the first and the last one. prefetch: the teacher runs in actions of its own, up to one step ahead.
     """
 
     schedule: Callable[..., Any]
     per_rank: int = 1
     in_v: bool = False
-    ahead: bool = False
+    prefetch: bool = False
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
-        """The numbers of a rank's stages."""
+        """Return the numbers of a rank's stages."""
         if self.in_v:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + turn * ranks for turn in range(self.per_rank)]
@@ -56,7 +58,7 @@ class Scheme:
 SCHEMES = {
     "gpipe": Scheme(ScheduleGPipe),
     "1f1b": Scheme(Schedule1F1B),
-    "1f1b_ahead": Scheme(Schedule1F1BAhead, ahead=True),
+    "1f1b_ahead": Scheme(Schedule1F1BWithPrefetch, prefetch=True),
     "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
     "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2),
     "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True),
@@ -65,7 +67,7 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Width:
-    """Of the hidden states that travel: D and E, 0 where the teacher's do not, and their dtypes."""
+    """The widths D, E and the dtypes of the hidden states that stages send. E is 0 if the teacher's are not sent."""
 
     student: int
     student_dtype: torch.dtype
@@ -74,18 +76,19 @@ class Width:
 
 
 class Pipeline:
-    """The stages of this rank and their schedule. `twins`: by stage number.
+    """The stages of this rank and their schedule.
 
-    sharding: FSDP's mesh, where the twins are sharded by it.
-    tied: the student's embedding, on the first stage, and its head, on the last, are one weight. Both have it; their
-    gradients are summed after every step, so that they stay equal.
-    teacher_cost: of the teacher's layers, in forwards of the student's, for a scheme that runs it ahead. further: two
-    more groups of the same ranks.
+    pairs: by stage number.
+    sharding: the mesh over which FSDP shards the pairs; None without FSDP.
+    tied: the student's embedding, on the first stage, and its head, on the last stage, are one weight. Both stages
+    have a copy; the two gradients are summed after every step, so that the copies stay equal.
+    teacher_cost: a forward of the teacher's layers, in forwards of the student's layers; for schemes with prefetch.
+    reverse_groups: two more groups of the same ranks, for messages that have no fixed order relative to the others.
     """
 
     def __init__(
         self,
-        twins: dict[int, Twin],
+        pairs: dict[int, TeacherStudentPair],
         scheme: Scheme,
         width: Width,
         group: ProcessGroup,
@@ -94,90 +97,102 @@ class Pipeline:
         tied: bool = False,
         sharding: DeviceMesh | None = None,
         teacher_cost: float = 0.0,
-        further: Sequence[ProcessGroup | None] = (),
+        reverse_groups: Sequence[ProcessGroup | None] = (),
     ):
         self.ranks, self.rank = group.size(), group.rank()
         self.count = self.ranks * scheme.per_rank
-        self.stages = {number: _Stage(number, self.count, twin) for number, twin in twins.items()}
+        self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
         if sharding is not None:
-            # without weights of its own: so that the schedule holds what is gathered, and sums gradients once a step
+            # the stage has no weights of its own, but wrapping it makes the schedule keep gathered weights and sum
+            # gradients once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=sharding)
         self.tied = tied
         self.scheme, self.width, self.group, self.device = scheme, width, group, device
-        self.further = further
-        self.ahead: Ahead | None = None
-        if scheme.ahead:
-            (stage,), (teaching, backward) = self.stages.values(), further
-            assert teaching is not None
-            assert backward is not None
+        self.reverse_groups = reverse_groups
+        self.prefetch: TeacherPrefetch | None = None
+        if scheme.prefetch:
+            (stage,), (teacher_group, backward_group) = self.stages.values(), reverse_groups
+            assert teacher_group is not None
+            assert backward_group is not None
             teacher = (teacher_cost, width.teacher, width.teacher_dtype)
-            self.ahead = Ahead(stage.speak, *teacher, teaching, backward, device)
-        self._made_for: tuple[Any, ...] = ()
-        self._latest: Any = None
+            self.prefetch = TeacherPrefetch(stage.teacher_forward, *teacher, teacher_group, backward_group, device)
+        self._schedule_key: tuple[Any, ...] = ()
+        self._schedule: Any = None
 
-    def forward_backward(self, works: Sequence[Work], upcoming: Sequence[Work] = ()) -> list[Any]:
-        """Adds the gradients of the works' losses; gives what the processor made of each, on the last stage's rank.
+    def forward_backward(
+        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
+    ) -> list[Any]:
+        """Add the gradients of the micro-batches' losses to the parameters.
 
-        All works have the same shape. upcoming: those of the next step, for a scheme that runs their teacher already.
-        Raises ValueError for a number of works that the schedule cannot take.
+        Returns the processor's results on the last stage's rank, and an empty list on all others. All micro-batches
+        must have the same shape. Raises ValueError for a number of micro-batches that the schedule cannot take.
         """
-        numbers = torch.arange(len(works))
-        made = self._begin(works)
-        schedule = self._schedule(works)
-        if self.ahead is not None:
-            self._begin_ahead(self.ahead, schedule, works, upcoming)
+        numbers = torch.arange(len(micro_batches))
+        in_stage = _in_stage(signals)
+        results = self._begin(computation, micro_batches, signals)
+        schedule = self._schedule_for(micro_batches, with_teacher=in_stage and self.prefetch is None)
+        if self.prefetch is not None:
+            self._begin_prefetch(self.prefetch, schedule, micro_batches, needs_teacher=in_stage)
         first = (numbers,) if 0 in self.stages else ()
         target = numbers if self.count - 1 in self.stages else None
         schedule.step(*first, target=target, number=numbers, return_outputs=False)
-        if self.ahead is not None:
-            self.ahead.end()
+        if self.prefetch is not None:
+            self.prefetch.end()
         if self.tied:
             self._sum_tied_gradient()
-        return [made[number] for number in sorted(made)]
+        return [results[number] for number in sorted(results)]
 
     @torch.no_grad()
-    def forward(self, works: Sequence[Work]) -> list[Any]:
-        """What the processor makes of each work, on the last stage's rank; no gradient. Any number, any shapes.
+    def forward(
+        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
+    ) -> list[Any]:
+        """Run the micro-batches, of any number and shapes, without gradients.
 
-        Not by torch's schedules: that of ZBV does not evaluate (torch 2.13), and without a backward there is nothing
-        to schedule. All works go through a stage before the rank turns to its next one.
+        Returns the processor's results on the last stage's rank, and an empty list on all others. Does not use
+        torch's schedules: the one of ZBV cannot evaluate (torch 2.13), and without backward there is nothing to
+        schedule. A rank runs all micro-batches through one of its stages before it begins with its next stage.
         """
-        made = self._begin(works)
-        stays: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # from a stage to the next on the same rank
-        sent: list[tuple[Any, Tensor]] = []
+        if self.prefetch is not None:
+            self.prefetch.forget(micro_batches)
+        results = self._begin(computation, micro_batches, signals)
+        kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # outputs of a stage for the next one on this rank
+        sends: list[tuple[Any, Tensor]] = []
         for number, stage in sorted(self.stages.items()):
             before, behind = (self.scheme.rank_of(each, self.ranks) for each in (number - 1, number + 1))
-            for at, work in enumerate(works):
+            for at, micro_batch in enumerate(micro_batches):
                 received: tuple[Tensor, ...] = ()
                 if number and before != self.rank:
-                    received = self._receive(work, before)
+                    received = self._receive(micro_batch, before, with_teacher=_in_stage(signals))
                 elif number:
-                    received = stays.pop((number - 1, at))
+                    received = kept.pop((number - 1, at))
                 passed = stage(*received, number=torch.tensor([at]))
                 if number + 1 == self.count:
                     continue
                 if behind == self.rank:
-                    stays[number, at] = passed
+                    kept[number, at] = passed
                 else:
                     group = self._towards(self.rank, behind)
-                    sent += [(dist.isend(each, group=group, group_dst=behind), each) for each in passed]
-        for sending, _ in sent:
-            sending.wait()
-        return [made[number] for number in sorted(made)]
+                    sends += [(dist.isend(each, group=group, group_dst=behind), each) for each in passed]
+        for send, _ in sends:
+            send.wait()
+        return [results[number] for number in sorted(results)]
 
     def _sum_tied_gradient(self) -> None:
+        """Give the embedding and the head, which are two copies of one weight, the sum of their gradients."""
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
         if self.rank not in (first, last):
             return
-        gradients = [local(weight.grad) for weight in settle(self._tied_weights()) if weight.grad is not None]
+        gradients = [
+            local(weight.grad) for weight in reduce_partial_grads(self._tied_weights()) if weight.grad is not None
+        ]
         if first == last:
             total = gradients[0] + gradients[1]
         else:
             own = gradients[0].to(self.device)  # it may be in host memory
             other = torch.empty_like(own)
             there = dist.get_global_rank(self.group, last if self.rank == first else first)
-            # together: each of two that first send to the other would wait for it (NCCL)
+            # in one batch: if both ranks sent first, each would wait for the other (NCCL)
             both = [
                 dist.P2POp(dist.isend, own.contiguous(), there, self.group),
                 dist.P2POp(dist.irecv, other, there, self.group),
@@ -189,57 +204,71 @@ class Pipeline:
             gradient.copy_(total)
 
     def _tied_weights(self) -> list[nn.Parameter]:
-        """The embedding's and the head's, as far as they are here."""
+        """Return the weights of the embedding and of the head, if they are on this rank."""
         weights = []
         if 0 in self.stages:
-            weights.append(self.stages[0].twin.student.pretrained.get_input_embeddings().weight)
+            weights.append(self.stages[0].pair.student.pretrained.get_input_embeddings().weight)
         if self.count - 1 in self.stages:
-            weights.append(self.stages[self.count - 1].twin.student.output_weight)
+            weights.append(self.stages[self.count - 1].pair.student.output_weight)
         return weights
 
-    def _receive(self, work: Work, source: int) -> tuple[Tensor, ...]:
-        rows, tokens = work.tokens.input_ids_BS.shape
-        hidden = self._hidden(rows, tokens, work.asks_teacher)
+    def _receive(self, micro_batch: MicroBatch, source: int, *, with_teacher: bool) -> tuple[Tensor, ...]:
+        hidden = self._hidden(*micro_batch.shape_BS, with_teacher=with_teacher)
         received = tuple(torch.empty_like(each, device=self.device, requires_grad=False) for each in hidden)
         for each in received:
             dist.recv(each, group=self._towards(source, self.rank), group_src=source)
         return received
 
     def _towards(self, source: int, target: int) -> ProcessGroup:
-        """A group for each direction: messages of one pair both ways are in no common order (NCCL keeps to one)."""
-        back = self.further[0]
+        """Return the group for messages from `source` to `target`.
+
+        Each direction has its own group. NCCL runs the messages of a group in the order in which each rank issues
+        them, and two ranks may issue the messages of opposite directions in different orders.
+        """
+        back = self.reverse_groups[0]
         if source < target:
             return self.group
         assert back is not None
         return back
 
-    def _begin(self, works: Sequence[Work]) -> dict[int, Any]:
-        made: dict[int, Any] = {}
+    def _begin(
+        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
+    ) -> dict[int, Any]:
+        results: dict[int, Any] = {}
         for stage in self.stages.values():
-            stage.works, stage.made = works, made
-        return made
+            stage.computation, stage.micro_batches, stage.signals = computation, micro_batches, list(signals)
+            stage.results, stage.teacher_hidden = results, {}
+        return results
 
-    def _begin_ahead(self, ahead: Ahead, schedule: Any, works: Sequence[Work], upcoming: Sequence[Work]) -> None:
+    def _begin_prefetch(
+        self, prefetch: TeacherPrefetch, schedule: Any, micro_batches: Sequence[MicroBatch], *, needs_teacher: bool
+    ) -> None:
+        """Set the order of the step, in which the teacher has actions of its own.
+
+        If the step needs the teacher, the stages run the student alone. Only the last stage uses the teacher's hidden
+        states: T actions of this step or of the previous one put them into `teacher_hidden`.
+        """
         (stage,) = self.stages.values()
-        asked = [work for work in upcoming if work.asks_teacher]
-        order, stage.said = ahead.begin(works, asked)
-        stage.works = [*(as_learner(work, is_last=stage.is_last) for work in works), *asked]
-        schedule.follow(order, ahead.teach, ahead.backward_group)
+        order, hidden = prefetch.begin(micro_batches, needs_teacher=needs_teacher)
+        if needs_teacher:
+            stage.signals = [None] * len(micro_batches)
+            stage.teacher_hidden = hidden if stage.is_last else {}
+        schedule.follow(order, prefetch.run_teacher, prefetch.backward_group)
 
-    def _schedule(self, works: Sequence[Work]) -> Any:
-        """torch's, for these shapes: it fixes what travels when it is made."""
-        shapes = {(work.tokens.input_ids_BS.shape, work.asks_teacher) for work in works}
+    def _schedule_for(self, micro_batches: Sequence[MicroBatch], *, with_teacher: bool) -> Any:
+        """Return torch's schedule for these shapes. A schedule fixes the shapes of its messages at construction."""
+        shapes = {each.shape_BS for each in micro_batches}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
-        ((rows, tokens), asks_teacher) = next(iter(shapes))
-        asks_teacher = asks_teacher and self.ahead is None
-        key = (len(works), rows, tokens, asks_teacher)
-        if key != self._made_for:
-            hidden = self._hidden(rows, tokens, asks_teacher)
+        ((rows, tokens),) = shapes
+        key = (len(micro_batches), rows, tokens, with_teacher)
+        if key != self._schedule_key:
+            hidden = self._hidden(rows, tokens, with_teacher=with_teacher)
             stages = [self._stage(number, hidden) for number in sorted(self.stages)]
             options = {"loss_fn": _sum, "scale_grads": False}
             chosen = stages if self.scheme.per_rank > 1 else stages[0]
-            self._made_for, self._latest = key, self.scheme.schedule(chosen, len(works), **options)
-        return self._latest
+            self._schedule_key = key
+            self._schedule = self.scheme.schedule(chosen, len(micro_batches), **options)
+        return self._schedule
 
     def _stage(self, number: int, hidden: tuple[Tensor, ...]) -> PipelineStage:
         anything, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
@@ -253,40 +282,60 @@ class Pipeline:
             group=self.group,
         )
 
-    def _hidden(self, rows: int, tokens: int, asks_teacher: bool) -> tuple[Tensor, ...]:
+    def _hidden(self, rows: int, tokens: int, *, with_teacher: bool) -> tuple[Tensor, ...]:
+        """Return what one stage sends to the next one, as meta tensors."""
         width = self.width
-        student = torch.empty(rows, tokens, width.student, dtype=width.student_dtype, device="meta")
-        teacher = torch.empty(rows, tokens, width.teacher, dtype=width.teacher_dtype, device="meta")
-        return (student.requires_grad_(), teacher) if asks_teacher and width.teacher else (student.requires_grad_(),)
+        student = torch.empty(rows, tokens, width.student, dtype=width.student_dtype, device="meta").requires_grad_()
+        if not (with_teacher and width.teacher):
+            return (student,)
+        return student, torch.empty(rows, tokens, width.teacher, dtype=width.teacher_dtype, device="meta")
 
 
 class _Stage(nn.Module):
-    """A twin as torch's schedules call it: with what it received and a micro-batch's number."""
+    """A pair with the signature that torch's schedules call: the received hidden states and a micro-batch's number.
 
-    def __init__(self, number: int, count: int, twin: Twin):
+    teacher_hidden: on the last stage, the hidden states of a teacher that runs ahead, by micro-batch.
+    """
+
+    computation: Computation
+
+    def __init__(self, number: int, count: int, pair: TeacherStudentPair):
         super().__init__()
-        self.number, self.twin = number, twin
+        self.number, self.pair = number, pair
         self.is_last = number + 1 == count
-        self.works: Sequence[Work] = ()
-        self.made: dict[int, Any] = {}
-        self.said: dict[int, Tensor] = {}  # by a teacher that runs ahead, of micro-batches to come
+        self.micro_batches: Sequence[MicroBatch] = ()
+        self.signals: list[PairSignal] = []
+        self.results: dict[int, Any] = {}
+        self.teacher_hidden: dict[int, Tensor] = {}
 
-    def speak(self, at: int, *received: Tensor) -> Tensor:
-        """The teacher's part alone. By way of `forward`, whose hooks gather its weights."""
-        return self(*received, number=torch.tensor([at]), teacher_alone=True)
+    def teacher_forward(self, micro_batch: MicroBatch, *received: Tensor) -> Tensor:
+        """Run the teacher's part alone. This calls `forward`, because its FSDP hooks gather the weights."""
+        return self(*received, teacher_of=micro_batch)
 
-    def forward(self, *received: Tensor, number: Tensor, teacher_alone: bool = False) -> Tensor | tuple[Tensor, ...]:
+    def forward(
+        self, *received: Tensor, number: Tensor | None = None, teacher_of: MicroBatch | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        if teacher_of is not None:
+            return self.pair.teacher_forward(teacher_of, *received)
+        assert number is not None
         at = int(number)
-        if teacher_alone:
-            return self.twin.speak(self.works[at].tokens, *received)
-        made = self.twin(self.works[at], *(received if self.number else ()), said_BSE=self.said.pop(at, None))
+        hidden_BSE = self.teacher_hidden.pop(at, None)
+        signal = self.signals[at] if hidden_BSE is None else TeacherHidden(hidden_BSE)
+        result = self.pair(self.computation, self.micro_batches[at], signal, *(received if self.number else ()))
         if not self.is_last:
-            return made if isinstance(made, tuple) else (made,)
-        self.made[at] = made
+            return result if isinstance(result, tuple) else (result,)
+        self.results[at] = result
         if not torch.is_grad_enabled():
             return ()
-        # of one dim: a loss without any breaks the schedule's merge, and the other ranks wait
-        return torch.stack([made.loss])
+        # 1-D: the schedule cannot merge 0-D losses, and its error would leave the other ranks waiting
+        return torch.stack([result.loss])
+
+
+def _in_stage(signals: Sequence[PairSignal]) -> bool:
+    """Return whether the teacher runs in the stages: for all micro-batches of a call, or for none."""
+    kinds = {isinstance(each, InStage) for each in signals}
+    assert len(kinds) == 1, "a teacher that is asked for some of the micro-batches only"
+    return kinds.pop()
 
 
 def _sum(loss: Tensor, _: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""The processes that torchrun started, as a run's mesh, and what they tell each other beside tensors."""
+"""Connects the processes that torchrun started, builds a run's mesh, and gathers values other than tensors."""
 
 import json
-import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -10,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from stillhouse.config import ConfigError, ParallelConfig
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.mesh import Degrees, Mesh
-from stillhouse.parallel.runner import Layout
+from stillhouse.parallel.layout import Layout
+from stillhouse.parallel.mesh import Mesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-#: that a collective waits at least: rank 0 may write a large model for hours; what hangs is the watchdog's to find
+#: the shortest timeout of a collective: rank 0 may take hours to write a large model. Hung ranks are found by the
+#: watchdog, not by this timeout.
 GROUP_SECONDS = 6 * 3600.0
 
 
@@ -45,75 +44,32 @@ def log_rank0(line: str) -> None:
         print(line, flush=True)
 
 
-def layout_of(config: ParallelConfig, processes: int, key: str = "parallel") -> Layout:
-    """The layout over a number of processes. key: of its section. Raises ConfigError where the degrees do not make
-    that number.
-    """
-    others = {name: getattr(config, name) for name in ("tensor", "pipeline", "context", "replicate")}
-    product = math.prod(others.values())
-    fsdp = config.fsdp if config.fsdp is not None else max(1, processes // product)
-    degrees = Degrees(fsdp=fsdp, expert=config.expert, **others)
-    if degrees.processes != processes:
-        started = f"torchrun started {processes}" if processes > 1 else "there is one, without torchrun"
-        raise ConfigError(
-            key,
-            f"{degrees} makes {degrees.processes} processes, and {started}: expected "
-            f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
-        )
-    sharing = degrees.shard * degrees.tensor
-    if degrees.experts % degrees.tensor or sharing % degrees.experts:
-        raise ConfigError(
-            f"{key}.expert",
-            f"got {config.expert}, with fsdp × context × tensor = {sharing} and tensor = {degrees.tensor}: expected "
-            "a divisor of the first and a multiple of the second",
-        )
-    gather_dtype = None if config.gather_dtype is None else torch.bfloat16
-    return Layout(degrees, config.schedule, gather_dtype, config.offload)
-
-
-def require_sharing(layout: Layout, device: torch.device) -> None:
-    """Raise ConfigError for an offload without a place to take from, and for what FSDP does where it is not."""
-    if layout.offload and device.type == "cpu":
-        raise ConfigError(
-            "parallel.offload",
-            "got true on device cpu, whose memory holds everything already: expected false, or a GPU",
-        )
-    if layout.degrees.replicate * layout.degrees.shard > 1:
-        return
-    for key in ("offload", "gather_dtype"):
-        if getattr(layout, key):
-            raise ConfigError(
-                f"parallel.{key}",
-                f"set under {layout}: expected parallel.fsdp, replicate or context above 1, whose shards it is about",
-            )
-
-
 def start(device: torch.device, timeout: float) -> None:
-    """Meet the other processes that torchrun started. timeout: seconds after which a rank counts as hung."""
+    """Connect to the other processes that torchrun started. timeout: seconds after which a rank counts as hung."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # torchrun's own store outlives its restarts, with the addresses of dead processes in it (torch 2.13);
-            # only on one machine do all agree on how many there were
+            # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13): give
+            # each attempt its own prefix. Only on a single machine do all processes have the same restart count.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         watchdog.start(store, rank, processes, timeout)
-        # a rank that hangs is the watchdog's to find: what a collective waits for may also be a long save on rank 0
+        # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0
         limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
         dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
 
 
 def join(layout: Layout, device: torch.device, timeout: float) -> Mesh | None:
-    """The mesh of a layout, after all of its processes have met; None for a process alone."""
+    """Connect all processes of a layout, and return its mesh; None for a single process."""
     if layout.degrees.processes == 1:
         return None
     start(device, timeout)
     return Mesh(layout.degrees, device)
 
 
-def leave() -> None:
-    """Part from the other processes, after all of them are done."""
+def destroy_process_group() -> None:
+    """Disconnect from the other processes, after all of them have finished."""
     if dist.is_initialized():
         dist.barrier()
         watchdog.stop()
@@ -121,7 +77,7 @@ def leave() -> None:
 
 
 def gathered(value: Any, group: ProcessGroup | None, device: torch.device) -> list[Any]:
-    """What every process of a group gives, in the order of ranks; anything that JSON can hold."""
+    """Return the values of all processes of a group, in the order of ranks. value: anything that JSON can hold."""
     if group is None:
         return [value]
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

@@ -1,6 +1,6 @@
-"""Cutting a decoder into pipeline stages: which layers go where, and a decoder with only some of its layers.
+"""Pipeline stages: decides which layers each stage gets, and removes all other layers from a decoder.
 
-A stage keeps the model's own modules and names; layers that are elsewhere hand their input on.
+A stage keeps the model's own modules and names. In place of the layers of other stages it has a `PassThrough`.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from stillhouse.parallel.loading import make_buffers
 
 #: what transformers calls the parts of a base model that can be cut
 PARTS = ("embed_tokens", "layers", "norm")
-#: what a model that cannot be cut asks for
-UNCUT = "expected parallel.pipeline=1, and teacher.parallel=null for a teacher"
+#: the advice in the error messages for models that cannot be cut into stages
+UNCUT = "expected pipeline=1, and for a teacher no layout of its own"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`number` of `count`, with a range of the student's layers and one of the teacher's."""
+    """Stage `number` of `count`, with its range of the student's layers and its range of the teacher's layers."""
 
     number: int
     count: int
@@ -41,7 +41,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a model's parts, in products per token: one layer, the head. `passes`: 1 forward, 3 with backward."""
+    """A model's cost, in multiplications per token: `layer` for each of its `layers`, `head` for its head.
+
+    passes: how often these are computed: 1 for a forward, 3 for a forward and a backward.
+    """
 
     layers: int
     layer: float
@@ -49,15 +52,16 @@ class Cost:
     passes: int
 
 
-class Elsewhere(nn.Module):
-    """In the place of a layer, or of the last norm, that is on another stage."""
+class PassThrough(nn.Module):
+    """Replaces a layer or the last norm that is on another stage; returns its input."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
 
 def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
-    """Stages of nearly equal cost, the head's share of the last one counted. Each has a layer of the student.
+    """Return stages of nearly equal cost; the last stage's cost includes the heads. Each stage has at least one layer
+    of the student.
 
     Raises ValueError for more stages than the student has layers.
     """
@@ -68,7 +72,7 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
     models = [student] if teacher is None else [student, teacher]
     total = sum(each.passes * (each.layers * each.layer + each.head) for each in models)
     heads = sum(each.passes * each.head for each in models)
-    # what is left of each stage for layers
+    # the cost that each stage's layers may have
     room = [total / stages] * (stages - 1) + [max(0.0, total / stages - heads)]
     student_cuts = _cuts(student.layers, room, least=1)
     teacher_cuts = _cuts(teacher.layers, room, least=0) if teacher is not None else [0] * (stages + 1)
@@ -76,7 +80,9 @@ def split(stages: int, student: Cost, teacher: Cost | None) -> list[Stage]:
 
 
 def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
-    """Borders of the stages' layers, in proportion to their room."""
+    """Return the layer numbers at which the stages begin, and the last one's end. Each stage gets layers in
+    proportion to its room, and at least `least` of them.
+    """
     cuts, before = [0], 0.0
     for number, each in enumerate(room, start=1):
         before += each
@@ -86,7 +92,9 @@ def _cuts(layers: int, room: Sequence[float], least: int) -> list[int]:
 
 
 def cost_of(decoder: Decoder, passes: int) -> Cost:
-    """From its weights: each number of a matrix is a product per token, of an expert's if the token chooses it."""
+    """Estimate a model's cost from its weights: each element of a weight costs one multiplication per token. An
+    expert's weights count only for the share of tokens that choose this expert.
+    """
     layers, config = decoder.layers(), decoder.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
     named = (each for layer in layers for each in layer.named_parameters())
@@ -96,7 +104,7 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
 
 
 def forwards(teacher: Cost, student: Cost) -> float:
-    """What the teacher's layers cost, in forwards of the student's."""
+    """Return the cost of a forward of the teacher's layers, in forwards of the student's layers."""
     return teacher.layers * teacher.layer / (student.layers * student.layer)
 
 
@@ -104,9 +112,9 @@ def forwards(teacher: Cost, student: Cost) -> float:
 def require_cuttable(config: PreTrainedConfig) -> None:
     """Raise ValueError for a family that cannot be cut into stages.
 
-    Its parts must have the names of transformers' plan for pipelines, and its backbone must do nothing beside them: a
-    scaled embedding would be scaled again on every stage. Found out by running it without any part: it has to hand on
-    what it is given.
+    The parts of its backbone must have the names in transformers' pipeline plan, and the backbone must not compute
+    anything outside these parts: if it scaled its embeddings, every stage would scale the hidden states again. The
+    check runs the backbone without any of its parts; it has to return its input unchanged.
     """
     plan = getattr(config.get_text_config(), "base_model_pp_plan", None)
     if not plan or set(PARTS) - plan.keys():
@@ -132,7 +140,7 @@ def require_cuttable(config: PreTrainedConfig) -> None:
 
 
 def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
-    """Raise ValueError for a stage without anything that trains: torch's schedules send gradients through all."""
+    """Raise ValueError for a stage with no trainable layer: torch's schedules send gradients through all stages."""
     layers = student.layers()
     for stage in stages:
         held = (parameter for number in stage.student for parameter in layers[number].parameters())
@@ -140,20 +148,24 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
             raise ValueError(
                 f"nothing trains on stage {stage.number + 1} of {stage.count}, layers {stage.student.start} to "
                 f"{stage.student.stop - 1} of the student: expected an adapter in layers of every stage "
-                "(student.adapter.targets), or a lower parallel.pipeline"
+                "or fewer stages"
             )
 
 
-def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool) -> None:
-    """Take from a decoder what is on other stages: it then takes hidden states if it is not the first, and gives
-    hidden states if it is not the last. Of a family that `require_cuttable` accepts.
+def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, norm: bool | None = None) -> None:
+    """Remove from a decoder the parts that are on other stages. Its family must pass `require_cuttable`.
+
+    A stage that is not the first takes hidden states as its input; one that is not the last returns hidden states.
+    norm: whether to keep the last norm; None: keep it on the last stage, like the head.
     """
     backbone: Any = decoder.backbone
     for number in range(len(backbone.layers)):
         if number not in layers:
-            backbone.layers[number] = Elsewhere()
+            backbone.layers[number] = PassThrough()
+    if not (last if norm is None else norm):
+        backbone.norm = PassThrough()
     if not last:
-        backbone.norm, decoder.head = Elsewhere(), NoHead()
+        decoder.head = NoHead()
         decoder.pretrained.set_output_embeddings(None)
     if not first:
         backbone.embed_tokens = None

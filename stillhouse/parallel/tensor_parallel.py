@@ -1,7 +1,8 @@
-"""Tensor parallelism, applied to a decoder from outside: by its family's plan in transformers, with torch's styles.
+"""Tensor parallelism, applied to a decoder from outside: the family's plan in transformers, with torch's styles.
 
-The layers' matrices are cut as the plan says, the input embedding and the output head by vocabulary rows. Hidden
-states between the layers are whole on every rank; of the head, the objective is told which rows are here.
+The layers' matrices are sharded as the plan says, the input embedding and the output head by vocabulary rows. Hidden
+states between the layers are whole on every rank. `Head.shard` tells the objective which vocabulary rows of the head
+this rank holds.
 """
 
 import re
@@ -25,7 +26,7 @@ from stillhouse.models.adapter import lora_parts
 from stillhouse.models.head import Head
 from stillhouse.objective import VocabShard
 
-#: transformers' names for what torch has
+#: torch's styles by their names in transformers
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -33,20 +34,20 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # a norm per attention head, whose weight every rank has and learns from its own heads alone
+    # a norm per attention head: every rank has the whole weight, but its gradient from own heads only
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """Cut a decoder's weights over a mesh of one dim. Raises ValueError for a model that cannot be cut so."""
-    # a head alone is cut by rows, whatever the layers would allow
+    """Shard a decoder's weights over a 1-D mesh. Raises ValueError for a model that cannot be sharded this way."""
+    # a decoder without layers needs no plan: a head is always sharded by rows
     plan = tensor_plan(decoder, mesh.size()) if decoder.layers() else {}
     frozen = {name for name, each in decoder.named_parameters() if not each.requires_grad}
     if plan and not any(generic(name) in plan for name, _ in decoder.backbone.named_modules()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules, whose "
-            "layers are inside of another part: expected parallel.tensor=1"
+            "layers are inside of another part: expected tensor=1"
         )
     for name, module in list(decoder.backbone.named_modules()):
         if style := plan.get(generic(name)):
@@ -56,48 +57,51 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             module.register_forward_pre_hook(_whole_input(mesh), with_kwargs=True)
     _cut_vocabulary(decoder, mesh)
     for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(name not in frozen)  # torch's SequenceParallel makes parameters that train
+        parameter.requires_grad_(name not in frozen)  # SequenceParallel sets requires_grad=True
 
 
 def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
-    """The family's plan, by generic module names. Raises ValueError where it or the sizes do not allow the degree."""
+    """Return the family's plan: styles by generic module names.
+
+    Raises ValueError without a supported plan, and for a degree that does not divide the model's sizes.
+    """
     config = decoder.config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise ValueError(
-            f"model type '{config.model_type}' has no tensor-parallel plan in transformers: "
-            "expected parallel.tensor=1"
+            f"model type '{config.model_type}' has no tensor-parallel plan in transformers: expected tensor=1"
         )
-    # experts are dealt out whole (expert_parallel.py)
+    # experts are not sharded but distributed as a whole (expert_parallel.py)
     plan = {name: style for name, style in plan.items() if ".experts" not in name}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "
-            f"supported here (but {', '.join(STYLES)} are): expected parallel.tensor=1"
+            f"supported here (but {', '.join(STYLES)} are): expected tensor=1"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name, None)
         if size is not None and size % degree:
             raise ValueError(
-                f"parallel.tensor={degree} does not divide the model's {name}={size} (model type "
+                f"tensor={degree} does not divide the model's {name}={size} (model type "
                 f"'{config.model_type}'): expected a divisor of it"
             )
     return plan
 
 
 def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
-    """Whether a module's input goes to several matrices that are cut by columns, and as far as its weights tell to
-    nothing else.
+    """Return whether a module passes its input to several column-sharded matrices and to nothing else, as far as its
+    parameters show.
     """
     children = [(child, each) for child, each in module.named_children() if next(each.parameters(), None) is not None]
     styles = [plan.get(generic(f"{name}.{child}"), "") for child, _ in children]
-    whole = [each for _, each in children if lora_parts(each)]  # of an adapter, one matrix is not cut
+    whole = [each for _, each in children if lora_parts(each)]  # one of an adapter's two matrices is not sharded
     return all(styles) and not whole and styles.count("colwise") > 1
 
 
 def _whole_input(mesh: DeviceMesh) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]:
-    """Makes a module's hidden states one distributed tensor for all matrices that read them: the ranks then sum its
-    gradient once, where each matrix would have its own part summed.
+    """Return a hook that makes a module's hidden states one replicated DTensor for all matrices that read them.
+
+    The ranks then all-reduce the gradient of the hidden states once, instead of once per matrix.
     """
 
     def shared(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -113,7 +117,9 @@ def _whole_input(mesh: DeviceMesh) -> Callable[[nn.Module, tuple[Any, ...], dict
 
 
 def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
-    """What is cut of a layer; with an adapter the weight, and of A and B the one that has the dim which is cut."""
+    """Return the modules of a layer to shard. With an adapter, these are the base layer and the one of A and B that
+    has the sharded dim.
+    """
     parts = lora_parts(layer)
     if not parts:
         return [layer]
@@ -121,7 +127,7 @@ def _matrices(layer: nn.Module, style: str) -> list[nn.Module]:
 
 
 def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
-    """The embedding and the head, as far as they are here."""
+    """Shard the embedding and the head by rows, where this stage has them."""
     embedding, head = decoder.pretrained.get_input_embeddings(), decoder.head
     if embedding is not None:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
@@ -144,5 +150,5 @@ def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def generic(name: str) -> str:
-    """A name as plans have it, for all layers."""
+    """Return a module's name as plans write it: with * in place of a layer's number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

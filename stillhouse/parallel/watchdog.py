@@ -1,15 +1,16 @@
 """Ends a job in which a rank hangs, and names that rank.
 
-A collective waits for all of its ranks: one that hangs (a stopped process, a dead machine, a file system that does
-not answer) keeps all others waiting, in silence. So each rank has two threads beside its main thread. One publishes
-in the job's store, a few times in `seconds`, that the rank is alive and which phase of the run its main thread is in,
-and reads the same of all others. The second one looks at what was read, and ends the process where
+A collective waits for all of its ranks. If one rank hangs (a stopped process, a dead machine, a file system that does
+not answer), all others wait without any message. So each rank runs two threads beside its main thread. The first
+thread publishes in the job's store, several times within `seconds`, that the rank is alive and in which phase of the
+run its main thread is. It also reads these entries of all other ranks. The second thread checks what the first one
+has read, and ends the process if
 
-  - a rank has given no sign of life for `seconds`, or the store itself does not answer;
-  - the own main thread makes no progress for `seconds` in a phase that is timed (`enter`, `progress`).
+  - a rank has given no sign of life for `seconds`, or the store has not answered for `seconds`;
+  - the process's own main thread makes no progress for `seconds` in a timed phase (`enter`, `progress`).
 
-It never waits for the store itself, since that may be held by the rank that hangs. All ranks go through the same
-phases in the same order, so that the number of a rank's phase says how far it is.
+The second thread never accesses the store, because the hung rank may be the one that serves it. All ranks go through
+the same phases in the same order, so the number of a rank's phase shows how far the rank is.
 """
 
 import atexit
@@ -24,9 +25,9 @@ from torch.distributed import Store
 
 from stillhouse.ending import end_process, error_line
 
-#: how many times in `seconds` a rank gives a sign of life, and the most seconds between two of them
+#: the number of signs of life that a rank gives within `seconds`, and the longest interval between two of them
 BEATS, MOST_SECONDS_BETWEEN = 10, 15.0
-#: for which other ranks wait with an error that the first one prints, too
+#: how long the other ranks wait before they print the error that the first rank prints at once
 SECONDS_FOR_FIRST = 10.0
 FAILED = 1
 
@@ -43,7 +44,7 @@ def start(store: Store, rank: int, ranks: int, seconds: float) -> None:
 
 
 def stop() -> None:
-    """Watch no longer. All ranks call this after a barrier, so that none is missed."""
+    """Stop watching. All ranks call this after a barrier, so that no rank reports another one as hung."""
     global _watchdog
     if _watchdog is not None:
         _watchdog.stop()
@@ -51,13 +52,16 @@ def stop() -> None:
 
 
 def enter(phase: str, *, timed: bool = True) -> None:
-    """The main thread begins something that all ranks do at this point; `timed` where it may only last so long."""
+    """Record that the main thread begins a phase, which all ranks go through at this point.
+
+    timed: whether the job ends if the phase makes no progress for `seconds`.
+    """
     if _watchdog is not None:
         _watchdog.enter(phase, timed)
 
 
 def progress() -> None:
-    """The main thread begins another micro-batch of its phase, so that its time starts anew."""
+    """Record that the main thread begins another micro-batch of its phase, which restarts the phase's time limit."""
     if _watchdog is not None:
         _watchdog.own.since = time.monotonic()
         _watchdog.own.begun += 1
@@ -65,9 +69,11 @@ def progress() -> None:
 
 @dataclass
 class Peer:
-    """What is known of a rank. since: when it was last heard of, or this rank made progress, on this process's clock.
+    """What this process knows about a rank.
 
-    number: of phases so far; begun: micro-batches of the present one.
+    since: the time of the rank's last sign of life, or in the process's own entry the time of its last progress; by
+    this process's clock. number: the phases that the rank has entered so far. begun: the micro-batches that it has
+    begun in the present phase.
     """
 
     since: float
@@ -80,7 +86,7 @@ class Peer:
 
 
 class Watchdog:
-    """store: a connection of its own, since the main thread's is blocked while that thread waits for an answer."""
+    """store: a separate connection, because the main thread blocks its own one while it waits for an answer."""
 
     def __init__(self, store: Store, rank: int, ranks: int, seconds: float):
         self.store, self.rank, self.ranks, self.seconds = store, rank, ranks, seconds
@@ -97,20 +103,20 @@ class Watchdog:
     def stop(self) -> None:
         self._stopped.set()
         for thread in self._threads:
-            thread.join(self._interval)  # in vain where the store does not answer
+            thread.join(self._interval)  # times out where the store does not answer
 
     def enter(self, phase: str, timed: bool) -> None:
         number, process = self.own.number + 1, self.own.process
         self.own = Peer(time.monotonic(), number=number, phase=phase, process=process, timed=timed)
 
     def _exchange(self) -> None:
-        """Publish and read signs of life until the end, or until the store is gone, which `_watch` notices."""
+        """Publish and read signs of life until `stop`, or until the store is lost, which `_watch` detects."""
         beat, present = 0, set[int]()
         while True:
             own = self.own
             try:
                 self.store.set(_key(self.rank), json.dumps([beat, own.number, own.begun, own.phase, own.process]))
-                # reading a key waits until it is there
+                # reading a key blocks until the key exists
                 present |= {rank for rank in self._peers if rank not in present and self.store.check([_key(rank)])}
                 ranks = sorted(present)
                 texts = self.store.multi_get([_key(rank) for rank in ranks]) if ranks else []
@@ -128,7 +134,7 @@ class Watchdog:
         before = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            if now - before > 3 * self._interval:  # this process was stopped, too: its clocks say nothing of others
+            if now - before > 3 * self._interval:  # this process itself was stopped: all its times are too old
                 self._begin_anew(now)
             before = now
             fault = self._fault(now)
@@ -141,14 +147,14 @@ class Watchdog:
             peer.since = now
 
     def _fault(self, now: float) -> tuple[str, set[int]] | None:
-        """What is wrong with the job, in a sentence, and the ranks that cannot say so; None where nothing is."""
+        """Return a message about what is wrong, and the ranks that cannot print it; None if nothing is wrong."""
         if now - self._store_answered > self.seconds:
             return _no_store(self._limit)
         silent = [rank for rank, peer in self._peers.items() if now - peer.since > self.seconds]
         if silent:
             return " and ".join(self._silence(rank) for rank in silent), set(silent)
         own = self.own
-        # later than for signs of life, so that a process that has stopped is named as such
+        # a longer limit than for signs of life, so that a stopped process is reported as silent
         if not own.timed or now - own.since <= self.seconds + 3 * self._interval:
             return None
         behind = [rank for rank, peer in self._peers.items() if peer.number < own.number]
@@ -162,7 +168,11 @@ class Watchdog:
         return message + where, set()
 
     def _end(self, message: str, silent: set[int]) -> None:
-        """The first rank prints the message at once, and torchrun then ends the others before they do."""
+        """Print the message and end this process.
+
+        The lowest rank that is not silent prints at once. The others wait first, and torchrun usually ends them
+        before they print.
+        """
         if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
             self._stopped.wait(SECONDS_FOR_FIRST)
         end_process(FAILED, error_line(f"{message}; a run goes on from its last checkpoint"))
@@ -187,7 +197,7 @@ def _key(rank: int) -> str:
 
 
 def _no_store(limit: str) -> tuple[str, set[int]]:
-    """What `_fault` gives where the store does not answer."""
+    """Return `_fault`'s result for a store that does not answer."""
     held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     holder, silent = ("torchrun", set()) if held_by_torchrun else ("rank 0", {0})
     where = os.environ["MASTER_ADDR"]

@@ -1,7 +1,7 @@
-"""Which charts a run's metrics make: their order, titles, units, and one series per run and side.
+"""Which charts are drawn from the metrics of runs: their order, titles, units, and one series per run and side.
 
-Every metric of every run is drawn: the known ones in the order of `CHARTS`, one chart for each term of the loss,
-and whatever else a later version writes at the end, under its own key.
+Every metric of every run is drawn, except `NOT_DRAWN`: the known ones in the order of `CHARTS`, one chart for each
+term of the loss, and at the end all unknown metrics (for example of a later version), with their keys as titles.
 """
 
 import itertools
@@ -15,9 +15,9 @@ from stillhouse.report.reading import Line, Run
 
 NATS = "nats per token"
 TOTAL = "loss/total_nats_per_token"
-NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # they count; the summary has the first two
-POINTS = 2000  # per series; a longer one keeps the extremes of each stretch
-LOG_FROM = 50.0  # largest over smallest value from which a logarithmic axis shows more than a linear one
+NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # running totals and counts; the summary shows the first two
+POINTS = 2000  # per series; of a longer series, the extremes of each section are kept
+LOG_FROM = 50.0  # from this ratio of largest to smallest value on, a logarithmic axis shows more than a linear one
 
 Points = list[tuple[float, float | None]]  # (step, value); None is a gap
 
@@ -34,14 +34,14 @@ class Chart:
     title: str
     unit: str
     group: str
-    keys: dict[str, str]  # side (drawn solid, then dashed) → metric; one unnamed side for most
-    log: bool = False  # may become logarithmic, where the values span enough
+    keys: dict[str, str]  # side (first drawn solid, second dashed) → metric; most charts have one unnamed side
+    log: bool = False  # the axis is logarithmic if the values span a large enough range
     percent: bool = False
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart with its data: `log` is decided, `label` says in words what the curve shows."""
+    """A chart with its data. `log`: whether the axis is logarithmic. `label`: what the curves show, in words."""
 
     chart: Chart
     series: list[Series]
@@ -68,7 +68,7 @@ CHARTS = (
 
 
 def draw(runs: Sequence[Run]) -> list[Drawing]:
-    """The charts of these runs, in the page's order; charts without a value are left out."""
+    """Return the charts of these runs in the page's order, without charts that have no value."""
     drawings = []
     for chart in _charts(runs):
         series = [
@@ -100,7 +100,7 @@ def _term_title(key: str) -> str:
 
 
 def _total_repeats(runs: Sequence[Run]) -> bool:
-    """Whether the total says nothing that the terms do not: every run has one term, and it is the total."""
+    """Whether the total adds no information: every run has one term, and the term's values equal the total."""
     for run in runs:
         terms = {key for line in run.lines for key in line.values if key.startswith("loss/") and key != TOTAL}
         if len(terms) != 1:
@@ -119,9 +119,9 @@ def _series(lines: Sequence[Line], key: str, run: int, side: str) -> Series:
 
 
 def _with_gaps(points: Points) -> Points:
-    """Steps that are missing become a gap: a distance well over both its neighbours'.
+    """Insert a gap where steps are missing: where the distance is well above both of its neighbouring distances.
 
-    Both, so that a change of the interval, or a last evaluation soon after the one before, is none.
+    Comparing with both avoids a gap where the interval changes, or before a last evaluation that follows early.
     """
     distance = [after[0] - before[0] for before, after in itertools.pairwise(points)]
     result = points[:1]
@@ -134,14 +134,14 @@ def _with_gaps(points: Points) -> Points:
 
 
 def _thin(points: Points) -> Points:
-    """At most `POINTS` points: of each stretch the smallest and the largest, or its gap, so that spikes stay."""
+    """Return at most `POINTS` points: the smallest (or a gap) and the largest of each section, to keep spikes."""
     if len(points) <= POINTS:
         return points
     stretch = math.ceil(len(points) / (POINTS // 2))
     kept: Points = []
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
-        # None sorts below every number: a gap takes the place of the smallest value.
+        # None sorts below every number, so a gap replaces the smallest value.
         low = min(part, key=lambda point: -math.inf if point[1] is None else point[1])
         high = max(part, key=lambda point: -math.inf if point[1] is None else point[1])
         kept += sorted({low, high}, key=lambda point: point[0])
@@ -158,7 +158,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _label(chart: Chart, series: list[Series], runs: Sequence[Run]) -> str:
-    """The chart in words, for who does not see it."""
+    """Return the chart in words, for readers who cannot see it."""
     parts = []
     for one in series:
         points = [(s, v) for s, v in zip(one["steps"], one["values"], strict=True) if v is not None]

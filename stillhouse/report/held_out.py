@@ -1,7 +1,8 @@
-"""Held-out text shaded by how far the student is from the teacher at each token.
+"""Held-out text shaded by the divergence between teacher and student at each token.
 
-A shade stands for a range of KL in nats, each twice the one before, the same in every report: two runs can be held
-side by side. Tokens are shown as they are, and what has no shape (newlines, tabs, control characters) gets a mark.
+A shade stands for a range of KL in nats; each range starts at twice the start of the one before. The ranges are the
+same in every report, so that reports can be compared. Tokens are shown unchanged; invisible characters (newlines,
+tabs, control characters) get a mark.
 """
 
 import bisect
@@ -17,8 +18,8 @@ _MARKS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 @dataclass(frozen=True)
 class ShadedToken:
-    shade: int | None  # None: not part of what is learned, or not predicted by anything
-    pieces: list[tuple[str, str]]  # (text, mark): one of them is empty, or both belong to one character
+    shade: int | None  # None: the token is no training target, or nothing predicts it
+    pieces: list[tuple[str, str]]  # (text, mark): one of the two is empty, or both belong to one character
     target: bool
 
 
@@ -39,12 +40,12 @@ def shade(kl: float) -> int:
 
 
 def readouts(held_out: HeldOut) -> list[list[list[object]]]:
-    """What the page shows of a token when it is pointed at: [label, KL, teacher's top, student's top]."""
+    """Return what the page shows for the token under the pointer: [label, KL, teacher's top, student's top]."""
     return [[_readout(token) for token in document.tokens] for document in held_out.documents]
 
 
 def label(text: str) -> str:
-    """A token's text on one line, with its spaces visible."""
+    """Return a token's text on one line, with visible spaces."""
     marked = "".join("␣" if character == " " else _mark(character) or character for character in text)
     return marked or "∅"
 
@@ -65,7 +66,7 @@ def _shade_token(token: Token) -> ShadedToken:
 
 
 def _pieces(text: str) -> list[tuple[str, str]]:
-    """The text cut at characters that need a mark. Newlines and tabs keep their effect beside it."""
+    """Split the text at characters that need a mark. Newlines and tabs also stay in the text beside their mark."""
     if not text:
         return [("", "∅")]
     pieces = [("", "")]

@@ -1,4 +1,4 @@
-"""Writing the page: the figures on top, the charts, the shaded text and the tables, put into the template."""
+"""Writes the page: puts the figures at the top, the charts, the shaded text and the tables into the template."""
 
 import base64
 import hashlib
@@ -33,7 +33,7 @@ _DATA_LABELS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the summary: for each run its text, or None where the run does not say."""
+    """One figure of the summary. texts: one for each run, None if the run does not have the figure."""
 
     name: str
     unit: str
@@ -58,7 +58,7 @@ def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> Path:
     page = render([read_run(path) for path in paths])
     target = paths[0] / "report.html"
     partial = target.with_name(target.name + ".partial")
-    # A token's text may hold half of a surrogate pair, which UTF-8 cannot say: a browser shows it as U+FFFD.
+    # A token's text may hold half of a surrogate pair, which UTF-8 cannot encode; a browser then shows U+FFFD.
     try:
         partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
         os.replace(partial, target)
@@ -71,7 +71,7 @@ def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> Path:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page of the first run, beside the others."""
+    """Return the page of the first run, compared with the other runs."""
     run = runs[0]
     drawings = draw(runs)
     names = run_names([one.path for one in runs])
@@ -105,7 +105,7 @@ def _template() -> Template:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Folder names, with as many of their parents as it takes to tell them apart."""
+    """Return folder names, with as many parent folders as are needed to make them different."""
     parts = [path.resolve().parts for path in paths]
     depth = 1
     while len({one[-depth:] for one in parts}) < len(parts):
@@ -114,7 +114,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def title(run: Run) -> str:
-    """`student ← teacher`, by the last part of a path, or a hub id as it is."""
+    """Return `student ← teacher`: for a path its last part, for a hub id the whole id."""
     student, teacher = (_model_name(run.config.get(side)) for side in ("student", "teacher"))
     if not student:
         return run.path.resolve().name
@@ -122,7 +122,7 @@ def title(run: Run) -> str:
 
 
 def objective(run: Run) -> str:
-    """The objective in words where the run has said it, else its expression."""
+    """Return the objective in words if the run has recorded it, else its expression."""
     if run.environment and run.environment.get("objective"):
         return str(run.environment["objective"])
     section = run.config.get("objective")
@@ -150,7 +150,7 @@ def _change(runs: Sequence[Run], key: str, form: str, *, scale: float = 1, sign:
 
 
 def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The data reports side by side: (names of the splits, rows of label and a value for each)."""
+    """Return the data reports side by side: (names of the splits, rows of a label and one value per split)."""
     reports = {name: report for name, report in data.items() if isinstance(report, dict)}
     counts = dict.fromkeys(key for report in reports.values() for key in report if not _is_note(report[key]))
     rows = [
@@ -161,7 +161,7 @@ def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[st
 
 
 def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the data reports say in lists, such as the first reasons for skips, and what stands outside of them."""
+    """Return (name, text) of the lists in the data reports, such as the first reasons for skips, and other values."""
     notes = [(name, value) for name, value in data.items() if not isinstance(value, dict)]
     for name, report in data.items():
         if isinstance(report, dict):
@@ -178,7 +178,7 @@ def _words(key: str) -> str:
 
 
 def _groups(drawings: list[Drawing]) -> dict[str, list[tuple[int, Drawing]]]:
-    """The charts under their headings, each with its place in the embedded data."""
+    """Return the charts under their headings, each with its index in the embedded data."""
     groups: dict[str, list[tuple[int, Drawing]]] = {}
     for index, drawing in enumerate(drawings):
         groups.setdefault(drawing.chart.group, []).append((index, drawing))
@@ -194,14 +194,14 @@ def _embedded(run: Run, names: list[str], drawings: list[Drawing]) -> dict[str, 
 
 
 def _policy(scripts: Iterable[str]) -> str:
-    """A Content-Security-Policy under which the page loads nothing, and runs no script but its own two."""
+    """Return a Content-Security-Policy with which the page loads nothing and runs only its own two scripts."""
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{one}'" for one in hashes)
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
 
 
 def _asset(name: str) -> Markup:
-    """A style sheet or script of ours, to be put into the page unescaped."""
+    """Return one of our style sheets or scripts, to be put into the page unescaped."""
     return Markup((ASSETS / name).read_text(encoding="utf-8"))
 
 

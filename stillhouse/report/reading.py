@@ -1,7 +1,7 @@
-"""What a run folder says: metrics.jsonl, config.yaml, environment.json, data.json and tokens.json as typed values.
+"""Reads a run folder: metrics.jsonl, config.yaml, environment.json, data.json and tokens.json as typed values.
 
-A run that was killed may lack any file but metrics.jsonl, and its last line may be cut short: what is missing is
-listed in `Run.notes`, for the page to say. Everything else that does not fit is an error with the file and the place.
+A killed run may lack any file except metrics.jsonl, and the last line of metrics.jsonl may be incomplete. `Run.notes`
+lists what is missing, and the page shows it. Other malformed content is an error that names the file and the place.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from stillhouse.config.yaml_text import read_yaml
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
 
-# What the page lacks without the file.
+# For each file, what the page lacks without it.
 OPTIONAL_FILES = {
     "config.yaml": "the run's configuration and its models' names",
     "environment.json": "versions, machine and date",
@@ -32,8 +32,8 @@ OPTIONAL_FILES = {
 class Token(BaseModel):
     """One token of a held-out document, and the two distributions that predicted it.
 
-    `kl` is KL(teacher, student) in nats over the full vocabulary; None for a document's first token, which nothing
-    predicts. `teacher` and `student` are (token text, probability), most probable first.
+    `kl` is KL(teacher ‖ student) in nats over the full vocabulary; None for a document's first token, which nothing
+    predicts. `teacher` and `student` are lists of (token text, probability), most probable first.
     """
 
     text: str
@@ -49,7 +49,7 @@ class Document(BaseModel):
 
 
 class HeldOut(BaseModel):
-    """tokens.json: held-out documents as the student of `step` saw them."""
+    """tokens.json: held-out documents with the predictions of teacher and student at `step`."""
 
     step: int
     documents: list[Document]
@@ -77,13 +77,13 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def first_and_last(self, key: str) -> tuple[float, float] | None:
-        """The first and the last finite value of a metric, or None where there is none."""
+        """Return the first and the last finite value of a metric, or None if there is none."""
         values = [value for line in self.lines if (value := line.values.get(key)) is not None]
         return (values[0], values[-1]) if values else None
 
 
 def read_run(path: Path) -> Run:
-    """Everything the page needs of a run folder.
+    """Read everything that the page needs from a run folder.
 
     Raises:
         ValueError: there is no metrics.jsonl, or a file is malformed (with file and line, or file and key).
@@ -105,9 +105,9 @@ def read_run(path: Path) -> Run:
 
 
 def read_metrics(path: Path) -> tuple[list[Line], list[str]]:
-    """The lines of a metrics.jsonl, and notes for the page.
+    """Return the lines of a metrics.jsonl, and notes for the page.
 
-    Only a last line without its newline may be unreadable: that is how a killed run ends, and it is left out.
+    Only a last line without a newline may be unreadable; it is left out, since a killed run can end in such a line.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} holds no run: it has no metrics.jsonl. Give the `out` folder of a run.")
@@ -146,7 +146,7 @@ def _parse_line(raw: bytes, place: str) -> Line:
 
 
 def _is_number(value: object) -> bool:
-    """A whole one only up to what a float can hold: curves are drawn with floats."""
+    """Whether the value is a number; an integer must fit into a float, since curves are drawn with floats."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, float) or abs(value) <= sys.float_info.max
@@ -159,7 +159,7 @@ def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     try:
         config = read_yaml(text, str(path))
-    except ConfigError as error:  # of a file of the run, not of the call
+    except ConfigError as error:  # ConfigError is for the caller's own configuration, not for a run's file
         raise ValueError(str(error)) from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a mapping of sections, got {type(config).__name__}")

@@ -1,1 +1,1 @@
-"""Training: one loop per regime over the same step, checkpoints, and what a run leaves behind."""
+"""Training: the training loop over the engine's steps, checkpoints, and the files that a run writes."""

@@ -1,7 +1,8 @@
-"""Proof, before the first step, that all ranks do one and the same run, in one and the same folder.
+"""Checks before the first step that all ranks do the same run in the same folder.
 
-A rank with another learning rate, seed, teacher or data does not fail: a mixture is trained. A folder that is a local
-disk on each machine does not fail either: each checkpoint then lacks the shards of the other machines.
+If one rank had another learning rate, seed, teacher or data, nothing would fail: the ranks would train a mixture of
+both. If the folder were a local disk on each machine, nothing would fail either, but each checkpoint would lack
+the shards of the other machines.
 """
 
 import platform
@@ -22,19 +23,22 @@ from stillhouse.config.loading import dotted_values
 from stillhouse.parallel import gathered, is_first
 from stillhouse.train.files import UNFINISHED, explained_write_errors
 
-#: what a file written by another machine may take to be seen through a network file system's cache
+#: how long it may take until a file written by another machine is visible through a network file system's cache
 _SECONDS_TO_SEE = 30.0
 
 
 def from_all_ranks(value: Any, device: torch.device) -> list[Any]:
-    """What every rank of the job gives, in their order; anything that JSON can hold. No mesh is needed yet."""
+    """Gather the value of every rank of the job, in the order of ranks. It can be anything that JSON can represent.
+
+    Unlike `everywhere`, it needs no mesh.
+    """
     return gathered(value, dist.group.WORLD if dist.is_initialized() else None, device)
 
 
 def require_same_configuration(config: RunConfig, device: torch.device) -> list[str]:
-    """Raise ConfigError on all ranks, naming the first key, where ranks were started with unlike configurations.
+    """Raise ConfigError on all ranks, naming the first key that differs, if their configurations are not the same.
 
-    Returns a warning for each library of which they have unlike versions.
+    Returns a warning for each rank and library whose version is not the one of rank 0.
     """
     values = dotted_values(config)
     values.pop("device")  # each rank may name its own GPU
@@ -61,7 +65,7 @@ def require_same_configuration(config: RunConfig, device: torch.device) -> list[
 
 
 def require_same_sources(hashes: Mapping[str, str], device: torch.device) -> None:
-    """Raise ValueError on all ranks, naming it, where ranks have unlike data, tokenizers or models' files."""
+    """Raise ValueError on all ranks, naming the first difference, if their data, tokenizers or model files differ."""
     if different := _difference(hashes, device):
         name, rank, first, other = different
         raise ValueError(
@@ -71,7 +75,7 @@ def require_same_sources(hashes: Mapping[str, str], device: torch.device) -> Non
 
 
 def require_shared_folder(folder: Path, device: torch.device) -> None:
-    """Raise ValueError on all ranks unless each of them sees a file that every other wrote into the folder."""
+    """Raise ValueError on all ranks unless each rank sees the files that all other ranks create in the folder."""
     if not dist.is_initialized():
         return
     rank, token = dist.get_rank(), from_all_ranks(uuid.uuid4().hex if is_first() else "", device)[0]
@@ -82,7 +86,7 @@ def require_shared_folder(folder: Path, device: torch.device) -> None:
     created = not folder.exists()
     with explained_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe(rank).touch()  # without content: on a full disk there is room for a name
+        probe(rank).touch()  # an empty file, which even a full disk can take
     hosts = from_all_ranks(socket.gethostname(), device)
     unseen = set(range(len(hosts)))
     end = time.monotonic() + _SECONDS_TO_SEE
@@ -104,7 +108,7 @@ def require_shared_folder(folder: Path, device: torch.device) -> None:
 
 
 def _difference(values: Mapping[str, Any], device: torch.device) -> tuple[str, int, Any, Any] | None:
-    """The first key that is not the same on all ranks, a rank where it differs, rank 0's value and that rank's."""
+    """The first key whose value differs between ranks, a rank where it differs, rank 0's value and that rank's."""
     ranks = from_all_ranks(dict(values), device)
     for key in ranks[0] | values:
         for rank, each in enumerate(ranks):

@@ -1,57 +1,125 @@
-"""The models of a run: what the configuration names, loaded or laid over the ranks, and made ready for training."""
+"""Builds engine and teacher from a configuration: loads the models, or distributes them over ranks, for training."""
 
 import importlib.util
 import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 
 from stillhouse.config import ConfigError, RunConfig, StudentConfig, TeacherConfig
 from stillhouse.models import Decoder, add_lora, balance_routers, check_finite_weights, draw_lora, model_fingerprint
+from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import (
     Layout,
     Mesh,
-    Origin,
+    ModelSource,
     Runner,
-    alone,
+    build_runner,
     empty_decoder,
-    fill,
     join,
-    lay_out,
-    layout_of,
+    load_weights,
     local_folder,
     process_count,
+    require_own_teacher,
+    single_process_runner,
 )
+from stillhouse.teachers import InStageTeacher, NoTeacher, SeparateTeacher, SignalSource
+from stillhouse.train.engine import Engine, OptimizerSettings
+from stillhouse.train.layouts import layout_of
 
 
-def build_runner(config: RunConfig, layout: Layout, device: torch.device) -> Runner:
-    """Student and teacher in their layout, with their weights, of which each rank reads its own part."""
+def build_engine(
+    config: RunConfig, objective: ObjectiveSpec, layout: Layout, device: torch.device
+) -> tuple[Engine, SignalSource]:
+    """A run's engine and the source of the teacher's signals. Each rank reads its own part of the weights."""
     mesh = join(layout, device, config.train.timeout)
     if mesh is None:
-        return alone(*load_models(config, device), own_base=own_base(config))
-    runner = lay_out_models(config, layout, mesh, device)
-    # dropout draws otherwise for other tokens, and alike on ranks that share them
-    torch.manual_seed(config.seed + mesh.everyone.rank() - mesh.place("tensor"))
-    return runner
+        return single_process_engine(config, objective, device)
+    engine, teacher = distributed_engine(config, objective, layout, mesh, device)
+    # ranks with different tokens draw different dropout; tensor ranks, which share tokens, draw the same dropout
+    torch.manual_seed(config.seed + mesh.everyone.rank() - mesh.coordinate("tensor"))
+    return engine, teacher
+
+
+def single_process_engine(
+    config: RunConfig, objective: ObjectiveSpec, device: torch.device
+) -> tuple[Engine, SignalSource]:
+    """`build_engine` for one process, which holds both models completely."""
+    student, teacher = load_models(config, device)
+    runner = single_process_runner(student, teacher, teacher_is_base=teacher_is_base(config))
+    return _engine(config, objective, runner, device), _in_stage(config, runner)
+
+
+def distributed_engine(
+    config: RunConfig, objective: ObjectiveSpec, layout: Layout, mesh: Mesh, device: torch.device
+) -> tuple[Engine, SignalSource]:
+    """`build_engine` for several processes. Raises ConfigError for a model that the layout does not fit."""
+    student = _model_source("student", config.student, device, layout.offload, config.seed)
+    build = student.build
+    student = replace(student, build=lambda: _trained(build(), config), teacher_is_base=teacher_is_base(config))
+    teacher = None
+    if config.teacher is not None and not student.teacher_is_base:
+        teacher = _model_source("teacher", config.teacher, device, layout.offload, config.seed)
+    separate_layout, separate = teacher_layout(config), None
+    try:
+        if teacher is not None and separate_layout is not None:
+            separate_mesh = Mesh(separate_layout.degrees, device)
+            require_own_teacher(layout, student, teacher_head_only=True)
+            separate = _separate_teacher(teacher, separate_layout, separate_mesh, layout, mesh)
+        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("parallel", str(error)) from error
+    return _engine(config, objective, runner, device), separate or _in_stage(config, runner)
+
+
+def _separate_teacher(source: ModelSource, layout: Layout, mesh: Mesh, *student: Any) -> SeparateTeacher:
+    try:
+        return SeparateTeacher(source, layout, mesh, *student)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("teacher.parallel", str(error)) from error
+
+
+def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device: torch.device) -> Engine:
+    train = config.train
+    return Engine(
+        runner,
+        objective,
+        device,
+        optimizer=OptimizerSettings(
+            train.learning_rate, train.weight_decay, train.betas, train.eps, train.clip or 0.0
+        ),
+        bf16=train.precision == "bf16",
+        chunk_tokens=config.objective.chunk_tokens,
+        router_aux_loss=config.objective.router_aux_loss,
+    )
+
+
+def _in_stage(config: RunConfig, runner: Runner) -> SignalSource:
+    return NoTeacher() if config.teacher is None else InStageTeacher(runner)
 
 
 def model_fingerprints(config: RunConfig) -> dict[str, str]:
-    """A hash of each model's files, by student and teacher; of a hub's model, the commit."""
+    """For student and teacher, a hash of the model's files; for a model of the hub, the commit."""
     models = {"student": config.student, "teacher": config.teacher}
     return {which: _fingerprint(model) for which, model in models.items() if model is not None}
 
 
 def require_adapters(student: StudentConfig) -> None:
-    """Raise ConfigError for an adapter without the library that it needs."""
+    """Raise ConfigError if the student has an adapter and peft is not installed."""
     if student.adapter is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
 
 
-def own_base(config: RunConfig) -> bool:
-    """Whether the teacher is what the student is without its adapter, so that there is one model and not two."""
+def teacher_is_base(config: RunConfig) -> bool:
+    """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
     student, teacher = config.student, config.teacher
     if student.adapter is None or teacher is None:
         return False
@@ -60,33 +128,19 @@ def own_base(config: RunConfig) -> bool:
 
 
 def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Decoder | None]:
-    """Student and teacher on the device, their weights finite. No teacher where it is the student's base."""
+    """Load student and teacher onto the device and check that their weights are finite.
+
+    The teacher is None if there is none, or if it is the student's base.
+    """
     student = _trained(_load("student", config.student, device), config)
     draw_lora(student, config.seed)
-    if config.teacher is None or own_base(config):
+    if config.teacher is None or teacher_is_base(config):
         return student, None
     return student, _load("teacher", config.teacher, device)
 
 
-def lay_out_models(config: RunConfig, layout: Layout, mesh: Mesh, device: torch.device) -> Runner:
-    """The same over processes, each of which reads its own part."""
-    student, teacher = _origin("student", config.student, device, layout.offload, config.seed), None
-    apart = teacher_layout(config)
-    if config.teacher is not None and not own_base(config):
-        teacher = _origin("teacher", config.teacher, device, layout.offload, config.seed)
-    make = student.make
-    student = replace(student, make=lambda: _trained(make(), config), own_base=own_base(config))
-    teacher_apart = None if apart is None else (apart, Mesh(apart.degrees, device))
-    try:
-        return lay_out(layout, mesh, student, teacher, teacher_apart)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError("parallel", str(error)) from error
-
-
 def teacher_layout(config: RunConfig) -> Layout | None:
-    """The teacher's own, if it is to have one."""
+    """The teacher's own layout, if the configuration has `teacher.parallel`; else None."""
     if config.teacher is None or config.teacher.parallel is None:
         return None
     for key in ("gather_dtype", "offload"):
@@ -102,9 +156,9 @@ def _fingerprint(model: StudentConfig | TeacherConfig) -> str:
     return Path(snapshot_download(model.model, revision=model.revision, allow_patterns=["config.json"])).name
 
 
-def _origin(
+def _model_source(
     which: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
-) -> Origin:
+) -> ModelSource:
     if model.trust_remote_code:
         raise ConfigError(
             f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
@@ -112,15 +166,15 @@ def _origin(
     folder = local_folder(model.model, model.revision)
 
     def weights(decoder: Decoder) -> None:
-        fill(decoder, folder, device, offload=offload)
+        load_weights(decoder, folder, device, offload=offload)
         draw_lora(decoder, seed)
         check_finite_weights(decoder, which)
 
-    return Origin(partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention), weights)
+    return ModelSource(partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention), weights)
 
 
 def _trained(student: Decoder, config: RunConfig) -> Decoder:
-    """Made ready for training."""
+    """Prepare the student for training: its adapter, router losses, activation checkpointing, train mode."""
     adapter = config.student.adapter
     if adapter is not None:
         options = adapter.model_dump(exclude={"type"})

@@ -1,7 +1,7 @@
-"""`stillhouse check`: everything that a run does before its first update, shown.
+"""`stillhouse check`: does everything that a run does before its first update, and prints the findings.
 
-Models, tokenizer, template, data, and one step with its peak memory and each term's gradient norm; no weight is
-changed and no file is written.
+It shows models, tokenizer, template, data, and one step with its peak memory and each term's gradient norm. It
+changes no weight and writes no file.
 """
 
 import time
@@ -9,30 +9,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
 from stillhouse.models import Decoder
-from stillhouse.objective import ObjectiveOutput
 from stillhouse.objective.divergence import weighted_parts
-from stillhouse.objective.recipe import Recipe
-from stillhouse.parallel import Work, is_first
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.parallel.gradients import local
+from stillhouse.train.engine import Engine, StepOutput
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.progress import read_state
 from stillhouse.train.resume import candidates, require_unchanged_sources
 from stillhouse.train.session import Session, adapter_in_words, data_reports, prepare
 
-#: characters of the sample document that are shown
+#: how many characters of the sample document are shown
 _SAMPLE = 600
 
 
 def check(config: RunConfig) -> None:
-    """Print the findings. Raises what the run itself would raise; that its folder is not free, at the end."""
+    """Print the findings. Raises the errors that the run itself would raise; one about its folder comes last."""
     session = prepare(config, announce=is_first())
     occupied: ValueError | None = None
     try:
@@ -47,7 +46,7 @@ def check(config: RunConfig) -> None:
 
 
 def _state(session: Session) -> str:
-    """What a run would find in its folder. Raises ValueError where it is not free for it."""
+    """Describe what the run would find in its folder. Raises ValueError if the run may not use the folder."""
     folder = RunFolder(Path(session.config.out))
     newest = next(iter(candidates(session.config)), None)
     if newest is not None and folder.owns(newest):
@@ -58,7 +57,7 @@ def _state(session: Session) -> str:
 
 
 def _lines(session: Session, state: str) -> Iterator[str]:
-    """`state`: of the run folder."""
+    """The printed lines. state: a description of the run folder."""
     config, plan = session.config, session.plan
     yield _row("student", _model_line(session.student))
     if session.teacher is not None:
@@ -95,7 +94,7 @@ def _model_line(decoder: Decoder) -> str:
 
 
 def _sample(session: Session, documents: Documents) -> str:
-    """The first document as the student sees it, targets in brackets."""
+    """The beginning of the first document as the student sees it, with the targets in brackets."""
     ids, targets = documents.tokens(0), documents.targets(0)
     text, inside = "", False
     for start, stop in _runs(targets.tolist()):
@@ -106,7 +105,7 @@ def _sample(session: Session, documents: Documents) -> str:
 
 
 def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """The borders of stretches of equal values."""
+    """(start, stop) of each stretch of equal values."""
     start = 0
     for place in range(1, len(values) + 1):
         if place == len(values) or values[place] != values[start]:
@@ -115,48 +114,49 @@ def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 
 def _step_lines(session: Session) -> Iterator[str]:
-    """One step without its update: time, peak memory, loss, and what each term contributes to the gradient."""
-    rows = list(session.plan.micro_batches(session.train, 0))
+    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term alone."""
+    engine = session.engine
     parameters = [each for each in session.student.parameters() if each.requires_grad]
     with PeakMemory(session.device) as memory:
         started = time.monotonic()
-        works, outputs = _pass(session, session.recipe, rows)
+        micro_batches = session.shard(session.plan.micro_batches(session.train, 0))
+        made = _forward_backward(session, engine, micro_batches)
         norm = float(session.runner.clip(0.0))
         seconds = time.monotonic() - started
-    sums = session.totals(outputs, works)
-    stop_unless_finite(session, 1, works, outputs, sums["loss"], norm)
+    stop_unless_finite(session, 1, micro_batches, made, norm)
     optimizer_bytes = 2 * sum(local(each).numel() * each.element_size() for each in parameters)
-    tokens = sum(work.tokens.input_ids_BS.numel() for work in works)
-    yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {sums['loss']:.4f}, gradient norm {norm:.4g}")
+    tokens = sum(each.input_ids_BS.numel() for each in micro_batches)
+    loss = made.sums["loss"]
+    yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
-    for name, recipe in _single_terms(session.recipe):
-        session.runner.zero_grad()
-        _pass(session, recipe, rows)
+    for name, spec in _single_terms(session.spec):
+        engine.zero_grad()
+        _forward_backward(session, engine.with_objective(spec), micro_batches)
         yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")
-    session.runner.zero_grad()
+    engine.zero_grad()
 
 
-def _pass(session: Session, recipe: Recipe, rows: Sequence[np.ndarray]) -> tuple[list[Work], list[ObjectiveOutput]]:
-    works = session.works(session.train, rows, recipe, session.train.targets(rows), training=True)
-    return works, session.runner.forward_backward(works)
+def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMicroBatches) -> StepOutput:
+    signals = session.source_for(engine.objective).request(micro_batches).result()
+    return engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
 
 
-def _single_terms(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """The recipe with one of its terms at a time, scales kept."""
-    none = replace(recipe, cross_entropy=None, z_loss=0.0, divergence=None, entropy=None)
-    if recipe.cross_entropy is not None:
-        yield "cross_entropy", replace(none, cross_entropy=recipe.cross_entropy)
-    if recipe.z_loss:
-        yield "with z_loss", replace(none, cross_entropy=recipe.cross_entropy, z_loss=recipe.z_loss)
-    if recipe.divergence is not None:
-        for scale, part in weighted_parts(recipe.divergence):
-            yield str(part), replace(none, divergence=part, divergence_scale=scale * recipe.divergence_scale)
-    if recipe.entropy is not None:
-        yield "entropy", replace(none, entropy=recipe.entropy)
+def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
+    """For each term, an objective with that term alone, which keeps its scale. z_loss comes with cross_entropy."""
+    none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, entropy=None)
+    if spec.cross_entropy is not None:
+        yield "cross_entropy", replace(none, cross_entropy=spec.cross_entropy)
+    if spec.z_loss:
+        yield "with z_loss", replace(none, cross_entropy=spec.cross_entropy, z_loss=spec.z_loss)
+    if spec.divergence is not None:
+        for scale, part in weighted_parts(spec.divergence):
+            yield str(part), replace(none, divergence=part, divergence_scale=scale * spec.divergence_scale)
+    if spec.entropy is not None:
+        yield "entropy", replace(none, entropy=spec.entropy)
 
 
 class PeakMemory:
-    """The highest memory in use while it is entered: of the GPU, or of the process where Linux tells."""
+    """Measures the peak memory within a `with` block: of the GPU, or else, on Linux, of the process."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -1,12 +1,13 @@
-"""Checkpoints: everything that a run needs to go on as if it had never stopped.
+"""Checkpoints: everything that a run needs to continue as if it had never stopped.
 
     checkpoints/step-00000500/
         resume/        weights and optimizer in PyTorch's distributed checkpoint format, as safetensors
-        student/       the student and its tokenizer, as transformers reads them; an adapter by itself, as peft does
-        state.json     how far the run is, and a hash of every other file (see `progress.py`)
+        student/       the student and its tokenizer for transformers; of a student with an adapter, only the adapter,
+                       for peft
+        state.json     the run's progress, and a hash of every other file (see `progress.py`)
 
-A folder is written under another name and renamed when it is complete, so that a process killed at any moment leaves
-either the whole checkpoint or none. There is no pickle in it.
+A folder is written under another name and renamed when it is complete. So a process that is killed at any moment
+leaves either the whole checkpoint or none. A checkpoint contains no pickle.
 """
 
 import itertools
@@ -55,10 +56,10 @@ DAMAGED = ".damaged"
 def save_checkpoint(
     folder: Path, progress: Progress, runner: Runner, optimizer: torch.optim.Optimizer, tokenizer: Any
 ) -> Path:
-    """Write checkpoints/step-<n> whole or not at all; returns its path. All ranks take part.
+    """Write checkpoints/step-<n>, completely or not at all; returns its path. A collective of all ranks.
 
-    Raises ValueError, before anything is written, where a weight or the optimizer's state is not finite, or where
-    the disk has too little space.
+    Raises ValueError, before anything is written, if a weight or the optimizer's state is not finite, or if the disk
+    has too little space.
     """
     final, mesh = folder / folder_name(progress.step), runner.mesh
     tensors = _tensors(runner, optimizer)
@@ -83,9 +84,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint: IntactCheckpoint, runner: Runner, optimizer: torch.optim.Optimizer) -> Progress:
-    """Put weights, optimizer and random generators back as they were; returns how far the run was.
+    """Restore weights, optimizer and random generators; returns the progress that the checkpoint holds.
 
-    The layout need not be the one that it was saved under. Raises ValueError for a checkpoint of another model.
+    The checkpoint may have been saved under another layout. Raises ValueError for a checkpoint of another model.
     """
     path, state = checkpoint.path, checkpoint.state
     stored = stored_tensors(path / RESUME)
@@ -97,7 +98,7 @@ def load_checkpoint(checkpoint: IntactCheckpoint, runner: Runner, optimizer: tor
         if name not in state.without_moments
     }
     _require_fit(path, stored, weights | moments, whole=runner.layout.stages == 1)
-    # absent: the random state of a device that it was not written on, or of another layout's rank
+    # a state may be absent: the checkpoint was written on another type of device, or by fewer ranks
     random = {name: value for name, value in _random_states(runner).items() if name in stored}
     tensors = {**weights, **moments, **random}
     with one_process():
@@ -113,9 +114,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int, best: str | None) -> list[str]:
-    """Remove all but the newest `keep` and the one with the best value of the metric `best`.
+    """Remove all checkpoints but the newest `keep` and the one with the best value of the metric `best`.
 
-    Returns what is wrong with the state of any that is damaged; such a one is not removed.
+    A checkpoint whose state.json is damaged is not removed; the returned list describes each such damage.
     """
     every = checkpoints(folder)
     metrics, damage = _evaluations(every)
@@ -125,18 +126,18 @@ def prune(folder: Path, keep: int, best: str | None) -> list[str]:
     for path in every:
         if path not in kept:
             unfinished = path.with_name(path.name + UNFINISHED)
-            path.rename(unfinished)  # a removal that is interrupted must not look like a checkpoint
+            path.rename(unfinished)  # what an interrupted removal leaves must not look like a checkpoint
             shutil.rmtree(unfinished)
     return damage
 
 
 def best_checkpoint(folder: Path, metric: str) -> Path | None:
-    """The checkpoint with the lowest value of a metric (the highest of an agreement); the earliest of equals."""
+    """The checkpoint with the lowest value of a metric (highest, for an agreement); of equal ones the earliest."""
     return _best(_evaluations(checkpoints(folder))[0], metric)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is none any more and nothing of it is lost; returns its new path."""
+    """Rename a damaged checkpoint, so that it no longer counts as one but is kept; returns its new path."""
     names = (f"{path.name}{DAMAGED}{number or ''}" for number in itertools.count())
     free = next(each for each in map(path.with_name, names) if not each.exists())
     return path.rename(free)
@@ -149,7 +150,7 @@ def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str) -> Path | No
 
 
 def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:
-    """The last evaluation of each checkpoint, and what is wrong with those whose state is damaged."""
+    """The evaluation in each checkpoint, and a description of the damage for each whose state.json is damaged."""
     metrics: dict[Path, dict[str, float]] = {}
     damage: list[str] = []
     for path in paths:
@@ -170,7 +171,7 @@ def _save_tensors(folder: Path, tensors: dict[str, Any], mesh: Mesh | None) -> N
 
 
 def _require_finite(step: int, tensors: Mapping[str, Any], runner: Runner) -> None:
-    """Raise ValueError on all ranks, naming the first tensor, where one is not finite: it would spoil the file."""
+    """Raise ValueError on all ranks, naming the first tensor, if one is not finite: it would spoil the checkpoint."""
     bad = [name for name, each in tensors.items() if each.is_floating_point() and not local(each).isfinite().all()]
     bad = sorted({name for each in everywhere(bad, runner.mesh) for name in each})
     if bad:
@@ -182,32 +183,32 @@ def _require_finite(step: int, tensors: Mapping[str, Any], runner: Runner) -> No
 
 
 def _bytes_to_write(tensors: Mapping[str, Any], runner: Runner) -> int:
-    """Size of a checkpoint: all tensors, and the student's weights once more for exchange."""
+    """The size of a checkpoint: all tensors, and the student's weights a second time for the folder `student`."""
     weights = {name: each for name, each in tensors.items() if name.startswith(WEIGHT)}
     own = sum(_share_of(each, runner) * each.element_size() for held in (tensors, weights) for each in held.values())
     return round(sum(everywhere(own, runner.mesh)))
 
 
 def _numbers(tensors: Mapping[str, Any], runner: Runner) -> int:
-    """How many numbers weights and optimizer have, over all ranks."""
+    """The count of numbers in weights and optimizer over all ranks; copies of the same number count once."""
     names = {name for name in tensors if not name.startswith(_RANDOM)}
-    if runner.tied and runner.pipeline is not None and 0 not in runner.twins:
-        # the head's copy of the embedding, which is the first stage's to save
+    if runner.tied and runner.pipeline is not None and 0 not in runner.pairs:
+        # the head's copy of a tied embedding, which only the first stage saves
         shared = runner.students()[0].embedding_name
         names -= {f"{WEIGHT}{shared}", *(f"{_MOMENT}{shared}.{key}" for key in _MOMENTS)}
     return round(sum(everywhere(sum(_share_of(tensors[name], runner) for name in names), runner.mesh)))
 
 
 def _share_of(tensor: Any, runner: Runner) -> float:
-    """The numbers of a tensor that are on this rank, each divided by how many ranks hold it."""
+    """The count of a tensor's numbers on this rank, divided by the number of ranks that hold the same numbers."""
     degrees = runner.layout.degrees
     return local(tensor).numel() / copies(tensor, degrees.processes // degrees.pipeline)
 
 
 def _require_complete(final: Path, resume: Path, numbers: int, mesh: Mesh | None) -> None:
-    """Raise ValueError on all ranks unless the files of all ranks are in the one folder that rank 0 is to rename.
+    """Raise ValueError on all ranks unless the folder that rank 0 will rename contains the files of all ranks.
 
-    A rank that has lost the folder (a file system that is not mounted any more) writes its file elsewhere.
+    A rank that no longer sees the shared folder (because a file system was unmounted) writes its file elsewhere.
     """
     stored = stored_tensors(resume) if is_first() else {}
     chunks = [chunk for name, each in stored.items() if not name.startswith(_RANDOM) for chunk in each.chunks]
@@ -226,15 +227,15 @@ def _scattered(final: Path) -> str:
 def _tensors(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     tensors = _weights(runner) | _random_states(runner)
     for name, parameter in _owned(runner).items():
-        # hyper-parameters are not tensors: they come from the configuration
+        # the optimizer's hyper-parameters are not saved: they come from the configuration
         tensors |= {f"{_MOMENT}{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
     return tensors
 
 
 def _weights(runner: Runner) -> dict[str, Any]:
-    """The student's parameters and buffers that are here, a weight that two stages share by the embedding's name.
+    """This rank's parameters and buffers of the student. A head tied to the embedding has the embedding's name.
 
-    Without what is frozen, beside an adapter: that is in the files of the model that it was trained on.
+    Frozen parameters are left out: an adapter's base weights are in the files of the base model.
     """
     weights: dict[str, Any] = {}
     for student in runner.students():
@@ -246,7 +247,7 @@ def _weights(runner: Runner) -> dict[str, Any]:
 
 
 def _owned(runner: Runner) -> dict[str, nn.Parameter]:
-    """What trains, of what is here, by its name in a checkpoint; a parameter that is here twice, once."""
+    """This rank's trained parameters, by their names in a checkpoint; one of two copies of a tied weight."""
     owned: dict[str, nn.Parameter] = {}
     for name, parameter in _trained(runner):
         owned.setdefault(runner.shared_name(name), parameter)
@@ -258,9 +259,13 @@ def _trained(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _random_states(runner: Runner) -> dict[str, Tensor]:
-    """Of this process's generators. Tensor ranks share theirs: dropout must drop the same of what all have."""
+    """The states of this process's random generators.
+
+    All tensor ranks of a group load the state of the first one: dropout must drop the same elements of the hidden
+    states that they all hold.
+    """
     mesh = runner.mesh
-    own = "" if mesh is None else f".{mesh.everyone.rank() - mesh.place('tensor')}"
+    own = "" if mesh is None else f".{mesh.everyone.rank() - mesh.coordinate('tensor')}"
     device = _device(runner)
     states = {f"{_RANDOM}cpu{own}": torch.get_rng_state()}
     if device.type == "cuda":
@@ -269,7 +274,10 @@ def _random_states(runner: Runner) -> dict[str, Tensor]:
 
 
 def _put_back(tensors: dict[str, Any], runner: Runner, optimizer: torch.optim.Optimizer) -> None:
-    """The weights are where they belong, since they were read in place."""
+    """Restore the optimizer's state, random generators and a tied weight's second copy from the tensors just read.
+
+    DCP has read all other weights in place.
+    """
     owned = _owned(runner)
     for name, parameter in _trained(runner):
         shared = runner.shared_name(name)
@@ -288,16 +296,18 @@ def _put_back(tensors: dict[str, Any], runner: Runner, optimizer: torch.optim.Op
 
 
 def _device(runner: Runner) -> torch.device:
-    """Where the run computes; its weights may be in host memory."""
+    """The device on which the run computes; the weights may be offloaded to host memory."""
     return next(runner.students()[0].parameters()).device if runner.mesh is None else runner.mesh.device
 
 
 def _require_fit(
     path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], whole: bool
 ) -> None:
-    """Before DCP: it says less, leaves out what it is not asked for, and its own error is no Exception.
+    """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
 
-    whole: this process has the whole student, so that what it does not ask for is too much.
+    DCP itself reports less, ignores tensors that the run does not ask for, and raises an error that is not an
+    Exception. wanted: the tensors that this process will load. whole: this process has the whole student, so a
+    stored tensor that is not wanted is an error, too.
     """
     shapes = {name: tuple(each.size) for name, each in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}

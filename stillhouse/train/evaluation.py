@@ -1,20 +1,14 @@
-"""Held-out figures: cross-entropy, forward KL over the full vocabulary, agreement, entropies; per target token."""
+"""Held-out figures per target token: cross-entropy, forward KL over the full vocabulary, agreement, entropies."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
-from stillhouse.data import PackedSequences
-from stillhouse.models import evaluating
-from stillhouse.objective import ObjectiveOutput
-from stillhouse.objective.divergence import forward_kl
-from stillhouse.objective.recipe import Recipe
-from stillhouse.parallel import watchdog
+from stillhouse.data import MicroBatch
+from stillhouse.parallel import PairSignal, watchdog
 from stillhouse.train.session import Session
 
-#: metric keys of an evaluation, from the names that the objective gives them
+#: metric keys of an evaluation, by the names that the objective gives the metrics
 KEYS = {
     "cross_entropy": "eval/cross_entropy",
     "forward_kl": "eval/forward_kl",
@@ -24,30 +18,24 @@ KEYS = {
 }
 
 
-@torch.no_grad()
 def evaluate(session: Session) -> dict[str, float]:
-    """Means over all target tokens of the held-out documents, whatever the run's own objective is.
+    """Means over all target tokens of the held-out documents, always at temperature 1.
 
-    Always at temperature 1. Without a teacher there is cross-entropy alone. Empty without held-out data.
+    They do not depend on the run's own objective. Metrics that need the teacher are absent without one. Empty without
+    held-out data.
     """
-    sequences = session.evaluation
-    if sequences is None:
+    if session.evaluation is None:
         return {}
     watchdog.enter("an evaluation")
-    recipe = Recipe(cross_entropy=1.0, divergence=None if session.config.teacher is None else forward_kl())
-    outputs: list[ObjectiveOutput] = []
-    with ExitStack() as modes:
-        for student in session.runner.students():
-            modes.enter_context(evaluating(student))
-        for rows in _rows(session, sequences):
-            outputs += session.runner.forward(session.works(sequences, rows, recipe, 1.0, training=False))
-    sums = session.totals(outputs)
+    sums = session.engine.evaluate(_parts(session))
     tokens = sums["tokens"]
     return {key: sums[name] / tokens for name, key in KEYS.items() if name in sums} | {"eval/tokens": tokens}
 
 
-def _rows(session: Session, sequences: PackedSequences) -> Iterator[list[np.ndarray]]:
-    """Micro-batches' sequences, as many at a time as keep all processes at work."""
+def _parts(session: Session) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:
+    """The held-out micro-batches with their signals, in parts of one micro-batch for each data rank and stage."""
+    sequences = session.evaluation
+    assert sequences is not None
     mesh, stages = session.runner.mesh, session.runner.layout.stages
     together = 1 if mesh is None else mesh.degrees.data * stages
     budget = session.config.eval.micro_batch_tokens or session.config.train.micro_batch_tokens
@@ -55,4 +43,6 @@ def _rows(session: Session, sequences: PackedSequences) -> Iterator[list[np.ndar
     numbers = np.arange(len(sequences))
     micro_batches = [numbers[start : start + rows] for start in range(0, len(sequences), rows)]
     for start in range(0, len(micro_batches), together):
-        yield micro_batches[start : start + together]
+        part = session.shard(sequences.micro_batches(micro_batches[start : start + together]), training=False)
+        yield part, session.source.request(part).result()
+        del part

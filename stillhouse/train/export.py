@@ -1,6 +1,6 @@
-"""The student for exchange: safetensors, configuration and tokenizer, as transformers and peft read them.
+"""Exports the student: safetensors, configuration and tokenizer in the formats of transformers and peft.
 
-Under a layout no rank has the whole student: its files are written from the tensors of a checkpoint, one at a time.
+Under a layout no rank has the whole student. So its files are written from a checkpoint's tensors, one at a time.
 """
 
 import json
@@ -27,16 +27,18 @@ from stillhouse.parallel import Runner
 from stillhouse.parallel.loading import checkpoint_names
 from stillhouse.train.integrity import stored_tensors
 
-#: before the name of a weight in a checkpoint
+#: prefix of a weight's name in a checkpoint
 WEIGHT = "student."
-#: of a file of a model that is written from a checkpoint
+#: largest size of one file when a model is written from a checkpoint
 FILE_BYTES = 5 * 10**9
 
 
 def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
-    """The student for exchange: Hugging Face safetensors, configuration and tokenizer. Of an adapter, it alone.
+    """Save the student as Hugging Face safetensors, configuration and tokenizer. Of a student with an adapter, only
+    the adapter and the tokenizer are saved.
 
-    resume: the tensors of a checkpoint of it, read where this process has only a part of the student.
+    resume: a checkpoint's tensors of this student, read for an adapter, and under a layout, where this process has
+    only a part of the student.
     """
     (student, *_) = runner.students()
     if student.lora is not None:
@@ -49,10 +51,11 @@ def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> 
 
 
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
-    """What transformers' `save_pretrained` writes of the model that `part` is of, with a checkpoint's weights.
+    """Write what transformers' `save_pretrained` would write for the whole model, with the weights of a checkpoint.
 
-    One file of at most `file_bytes` is in memory at a time; all of them for a family that transformers converts when
-    it saves (experts, which it stores one by one).
+    part: this process's part of the model. Only one file of at most `file_bytes` is in memory at a time. The
+    exception is a model family whose weights transformers converts when it saves (stacked experts, which it stores
+    one by one): then the whole model is in memory.
     """
     stored = stored_tensors(resume)
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
@@ -87,7 +90,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
 
 
 def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any) -> None:
-    """A plain Hugging Face model: an adapter's folder added to the weights that it was trained on, in host memory."""
+    """Add an adapter to the base weights that it was trained on, in host memory; save a plain Hugging Face model."""
     model = load_causal_lm(
         base.model,
         revision=base.revision,
@@ -99,14 +102,14 @@ def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any
 
 
 def _stored_lora(resume: Path) -> dict[str, Tensor]:
-    """An adapter's matrices, by their names in the decoder."""
+    """An adapter's matrices in a checkpoint, by their names in the decoder."""
     stored = stored_tensors(resume)
     names = [name for name in stored if name.startswith(WEIGHT) and is_lora(name)]
     return {name.removeprefix(WEIGHT): each for name, each in _read(resume, names).items()}
 
 
 def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Tensors of a checkpoint, whole."""
+    """Read whole tensors of a checkpoint."""
     stored = stored_tensors(resume)
     tensors: dict[str, Any] = {
         name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
@@ -118,7 +121,7 @@ def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """DCP warns that there is one process only; that is what was asked for."""
+    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and what is said when the disk does not take them."""
+"""Writes files and folders completely or not at all, and explains errors of the disk."""
 
 import errno
 import hashlib
@@ -20,7 +20,7 @@ UNFINISHED = ".partial"
 
 
 def replace_text(path: Path, content: str) -> None:
-    """Write a file beside its place and rename it, so that a reader never sees half of it."""
+    """Write a file under a temporary name and rename it, so that a reader never sees half of it."""
     partial = path.with_name(f".{path.name}{UNFINISHED}")
     with explained_write_errors(path):
         partial.write_text(content, encoding="utf-8")
@@ -30,9 +30,9 @@ def replace_text(path: Path, content: str) -> None:
 
 @contextmanager
 def atomic_folder(final: Path, needed_bytes: int | None = None) -> Iterator[Path]:
-    """A folder to write to that takes its name when the block ends without an error, after all of it is on disk.
+    """Yield a temporary folder to write to; if the block ends without an error, flush it and rename it to `final`.
 
-    needed_bytes: what will be written, where that is known, for the error of a full disk.
+    needed_bytes: how much will be written, if known, for the error message about a full disk.
     """
     partial = _partial(final)
     with explained_write_errors(final, needed_bytes):
@@ -50,7 +50,7 @@ def atomic_folder(final: Path, needed_bytes: int | None = None) -> Iterator[Path
 
 @contextmanager
 def written_together(final: Path, mesh: Mesh | None, needed_bytes: int | None = None) -> Iterator[Path]:
-    """`atomic_folder` for all ranks: rank 0 creates the folder and renames it after the others are done."""
+    """`atomic_folder` for all ranks: rank 0 creates the folder, and renames it after all ranks are done."""
     if mesh is None:
         with atomic_folder(final, needed_bytes) as partial:
             yield partial
@@ -64,7 +64,7 @@ def written_together(final: Path, mesh: Mesh | None, needed_bytes: int | None = 
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a process that was killed, or had no space left, did not finish writing."""
+    """Remove the unfinished files and folders of a process that was killed or ran out of disk space."""
     for path in folder.glob(f"*{UNFINISHED}"):
         if path.is_dir():
             shutil.rmtree(path)
@@ -74,10 +74,10 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """Raise ValueError, with the path and the space on its disk, where writing in the block fails.
+    """If writing fails in the block, raise ValueError with the path and, if the disk is full, its free space.
 
-    needed_bytes: what is about to be written, where that is known. The libraries that write tensors report a full
-    disk each in their own way; DCP's exception is not even an `Exception`.
+    needed_bytes: how much is about to be written, if known. Each library that writes tensors reports a full disk in
+    its own way; DCP's exception is not even an `Exception`.
     """
     try:
         yield
@@ -91,14 +91,14 @@ def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Itera
 
 
 def require_space(path: Path, needed_bytes: int, mesh: Mesh | None) -> None:
-    """Raise ValueError on all ranks where the disk of `path` has less space than that. Nothing is written."""
+    """Raise ValueError on all ranks if the disk of `path` has less than `needed_bytes` free. Writes nothing."""
     free = everywhere(_free_bytes(path) if is_first() else 0, mesh)[0]
     if free < needed_bytes:
         raise ValueError(_no_space(path, needed_bytes, free))
 
 
 def everywhere(value: Any, mesh: Mesh | None) -> list[Any]:
-    """What every rank gives, in their order; anything that JSON can hold."""
+    """Gather the value of every rank, in the order of ranks. It can be anything that JSON can represent."""
     return [value] if mesh is None else gathered(value, mesh.everyone, mesh.device)
 
 
@@ -108,12 +108,12 @@ def share(names: Sequence[str], mesh: Mesh | None) -> Sequence[str]:
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The sha256 of files in a folder, "" for one that is not there."""
+    """The sha256 of each of these files in a folder; "" for a file that does not exist."""
     return {name: _hash(folder / name) for name in names}
 
 
 def file_names(folder: Path) -> list[str]:
-    """All files below a folder, by their relative paths with forward slashes."""
+    """The relative paths of all files below a folder, with forward slashes, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
@@ -125,7 +125,7 @@ def _hash(path: Path) -> str:
 
 
 def _explained(path: Path, error: Exception, needed_bytes: int | None) -> Exception:
-    """The error as a ValueError that names the path, or as it is where it has nothing to do with the disk."""
+    """The error as a ValueError that names the path; the same error if it does not concern writing to `path`."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error):
         return ValueError(_no_space(path, needed_bytes, _free_bytes(path)))
@@ -144,7 +144,7 @@ _AFTERWARDS = "what was complete before is intact, and the same command goes on 
 
 
 def _free_bytes(path: Path) -> int:
-    """Free space on the disk that holds a path, or would hold it; without a limit where the disk does not say."""
+    """Free space on the disk that contains `path`, or will contain it; the largest int if the disk reports none."""
     usage = shutil.disk_usage(next(each for each in [path, *path.parents] if each.exists()))
     return usage.free if usage.total else sys.maxsize
 

@@ -1,6 +1,6 @@
-"""Stopping at a loss or a gradient that is not finite, before it reaches a weight, and saying where it came from.
+"""Stops the run at a loss or gradient that is not finite, before it changes a weight, and reports its origin.
 
-All processes of a layout take part in the search, and all find the same.
+All processes of a layout take part in the search, and all get the same findings.
 """
 
 import math
@@ -10,33 +10,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from stillhouse.data import Batch, PackedSequences
+from stillhouse.data import MicroBatch, PackedMicroBatches, PackedSequences
 from stillhouse.objective import ObjectiveOutput
-from stillhouse.parallel import Work, gathered, is_first
+from stillhouse.parallel import ShardedMicroBatches, gathered, is_first
 from stillhouse.parallel.gradients import local
+from stillhouse.train.engine import StepOutput
 from stillhouse.train.session import Session
 
-#: sources of samples that an error names
+#: most sources of samples that an error names
 _NAMED = 5
 
 
 def stop_unless_finite(
-    session: Session,
-    step: int,
-    works: Sequence[Work],
-    outputs: Sequence[ObjectiveOutput],
-    loss: float,
-    norm: float,
+    session: Session, step: int, micro_batches: ShardedMicroBatches, made: StepOutput, norm: float
 ) -> None:
-    """Raise ValueError if the step's loss or gradient norm is NaN or infinite. The weights are still untouched.
+    """Raise ValueError if the step's loss or gradient norm is NaN or infinite. The weights are unchanged.
 
-    step: counted from 1. works, outputs: this process's part of it.
+    step: its number, counted from 1. made, norm: the output and the gradient norm of these micro-batches.
     """
+    loss = made.sums["loss"]
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    rows = session.plan.micro_batches(session.train, step - 1)
-    findings = _losses(session, works, outputs) or _gradients(session, rows)
-    session.runner.zero_grad()
+    packed = session.plan.micro_batches(session.train, step - 1)
+    findings = _losses(session, micro_batches, made.own) or _gradients(session, packed)
+    session.engine.zero_grad()
     where = "; ".join(findings) or "in no single micro-batch: the sum over them overflowed"
     what = "loss" if not math.isfinite(loss) else "gradient"
     if not is_first():
@@ -49,14 +46,15 @@ def stop_unless_finite(
     )
 
 
-def _losses(session: Session, works: Sequence[Work], outputs: Sequence[ObjectiveOutput]) -> list[str]:
-    """Which terms are not finite, and on which samples."""
+def _losses(session: Session, micro_batches: Sequence[MicroBatch], outputs: Sequence[ObjectiveOutput]) -> list[str]:
+    """Name the terms that are not finite, and the samples on which they are not.
+
+    outputs: of the micro-batches; empty if the last stage is on other processes.
+    """
     own: dict[str, list[int]] = {}
-    # a pipeline's outputs are on its last stage alone
-    for work, output in zip(works, outputs, strict=True) if session.runner.has_results else ():
-        assert isinstance(work.tokens, Batch)
+    for micro_batch, output in zip(micro_batches, outputs, strict=True) if outputs else ():
         for name, value_T in output.per_token.items():
-            own.setdefault(name, []).extend(work.tokens.document_T[~value_T.isfinite()].tolist())
+            own.setdefault(name, []).extend(micro_batch.document_T[~value_T.isfinite()].tolist())
     found: dict[str, set[int]] = {}
     for each in _everywhere(session, own):
         for name, documents in each.items():
@@ -64,11 +62,11 @@ def _losses(session: Session, works: Sequence[Work], outputs: Sequence[Objective
     return [f"{name} on {_sources(session, documents)}" for name, documents in found.items() if documents]
 
 
-def _gradients(session: Session, rows: Iterable[np.ndarray]) -> list[str]:
-    """Which micro-batches' gradients are not finite, each run again by itself; the first bad parameter names it."""
+def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
+    """Run each micro-batch again by itself; name those whose gradient is not finite, and the first such parameter."""
     findings = []
-    for each in rows:
-        _run_again(session, session.train, each)
+    for rows in packed.rows:
+        _run_again(session, session.train.micro_batches([rows]))
         own = [
             session.runner.shared_name(name)
             for name, parameter in session.runner.named_parameters()
@@ -76,14 +74,17 @@ def _gradients(session: Session, rows: Iterable[np.ndarray]) -> list[str]:
         ]
         bad = list(dict.fromkeys(name for names in _everywhere(session, own) for name in names))
         if bad:
-            documents = {document for sequence in each for document in session.train.members(sequence).tolist()}
-            findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {_sources(session, documents)}")
+            where = _sources(session, packed.documents(rows))
+            findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")
     return findings
 
 
 def _sources(session: Session, documents: Iterable[int]) -> str:
-    """The places of those documents that fail by themselves: a NaN reaches all that are packed into its row."""
-    candidates = sorted(documents)
+    """The sources of those documents that fail by themselves, or of all documents if none does.
+
+    Each is run alone, because a NaN spreads to all documents that are packed into the same row.
+    """
+    candidates = sorted(set(documents))
     found: list[int] = []
     for document in candidates:
         if len(found) == _NAMED:
@@ -96,17 +97,18 @@ def _sources(session: Session, documents: Iterable[int]) -> str:
 
 
 def _fails_alone(session: Session, document: int) -> bool:
-    alone = session.train.documents.select([document])
-    sequences = PackedSequences(alone, max_tokens=session.train.max_tokens, seed=0)
-    loss = _run_again(session, sequences, np.array([0]))
-    return not math.isfinite(loss) or not math.isfinite(float(session.runner.clip(0.0)))
+    documents = session.train.documents.select([document])
+    sequences = PackedSequences(documents, max_tokens=session.train.max_tokens, seed=0)
+    loss = _run_again(session, sequences.micro_batches([np.array([0])]))
+    return not math.isfinite(loss) or not math.isfinite(session.engine.clip())
 
 
-def _run_again(session: Session, sequences: PackedSequences, rows: np.ndarray) -> float:
-    """One micro-batch by itself: its loss; its gradient is the student's afterwards."""
-    session.runner.zero_grad()
-    works = session.works(sequences, [rows], session.recipe, sequences.targets([rows]), training=True)
-    return session.totals(session.runner.forward_backward(works), works)["loss"]
+def _run_again(session: Session, packed: PackedMicroBatches) -> float:
+    """Run one micro-batch by itself and return its loss. Afterwards the student has this micro-batch's gradient."""
+    session.engine.zero_grad()
+    micro_batches = session.shard(packed)
+    signals = session.source_for(session.spec).request(micro_batches).result()
+    return session.engine.forward_backward(micro_batches, signals, packed.normalizer).sums["loss"]
 
 
 def _everywhere(session: Session, value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The run folder: who may write to it, and what every run leaves in it.
+"""The run folder: which process may write to it, and which files every run leaves in it.
 
 config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  hashes.json  model/  report.html
 """
@@ -23,7 +23,7 @@ from stillhouse.config import RunConfig, dump_config
 from stillhouse.train.files import explained_write_errors, hashes, remove_unfinished, replace_text
 
 LOCK = ".lock"
-#: the file with a hash of every file of the final model
+#: the file that contains a hash of every file of the final model
 HASHES = "hashes.json"
 
 
@@ -43,12 +43,12 @@ class RunFolder:
 
     @property
     def adapter(self) -> Path:
-        """Of a run that trains one; `model` is then what it was trained on with the adapter added."""
+        """The adapter, if the run trains one; `model` is then the base model with the adapter merged in."""
         return self.path / "adapter"
 
     @property
     def complete(self) -> bool:
-        """Whether the run has reached its end: the model is the last thing that it writes."""
+        """Whether the run is complete: the model is the last thing that it writes."""
         return self.model.is_dir()
 
     @property
@@ -56,30 +56,30 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def owns(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint is this run's, and not the start that another run gave it."""
-        # of the folder that holds it: a checkpoint may be a link to a larger disk
+        """Whether a checkpoint is this run's own, and not one of another run that this run started from."""
+        # Only the parent is resolved: the checkpoint itself may be a link to a larger disk.
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
 
     def write_json(self, name: str, content: Any) -> None:
         self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False))
 
     def write_text(self, name: str, content: str) -> None:
-        """Written beside and renamed, so that a reader never sees half a file."""
+        """Write a file under a temporary name and rename it, so that a reader never sees half of it."""
         replace_text(self.path / name, content)
 
 
 def init_run_dir(folder: RunFolder, config: RunConfig) -> None:
-    """Make the folder this run's, after `candidates` has found it free."""
+    """Prepare the folder for this run, after `candidates` has found that the run may use it."""
     folder.path.mkdir(parents=True, exist_ok=True)
     for each in (folder.path, folder.checkpoints):
-        remove_unfinished(each)  # first, since they may be what fills the disk
-    folder.write_text("config.yaml", dump_config(config))  # then what says whose folder this is
+        remove_unfinished(each)  # before anything is written, since these files may fill the disk
+    folder.write_text("config.yaml", dump_config(config))  # from now on the folder belongs to this run
     folder.checkpoints.mkdir(exist_ok=True)
 
 
 @contextmanager
 def folder_lock(folder: RunFolder) -> Iterator[None]:
-    """The folder as this process's until the block ends; ValueError where another one is writing to it."""
+    """Lock the folder for this process until the block ends. Raises ValueError if another process has locked it."""
     with explained_write_errors(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -93,9 +93,9 @@ def folder_lock(folder: RunFolder) -> Iterator[None]:
 
 
 def require_intact_model(folder: RunFolder) -> str:
-    """Compare the final model of a complete run, and its adapter, with their hashes; returns the finding in words.
+    """Compare the final model of a complete run, and its adapter, with their hashes; returns the result in words.
 
-    Raises ValueError for a file that is lost, or not what the run wrote. Files that were added do not matter.
+    Raises ValueError for a file that is lost or changed. Additional files are ignored.
     """
     path = folder.path / HASHES
     if not path.is_file():
@@ -115,7 +115,7 @@ def require_intact_model(folder: RunFolder) -> str:
 
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
-    """What the figures of a run depend on beside its configuration."""
+    """What a run's results and speed depend on besides its configuration."""
     return {
         "objective": objective,
         "stillhouse": stillhouse.__version__,
@@ -144,7 +144,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs, if it is one, with "-dirty" behind it where files differ from it."""
+    """The git commit of Stillhouse's source tree, plus "-dirty" if files differ from it; None outside a git tree."""
     root = Path(stillhouse.__file__).parents[1]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""What makes two configurations one run: every value that decides the weights by more than rounding."""
+"""Two configurations are of the same run if all values that affect the weights, beyond rounding, are equal."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from typing import Any
 from stillhouse.config import RunConfig
 from stillhouse.config.loading import dotted_values
 
-#: sections and keys that may change between a run and its resumption
+#: sections and keys that may change when a run is resumed
 _FREE = {
     "out",
     "eval",
@@ -24,7 +24,7 @@ _FREE = {
 
 
 def decisive_values(config: RunConfig) -> dict[str, Any]:
-    """The values that must not change while a run goes on, by their dotted keys."""
+    """The values that must not change when a run is resumed, by their dotted keys."""
     free = tuple(f"{key}." for key in _FREE)
     return {key: value for key, value in dotted_values(config).items() if not f"{key}.".startswith(free)}
 

@@ -1,6 +1,6 @@
-"""Proof that a checkpoint is what was written: every file by its hash, every tensor by its chunks.
+"""Verifies that a checkpoint is what was written: every file by its hash, every tensor by its chunks.
 
-Without it a lost or stale file of one rank would leave its shards of all matrices at their initial values.
+Without this, a lost or stale file of one rank would leave that rank's shards of all matrices at their initial values.
 """
 
 import json
@@ -18,7 +18,7 @@ from stillhouse.parallel import Mesh, local_processes, local_rank
 from stillhouse.train.files import everywhere, file_names, hashes, share
 from stillhouse.train.progress import STATE, DamagedCheckpointError, State, read_state
 
-#: the folder of a checkpoint with the weights and the optimizer's state
+#: the subfolder of a checkpoint that contains the weights and the optimizer's state
 RESUME = "resume"
 _NAMED = 3
 
@@ -27,19 +27,19 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class IntactCheckpoint:
-    """A checkpoint that `verified` has read: its files are those that were written."""
+    """A checkpoint whose files `verified` has read and found to be as they were written."""
 
     path: Path
     state: State
 
 
 def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole: bool = False) -> IntactCheckpoint:
-    """Read and hash a checkpoint, each rank its share of the files; all ranks return or raise alike.
+    """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all raise.
 
-    shared: all ranks see the same folder; if not, each machine reads all of it.
-    whole: the student for exchange too, which is not read to go on with a run.
+    shared: all ranks see the same folder; if not, each machine reads all of its files.
+    whole: also check the folder `student`, which is not needed to resume a run.
 
-    Raises DamagedCheckpointError, and ValueError where a rank cannot read the files, which may be intact.
+    Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files, which may be intact.
     """
     state = _together(lambda: read_state(path), mesh)
     if len(set(everywhere(json.dumps(asdict(state), sort_keys=True), mesh))) > 1:
@@ -50,9 +50,9 @@ def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole
 
 
 def _together(read: Callable[[], Found], mesh: Mesh | None) -> Found:
-    """What `read` returns on this rank. All ranks raise the error that one of them finds: none goes on alone.
+    """Call `read` on all ranks; returns its result on this rank. If it raises on one rank, all ranks raise its error.
 
-    Raises DamagedCheckpointError for damage, ValueError where a rank cannot read the files, which may be intact.
+    Raises DamagedCheckpointError for damage, ValueError if a rank cannot read the files, which may be intact.
     """
     found, damage, unreadable = None, "", ""
     try:
@@ -69,10 +69,10 @@ def _together(read: Callable[[], Found], mesh: Mesh | None) -> Found:
 
 
 def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, prefix: str) -> None:
-    """Raise DamagedCheckpointError unless the files that the state lists are there as they were written, of which
-    this rank reads its share, and no other safetensors file, which would be read with them.
+    """Check the files whose names begin with `prefix` against the hashes in state.json. This rank hashes its share.
 
-    prefix: of the files' names that count.
+    Raises DamagedCheckpointError for a file that is lost or changed, and for a safetensors file that the state does
+    not list, because it would be loaded with the others.
     """
     expected = {name: value for name, value in state.files.items() if name.startswith(prefix)}
     there = {name for name in file_names(path) if name.startswith(prefix) and name != STATE}
@@ -93,7 +93,7 @@ def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, pr
 
 
 def stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint: their shapes, types and chunks. Raises ValueError for files that are damaged."""
+    """The shapes, dtypes and chunks of a checkpoint's tensors. Raises DamagedCheckpointError for damaged files."""
     try:
         stored = dcp.HuggingFaceStorageReader(path=str(resume)).read_metadata().state_dict_metadata
     except (SafetensorError, ValueError) as error:
@@ -102,7 +102,7 @@ def stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:
-    """Raise DamagedCheckpointError for a tensor whose chunks overlap or leave a part of it out."""
+    """Raise DamagedCheckpointError for a tensor whose chunks overlap or do not cover all of it."""
     for name, each in stored.items():
         volume, overlap = sum(math.prod(chunk.sizes) for chunk in each.chunks), _overlap(each.chunks)
         if volume != math.prod(each.size) or overlap:
@@ -113,7 +113,7 @@ def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> 
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two chunks share a number: a sweep along the dim that is cut most often."""
+    """Whether two chunks share an element: a sweep along the dim with the most different offsets."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(chunks) < 2:
         return False

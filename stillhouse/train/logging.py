@@ -1,4 +1,4 @@
-"""What a run says while it runs: metrics.jsonl always, a live line on a terminal, TensorBoard where asked for."""
+"""The output of a run: metrics.jsonl always, a live line on a terminal, TensorBoard if `track` names it."""
 
 import errno
 import hashlib
@@ -22,17 +22,17 @@ from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.progress import Progress
 
-#: seconds between printed lines where there is no terminal to redraw one on
+#: seconds between printed lines if the output is not a terminal, where a line could be redrawn
 _PLAIN_EVERY = 10.0
 
 
 def open_log(folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]) -> "RunLog | Silence":
-    """The log of a run, on the process that writes; on the others nothing is said."""
+    """The log of a run on rank 0, which writes it; on all other ranks a `Silence`, which writes nothing."""
     return RunLog(folder, progress, steps, track) if is_first() else Silence()
 
 
 class Silence(nullcontext[Any]):
-    """In the place of a log, on a process that does not write."""
+    """Replaces the log on a process that does not write one."""
 
     seconds = 0.0
     position = (0, "")
@@ -50,7 +50,7 @@ class Silence(nullcontext[Any]):
 
 
 class RunLog:
-    """Writes every step's figures; a context manager that closes its files."""
+    """Writes the metrics of every step; a context manager that closes its files."""
 
     def __init__(self, folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]):
         self._path = folder.metrics
@@ -60,7 +60,7 @@ class RunLog:
         self._bar = tqdm(
             total=steps,
             initial=progress.step,
-            # no bar: on a narrow terminal the figures are what is worth the room
+            # no progress bar, so that a narrow terminal has room for the metrics
             bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
             dynamic_ncols=True,
             disable=None,
@@ -71,12 +71,12 @@ class RunLog:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run so far, earlier sessions of it included."""
+        """Wall time of the run so far, including the time before it was resumed."""
         return self._seconds_before + time.monotonic() - self._started
 
     @property
     def position(self) -> tuple[int, str]:
-        """The length and the sha256 of metrics.jsonl, all of which is on the disk then."""
+        """The length and the sha256 of metrics.jsonl, after flushing all of it to disk."""
         os.fsync(self._file.fileno())
         return self._file.tell(), self._digest.hexdigest()
 
@@ -104,14 +104,14 @@ class RunLog:
         self.say(f"step {step}: held-out {figures}")
 
     def say(self, line: str) -> None:
-        """A line above the live one."""
+        """Print a line above the live line."""
         if self._bar.disable:
             print(line, flush=True)
         else:
             self._bar.write(line)
 
     def _write(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # NaN is no JSON
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # no NaN in JSON
         record = {"step": step, "tokens": tokens, "seconds": round(self.seconds, 3), **finite}
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with explained_write_errors(self._path, len(line)):
@@ -125,7 +125,7 @@ class RunLog:
                     self._board.add_scalar(key, value, step)
 
     def _remaining(self, step: int) -> str:
-        """The time left, at the pace of this session."""
+        """The remaining time, estimated from the steps since the run was started or resumed."""
         done = step - self._first
         seconds = (time.monotonic() - self._started) / max(1, done) * (self._steps - step)
         return tqdm.format_interval(seconds)
@@ -143,12 +143,12 @@ class RunLog:
 
 
 def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
-    """The file to append to, after what came later than the checkpoint has been cut off, and its hash so far.
+    """Open the log to append to it, after cutting off all lines newer than the checkpoint; also returns its hash.
 
-    length: of the file when the checkpoint was written; what is there has been compared with the checkpoint.
+    length: the length of the file when the checkpoint was written. `open_checkpoint` has verified the file up to it.
     """
     with explained_write_errors(path):
-        # unbuffered: what could not be written is not tried again when the file is closed
+        # unbuffered, so that closing the file does not try again to write what failed
         file = path.open("r+b" if length else "w+b", buffering=0)
         beginning = file.read(length)
         file.truncate(length)
@@ -156,20 +156,20 @@ def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
 
 
 def _require_in_place(path: Path, file: FileIO) -> None:
-    """Raise OSError where the file that is open is not the one at its path any more, or none may be made beside it.
+    """Raise OSError if the path no longer leads to the open file, or if its folder is not writable.
 
-    Writing would succeed, into a file that nobody finds.
+    Otherwise writing would succeed, but into a file that is no longer at its path.
     """
     there, opened = os.stat(path), os.fstat(file.fileno())
     same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
-    if not same and there.st_size != opened.st_size:  # file systems in user space may number a file anew
+    if not same and there.st_size != opened.st_size:  # a FUSE file system may change the inode number
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def require_trackers(track: Sequence[str]) -> None:
-    """Raise ValueError for a tracker that is not installed."""
+    """Raise ValueError if a tracker in `track` is not installed."""
     if "tensorboard" in track and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'")
 
@@ -177,5 +177,5 @@ def require_trackers(track: Sequence[str]) -> None:
 def _tensorboard(folder: Path, step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    # what an earlier process wrote after the checkpoint is void
+    # hide what an earlier process wrote after the checkpoint, since those steps are run again
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)

@@ -1,7 +1,7 @@
-"""How far a run is, and the state.json of a checkpoint that says so.
+"""The progress of a run, and the state.json of a checkpoint, which records it.
 
-The state is written last of all files of a checkpoint. It holds a hash of each of the others and one of itself, so
-that a file that is lost, stale, damaged or of another run does not pass for the right one.
+state.json is written last of all files of a checkpoint. It contains a hash of every other file and one of its own
+content. So a file that is lost, stale, damaged or from another run is detected.
 """
 
 import hashlib
@@ -23,17 +23,18 @@ _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint that differs from what was written."""
 
 
 @dataclass
 class Progress:
-    """How far a run is: steps done, target tokens trained on, seconds spent, the last evaluation.
+    """The progress of a run.
 
-    `data` holds a hash of each split's documents, `models` of the tokenizer and of each model's files, and
-    `configuration` of the values that decide the weights: the rest of a run follows from its step only while they are
-    the same. `log_bytes` and `log_sha256` are the length and the hash of metrics.jsonl. `started_from` is the
-    checkpoint that the run began with, where that is not its own.
+    step: steps done. tokens: target tokens trained on. seconds: time spent. metrics: the evaluation after this step,
+    or empty. data: a hash of each split's documents. models: a hash of the tokenizer and of each model's files.
+    configuration: a hash of the values that affect the weights. A run continues as before only while these hashes are
+    the same. log_bytes, log_sha256: the length and the hash of metrics.jsonl. started_from: the checkpoint of another
+    run that this run began with, if any.
     """
 
     __pydantic_config__ = _STRICT
@@ -52,10 +53,10 @@ class Progress:
 
 @dataclass
 class State:
-    """What state.json holds.
+    """The content of state.json.
 
-    files: the sha256 of every other file of the checkpoint, by its path in it.
-    without_moments: parameters that had no gradient so far, for which the optimizer holds nothing.
+    files: the sha256 of every other file of the checkpoint, by its path relative to the checkpoint.
+    without_moments: parameters that never had a gradient, so that the optimizer has no state for them.
     """
 
     __pydantic_config__ = _STRICT
@@ -66,8 +67,8 @@ class State:
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Write state.json into a checkpoint, whose other files are all there."""
-    # NaN is no JSON, and no figure to be best by
+    """Write state.json into a checkpoint that already contains all its other files."""
+    # JSON has no NaN, and a checkpoint with a NaN must not become the best one
     finite = {key: value for key, value in state.progress.metrics.items() if math.isfinite(value)}
     content = asdict(replace(state, progress=replace(state.progress, metrics=finite)))
     content[_OWN_HASH] = _hash(content)
@@ -77,7 +78,8 @@ def write_state(folder: Path, state: State) -> None:
 def read_state(path: Path) -> State:
     """The state of the checkpoint `path`.
 
-    Raises DamagedCheckpointError where it is not as it was written, OSError where the disk does not give it.
+    Raises DamagedCheckpointError if state.json is missing or is not what was written, OSError if the file system
+    fails to read it.
     """
     try:
         content = json.loads((path / STATE).read_bytes())
@@ -105,7 +107,7 @@ def read_state(path: Path) -> State:
 
 
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """The folder name of a step's checkpoint."""
     return f"{PREFIX}{step:08d}"
 
 

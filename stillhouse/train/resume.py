@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and the proof that it is whole, this run's, of the same data and models."""
+"""Chooses the checkpoint that a run resumes from; checks that it is intact and that run, data and models match it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from stillhouse.train.session import Session
 
 
 def candidates(config: RunConfig) -> list[Path]:
-    """The checkpoints to go on from, best first; none for a run from the start. Writes nothing.
+    """The checkpoints that the run may resume from, the preferred one first; empty for a new run. Writes nothing.
 
-    Raises ValueError for a folder that holds something else: another run, other files, or a run that must not be
-    resumed.
+    Raises ValueError if the folder contains another run, other files, or a run that must not be resumed. Raises
+    ConfigError if `checkpoint.resume` names a checkpoint that does not exist or may not be used.
     """
     folder = RunFolder(Path(config.out))
     if folder.path.exists() and not folder.path.is_dir():
@@ -35,12 +35,12 @@ def candidates(config: RunConfig) -> list[Path]:
 
 
 def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) -> IntactCheckpoint | None:
-    """The checkpoint to go on from, read and proven by all ranks together; None for a run from the start.
+    """The checkpoint to resume from, read and verified by all ranks together; None for a new run.
 
-    paths: those of `candidates` on rank 0, asked with the folder locked; those of the other ranks do not count.
+    paths: what `candidates` returned on rank 0 after it had locked the folder; the paths of other ranks are ignored.
 
-    A damaged one is renamed and the one before it taken where `checkpoint.fallback` says so. Raises ValueError for
-    one that is damaged, or that was written with other data or models.
+    If a checkpoint is damaged and `checkpoint.fallback` is true, it is renamed and the one before it is used. Raises
+    ValueError for a damaged checkpoint otherwise, and for one that was written with other data or models.
     """
     config, mesh = session.config, session.runner.mesh
     paths = [Path(name) for name in everywhere([str(path) for path in paths], mesh)[0]]
@@ -63,13 +63,13 @@ def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) 
 
 
 def require_unchanged_sources(path: Path, before: Progress, session: Session) -> None:
-    """Raise ValueError where a run would go on with another configuration, documents or models than it began with."""
+    """Raise ValueError if the configuration, documents or models are not those that the run began with."""
     if before.configuration != configuration_hash(session.config):
         raise ValueError(
             f"the configuration has changed since {path} was written: config.yaml in out was edited; put it back, or "
             "choose another folder as out"
         )
-    changed = [f"data.{which}" for which, each in session.data.items() if before.data.get(which) != each]
+    changed = [f"data.{which}" for which, each in session.data_hashes.items() if before.data.get(which) != each]
     if changed:
         raise ValueError(
             f"{' and '.join(changed)}: the documents have changed since {path} was written; go on with those of then "
@@ -83,12 +83,15 @@ def require_unchanged_sources(path: Path, before: Progress, session: Session) ->
 
 
 def changed_models(before: Progress, session: Session) -> list[str]:
-    """Student, teacher or tokenizer, whose files are not those that a checkpoint was written with."""
-    return [which for which, each in session.models.items() if before.models.get(which) != each]
+    """Which of student, teacher and tokenizer have other files now than when the checkpoint was written."""
+    return [which for which, each in session.model_hashes.items() if before.models.get(which) != each]
 
 
 def _require_origin(path: Path, before: Progress, session: Session, folder: RunFolder) -> None:
-    """Raise ValueError for a checkpoint of this run whose origins have changed; warn about one of another run."""
+    """Raise ValueError for a checkpoint of this run if its configuration, data, models or log have changed.
+
+    For a checkpoint of another run, only warn if it has an adapter that was trained on another base model.
+    """
     if folder.owns(path):
         require_unchanged_sources(path, before, session)
         if is_first():
@@ -99,7 +102,7 @@ def _require_origin(path: Path, before: Progress, session: Session, folder: RunF
 
 
 def _require_same_log(path: Path, metrics: Path, before: Progress) -> None:
-    """Raise ValueError where the beginning of the log is not the log as it was when the checkpoint was written."""
+    """Raise ValueError unless the log begins with exactly what it contained when the checkpoint was written."""
     beginning = b""
     if metrics.is_file():
         with metrics.open("rb") as file:
@@ -120,7 +123,7 @@ def _remedy(path: Path, older: Path | None, folder: RunFolder) -> str:
 
 
 def _is_leftover(path: Path) -> bool:
-    """What a process that was killed before it had written anything may have left."""
+    """Whether a process that was killed before it had written anything complete may have left this file."""
     return path.name == LOCK or path.name.endswith(UNFINISHED)
 
 
@@ -144,13 +147,16 @@ def _require_same_run(folder: Path, config: RunConfig) -> None:
 
 
 def _differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """The dotted keys that decide the weights and are not equal."""
+    """The dotted keys that affect the weights and whose values differ."""
     before, after = decisive_values(old), decisive_values(new)
     return [key for key in before | after if before.get(key) != after.get(key)]
 
 
 def _given_checkpoint(path: Path, own: list[Path]) -> list[Path]:
-    """The checkpoint that the configuration names, or the run's own newest where the run began with that one."""
+    """The checkpoint at `path`, which the configuration names, or the run's own checkpoints.
+
+    Its own are returned if their newest is `path`, or if the run began with `path`.
+    """
     if own and (own[0].resolve() == path.resolve() or _started_from(own) == str(path.resolve())):
         return own
     if not (path / STATE).is_file():
@@ -168,10 +174,10 @@ def _given_checkpoint(path: Path, own: list[Path]) -> list[Path]:
 
 
 def _started_from(own: list[Path]) -> str | None:
-    """The checkpoint that a run began with, by the newest of its own whose state can be read."""
+    """The checkpoint that a run began with, read from the newest of its own checkpoints whose state is readable."""
     for path in own:
         try:
             return read_state(path).progress.started_from
         except DamagedCheckpointError:
-            continue  # `open_checkpoint` says so
+            continue  # `open_checkpoint` reports the damage
     return None

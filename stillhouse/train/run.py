@@ -1,10 +1,10 @@
-"""A whole run: make everything ready, lock the folder, train, write the model."""
+"""A whole run: prepare everything, lock the run folder, train, write the model."""
 
 from contextlib import nullcontext
 from pathlib import Path
 
 from stillhouse.config import RunConfig
-from stillhouse.parallel import is_first, leave, log_rank0
+from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
 from stillhouse.train.build import model_fingerprints
@@ -23,18 +23,18 @@ from stillhouse.train.integrity import RESUME, IntactCheckpoint
 from stillhouse.train.off_policy import train
 from stillhouse.train.progress import Progress, folder_name
 from stillhouse.train.resume import candidates, open_checkpoint
-from stillhouse.train.session import Session, adapter_in_words, data_reports, in_words, meet, parse_objective, prepare
+from stillhouse.train.session import Session, adapter_in_words, data_reports, in_words, meet, objective_spec, prepare
 
 
 def distill(config: RunConfig) -> Path:
-    """Run, or go on with, what the configuration says; returns the run's folder. A complete run is left as it is.
+    """Start or resume the run of a configuration; returns the run's folder. A complete run is left as it is.
 
-    Raises ConfigError for the configuration and ValueError for what it points to. Nothing is written before all of
-    it has been found in order.
+    Raises ConfigError for a mistake in the configuration and ValueError for one in the data or models that it names.
+    Apart from the folder itself and its lock file, nothing is written before everything has been checked.
     """
-    parse_objective(config)  # before anything else: a misspelt loss is not to hide behind an occupied folder
+    objective_spec(config)  # first, so that a misspelt loss is reported even if the folder is occupied, too
     folder = RunFolder(Path(config.out))
-    candidates(config)  # a folder that is not free is found before the models are loaded
+    candidates(config)  # reports an occupied folder before the models are loaded
     device, _ = meet(config)
     if all(from_all_ranks(folder.complete, device)):
         return _leave_complete(folder)
@@ -59,7 +59,7 @@ def _leave_complete(folder: RunFolder) -> Path:
             f"{folder.path} holds this run, complete: {folder.model} ({finding}). Nothing to do; another run needs "
             "another out"
         )
-    leave()
+    destroy_process_group()
     return folder.path
 
 
@@ -77,7 +77,7 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
     if checkpoint is not None:
         log_rank0(f"resuming from {checkpoint.path}")
     if is_first():
-        words = in_words(config, session.recipe)
+        words = in_words(config, session.spec)
         folder.write_json("environment.json", environment(words, config.seed, session.device))
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
     progress = train(session, folder, checkpoint)
@@ -87,12 +87,12 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
             folder.write_json("tokens.json", tokens)
         if is_first():
             _write_model(session, folder, progress)
-        leave()
+        destroy_process_group()
     log_rank0(f"model: {folder.model}")
 
 
 def _write_model(session: Session, folder: RunFolder, progress: Progress) -> None:
-    """The final student, last of all: it is what makes a run complete. Before it come the hashes of its files."""
+    """Write the adapter, if any, then the hashes of all files, and last the model: it marks the run as complete."""
     resume = folder.checkpoints / folder_name(progress.step) / RESUME
     adapters: dict[str, str] = {}
     if session.student.lora is not None:
@@ -110,9 +110,12 @@ def _write_model(session: Session, folder: RunFolder, progress: Progress) -> Non
 
 
 def _require_same_base(session: Session) -> None:
-    """Raise ValueError where the files that the adapter is to be added to are not those that it was trained on."""
+    """Raise ValueError if the base model's files have changed since the run was started.
+
+    The adapter was trained on those files, and will be merged into them.
+    """
     name = session.config.student.model
-    if model_fingerprints(session.config)["student"] != session.models["student"]:
+    if model_fingerprints(session.config)["student"] != session.model_hashes["student"]:
         raise ValueError(
             f"student: the files of {name} have changed since this run was started; put them back, and the same "
             "command adds the adapter to them"

@@ -1,42 +1,40 @@
-"""How many steps, which sequences each of them takes, and at which learning rate: all from the step's number alone.
+"""The number of steps, and the sequences and the learning rate of each step, which follow from its number alone.
 
-That is what makes a resumed run the same run: there is no sampler and no scheduler to restore.
+So a resumed run continues exactly as before: there is no state of a sampler or a scheduler to restore.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from stillhouse.config import TrainConfig
-from stillhouse.data import PackedSequences
+from stillhouse.data import PackedMicroBatches, PackedSequences
 
-#: the share of the steps in which wsd (warm-up, stable, decay) comes down
+#: the share of the steps after the warm-up in which the schedule wsd (warm-up, stable, decay) decays
 WSD_DECAY = 0.2
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A training cut into steps of `sequences_per_step` packed sequences, and those into micro-batches of rows."""
+    """How training is cut into steps of `sequences_per_step` packed sequences, and each step into micro-batches."""
 
     steps: int
     total_sequences: int
     sequences_per_step: int
     rows_per_micro_batch: int
 
-    def micro_batches(self, sequences: PackedSequences, step: int) -> Iterator[np.ndarray]:
-        """The sequence numbers of each micro-batch of step `step` (from 0)."""
+    def micro_batches(self, sequences: PackedSequences, step: int) -> PackedMicroBatches:
+        """The micro-batches of step `step` (from 0)."""
         chosen = sequences.step_sequences(step, self.sequences_per_step, self.total_sequences)
-        for start in range(0, len(chosen), self.rows_per_micro_batch):
-            yield chosen[start : start + self.rows_per_micro_batch]
+        starts = range(0, len(chosen), self.rows_per_micro_batch)
+        return sequences.micro_batches([chosen[start : start + self.rows_per_micro_batch] for start in starts])
 
 
 def make_plan(train: TrainConfig, sequences: int, max_tokens: int, parts: int = 1, least: int = 1) -> Plan:
     """The plan for a number of packed sequences of at most `max_tokens` tokens.
 
-    parts: among which each step's micro-batches are dealt out; least: micro-batches that each of them should have,
-    for which they are made smaller where there are sequences enough.
+    parts: the number of data ranks, over which each step's micro-batches are distributed. least: the smallest number
+    of micro-batches that each of them should get, which is the number of pipeline stages. If a step has enough
+    sequences for that, micro-batches are made smaller where needed.
     """
     per_step = max(1, train.tokens_per_step // max_tokens)
     rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step // (parts * least)))
@@ -49,7 +47,7 @@ def make_plan(train: TrainConfig, sequences: int, max_tokens: int, parts: int = 
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
-    """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then the schedule by name."""
+    """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then `train.schedule`."""
     warmup = train.warmup * steps if train.warmup < 1 else train.warmup
     warmup = min(math.ceil(round(warmup, 6)), steps - 1)  # 0.07 of 100 steps is 7, not 7.000000000000001
     if step < warmup:

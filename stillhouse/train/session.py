@@ -1,202 +1,163 @@
-"""Everything a run needs, made ready in the order in which mistakes are cheapest to find.
+"""Prepares everything that a run needs, in the order in which mistakes are cheapest to find.
 
-The objective's expression, then the tokenizers, then the data, then the models: a misspelt divergence shows in a
-second, a teacher of another tokenizer before any weight is read.
+`prepare` checks the objective's expression first, then the tokenizers, then the data, then the models. So a misspelt
+divergence is reported within a second, and a teacher with another tokenizer before any weight is read.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig
+from stillhouse.config import ConfigError, RunConfig
 from stillhouse.data import (
     DataReport,
-    Documents,
     PackedSequences,
-    check_same_tokenizer,
+    StepMicroBatches,
     check_vocabulary,
-    load_documents,
-    load_tokenizer,
     tokenizer_fingerprint,
 )
 from stillhouse.display import escaped
-from stillhouse.models import (
-    Decoder,
-    check_document_length,
-    check_saving,
-)
-from stillhouse.objective import ObjectiveOutput
-from stillhouse.objective.recipe import Recipe, parse_recipe
+from stillhouse.models import Decoder, check_document_length, check_saving
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import (
     Runner,
-    Work,
-    gathered,
-    layout_of,
+    ShardedMicroBatches,
     local_rank,
     process_count,
-    require_sharing,
+    shard_micro_batches,
     start,
     watchdog,
 )
+from stillhouse.teachers import NoTeacher, SeparateTeacher, SignalSource
 from stillhouse.train.agreement import require_same_configuration, require_same_sources
-from stillhouse.train.build import build_runner, model_fingerprints, own_base, require_adapters, teacher_layout
-from stillhouse.train.dealing import dealt_works
+from stillhouse.train.build import build_engine, model_fingerprints, require_adapters, teacher_is_base, teacher_layout
+from stillhouse.train.engine import Engine
+from stillhouse.train.inputs import load_run_data
+from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import Plan, make_plan
-from stillhouse.train.step import ROUTER_LOSS, add_up, router_loss, summed_metrics
 
 
 @dataclass
 class Session:
-    """One run, ready to start. `evaluation` is None where none was asked for, `teacher` where none was given."""
+    """One run, ready to start.
+
+    evaluation: the held-out data; None if the configuration asks for none. source: where the teacher's signals come
+    from. data_hashes: a hash of each split's documents. model_hashes: a hash of the tokenizer and of each model's
+    files.
+    """
 
     config: RunConfig
-    recipe: Recipe
+    spec: ObjectiveSpec
     device: torch.device
     tokenizer: PreTrainedTokenizerBase
     tokenizer_hash: str
     train: PackedSequences
     evaluation: PackedSequences | None
     plan: Plan
-    runner: Runner
-    data: dict[str, str]  # a hash of each split's documents
-    models: dict[str, str]  # a hash of the tokenizer and of each model's files
+    engine: Engine
+    source: SignalSource
+    data_hashes: dict[str, str]
+    model_hashes: dict[str, str]
     warnings: list[str] = field(default_factory=list)
 
     @property
+    def runner(self) -> Runner:
+        return self.engine.runner
+
+    @property
     def student(self) -> Decoder:
-        """The student, or its part on this process's first stage."""
+        """The student; under a pipeline, its part on this process's first stage."""
         return self.runner.students()[0]
 
     @property
     def teacher(self) -> Decoder | None:
-        """The same of the teacher; None where it is the student's own base, too."""
-        return self.runner.teacher
+        """The teacher; under a pipeline, its part on this process's first stage.
 
-    def works(
-        self,
-        sequences: PackedSequences,
-        rows: Sequence[np.ndarray],
-        recipe: Recipe,
-        normalizer: float,
-        *,
-        training: bool,
-    ) -> list[Work]:
-        """What this process computes of micro-batches that are given by their packed sequences."""
-        objective = self.config.objective
-        return dealt_works(
-            self.runner,
-            sequences,
-            rows,
-            recipe,
-            normalizer,
-            self.device,
-            training=training,
-            router_aux_loss=objective.router_aux_loss,
-            precision=self.precision,
-            chunk_tokens=objective.chunk_tokens,
-        )
-
-    def step_works(self, step: int) -> list[Work]:
-        """What this process computes of training step `step` (from 0)."""
-        rows = list(self.plan.micro_batches(self.train, step))
-        return self.works(self.train, rows, self.recipe, self.train.targets(rows), training=True)
-
-    def totals(self, outputs: Sequence[ObjectiveOutput], works: Sequence[Work] = ()) -> dict[str, float]:
-        """`summed_metrics` over all processes, the same on each, and what routers made of the works. Waits for the
-        device once.
+        None if there is no teacher, or if the teacher is the student's own base model.
         """
-        runner = self.runner
-        own = summed_metrics(outputs if runner.has_results else ())
-        if runner.is_counted:
-            own |= router_loss(works)
-        sums = add_up(gathered(own, None if runner.mesh is None else runner.mesh.everyone, self.device))
-        if ROUTER_LOSS in sums:
-            sums["loss"] += self.config.objective.router_aux_loss * sums[ROUTER_LOSS] / max(1.0, sums["tokens"])
-        return sums
+        return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.runner.teacher
 
-    def precision(self) -> torch.autocast:
-        """The autocast of a run: bfloat16 products over float32 master weights, or nothing.
+    def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
+        """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
+        uniform_shapes = training and self.runner.layout.stages > 1
+        return shard_micro_batches(micro_batches, self.runner.mesh, self.device, uniform_shapes=uniform_shapes)
 
-        The forward of every micro-batch asks for it, which tells the watchdog that the run makes progress.
-        """
-        watchdog.progress()
-        enabled = self.config.train.precision == "bf16"
-        # its cache would keep all layers' weights in bfloat16 until a forward ends, gathered ones too
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+    def source_for(self, objective: ObjectiveSpec) -> SignalSource:
+        """The source of the signals that an objective needs."""
+        return self.source if objective.needs_teacher else NoTeacher()
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
-    """Load and check everything. Raises ConfigError for the configuration, ValueError for what it points to.
+    """Load and check everything that the run needs.
 
-    `announce`: print the resolved objective first of all, before anything is loaded.
+    Raises ConfigError for a mistake in the configuration, ValueError for one in the data or models that it names.
+    announce: print the resolved objective first, before anything is loaded.
     """
-    recipe = parse_objective(config)
+    spec = objective_spec(config)
     if announce:
-        print(in_words(config, recipe), flush=True)
+        print(in_words(config, spec), flush=True)
     require_trackers(config.track)
     require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
     device, warnings = meet(config)
     watchdog.enter("reading the data", timed=False)
     torch.manual_seed(config.seed)
-    tokenizer, more = load_tokenizers(config)
-    warnings += more
-    train_documents, evaluation_documents = load_data(config.data, config.objective, tokenizer)
-    splits = {"train": train_documents} | ({} if evaluation_documents is None else {"eval": evaluation_documents})
-    for documents in splits.values():
-        warnings += documents.report.warnings
-    if evaluation_documents is not None and (shared := evaluation_documents.overlap(train_documents)):
-        warnings.append(
-            f"{shared:,} of the {len(evaluation_documents):,} held-out documents are trained on too: "
-            "held-out figures will look better than they are"
-        )
-    max_tokens = config.data.max_tokens
-    train = PackedSequences(train_documents, max_tokens=max_tokens, seed=config.seed)
-    evaluation = None
-    if evaluation_documents is not None:
-        evaluation = PackedSequences(evaluation_documents, max_tokens=max_tokens, seed=config.seed, shuffle=False)
-    data = {which: documents.fingerprint() for which, documents in splits.items()}
-    models = {"tokenizer": tokenizer_fingerprint(tokenizer), **model_fingerprints(config)}
+    data = load_run_data(config)
+    models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config)}
     watchdog.enter("comparing data and models")
-    require_same_sources({f"data.{which}": each for which, each in data.items()} | models, device)
+    require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, device)
     watchdog.enter("loading the models", timed=False)
-    runner = build_runner(config, layout, device)
-    for which, decoder in (("student", runner.students()[0]), ("teacher", runner.teacher)):
-        if decoder is not None:
-            warnings += check_vocabulary(tokenizer, decoder.vocabulary_rows, which)
-            check_document_length(decoder, max_tokens, which)
-            for documents in splits.values():
-                documents.check_ids(decoder.vocabulary_rows, which)
-    check_saving(runner.students()[0])
-    return Session(
+    engine, source = build_engine(config, spec, layout, device)
+    sequences = len(data.train)
+    session = Session(
         config=config,
-        recipe=recipe,
+        spec=spec,
         device=device,
-        tokenizer=tokenizer,
+        tokenizer=data.tokenizer,
         tokenizer_hash=models["tokenizer"],
-        train=train,
-        evaluation=evaluation,
-        plan=make_plan(config.train, len(train), max_tokens, layout.degrees.data, layout.stages),
-        runner=runner,
-        data=data,
-        models=models,
-        warnings=[escaped(warning) for warning in dict.fromkeys(warnings)],
+        train=data.train,
+        evaluation=data.evaluation,
+        plan=make_plan(config.train, sequences, config.data.max_tokens, layout.degrees.data, layout.stages),
+        engine=engine,
+        source=source,
+        data_hashes=data.hashes,
+        model_hashes=models,
     )
+    warnings += [*data.warnings, *check_models(session)]
+    session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
+    return session
+
+
+def check_models(session: Session) -> list[str]:
+    """Check that the models fit the data and can be saved; returns warnings. Raises ValueError if they do not."""
+    max_tokens, warnings = session.config.data.max_tokens, list[str]()
+    for which, decoder in (("student", session.student), ("teacher", session.teacher)):
+        if decoder is None:
+            continue
+        warnings += check_vocabulary(session.tokenizer, decoder.vocabulary_rows, which)
+        try:
+            check_document_length(decoder.pretrained, max_tokens, which)
+        except ValueError as error:
+            raise ConfigError("data.max_tokens", str(error)) from error
+        for sequences in (session.train, session.evaluation):
+            if sequences is not None:
+                sequences.documents.check_ids(decoder.vocabulary_rows, which)
+    check_saving(session.student.pretrained)
+    return warnings
 
 
 def meet(config: RunConfig) -> tuple[torch.device, list[str]]:
-    """Connect the ranks of a job, after a layout that cannot be was refused; again, it only compares them.
+    """Check the layout, then connect the ranks of a job and compare their configurations.
 
-    Returns this rank's device, and warnings about unlike versions. Raises ConfigError, also where the ranks were
-    started with unlike configurations.
+    If the ranks are connected already, a second call only checks and compares again. Returns this rank's device and
+    a warning for each library whose version differs between ranks. Raises ConfigError for an impossible layout, and
+    where the ranks were started with different configurations.
     """
-    layout, apart = layout_of(config.parallel, process_count()), teacher_layout(config)
+    layout, separate_layout = layout_of(config.parallel, process_count()), teacher_layout(config)
     device = choose_device(config.device)
-    for each in (layout, apart):
+    for each in (layout, separate_layout):
         if each is not None:
             require_sharing(each, device)
     if process_count() > 1:
@@ -204,42 +165,48 @@ def meet(config: RunConfig) -> tuple[torch.device, list[str]]:
     return device, require_same_configuration(config, device)
 
 
-def parse_objective(config: RunConfig) -> Recipe:
-    """The recipe of `objective.loss`, for which there is a teacher if it needs one."""
+def objective_spec(config: RunConfig) -> ObjectiveSpec:
+    """The parsed `objective.loss`. Raises ConfigError if it cannot be parsed, or needs a teacher and has none.
+
+    Also raises ConfigError if `checkpoint.best` is a metric that needs a teacher and there is none.
+    """
     objective = config.objective
     try:
-        recipe = parse_recipe(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
+        spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
     if config.teacher is None:
-        if recipe.needs_teacher:
+        if spec.needs_teacher:
             raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
         if config.data.eval and config.checkpoint.best not in ("eval/cross_entropy", None):
             raise ConfigError(
                 "checkpoint.best",
                 f"got {config.checkpoint.best} without a teacher: expected eval/cross_entropy or null",
             )
-    return recipe
+    return spec
 
 
 def adapter_in_words(session: Session) -> str:
-    teacher = "; the teacher is the same model without it, held once" if own_base(session.config) else ""
+    teacher = "; the teacher is the same model without it, held once" if teacher_is_base(session.config) else ""
     return f"{session.student.lora}{teacher}"
 
 
-def in_words(config: RunConfig, recipe: Recipe) -> str:
-    """The resolved objective: the first line that a run prints."""
-    teacher = f" ← {config.teacher.model}" if config.teacher and recipe.needs_teacher else ""
-    over = "over the full vocabulary, " if recipe.needs_teacher else ""
+def in_words(config: RunConfig, spec: ObjectiveSpec) -> str:
+    """The resolved objective as a sentence: the first line that a run prints."""
+    teacher = f" ← {config.teacher.model}" if config.teacher and spec.needs_teacher else ""
+    over = "over the full vocabulary, " if spec.needs_teacher else ""
     return (
-        f"minimise {recipe.in_words()}, {over}temperature {recipe.temperature:g}, "
+        f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
         f"mean over {config.objective.tokens} tokens of each step: "
         f"{config.student.model}{teacher}"
     )
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one. Raises ConfigError for a device that this machine does not have."""
+    """The device that `name` means; `auto` means the GPU if there is one, else the CPU.
+
+    Raises ConfigError for a device that this machine does not have.
+    """
     if name == "auto":
         name = f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu"
     device, count = torch.device(name), torch.cuda.device_count()
@@ -252,35 +219,8 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def load_tokenizers(config: RunConfig) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """The student's tokenizer, after the teacher's has been found to be the same."""
-    student = config.student
-    tokenizer = load_tokenizer(student.model, student.revision, student.trust_remote_code)
-    if config.teacher is None:
-        return tokenizer, []
-    teacher = config.teacher
-    other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
-    return tokenizer, check_same_tokenizer(tokenizer, other)
-
-
-def load_data(
-    data: DataConfig, objective: ObjectiveConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Documents, Documents | None]:
-    """The documents to train on and the held-out ones."""
-
-    def load(source: str) -> Documents:
-        return load_documents(
-            source, tokenizer, max_tokens=data.max_tokens, tokens=objective.tokens, on_error=data.on_error
-        )
-
-    train = load(data.train)
-    if isinstance(data.eval, str):
-        return train, load(data.eval)
-    return train.split(data.eval) if data.eval else (train, None)
-
-
 def data_reports(session: Session) -> dict[str, DataReport]:
-    """What became of the records of each split."""
+    """For each split, how many of its records were used, cut or skipped."""
     reports = {"train": session.train.documents.report}
     if session.evaluation is not None:
         reports["eval"] = session.evaluation.documents.report

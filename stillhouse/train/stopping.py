@@ -1,4 +1,4 @@
-"""Whether a run has to stop after this step: a question that all ranks must answer alike."""
+"""Lets all ranks agree whether the run must stop after this step because of a signal."""
 
 import torch
 import torch.distributed as dist
@@ -8,9 +8,9 @@ from stillhouse.preemption import requested
 
 
 def agreed_signal(mesh: Mesh | None) -> int:
-    """The number of the signal that a rank has received, the largest over all ranks; 0: no rank has received any.
+    """The largest signal number that any rank has received; 0 if no rank has received a signal.
 
-    One all-reduce of one integer; all ranks have to call this at the same steps.
+    It costs one all-reduce of one integer. All ranks must call it at the same steps.
     """
     if mesh is None:
         return requested()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ranks import Ranks
-from runs import contents, metrics, save_model, world
+from runs import contents, metrics, save_model, write_run
 
 STEPS, EVERY = 12, 3
 #: seconds that no run of this size needs, and that a rank may take to answer
@@ -104,7 +104,7 @@ def prepare(name: str, root: Path) -> Case:
     folder.mkdir()
     adapter = {"student.adapter": {"r": 4, "dropout": 0.1}} if layout.adapter else {}
     settings = {"train.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 3, "train.timeout": TIMEOUT}
-    world(folder, family="gpt2" if layout.processes == 1 else "llama", **settings, **adapter)
+    write_run(folder, family="gpt2" if layout.processes == 1 else "llama", **settings, **adapter)
     case = Case(name, layout, folder, {}, [], 0.0)
     started, out = time.monotonic(), folder / "undisturbed"
     ranks = case.start(out)
@@ -176,13 +176,23 @@ def kill_all(case: Case, out: Path, draw: random.Random) -> str:
 
 
 def stop_one(case: Case, out: Path, draw: random.Random) -> str:
-    """A rank that hangs; the last one left is ended from outside, as a launcher does."""
+    """A rank that hangs; the last one left is ended from outside, as a launcher does.
+
+    Where all others have ended well, the rank had nothing left to do that they wait for: the run is complete, and the
+    rank goes on when it is continued.
+    """
     ranks = case.start(out)
     where = wait_for_moment(case, ranks, out, draw)
     rank = draw.randrange(case.layout.processes)
     ranks.send(signal.SIGSTOP, rank)
     if case.layout.processes == 1:
         ranks.send(signal.SIGKILL, rank)
+    others, end = [each.process for each in ranks if each is not ranks[rank]], time.monotonic() + LIMIT
+    while time.monotonic() < end and {each.exitcode for each in others} <= {None, 0}:
+        if all(each.exitcode == 0 for each in others):
+            ranks.send(signal.SIGCONT, rank)
+            break
+        time.sleep(0.05)
     codes = ended(ranks)
     require_no_traceback(ranks)
     return f"{where}, rank {rank}, exit codes {codes}"

@@ -33,9 +33,9 @@ from stillhouse.data import (
 )
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
 from stillhouse.models.checks import check_saving
-from stillhouse.parallel import layout_of
-from stillhouse.parallel.loading import empty_decoder, fill
-from stillhouse.train.session import choose_device, in_words, parse_objective
+from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.train.layouts import layout_of
+from stillhouse.train.session import choose_device, in_words, objective_spec
 
 Load = Callable[[random.Random], None]
 TOKENS = 32
@@ -64,7 +64,7 @@ def configurations(folder: Path) -> Load:
         config = load_config(path, [f"{draw.choice(keys)}={text}" for text in odd])
         load_config(None, settings={"student": {}} | json.loads(config.model_dump_json()))
         dump_config(config)
-        in_words(config, parse_objective(config))
+        in_words(config, objective_spec(config))
         layout_of(config.parallel, 1)
         choose_device(config.device)
 
@@ -115,7 +115,7 @@ def data(folder: Path) -> Load:
         )
         documents.report.summary()
         packed = PackedSequences(documents, max_tokens=TOKENS, seed=0)
-        packed.batch(packed.order(0)[:2])
+        packed.micro_batch(packed.order(0)[:2])
         documents.split(0.5)
 
     return load
@@ -154,13 +154,13 @@ def models(folder: Path) -> Load:
         check(alone, len(tokenizer))
         check_vocabulary(tokenizer, alone.vocabulary_rows, "student")
         part = empty_decoder(target)
-        fill(part, target, torch.device("cpu"))
+        load_weights(part, target, torch.device("cpu"))
         check(part, len(tokenizer))
 
     def check(decoder: Decoder, tokens: int) -> None:
         check_finite_weights(decoder, "student")
-        check_document_length(decoder, TOKENS, "student")
-        check_saving(decoder)
+        check_document_length(decoder.pretrained, TOKENS, "student")
+        check_saving(decoder.pretrained)
 
     return load
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import Ranks
-from runs import contents, run, save_model, world
+from runs import contents, run, save_model, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -44,7 +44,7 @@ def interrupted(whole: Path, folder: Path) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete run in one process with all of its checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
-    world(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     run("distill", folder / "run.yaml")
     return folder
 
@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The same over two ranks."""
     folder, override = tmp_path_factory.mktemp(request.param), f"parallel.{request.param}=2"
-    world(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     assert Ranks(2, "distill", folder / "run.yaml", override).wait() == [0, 0]
     return folder, override
 
@@ -253,7 +253,7 @@ def test_chunks_cover_a_tensor_once(layout: tuple[Path, str], tmp_path: Path) ->
 def test_a_model_that_was_replaced(tmp_path: Path, which: str) -> None:
     """Under the same path, with the same shapes."""
     adapter = {"student.adapter": {"r": 4}} if which == "base of an adapter" else {}
-    world(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9}, **adapter)
+    write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9}, **adapter)
     run("distill", tmp_path / "run.yaml")
     out = interrupted(tmp_path, tmp_path / "half")
     name, family = ("teacher", "qwen3") if which == "teacher" else ("student", "llama")
@@ -272,7 +272,7 @@ def huge_update(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_weights_are_checked_before_they_are_saved(tmp_path: Path, processes: int) -> None:
-    world(tmp_path)
+    write_run(tmp_path)
     if processes == 1:
         err = run("distill", *huge_update(tmp_path), code=1).err
     else:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from runs import Command, contents, run, world
+from runs import Command, contents, run, write_run
 from test_checkpoints import at_once
 
 from stillhouse.train import checkpoint
@@ -64,7 +64,7 @@ def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None]) -> 
     [(1, at_once), (2, blind), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, blind), (2, at_once)))],
 )
 def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[[], None]) -> None:
-    world(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     out = disk / "out"
     folder = out / "checkpoints"
     codes, err = ended(tmp_path, out, processes, hook)
@@ -97,7 +97,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
 
 
 def test_a_full_disk_under_the_log(tmp_path: Path, disk: Path) -> None:
-    world(tmp_path, **{"checkpoint.every": 0, "train.steps": 400})
+    write_run(tmp_path, **{"checkpoint.every": 0, "train.steps": 400})
     failed = Command("distill", tmp_path / "run.yaml", f"out={disk}/out", hook=fill_at, hook_arguments=(3, str(disk)))
     assert failed.wait() == 1
     assert failed.err.startswith(f"error: {disk}/out/metrics.jsonl cannot be written: ")
@@ -141,7 +141,7 @@ def protect_at(step: int, out: str) -> None:
 
 @pytest.mark.parametrize("fault", ["moved", "removed", "read-only"])
 def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, fault: str) -> None:
-    world(tmp_path, **{"checkpoint.every": 2, "train.steps": 1000, "eval.every": 0})
+    write_run(tmp_path, **{"checkpoint.every": 2, "train.steps": 1000, "eval.every": 0})
     out = tmp_path / "out"
     hook, arguments = {
         "moved": (move_at, (5, str(out), str(tmp_path / "moved"))),
@@ -165,7 +165,7 @@ def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, f
 
 def test_a_full_disk_under_the_report(tmp_path: Path, disk: Path) -> None:
     """The run is complete, and its page is not there."""
-    world(tmp_path)
+    write_run(tmp_path)
     run("distill", tmp_path / "run.yaml", f"out={disk}/out", "checkpoint.every=0")
     (disk / "out" / "report.html").unlink()
     fill(disk)

@@ -15,13 +15,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from runs import ROOT, run, save_model, world, write_records
+from runs import ROOT, run, save_model, write_records, write_run
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import DataError, load_documents, load_tokenizer, templates
 from stillhouse.models import Decoder
-from stillhouse.parallel.loading import empty_decoder, fill
+from stillhouse.parallel.loading import empty_decoder, load_weights
 
 MARKER = "foreign-code-was-here"
 
@@ -66,7 +66,7 @@ def test_code_that_comes_with_a_model_is_not_run_whatever_is_answered(
     tmp_path: Path, processes: int, command: str
 ) -> None:
     folder = foreign(tmp_path / "foreign", known=False)
-    world(tmp_path, teacher=False)
+    write_run(tmp_path, teacher=False)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     launcher = launcher if processes > 1 else [sys.executable]
     ended = subprocess.run(
@@ -169,7 +169,7 @@ def test_an_index_of_files_that_are_no_safetensors(tmp_path: Path, file: str) ->
         Decoder.from_pretrained(folder)
     readable(error)
     with pytest.raises(ValueError, match=f"{folder}"):
-        fill(empty_decoder(folder), folder, torch.device("cpu"))
+        load_weights(empty_decoder(folder), folder, torch.device("cpu"))
 
 
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -183,7 +183,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 def test_a_damaged_configuration(tmp_path: Path, values: dict[str, Any]) -> None:
     folder = save_model(tmp_path / "model")
     edit(folder / "config.json", **values)
-    for load in (Decoder.from_pretrained, lambda each: fill(empty_decoder(each), each, torch.device("cpu"))):
+    for load in (Decoder.from_pretrained, lambda each: load_weights(empty_decoder(each), each, torch.device("cpu"))):
         with pytest.raises(ValueError, match=f"{folder}") as error:
             load(folder)
         readable(error)
@@ -220,7 +220,7 @@ def test_an_id_that_the_library_would_count_up_to(tmp_path: Path) -> None:
 
 
 def test_a_chat_template_that_cannot_be_saved_is_found_at_the_start(tmp_path: Path) -> None:
-    world(tmp_path, teacher=False)
+    write_run(tmp_path, teacher=False)
     edit(tmp_path / "student" / "tokenizer_config.json", chat_template="{{ '\ud800' }}")
     failed = run("distill", tmp_path / "run.yaml", code=1)
     assert f"the tokenizer of '{tmp_path}/student' cannot be used" in failed.err
@@ -359,7 +359,7 @@ def test_long_numbers_and_deep_nesting_in_records(tmp_path: Path, digits: int) -
 
 
 def test_columns_and_texts_are_shown_escaped(tmp_path: Path) -> None:
-    world(tmp_path, teacher=False)
+    write_run(tmp_path, teacher=False)
     tricky = "\x1b[31mred\x1b[0m \u202egnorw \x07"
     path = write_records(tmp_path / "x.jsonl", [{tricky: 1, "other": 2}])
     failed = run("check", tmp_path / "run.yaml", f"data.train={path}", code=1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from runs import Command, contents, metrics, run, save_model, world
+from runs import Command, contents, metrics, run, save_model, write_run
 from test_checkpoints import BEFORE, NEWEST, at_once, interrupted, layout, whole, zeroed
 
 from stillhouse.train.logging import RunLog, Silence
@@ -32,7 +32,7 @@ def lose_folder(folder: str, step: int, to: str) -> None:
 @pytest.mark.parametrize("layout_of_run", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_a_folder_that_one_rank_loses(tmp_path: Path, layout_of_run: str) -> None:
     """Its file of the next checkpoint is somewhere else: that is no checkpoint."""
-    world(tmp_path, **{"checkpoint.every": 2})
+    write_run(tmp_path, **{"checkpoint.every": 2})
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     arguments = ["distill", tmp_path / "run.yaml", "out=runs/a", f"parallel.{layout_of_run}=2"]
@@ -74,7 +74,7 @@ def replace_base(step: int, folder: str) -> None:
 
 
 def test_a_base_that_is_replaced_while_its_adapter_is_trained(tmp_path: Path) -> None:
-    world(tmp_path, **{"student.adapter": {"r": 4}})
+    write_run(tmp_path, **{"student.adapter": {"r": 4}})
     failed = Command(
         "distill", tmp_path / "run.yaml", hook=replace_base, hook_arguments=(3, str(tmp_path / "student"))
     )

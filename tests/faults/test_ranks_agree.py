@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from runs import Command, contents, run, save_model, wait_for, world, write_texts
+from runs import Command, contents, run, save_model, wait_for, write_run, write_texts
 from test_checkpoints import at_once, interrupted, whole
 
 from stillhouse.train import agreement
@@ -18,7 +18,7 @@ __all__ = ["whole"]
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("agree")
-    world(folder)
+    write_run(folder)
     return folder
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from runs import Command, contents, run, wait_for, world
+from runs import Command, contents, run, wait_for, write_run
 from test_train_resume import evaluations, last_step, losses, signal_at
 
 from stillhouse import preemption
@@ -35,7 +35,7 @@ LIMIT = 180
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, data, run.yaml, and `whole`, a run of 12 steps that was never disturbed. With dropout."""
     folder = tmp_path_factory.mktemp("signals")
-    world(folder, family="gpt2", **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
+    write_run(folder, family="gpt2", **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
     run("distill", folder / "run.yaml", f"out={folder / 'whole'}")
     return folder
 
@@ -44,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without that run, of a family that every layout takes."""
     folder = tmp_path_factory.mktemp("layouts")
-    world(folder, **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
+    write_run(folder, **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
     return folder
 
 
@@ -157,7 +157,7 @@ def signal_when(module: str, name: str, number: signal.Signals) -> None:
 
 
 BEFORE_TRAINING = {
-    "preparing": ("stillhouse.train.session", "load_data"),
+    "preparing": ("stillhouse.train.inputs", "load_data"),
     "loading": ("stillhouse.train.build", "load_models"),
     "first evaluation": ("stillhouse.train.off_policy", "evaluate"),
 }

@@ -1,21 +1,19 @@
 """A step whose weights are gathered in bfloat16, and the same in one process, under autocast and in float32."""
 
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from layouts import Case, Precision, alias, batches, mesh_of, mine, normalizer, origins, works
+from layouts import Case, Side, alias, batches, mesh_of
 from shard_ranks import Rank
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from stillhouse.data import StepMicroBatches
 from stillhouse.objective import OutputHead
-from stillhouse.parallel import Layout, Mesh, Runner, lay_out
-from stillhouse.parity import apart, whole
+from stillhouse.parallel import Computation, Layout, Mesh, Runner
+from stillhouse.parity import relative_difference, whole
 
-BFLOAT16 = partial(torch.autocast, "cpu", torch.bfloat16)
 #: of each rank's loss; their sum is no bfloat16 number
 SHARES = (1.0, 2.0**-9)
 
@@ -38,21 +36,19 @@ def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
     mesh = mesh_of(case.layout)
     if rank.number >= case.layout.degrees.processes:
         return None
-    laid = gradients(case, case.layout, mesh, BFLOAT16)
-    reference, alone = (
-        {name: found[alias(case, name)] for name in laid}
-        for found in (gradients(case, Layout(), None, precision) for precision in (nullcontext, BFLOAT16))
+    sharded = gradients(case, case.layout, mesh, bf16=True)
+    reference, single = (
+        {name: found[alias(case, name)] for name in sharded}
+        for found in (gradients(case, Layout(), None, bf16=bf16) for bf16 in (False, True))
     )
-    return errors(alone, reference), errors(laid, reference)
+    return errors(single, reference), errors(sharded, reference)
 
 
-def gradients(case: Case, layout: Layout, mesh: Mesh | None, precision: Precision) -> dict[str, Tensor]:
-    runner = lay_out(layout, mesh, *origins(case))
+def gradients(case: Case, layout: Layout, mesh: Mesh | None, *, bf16: bool) -> dict[str, Tensor]:
+    side = Side.of(case, layout, mesh, bf16=bf16)
+    runner = side.engine.runner
     spread_norms(runner)
-    given = batches(case, 0)
-    runner.forward_backward(
-        works(case, given if mesh is None else mine(given, mesh), normalizer(given), precision=precision)
-    )
+    side.step(*next(side.requests([StepMicroBatches(batches(case, 0))])))
     runner.clip(0.0)
     found = {name: each.grad for name, each in runner.named_parameters() if each.grad is not None}
     assert {each.dtype for each in found.values()} == {torch.float32}
@@ -72,7 +68,7 @@ def spread_norms(runner: Runner) -> None:
 
 def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> Errors:
     norm = float(torch.stack([each.norm() for each in reference.values()]).norm())
-    each = {name: apart(value, reference[name], 1e-3 * norm) for name, value in found.items()}
+    each = {name: relative_difference(value, reference[name], 1e-3 * norm) for name, value in found.items()}
     away = torch.stack([(value - reference[name]).norm() for name, value in found.items()])
     return Errors(each, float(away.norm()) / norm)
 
@@ -88,9 +84,10 @@ def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | 
         seen.add(head.weight_VD.dtype)
         return Made(head.weight_VD.sum() * SHARES[rank.number] + 0 * hidden_states.sum())
 
-    runner = lay_out(case.layout, mesh, *origins(case))
-    given = mine(batches(case, 0), mesh)
-    runner.forward_backward([replace(work, processor=share) for work in works(case, given, precision=BFLOAT16)])
-    grad = runner.students()[0].output_weight.grad
+    side = Side.of(case, case.layout, mesh)
+    own = side.shard(StepMicroBatches(batches(case, 0)))
+    computation = Computation(share, lambda *_: None, lambda: torch.autocast("cpu", torch.bfloat16))
+    side.engine.runner.forward_backward(computation, own, side.source.request(own).result())
+    grad = side.engine.runner.students()[0].output_weight.grad
     assert grad is not None
     return seen, whole(grad)

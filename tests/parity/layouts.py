@@ -6,32 +6,41 @@ layout, and says how far each of its parameters' gradients is from the reference
 T tokens, B rows, S tokens per row.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from families import build
 from shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from stillhouse.data import Batch
+from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.models import Decoder, add_lora, balance_routers, draw_lora
-from stillhouse.models.processors import Taught, distillation
-from stillhouse.objective import ObjectiveOutput, Signal, TopK
-from stillhouse.objective.recipe import Recipe, parse_recipe
-from stillhouse.parallel import Extent, Layout, Mesh, Origin, Runner, Work, lay_out
-from stillhouse.parity import apart, whole
-from stillhouse.train.step import (
-    ROUTER_LOSS,
-    make_optimizer,
-    optimizer_step,
-    router_balances,
-    router_loss,
+from stillhouse.objective import TopK
+from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.parallel import (
+    Layout,
+    Mesh,
+    ModelSource,
+    Runner,
+    ShardedMicroBatches,
+    build_runner,
+    shard_micro_batches,
 )
+from stillhouse.parity import relative_difference, whole
+from stillhouse.teachers import (
+    InStageTeacher,
+    NoTeacher,
+    PendingSignals,
+    ReadySignals,
+    SeparateTeacher,
+    SignalSource,
+    request_ahead,
+)
+from stillhouse.train.engine import ROUTER_LOSS, Engine, OptimizerSettings
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
 SHAPE: dict[str, Any] = {
@@ -41,9 +50,9 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "initializer_range": 0.2,
 }
-RECIPE = parse_recipe("0.3*cross_entropy + 0.7*jsd(0.5)")
+SPEC = parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")
 LEARNING_RATE = 1e-3
-Precision = Callable[[], AbstractContextManager[Any]]
+OPTIMIZER = OptimizerSettings(LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0)
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,14 @@ class Case:
     layout: Layout
     family: str = "qwen3"
     micro_batches: int = 2
-    recipe: Recipe = RECIPE
+    spec: ObjectiveSpec = SPEC
     top_k: int = 0
     checkpointing: bool = False
     teacher: Layout | None = None  # of its own
     depth: int = 0
     lora: str = ""
     dtype: torch.dtype = torch.float32
+    other_tokens: bool = False  # for the teacher, which reads others than the student
 
     @property
     def name(self) -> str:
@@ -73,7 +83,8 @@ class Case:
         own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
-        asked = "" if self.recipe == RECIPE else f"-{self.recipe.divergence or 'cross_entropy'}"
+        flags |= {"other_tokens": self.other_tokens}
+        asked = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
         more = asked + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
@@ -96,53 +107,114 @@ class Difference:
 def compare(rank: Rank, case: Case) -> Difference | None:
     """A job: None on a rank that the layout does not count."""
     mesh = mesh_of(case.layout)
+    if case.teacher is not None:
+        mesh_of(case.teacher)  # a collective of all ranks
     if rank.number >= case.layout.degrees.processes:
         return None
-    teacher_apart = None if case.teacher is None else (case.teacher, mesh_of(case.teacher))
-    alone, laid = lay_out(Layout(), None, *origins(case)), lay_out(case.layout, mesh, *origins(case), teacher_apart)
-    steps = [batches(case, step) for step in range(STEPS)]
-    # the reference's micro-batches are those of all data ranks
-    everything = [works(case, each) for each in steps]
-    own = [tell(laid, each, works(case, mine(each, mesh), normalizer(each), laid.context_group)) for each in steps]
-    for student in (*alone.students(), *laid.students()):
+    sides = [Side.of(case, Layout(), None), Side.of(case, case.layout, mesh)]
+    single, sharded = (side.engine for side in sides)
+    for student in (*single.runner.students(), *sharded.runner.students()):
         student.train()
         if case.checkpointing:
             student.gradient_checkpointing_enable()
-    evaluated = abs(summed(laid, laid.forward(own[0]))["loss"] - total(alone.forward(everything[0]))["loss"])
-    difference = first_step(case, alone, laid, everything[0], own)
-    difference.evaluation = evaluated
-    optimizers = [optimizer(each) for each in (alone, laid)]
+    # the reference's micro-batches are those of all data ranks
+    steps = [StepMicroBatches(batches(case, step)) for step in range(STEPS)]
+    evaluations = [side.evaluate(steps[0]) for side in sides]
+    requests = [side.requests(steps) for side in sides]
+    difference = first_step(case, single, sharded, *(next(each) for each in requests))
+    difference.evaluation = abs(evaluations[1]["loss"] / evaluations[0]["loss"] - 1)
     for step in range(STEPS):
-        for runner, theirs, made in ((alone, everything, optimizers[0]), (laid, own, optimizers[1])):
+        for side, own in zip(sides, requests, strict=True):
             if step:
-                runner.forward_backward(theirs[step], theirs[step + 1] if step + 1 < STEPS else ())
-            runner.clip(1.0)
-            optimizer_step(made, LEARNING_RATE)
-    expected = dict(alone.named_parameters())
+                side.step(*next(own))
+            side.engine.clip()
+            side.engine.update(LEARNING_RATE)
+    expected = dict(single.runner.named_parameters())
     difference.weights = {
-        name: apart(whole(each), expected[alias(case, name)]) for name, each in laid.named_parameters()
+        name: relative_difference(whole(each), expected[alias(case, name)])
+        for name, each in sharded.runner.named_parameters()
     }
     return difference
 
 
+@dataclass
+class Side:
+    """An engine and its teacher: the reference's, or a layout's."""
+
+    engine: Engine
+    source: SignalSource
+
+    @classmethod
+    def of(cls, case: Case, layout: Layout, mesh: Mesh | None, *, bf16: bool = False) -> "Side":
+        student, teacher = model_sources(case)
+        separate = None
+        if case.teacher is not None and mesh is not None and teacher is not None:
+            separate = SeparateTeacher(teacher, case.teacher, mesh_of(case.teacher), layout, mesh)
+        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
+        source: SignalSource = separate or InStageTeacher(runner)
+        if case.top_k:
+            source = TopKSource(case, runner)
+        elif not case.spec.needs_teacher:
+            source = NoTeacher()
+        device = torch.device("cpu") if mesh is None else mesh.device
+        coefficient = 0.5 if case.family == "qwen3_moe" else 0.0
+        return cls(
+            Engine(runner, case.spec, device, optimizer=OPTIMIZER, bf16=bf16, router_aux_loss=coefficient), source
+        )
+
+    def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
+        runner = self.engine.runner
+        uniform_shapes = training and runner.layout.stages > 1
+        return shard_micro_batches(step, runner.mesh, self.engine.device, uniform_shapes=uniform_shapes)
+
+    def requests(self, steps: list[StepMicroBatches]) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
+        return request_ahead(self.source, (self.shard(each) for each in steps))
+
+    def step(self, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> dict[str, float]:
+        normalizer = micro_batches.whole.normalizer
+        sums = self.engine.forward_backward(micro_batches, signals.result(), normalizer).sums
+        return {name: value for name, value in sums.items() if name != CHUNK_TOKENS}
+
+    def evaluate(self, step: StepMicroBatches) -> dict[str, float]:
+        own = self.shard(step, training=False)
+        return self.engine.evaluate([(own, self.source.request(own).result())])
+
+
+@dataclass
+class TopKSource:
+    """A teacher that gives the same few tokens of every row, on the ranks of the last stage."""
+
+    case: Case
+    runner: Runner
+    steps_ahead = 0
+
+    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+        has_head = self.runner.layout.stages - 1 in self.runner.pairs
+        return ReadySignals([top_k(self.case, each) if has_head else None for each in micro_batches])
+
+
 def first_step(
-    case: Case, alone: Runner, laid: Runner, everything: list[Work], steps: list[list[Work]]
+    case: Case,
+    single: Engine,
+    sharded: Engine,
+    reference_step: tuple[ShardedMicroBatches, PendingSignals],
+    own_step: tuple[ShardedMicroBatches, PendingSignals],
 ) -> Difference:
-    """Leaves the gradients where they are. steps: of the layout, announced one ahead."""
-    own = steps[0]
-    expected = total(alone.forward_backward(everything)) | router_loss(everything)
-    found = summed(laid, laid.forward_backward(own, steps[1]), own)
+    """Leaves the gradients where they are."""
+    expected, found = (
+        Side(engine, NoTeacher()).step(*step) for engine, step in ((single, reference_step), (sharded, own_step))
+    )
     assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe")
-    norms = [float(each.clip(0.0)) for each in (alone, laid)]
-    references = dict(alone.named_parameters())
+    norms = [float(each.runner.clip(0.0)) for each in (single, sharded)]
+    references = dict(single.runner.named_parameters())
     gradients = {}
-    for name, parameter in laid.named_parameters():
+    for name, parameter in sharded.runner.named_parameters():
         reference = references[alias(case, name)]
         if reference.grad is None:
             assert parameter.grad is None, name
             continue
         assert parameter.grad is not None, name
-        gradients[name] = apart(whole(parameter.grad), reference.grad, 1e-3 * norms[0])
+        gradients[name] = relative_difference(whole(parameter.grad), reference.grad, 1e-3 * norms[0])
     return Difference(
         loss=abs(found["loss"] / expected["loss"] - 1),
         metrics={name: abs(found[name] - value) / max(abs(value), 1.0) for name, value in expected.items()},
@@ -160,15 +232,15 @@ def alias(case: Case, name: str) -> str:
 # models and data, the same on every rank
 
 
-def origins(case: Case) -> tuple[Origin, Origin | None]:
+def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
     student, teacher = configurations(case.family, case.depth)
-    needs = case.recipe.needs_teacher and not case.top_k and case.lora != "base"
-    made = Origin(partial(learner, student))
+    needs = case.spec.needs_teacher and not case.top_k and case.lora != "base"
+    made = ModelSource(partial(learner, student))
     if case.lora:
         # A and B are drawn where they lie, and B too, or A would have no gradient
         draw = partial(draw_lora, seed=2, fresh=False)
-        made = Origin(partial(with_lora, student, case.dtype), draw, own_base=case.lora == "base")
-    return made, Origin(partial(decoder, teacher, 1)) if needs else None
+        made = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
+    return made, ModelSource(partial(decoder, teacher, 1)) if needs else None
 
 
 def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
@@ -212,14 +284,17 @@ def with_lora(config: PreTrainedConfig, dtype: torch.dtype) -> Decoder:
     return made
 
 
-def batches(case: Case, step: int) -> list[Batch]:
+def batches(case: Case, step: int) -> list[MicroBatch]:
     """Of all data ranks. Rows hold two documents and padding; a third of the targets is masked, one micro-batch in
     three has none."""
     count = case.micro_batches * case.layout.degrees.data
-    return [batch(1000 * step + number, empty=number % 3 == 1) for number in range(count)]
+    made = [batch(1000 * step + number, empty=number % 3 == 1) for number in range(count)]
+    if not case.other_tokens:
+        return made
+    return [replace(each, teacher_inputs={**each.inputs, "input_ids": each.input_ids_BS.flip(1)}) for each in made]
 
 
-def batch(seed: int, empty: bool) -> Batch:
+def batch(seed: int, empty: bool) -> MicroBatch:
     random = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=random)
     borders = (17, 31)  # of the second document and of the padding: inside a context rank's part
@@ -228,62 +303,16 @@ def batch(seed: int, empty: bool) -> Batch:
     has_BS[:, [borders[0] - 1, *range(borders[1] - 1, TOKENS)]] = False
     has_BS &= torch.tensor(not empty)
     labels_T = torch.where(has_BS, ids_BS.roll(-1, 1), -1).flatten()
-    return Batch(
-        input_ids_BS=ids_BS,
-        position_ids_BS=positions_S.repeat(ROWS, 1),
+    return MicroBatch(
+        inputs={"input_ids": ids_BS, "position_ids": positions_S.repeat(ROWS, 1)},
         labels_T=labels_T,
         weights_T=(labels_T >= 0).float(),
         valid_index=(labels_T >= 0).nonzero()[:, 0],
         document_T=torch.zeros(ROWS * TOKENS, dtype=torch.int64),
-        valid_tokens=int((labels_T >= 0).sum()),
     )
 
 
-def mine(given: list[Batch], mesh: Mesh) -> list[Batch]:
-    """This data rank's micro-batches, and of them its context rank's part."""
-    dealt = given[mesh.place("data") :: mesh.degrees.data]
-    return [each.part(mesh.place("context"), mesh.degrees.context) for each in dealt]
-
-
-def normalizer(given: list[Batch]) -> int:
-    return sum(each.valid_tokens for each in given)
-
-
-def works(
-    case: Case,
-    given: list[Batch],
-    tokens: int | None = None,
-    group: Any = None,
-    precision: Precision = nullcontext,
-) -> list[Work]:
-    tokens = tokens or normalizer(given)
-    asks = case.recipe.needs_teacher and not case.top_k
-    coefficient = 0.5 if case.family == "qwen3_moe" else 0.0
-    processor = distillation(case.recipe)
-    balances = router_balances(given, coefficient, tokens, group) or [None] * len(given)
-    return [
-        Work(each, processor, partial(context, case, each, tokens), asks, precision, balance)
-        for each, balance in zip(given, balances, strict=True)
-    ]
-
-
-def tell(runner: Runner, everything: list[Batch], own: list[Work]) -> list[Work]:
-    """The works with what a teacher in a layout of its own says of them."""
-    if runner.separate is None:
-        return own
-    shape_BS = (ROWS, TOKENS)
-    extents = [Extent(*shape_BS, teacher_BS=shape_BS, student_BS=shape_BS)] * len(everything)
-    heard = runner.separate.hear(mine(everything, runner.separate.mesh), extents)
-    return [replace(work, heard_BSE=hidden_BSE) for work, hidden_BSE in zip(own, heard, strict=True)]
-
-
-def context(case: Case, given: Batch, tokens: int, signal: Signal | None) -> Taught:
-    if case.top_k:
-        signal = top_k(case, given)
-    return Taught(given.labels_T, given.weights_T, tokens, given.valid_index, signal=signal)
-
-
-def top_k(case: Case, given: Batch) -> TopK:
+def top_k(case: Case, given: MicroBatch) -> TopK:
     """Made of each row's own token, so that a context rank's part has the same."""
     ids_T1 = given.input_ids_BS.flatten()[:, None]
     ids_TK = (ids_T1 + torch.arange(case.top_k) * 31) % VOCABULARY
@@ -291,12 +320,7 @@ def top_k(case: Case, given: Batch) -> TopK:
     return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
 
 
-def optimizer(runner: Runner) -> torch.optim.Optimizer:
-    parameters = (parameter for _, parameter in runner.named_parameters())
-    return make_optimizer(parameters, learning_rate=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-
-
-# sums over ranks
+# meshes
 
 
 @cache
@@ -308,20 +332,3 @@ def mesh_of(layout: Layout) -> Mesh:
 @cache
 def _mesh(degrees: Any) -> Mesh:
     return Mesh(degrees, torch.device("cpu"))
-
-
-def total(made: list[ObjectiveOutput]) -> dict[str, float]:
-    sums = {"loss": sum(float(each.loss) for each in made)}
-    for name in made[0].metrics if made else ():
-        sums[name] = sum(float(each.metrics[name]) for each in made)
-    sums.pop("chunk_tokens", None)
-    return sums
-
-
-def summed(runner: Runner, made: list[ObjectiveOutput], given: Sequence[Work] = ()) -> dict[str, float]:
-    """Over the ranks that have different tokens: not over those that share a head's rows."""
-    assert runner.mesh is not None
-    own = (total(made) if runner.has_results else {}) | (router_loss(given) if runner.is_counted else {})
-    every: list[Any] = [None] * runner.mesh.degrees.processes
-    dist.all_gather_object(every, own, group=runner.mesh.everyone)
-    return {name: sum(each.get(name, 0.0) for each in every) for name in {name for each in every for name in each}}

@@ -54,11 +54,11 @@ def check(pool: RankPool, case: Case) -> None:
     assert not isinstance(answer, Failure), answer.text
     found: list[tuple[Errors, Errors]] = [each for each in answer if each is not None]
     assert len(found) == case.layout.degrees.processes
-    for rank, (alone, laid) in enumerate(found):
-        assert 1e-3 < alone.total < 0.1
-        assert laid.total <= 1.5 * alone.total + 1e-3, rank
+    for rank, (single, sharded) in enumerate(found):
+        assert 1e-3 < single.total < 0.1
+        assert sharded.total <= 1.5 * single.total + 1e-3, rank
         # of 16 numbers of a norm: chance takes a greater part
-        bad = {name: error for name, error in laid.each.items() if not error <= 2 * alone.each[name] + 2e-3}
+        bad = {name: error for name, error in sharded.each.items() if not error <= 2 * single.each[name] + 2e-3}
         assert not bad, (rank, bad)
 
 

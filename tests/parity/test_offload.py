@@ -8,19 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Case, batches, configurations, decoder, normalizer, optimizer, works
+from layouts import LEARNING_RATE, SPEC, Case, batches, configurations, decoder
 from torch import Tensor
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError
+from stillhouse.data import StepMicroBatches
 from stillhouse.models.head import local
-from stillhouse.parallel import Degrees, Layout, Mesh, Runner, Twin, empty_decoder, fill, require_sharing
+from stillhouse.parallel import (
+    Degrees,
+    Layout,
+    Mesh,
+    Runner,
+    TeacherStudentPair,
+    empty_decoder,
+    load_weights,
+    shard_micro_batches,
+)
 from stillhouse.parallel.fsdp import apply_fsdp
 from stillhouse.parallel.processes import BACKENDS
+from stillhouse.teachers import InStageTeacher
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
+from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.integrity import verified
+from stillhouse.train.layouts import require_sharing
 from stillhouse.train.progress import Progress
-from stillhouse.train.step import optimizer_step
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(
@@ -42,23 +54,21 @@ def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mesh]:
 def test_offloaded_training_is_the_training(tmp_path: Path, mesh: Mesh, family: str) -> None:
     for name, config in zip(("student", "teacher"), configurations(family), strict=True):
         decoder(config, len(name)).save_pretrained(tmp_path / name)
-    runners = [laid(tmp_path, mesh, offload) for offload in (False, True)]
-    optimizers = [optimizer(runner) for runner in runners]
+    engines = [offloaded(tmp_path, mesh, offload) for offload in (False, True)]
     for step in range(3):
-        norms = [train(family, step, *pair) for pair in zip(runners, optimizers, strict=True)]
+        norms = [train(family, step, engine) for engine in engines]
         assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-    assert_same(runners[1], runners[0])
-    assert {each.device for each in tensors(runners[1], optimizers[1])} == {CPU}
+    assert_same(engines[1].runner, engines[0].runner)
+    assert {each.device for each in tensors(engines[1])} == {CPU}
 
-    tokenizer = toy_tokenizer()
-    path = save_checkpoint(tmp_path / "checkpoints", Progress(step=3), runners[1], optimizers[1], tokenizer)
-    runner = laid(tmp_path, mesh, True)
-    again = optimizer(runner)
-    assert load_checkpoint(verified(path), runner, again).step == 3
-    norms = [train(family, 3, *pair) for pair in ((runners[1], optimizers[1]), (runner, again))]
+    saved = engines[1].runner, engines[1].optimizer
+    path = save_checkpoint(tmp_path / "checkpoints", Progress(step=3), *saved, toy_tokenizer())
+    again = offloaded(tmp_path, mesh, True)
+    assert load_checkpoint(verified(path), again.runner, again.optimizer).step == 3
+    norms = [train(family, 3, engine) for engine in (engines[1], again)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
-    assert_same(runner, runners[1])
-    assert {each.device for each in tensors(runner, again)} == {CPU}
+    assert_same(again.runner, engines[1].runner)
+    assert {each.device for each in tensors(again)} == {CPU}
 
 
 @pytest.mark.parametrize(
@@ -76,33 +86,36 @@ def test_an_offload_of_nothing_is_refused(degrees: Degrees, device: str, message
     assert caught.value.key == "parallel.offload"
 
 
-def laid(folder: Path, mesh: Mesh, offload: bool) -> Runner:
+def offloaded(folder: Path, mesh: Mesh, offload: bool) -> Engine:
+    """An engine that clips most of the gradient."""
     student, teacher = (empty_decoder(folder / name) for name in ("student", "teacher"))
-    twin = Twin(student, teacher)
+    pair = TeacherStudentPair(student, teacher)
     for name, each in (("student", student), ("teacher", teacher)):
         apply_fsdp(each, mesh.weights["shard"], offload=offload)
-        fill(each, folder / name, mesh.device, offload=offload)
-    return Runner(Layout(offload=offload), {0: twin}, None, mesh, tied=student.tied)
+        load_weights(each, folder / name, mesh.device, offload=offload)
+    runner = Runner(Layout(offload=offload), {0: pair}, None, mesh, tied=student.tied)
+    return Engine(runner, SPEC, mesh.device, optimizer=OptimizerSettings(weight_decay=0.1, clip=0.1))
 
 
-def train(family: str, step: int, runner: Runner, made: torch.optim.Optimizer) -> float:
-    """A step; the norm of its gradient, most of which is cut off."""
-    case = Case(Layout(), family)
-    given = batches(case, step)
-    assert runner.mesh is not None
-    runner.forward_backward(works(case, [each.to(runner.mesh.device) for each in given], normalizer(given)))
+def train(family: str, step: int, engine: Engine) -> float:
+    """A step; the norm of its gradient."""
+    runner = engine.runner
+    own = shard_micro_batches(StepMicroBatches(batches(Case(Layout(), family), step)), runner.mesh, engine.device)
+    engine.forward_backward(own, InStageTeacher(runner).request(own).result(), own.whole.normalizer)
     if runner.layout.offload:
         assert {local(each.grad).device for _, each in runner.named_parameters()} == {CPU}
-    norm = float(runner.clip(0.1))
-    optimizer_step(made, 1e-3)
+    norm = engine.clip()
+    engine.update(LEARNING_RATE)
     return norm
 
 
-def tensors(runner: Runner, made: torch.optim.Optimizer) -> list[Tensor]:
+def tensors(engine: Engine) -> list[Tensor]:
     """All that lies between steps: weights of both models, moments."""
+    runner = engine.runner
     assert runner.teacher is not None
     weights = [each for _, each in runner.named_parameters()] + list(runner.teacher.parameters())
-    return [local(each) for each in weights + [value for state in made.state.values() for value in state.values()]]
+    moments = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return [local(each) for each in weights + moments]
 
 
 def assert_same(one: Runner, other: Runner) -> None:

@@ -10,7 +10,7 @@ from layouts import Case, Difference, compare
 from shard_ranks import Failure, RankPool, shared_pool
 
 from stillhouse.models.adapter import is_lora
-from stillhouse.objective.recipe import parse_recipe
+from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout
 from stillhouse.parity import worst
 
@@ -46,11 +46,12 @@ QUICK = [
     Case(layout(context=2, fsdp=2)),
     Case(layout(fsdp=2, expert=2), "qwen3_moe"),
     Case(layout(pipeline=2), "qwen3_moe"),
-    Case(layout(pipeline=2), "llama", teacher=layout(context=2)),
+    Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
+    Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     Case(layout(fsdp=2), checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
     Case(layout(tensor=2), top_k=8),
-    Case(layout(fsdp=2), lora="base"),
+    Case(layout(fsdp=2), lora="base", other_tokens=True),
     Case(layout(tensor=2), lora="teacher"),
     Case(Layout(Degrees(fsdp=2), offload=True)),
 ]
@@ -150,8 +151,8 @@ SLOW = [
         for schedule in ("gpipe", "interleaved", "zero_bubble", "zbv", "1f1b_ahead")
     ),
     Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama"),
-    Case(layout(fsdp=2), recipe=parse_recipe("reverse_kl")),
-    Case(layout(pipeline=2), recipe=parse_recipe("cross_entropy + 1e-2*z_loss")),
+    Case(layout(fsdp=2), spec=parse_objective("reverse_kl")),
+    Case(layout(pipeline=2), spec=parse_objective("cross_entropy + 1e-2*z_loss")),
     *(
         Case(layout(**degrees), family, lora=lora)
         for degrees in ({"fsdp": 2}, {"tensor": 2}, {"pipeline": 2})

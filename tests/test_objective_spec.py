@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective import CrossEntropy, DenseLogits, Distill, Entropy, forward_kl, jsd, logits_objective
-from stillhouse.objective.recipe import Recipe, parse_recipe
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 
 def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -18,9 +18,9 @@ def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return student.requires_grad_(), teacher, torch.randint(0, 11, (6,), generator=draw)
 
 
-def value_and_gradient(recipe: Recipe) -> tuple[float, Tensor]:
+def value_and_gradient(spec: ObjectiveSpec) -> tuple[float, Tensor]:
     student, teacher, labels = problem()
-    output = logits_objective(student, recipe.terms(labels, DenseLogits(teacher)))
+    output = logits_objective(student, spec.terms(labels, DenseLogits(teacher)))
     output.loss.backward()
     assert student.grad is not None
     return output.loss.item(), student.grad
@@ -70,7 +70,7 @@ def test_an_expression_is_the_sum_that_it_says(text: str) -> None:
     expected = sum(factor * values[name] for name, factor in CASES[text].items())
     assert isinstance(expected, Tensor)
     (gradient,) = torch.autograd.grad(expected, values["student"])
-    value, found = value_and_gradient(parse_recipe(text))
+    value, found = value_and_gradient(parse_objective(text))
     assert value == pytest.approx(expected.item(), rel=1e-9)
     torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
 
@@ -79,14 +79,14 @@ def test_an_expression_is_the_sum_that_it_says(text: str) -> None:
 def test_temperature_is_of_divergences_and_not_of_cross_entropy(squared: bool) -> None:
     hot, cold = plain(3.0), plain(1.0)
     expected = cold["cross_entropy"].item() + 0.5 * (9 if squared else 1) * hot["forward_kl"].item()
-    value, _ = value_and_gradient(parse_recipe("cross_entropy + 0.5*forward_kl", 3.0, squared))
+    value, _ = value_and_gradient(parse_objective("cross_entropy + 0.5*forward_kl", 3.0, squared))
     assert value == pytest.approx(expected, rel=1e-9)
 
 
 def test_terms_and_their_scales() -> None:
-    recipe = parse_recipe("0.3*cross_entropy(label_smoothing=0.1) + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss", 2.0)
+    spec = parse_objective("0.3*cross_entropy(label_smoothing=0.1) + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss", 2.0)
     student, teacher, labels = problem()
-    terms = recipe.terms(labels, DenseLogits(teacher))
+    terms = spec.terms(labels, DenseLogits(teacher))
     assert [type(term) for term in terms] == [CrossEntropy, Distill, Entropy]
     assert [term.name for term in terms] == ["cross_entropy", "jsd(0.5)", "entropy"]
     assert [term.scale for term in terms] == [0.3, 0.7, -0.01]
@@ -110,24 +110,24 @@ def test_terms_and_their_scales() -> None:
     ],
 )
 def test_a_teacher_is_needed_by_divergences_only(text: str, needed: bool) -> None:
-    recipe = parse_recipe(text)
-    assert recipe.needs_teacher == needed
+    spec = parse_objective(text)
+    assert spec.needs_teacher == needed
     if not needed:
         student, _, labels = problem()
         labels[0] = -1
-        assert math.isfinite(logits_objective(student, recipe.terms(labels, None)).loss.item())
+        assert math.isfinite(logits_objective(student, spec.terms(labels, None)).loss.item())
 
 
 def test_several_divergences_are_one_term() -> None:
     _, teacher, labels = problem()
-    (term,) = parse_recipe("0.9*forward_kl + 0.1*jsd(0.5)").terms(labels, DenseLogits(teacher))
+    (term,) = parse_objective("0.9*forward_kl + 0.1*jsd(0.5)").terms(labels, DenseLogits(teacher))
     assert isinstance(term, Distill)
     assert term.scale == 1.0
     assert term.name == "0.9*forward_kl + 0.1*jsd(0.5)"
-    assert parse_recipe("forward_kl") == Recipe(divergence=forward_kl())
-    assert parse_recipe("2*forward_kl").divergence == forward_kl()
-    assert parse_recipe("2*forward_kl").divergence_scale == 2.0
-    assert parse_recipe("jsd(beta=0.25, normalized=True)").divergence == jsd(0.25, normalized=True)
+    assert parse_objective("forward_kl") == ObjectiveSpec(divergence=forward_kl())
+    assert parse_objective("2*forward_kl").divergence == forward_kl()
+    assert parse_objective("2*forward_kl").divergence_scale == 2.0
+    assert parse_objective("jsd(beta=0.25, normalized=True)").divergence == jsd(0.25, normalized=True)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_several_divergences_are_one_term() -> None:
     ],
 )
 def test_in_words(text: str, options: dict[str, Any], words: str) -> None:
-    assert parse_recipe(text, **options).in_words() == words
+    assert parse_objective(text, **options).in_words() == words
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_in_words(text: str, options: dict[str, Any], words: str) -> None:
 )
 def test_what_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_recipe(text)
+        parse_objective(text)

@@ -1,6 +1,6 @@
-"""Experts that transformers' files hold one by one, and its models as one tensor: each process reads its own rows.
+"""Reads experts that have one tensor each in transformers' files but one stacked tensor in transformers' models.
 
-Which tensors belong together is transformers' own knowledge, in its conversions of checkpoints.
+Each process reads only its own rows. transformers' checkpoint conversions define which tensors form a stack.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,10 @@ from stillhouse.models import Decoder
 
 
 def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
-    """The names in files of what the tensor `name` stacks, with a * for the expert's number; none if it does not.
+    """Return the names, in files, of the tensors that form the stack `name`, with a * for the expert's number.
 
-    Of several (gate and up projection) an expert's rows follow one another.
+    The list is empty if `name` is not a stack. If it has several names (gate and up projection), each expert of the
+    stack has the rows of the first one, then those of the second one.
     """
     for conversion in get_model_conversion_mapping(decoder.pretrained):
         target = conversion.target_patterns[0]
@@ -30,9 +31,9 @@ def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
 
 @torch.no_grad()
 def read_stack(value_XRC: Tensor, parts: Sequence[str], files: Mapping[str, str]) -> None:
-    """Fill what is here of a stack of X experts, R rows each, from the files that hold each tensor.
+    """Fill this process's part of a stack of X experts, R rows and C columns each.
 
-    Raises ValueError for an expert that none holds.
+    files: by tensor name, the file that holds the tensor. Raises ValueError for an expert that is in no file.
     """
     local_XRC, offset = value_XRC, [0, 0]
     if isinstance(value_XRC, DTensor):
@@ -40,7 +41,7 @@ def read_stack(value_XRC: Tensor, parts: Sequence[str], files: Mapping[str, str]
         offset[:] = compute_local_shape_and_global_offset(value_XRC.shape, mesh, value_XRC.placements)[1][:2]
     first, end = offset[1], offset[1] + local_XRC.shape[1]
     for number, expert_RC in enumerate(local_XRC, start=offset[0]):
-        above = 0  # rows of the parts before
+        above = 0  # rows of the previous parts
         for part in parts:
             name = part.replace("*", str(number))
             if name not in files:

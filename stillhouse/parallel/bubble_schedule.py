@@ -1,14 +1,25 @@
-"""The order of a pipeline's actions: 1F1B of the student, and the next step's teacher where a rank would wait.
+"""The order of a pipeline's actions: 1F1B for the student, and the next step's teacher where a rank would be idle.
 
-The order is fixed before a step, by simulation on given costs: every process finds the same one by itself, and
-nobody waits in a circle whatever the true costs are.
+The order is fixed before a step, by a simulation with given costs. Every process computes the same order by itself,
+and whatever the true costs are, the ranks never wait for each other in a circle.
 
-    F, B    of the student, forward and backward
-    T       of the teacher, forward
+    F, B    forward and backward of the student
+    T       forward of the teacher
 
-A rank that is free takes the student's next action; if that cannot start yet, the teacher's. Of the next step nothing
-is begun when the student would be at its end without it: the gradients are clipped by the norm of all, so that all
-ranks wait for the last one. What is left of the teacher then runs in that step, before its student or in its gaps.
+A free rank takes the student's next action; if that one cannot start yet, the rank takes the teacher's next action.
+A T action of the next step is left out if it would start after the time at which this step would end without any of
+them: clipping needs the norm of the whole gradient, so all ranks wait for the last one. The next step itself runs the
+T actions that were left out, before the student's actions or in bubbles between them.
+
+Two ranks with four micro-batches per step, where F costs 1, B 2 and T 1 (`bubble_schedule(4, 4, 1.0, (4, 3))`). T0'
+is the teacher's forward of the next step's first micro-batch:
+
+    rank 0  |F0 |F1 |T0'|T1'|B0     |F2 |B1     |F3 |B2     |T2'|B3     |T3'|
+    rank 1  |T3 |F0 |B0     |F1 |B1     |F2 |B2     |F3 |B3     |T0'|T1'|T2'|
+    time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16
+
+The previous step ran T0 to T3 on rank 0 but only T0 to T2 on rank 1, so rank 1 runs T3 in its first bubble. Without
+the T actions of the next step, this step would end at 15. T3' on rank 1 would start at 16, so it is left out again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +27,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-#: of the student, in its own forwards
+#: the student's costs, in forwards of one of its stages
 FORWARD, BACKWARD = 1, 2
 
 
 class Action(NamedTuple):
-    """step: of an order, 0 for its own and 1 for the next one. Further kinds are the caller's."""
+    """step: 0 for the step of the order, 1 for the next step. kind: F, B, T or, for `simulate`, any other."""
 
     step: int
     stage: int
@@ -31,9 +42,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """What every rank does in a step, one after the other. time: that takes, in forwards of the student's stage.
+    """The actions of every rank in a step, in the order in which the rank runs them.
 
-    done: micro-batches of the next step that each rank's stage of the teacher has run at the end.
+    done: for each rank, how many micro-batches of the next step its teacher stage has run when this step ends.
+    time: the duration of the step, in forwards of a student's stage.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -42,10 +54,10 @@ class Order:
 
 
 @cache
-def fill(micro_batches: int, upcoming: int, teacher: float, done: tuple[int, ...]) -> Order:
-    """The order of a step of so many micro-batches before a step of `upcoming` (0: none is known).
+def bubble_schedule(micro_batches: int, next_micro_batches: int, teacher: float, done: tuple[int, ...]) -> Order:
+    """Return the order of a step of `micro_batches` before a step of `next_micro_batches` (0: no next step is known).
 
-    teacher: its cost in the student's forwards. done: `Order.done` of the step before, one for each rank.
+    teacher: the cost of a T, in forwards of a student's stage. done: `Order.done` of the previous step, by rank.
     """
     ranks, costs = range(len(done)), {"F": FORWARD, "B": BACKWARD, "T": teacher}
     run = {Action(0, rank, "T", number) for rank in ranks for number in range(done[rank])}
@@ -55,18 +67,18 @@ def fill(micro_batches: int, upcoming: int, teacher: float, done: tuple[int, ...
 
     student = [[Action(0, rank, *each) for each in one_f_one_b(rank, len(ranks), micro_batches)] for rank in ranks]
     own = [[Action(0, rank, "T", number) for number in range(done[rank], micro_batches)] for rank in ranks]
-    further = [[Action(1, rank, "T", number) for number in range(upcoming)] for rank in ranks]
+    of_next = [[Action(1, rank, "T", number) for number in range(next_micro_batches)] for rank in ranks]
     unfilled = simulate([[student[rank], own[rank]] for rank in ranks], needs, costs)
-    filled = simulate([[student[rank], own[rank] + further[rank]] for rank in ranks], needs, costs)
+    filled = simulate([[student[rank], own[rank] + of_next[rank]] for rank in ranks], needs, costs)
     limit = max(unfilled.values())
     kept = [action for action, end in filled.items() if not action.step or end - teacher <= limit]
     orders = tuple(tuple(action for action in kept if action.stage == rank) for rank in ranks)
-    ahead = tuple(sum(action.step for action in each) for each in orders)
-    return Order(orders, ahead, max(simulate([[each] for each in orders], needs, costs).values()))
+    done_of_next = tuple(sum(action.step for action in each) for each in orders)
+    return Order(orders, done_of_next, max(simulate([[each] for each in orders], needs, costs).values()))
 
 
 def _needs(action: Action, stages: int) -> list[Action]:
-    """What has to be done before an action can start."""
+    """Return the actions that have to end before an action can start."""
     stage, kind = action.stage, action.kind
     if kind == "B":
         behind = [action._replace(stage=stage + 1)] if stage + 1 < stages else []
@@ -76,7 +88,7 @@ def _needs(action: Action, stages: int) -> list[Action]:
 
 
 def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """Kinds and micro-batches, as torch's Schedule1F1B runs them on a rank."""
+    """Yield kinds and micro-batches in the order in which torch's Schedule1F1B runs them on a rank."""
     first = min(micro_batches, ranks - rank)
     yield from (("F", number) for number in range(first))
     for number in range(micro_batches):
@@ -92,7 +104,7 @@ class _Rank:
     doing: tuple[float, Action] | None = None
 
     def heads(self) -> Iterator[tuple[int, Action]]:
-        """Of each lane its next action."""
+        """Yield the next action of each lane, with the lane's number."""
         return ((n, lane[at]) for n, (lane, at) in enumerate(zip(self.lanes, self.at, strict=True)) if at < len(lane))
 
 
@@ -101,10 +113,10 @@ def simulate(
     needs: Callable[[Action], Sequence[Action]],
     costs: Mapping[str, float],
 ) -> dict[Action, float]:
-    """When every action ends, in the order of ends.
+    """Return the time at which every action ends, in the order of these times.
 
-    lanes: of each rank, actions each in their order; a rank that is free takes the first lane whose next action can
-    start. needs: what has to be done before an action. costs: of each kind.
+    lanes: for each rank, one or more sequences of actions. A free rank runs the next action of its first lane whose
+    next action can start. needs: the actions that have to end before an action can start. costs: by kind of action.
     """
     ranks = [_Rank(each, [0] * len(each)) for each in lanes]
     ends: dict[Action, float] = {}

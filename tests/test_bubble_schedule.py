@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from stillhouse.parallel.filling import Action, Order, fill
+from stillhouse.parallel.bubble_schedule import Action, Order, bubble_schedule
 
 STEPS = 12
 
@@ -16,8 +16,8 @@ STEPS = 12
 def steps(ranks: int, counts: list[int], teacher: float) -> Iterator[tuple[int, tuple[int, ...], Order]]:
     """Of each step its micro-batches, what had been run before, and its order; nothing comes after the last one."""
     done = (0,) * ranks
-    for count, upcoming in zip(counts, [*counts[1:], 0], strict=True):
-        order = fill(count, upcoming, teacher, done)
+    for count, next_micro_batches in zip(counts, [*counts[1:], 0], strict=True):
+        order = bubble_schedule(count, next_micro_batches, teacher, done)
         yield count, done, order
         done = order.done
 
@@ -61,7 +61,7 @@ def needed(action: Action, ranks: int) -> set[Action]:
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 5), (4, 4), (4, 10)])
 def test_the_student_goes_by_torchs_order(ranks: int, micro_batches: int) -> None:
-    for rank, own in enumerate(fill(micro_batches, micro_batches, 4.0, (0,) * ranks).ranks):
+    for rank, own in enumerate(bubble_schedule(micro_batches, micro_batches, 4.0, (0,) * ranks).ranks):
         stage = SimpleNamespace(stage_index=rank, num_stages=ranks, is_first=not rank, submod=nn.Identity())
         stage.is_last = rank + 1 == ranks
         theirs = Schedule1F1B(stage, micro_batches, loss_fn=nn.Identity()).pipeline_order[rank]
@@ -86,5 +86,5 @@ def test_idle_share_for_a_teacher_of_four_times_the_size(ranks: int, micro_batch
 
 
 def test_a_step_without_a_next_one_is_1f1b() -> None:
-    assert not any(action.kind == "T" for rank in fill(8, 0, 4.0, (8,) * 4).ranks for action in rank)
-    assert fill(8, 0, 4.0, (8,) * 4).time == 3 * (8 + 3)
+    assert not any(action.kind == "T" for rank in bubble_schedule(8, 0, 4.0, (8,) * 4).ranks for action in rank)
+    assert bubble_schedule(8, 0, 4.0, (8,) * 4).time == 3 * (8 + 3)

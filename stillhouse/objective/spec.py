@@ -1,8 +1,8 @@
 """A run's objective as one expression: `0.3*cross_entropy + 0.7*jsd(0.5) + 1e-4*z_loss`.
 
-The grammar of `parse_divergence` with three more names: `cross_entropy(label_smoothing=…)`, `z_loss` and `entropy`
-(a bonus has a negative coefficient). All divergences of the sum become one term, so that they share one pass over
-the tile; its name in metrics is their expression.
+The grammar is that of `parse_divergence` with three more names: `cross_entropy(label_smoothing=…)`, `z_loss` and
+`entropy` (an entropy bonus has a negative coefficient). All divergences of the sum become one term, so that they
+share one pass over the tile; the term's name in metrics is the divergences' expression.
 """
 
 import math
@@ -17,8 +17,8 @@ from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a run minimises, free of any batch."""
+class ObjectiveSpec:
+    """The objective of a run, without the data of a batch."""
 
     cross_entropy: float | None = None
     label_smoothing: float = 0.0
@@ -34,10 +34,10 @@ class Recipe:
         return self.divergence is not None
 
     def terms(self, labels_T: Tensor, signal: Signal | None) -> list[Term]:
-        """The terms for one batch. `signal` is None only where no term needs a teacher."""
+        """Return the terms for one batch. `signal` may be None only if no term needs a teacher."""
         terms: list[Term] = []
         if self.cross_entropy is not None:
-            # a term's scale multiplies all of its value, the expression gives z-loss a coefficient of its own
+            # the term's scale multiplies its whole value, but in the expression z-loss has its own coefficient
             z_loss = self.z_loss / self.cross_entropy
             terms.append(CrossEntropy(labels_T, self.cross_entropy, self.label_smoothing, z_loss))
         if self.divergence is not None:
@@ -56,7 +56,7 @@ class Recipe:
         return terms
 
     def in_words(self) -> str:
-        """One sentence for the head of a run."""
+        """Return the objective in words, for the first lines of a run's output."""
         parts = []
         if self.cross_entropy is not None:
             smoothed = f" (label smoothing {self.label_smoothing:g})" if self.label_smoothing else ""
@@ -71,8 +71,12 @@ class Recipe:
         return " + ".join(parts).replace("+ −", "− ")
 
 
-def parse_recipe(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> Recipe:
-    """The objective of an expression. Raises ValueError for what is unknown, doubled, or has no positive weight."""
+def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
+    """Return the objective of an expression.
+
+    Raises ValueError for an unknown or repeated name, and for a coefficient that is not finite or, except for
+    `entropy`, not positive.
+    """
     own: dict[str, Part] = {}
     divergences: list[Part] = []
     for part in parse_sum(text):
@@ -86,7 +90,7 @@ def parse_recipe(text: str, temperature: float = 1.0, scale_by_temperature_squar
             own[part.name] = part
     _check_coefficients(own, text)
     divergence, divergence_scale = _sum_of(divergences)
-    return Recipe(
+    return ObjectiveSpec(
         cross_entropy=own["cross_entropy"].coefficient if "cross_entropy" in own else None,
         label_smoothing=own["cross_entropy"].call(_label_smoothing) if "cross_entropy" in own else 0.0,
         z_loss=own["z_loss"].coefficient if "z_loss" in own else 0.0,
@@ -119,11 +123,14 @@ def _label_smoothing(label_smoothing: float = 0.0) -> float:
 
 
 def _sum_of(parts: list[Part]) -> tuple[Divergence | None, float]:
-    """One divergence and its scale: a single one keeps its coefficient outside, so that its value reads unscaled."""
+    """Return one divergence and its scale.
+
+    A single divergence keeps its coefficient as the scale, so that its reported value is unscaled; a sum has scale 1.
+    """
     if not parts:
         return None, 1.0
     made: list[Divergence] = [part.call(DIVERGENCES[part.name]) for part in parts]
-    first = parts[0].coefficient * made[0]  # refuses a weight that is not positive
+    first = parts[0].coefficient * made[0]  # raises ValueError for a weight that is not positive
     if len(parts) == 1:
         return made[0], parts[0].coefficient
     for part, divergence in zip(parts[1:], made[1:], strict=True):

@@ -1,0 +1,218 @@
+"""A micro-batch: all data of some packed sequences, and nothing about losses.
+
+Labels are shifted only here: row t of the flattened micro-batch predicts the token at t+1 of the same document. So a
+document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
+
+B rows, S tokens per row (the longest of the micro-batch), T = B·S.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stillhouse.data.documents import Documents
+
+NO_LABEL = -1
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """B packed sequences; the shorter ones are padded.
+
+    inputs: arguments of a model's forward. It always has `input_ids` and `position_ids`, [B, S] int64. Positions
+        restart at every document. They separate the documents only if the model gets no attention mask and
+        `use_cache=False`. The padding of a row is a document of its own, without weight. Tensors whose first two
+        dims are not [B, S] belong to the micro-batch as a whole.
+    labels_T: int64, the token that row t predicts, or -1.
+    weights_T: float32, 1 where there is a label, else 0.
+    document_T: int64, the document's number in its `Documents`; -1 for padding.
+    valid_index: int64, the rows with a weight, ascending.
+    per_token: further tensors [T, …], such as advantages and old log-probabilities.
+    teacher_inputs: like `inputs`, if the teacher reads other tokens than the student at the same rows.
+    """
+
+    inputs: Mapping[str, Tensor]
+    labels_T: Tensor
+    weights_T: Tensor
+    document_T: Tensor
+    valid_index: Tensor
+    per_token: Mapping[str, Tensor] = field(default_factory=dict)
+    teacher_inputs: Mapping[str, Tensor] | None = None
+
+    @property
+    def input_ids_BS(self) -> Tensor:
+        return self.inputs["input_ids"]
+
+    @property
+    def position_ids_BS(self) -> Tensor:
+        return self.inputs["position_ids"]
+
+    @property
+    def shape_BS(self) -> tuple[int, int]:
+        rows, tokens = self.input_ids_BS.shape
+        return rows, tokens
+
+    @property
+    def valid_tokens(self) -> int:
+        """How many rows have a weight; needs no synchronization with the device."""
+        return len(self.valid_index)
+
+    def without_targets(self) -> "MicroBatch":
+        """The same tokens without labels, weights and documents, so that none counts."""
+        return replace(
+            self,
+            labels_T=torch.full_like(self.labels_T, NO_LABEL),
+            weights_T=torch.zeros_like(self.weights_T),
+            document_T=torch.full_like(self.document_T, -1),
+            valid_index=self.valid_index[:0],
+        )
+
+    def padded(self, rows: int, tokens: int) -> "MicroBatch":
+        """Padded to `rows` rows and `tokens` columns. The padding of a row is a document of its own."""
+        if self.shape_BS == (rows, tokens):
+            return self
+        index_BS = torch.full((rows, tokens), -1)
+        index_BS[: self.shape_BS[0], : self.shape_BS[1]] = self._numbers_BS()
+        return self.select(index_BS)
+
+    def part(self, number: int, count: int) -> "MicroBatch":
+        """A context rank's part: a block of columns of all tensors. `count` must divide the number of columns."""
+        return self if count == 1 else self.select(self._numbers_BS().chunk(count, 1)[number])
+
+    def select(self, index_BS: Tensor) -> "MicroBatch":
+        """Some rows of the flattened micro-batch, in the shape of `index_BS`. All cutting and padding is done here.
+
+        index_BS: row numbers, on the CPU; -1 is padding.
+        """
+        index_T = index_BS.flatten()
+        weights_T = take(self.weights_T, index_T)
+        return replace(
+            self,
+            inputs=self._select_inputs(self.inputs, index_BS),
+            labels_T=take(self.labels_T, index_T, NO_LABEL),
+            weights_T=weights_T,
+            document_T=take(self.document_T, index_T, -1),
+            valid_index=weights_T.nonzero()[:, 0],
+            per_token={name: take(each_T, index_T) for name, each_T in self.per_token.items()},
+            teacher_inputs=None
+            if self.teacher_inputs is None
+            else self._select_inputs(self.teacher_inputs, index_BS),
+        )
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same micro-batch on another device."""
+        return replace(
+            self,
+            inputs=_moved(self.inputs, device),
+            labels_T=self.labels_T.to(device),
+            weights_T=self.weights_T.to(device),
+            document_T=self.document_T.to(device),
+            valid_index=self.valid_index.to(device),
+            per_token=_moved(self.per_token, device),
+            teacher_inputs=None if self.teacher_inputs is None else _moved(self.teacher_inputs, device),
+        )
+
+    def _numbers_BS(self) -> Tensor:
+        return torch.arange(len(self.labels_T)).view(self.shape_BS)
+
+    def _select_inputs(self, inputs: Mapping[str, Tensor], index_BS: Tensor) -> dict[str, Tensor]:
+        chosen = dict(inputs)
+        for name, value in inputs.items():
+            if tuple(value.shape[:2]) == self.shape_BS:
+                chosen[name] = take(value.flatten(0, 1), index_BS.flatten()).unflatten(0, index_BS.shape)
+        chosen["position_ids"] = _with_padding_positions(chosen["position_ids"], index_BS)
+        return chosen
+
+
+class StepMicroBatches(Sequence[MicroBatch]):
+    """All micro-batches of a step, or of a part of an evaluation; the same on every process of a run.
+
+    They are not yet cut or padded for the layout. A subclass may build each one only when it is accessed.
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch]):
+        self._micro_batches = micro_batches
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    @overload
+    def __getitem__(self, number: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[MicroBatch]: ...
+    def __getitem__(self, number: int | slice) -> MicroBatch | Sequence[MicroBatch]:
+        return self._micro_batches[number]
+
+    @property
+    def shapes_BS(self) -> list[tuple[int, int]]:
+        """Rows and columns of each micro-batch."""
+        return [each.shape_BS for each in self._micro_batches]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all documents, without padding."""
+        return sum(int((each.document_T >= 0).sum()) for each in self._micro_batches)
+
+    @property
+    def normalizer(self) -> int:
+        """What the step's losses are divided by: the number of its target tokens, at least 1."""
+        return max(1, sum(each.valid_tokens for each in self._micro_batches))
+
+
+def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
+    """Rows of a tensor [T, …], with `padding` where the index is -1."""
+    taken_T = values_T[index_T.clamp(min=0)]
+    is_padding_T = (index_T < 0).view(-1, *[1] * (values_T.dim() - 1))
+    return taken_T.masked_fill(is_padding_T, padding)
+
+
+def make_micro_batch(documents: Documents, rows: Sequence[Sequence[int] | np.ndarray]) -> MicroBatch:
+    """Pack documents into a micro-batch. rows: for each row, the numbers of its documents, in their order.
+
+    Raises ValueError if there is no row, or a row without a document.
+    """
+    if not rows or not all(len(row) for row in rows):
+        raise ValueError("a micro-batch needs at least one row, and each row at least one document")
+    tokens = max(int(documents.lengths_D[np.asarray(row)].sum()) for row in rows)
+    shape = (len(rows), tokens)
+    input_ids_BS = np.zeros(shape, dtype=np.int64)
+    position_ids_BS = np.zeros(shape, dtype=np.int64)
+    labels_BS = np.full(shape, NO_LABEL, dtype=np.int64)
+    document_BS = np.full(shape, -1, dtype=np.int64)
+    for row, members in enumerate(rows):
+        start = 0
+        for document in members:
+            ids, targets = documents.tokens(document), documents.targets(document)
+            stop = start + len(ids)
+            input_ids_BS[row, start:stop] = ids
+            position_ids_BS[row, start:stop] = np.arange(len(ids))
+            labels_BS[row, start : stop - 1] = np.where(targets[1:], ids[1:], NO_LABEL)
+            document_BS[row, start:stop] = document
+            start = stop
+        position_ids_BS[row, start:] = np.arange(tokens - start)
+    labels_T = torch.from_numpy(labels_BS.reshape(-1))
+    return MicroBatch(
+        inputs={
+            "input_ids": torch.from_numpy(input_ids_BS),
+            "position_ids": torch.from_numpy(position_ids_BS),
+        },
+        labels_T=labels_T,
+        weights_T=(labels_T >= 0).float(),
+        document_T=torch.from_numpy(document_BS.reshape(-1)),
+        valid_index=torch.from_numpy(np.flatnonzero(labels_BS >= 0)),
+    )
+
+
+def _moved(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    return {name: each.to(device) for name, each in tensors.items()}
+
+
+def _with_padding_positions(position_ids_BS: Tensor, index_BS: Tensor) -> Tensor:
+    """Number the positions of the padding at the end of a row from 0, because it is a document of its own."""
+    tokens_B1 = (index_BS >= 0).sum(1, keepdim=True)
+    count_BS = torch.arange(index_BS.shape[1]).expand_as(index_BS) - tokens_B1
+    return torch.where(index_BS < 0, count_BS, position_ids_BS)

@@ -1,0 +1,43 @@
+"""Checks whether a model's structure allows wrapping it as a `Decoder`, without running the model."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def require_decoder(model: Any) -> nn.Linear:
+    """Return the layer that projects onto the vocabulary. Raises ValueError for a model that cannot be wrapped."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model: expected a PreTrainedModel "
+            "(of a peft model, merge_and_unload(), or the model itself after its own add_adapter)"
+        )
+    what = describe(model)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{what} has an encoder: expected a decoder-only causal language model")
+    linear = model.get_output_embeddings()
+    if linear is None:
+        raise ValueError(
+            f"{what} has no output head over the vocabulary: "
+            "expected a causal language model, as AutoModelForCausalLM loads it"
+        )
+    if model.base_model is model:
+        raise ValueError(f"{what} has no backbone apart from its head: its base_model_prefix names no submodule")
+    # an exact type test: a subclass or wrapper may compute more than x Wᵀ + b, which its `.weight` does not show
+    if type(linear) is not nn.Linear:
+        raise ValueError(
+            f"{what} has a {type(linear).__module__}.{type(linear).__name__} as its output head: expected a "
+            "plain torch.nn.Linear. Leave the head out of LoRA, or merge it, and leave the head unquantized"
+        )
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise ValueError(
+            f"{what} takes no position_ids: documents packed into one row cannot be kept apart in it "
+            "(state-space and ALiBi models)"
+        )
+    return linear
+
+
+def describe(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} (model type '{model.config.model_type}')"

@@ -1,0 +1,230 @@
+"""From model sources and a layout to a runner: plan the stages, then build, cut, distribute and load each model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stillhouse.models import Decoder
+from stillhouse.parallel.context_parallel import apply_context_parallel
+from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
+from stillhouse.parallel.fsdp import apply_fsdp, apply_fsdp_to_experts
+from stillhouse.parallel.layout import Layout, ModelSource
+from stillhouse.parallel.mesh import Degrees, Mesh
+from stillhouse.parallel.pair import TeacherStudentPair
+from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
+from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.stages import (
+    Stage,
+    cost_of,
+    forwards,
+    keep_layers,
+    require_cuttable,
+    require_training,
+    split,
+)
+from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a pipeline needs to know about the models before they are cut.
+
+    tied: whether the student's embedding and head, on the first and the last stage, train as one weight.
+    teacher_cost: a forward of the teacher's layers, in forwards of the student's layers.
+    """
+
+    stages: list[Stage]
+    width: Width
+    tied: bool
+    teacher_cost: float
+
+
+def single_process_runner(student: Decoder, teacher: Decoder | None, *, teacher_is_base: bool = False) -> Runner:
+    """Return the runner of a single process, which has both models whole."""
+    teacher_source = None if teacher is None else ModelSource(lambda: teacher)
+    return build_runner(Layout(), None, ModelSource(lambda: student, teacher_is_base=teacher_is_base), teacher_source)
+
+
+def build_runner(
+    layout: Layout,
+    mesh: Mesh | None,
+    student_source: ModelSource,
+    teacher_source: ModelSource | None,
+    *,
+    teacher_head_only: bool = False,
+) -> Runner:
+    """Build this process's runner.
+
+    mesh: None for a single process. teacher_head_only: build only the teacher's head, because its layers have a
+    layout of their own.
+    Raises ValueError for a model that the layout does not fit.
+    """
+    require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
+    if teacher_source is not None and teacher_head_only:
+        teacher_source = ModelSource(only_head(teacher_source.build), teacher_source.load_weights)
+    sources = student_source, teacher_source
+    student, teacher = _build(layout.degrees, *sources)
+    if layout.stages == 1:
+        pair = _distributed(layout, mesh, student, teacher, *sources)
+        return Runner(layout, {0: pair}, None, mesh, tied=student.tied)
+    assert mesh is not None
+    plan = _plan_stages(layout, student, teacher, student_source, teacher_head_only=teacher_head_only)
+    scheme = SCHEMES[layout.schedule]
+    pairs: dict[int, TeacherStudentPair] = {}
+    for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
+        if pairs:  # each stage is cut from a model of its own
+            student, teacher = _build(layout.degrees, *sources)
+        stage = plan.stages[number]
+        keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
+        if teacher_head_only and not stage.is_last:
+            teacher = None
+        if teacher is not None:
+            keep_layers(teacher, stage.teacher, first=stage.is_first, last=stage.is_last)
+        pairs[number] = _distributed(layout, mesh, student, teacher, *sources)
+    pipeline = Pipeline(
+        pairs,
+        scheme,
+        plan.width,
+        mesh.tokens.get_group("pipeline"),
+        mesh.device,
+        tied=plan.tied,
+        sharding=mesh.sharding,
+        teacher_cost=plan.teacher_cost,
+        reverse_groups=mesh.pipelines,
+    )
+    return Runner(layout, pairs, pipeline, mesh, tied=plan.tied)
+
+
+def only_layers(build: Callable[[], Decoder]) -> Callable[[], Decoder]:
+    """Return a builder of a frozen teacher without its head; it raises ValueError for a family that cannot be cut."""
+
+    def layers() -> Decoder:
+        decoder = build()
+        require_cuttable(decoder.config)
+        keep_layers(decoder, range(len(decoder.layers())), first=True, last=False, norm=True)
+        return decoder.requires_grad_(False).eval()
+
+    return layers
+
+
+def only_head(build: Callable[[], Decoder]) -> Callable[[], Decoder]:
+    """Return a builder of a teacher's head alone; it raises ValueError for a family that cannot be cut."""
+
+    def head() -> Decoder:
+        decoder = build()
+        require_cuttable(decoder.config)
+        keep_layers(decoder, range(0), first=False, last=True, norm=False)
+        return decoder
+
+    return head
+
+
+def _build(
+    degrees: Degrees, student_source: ModelSource, teacher_source: ModelSource | None
+) -> tuple[Decoder, Decoder | None]:
+    student, teacher = student_source.build(), None if teacher_source is None else teacher_source.build()
+    _require_experts(degrees, student, teacher)
+    return student, teacher
+
+
+def _plan_stages(
+    layout: Layout,
+    student: Decoder,
+    teacher: Decoder | None,
+    student_source: ModelSource,
+    *,
+    teacher_head_only: bool,
+) -> StagePlan:
+    """Plan the layout's stages. Raises ValueError for a model that cannot be cut into them."""
+    for decoder in (student, teacher):
+        if decoder is not None:
+            require_cuttable(decoder.config)
+    costs = cost_of(student, 3), None if teacher is None else cost_of(teacher, 1)
+    stages = split(layout.stages, *costs)
+    if student.lora is not None:
+        require_training(student, stages)
+    beside = student if student_source.teacher_is_base else teacher
+    return StagePlan(
+        stages,
+        _width(student, None if teacher_head_only else beside),
+        # a frozen weight has no gradient to sum
+        tied=student.tied and student.output_weight.requires_grad,
+        teacher_cost=0.0 if costs[1] is None else forwards(costs[1], costs[0]),
+    )
+
+
+def require_own_teacher(layout: Layout, student_source: ModelSource, *, teacher_head_only: bool) -> None:
+    """Raise ValueError if the schedule runs the teacher ahead, but the teacher is the student's base or has its own
+    layout.
+    """
+    if layout.stages == 1 or not SCHEMES[layout.schedule].prefetch:
+        return
+    why = "is the student without its adapter" if student_source.teacher_is_base else "has a layout of its own"
+    if student_source.teacher_is_base or teacher_head_only:
+        raise ValueError(
+            f"schedule {layout.schedule} for a teacher that {why}: it runs a model of the teacher's own, "
+            "in the student's stages, a step ahead; expected schedule 1f1b"
+        )
+
+
+def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
+    if degrees.expert > 1 and not any(dispatched_experts(each) for each in decoders if each is not None):
+        raise ValueError(
+            f"expert={degrees.expert} for models without experts that transformers' plans deal out: expected 1"
+        )
+
+
+def _distributed(
+    layout: Layout,
+    mesh: Mesh | None,
+    student: Decoder,
+    teacher: Decoder | None,
+    student_source: ModelSource,
+    teacher_source: ModelSource | None,
+) -> TeacherStudentPair:
+    """Distribute each model over its processes, then load its weights."""
+    # this freezes the teacher
+    pair = TeacherStudentPair(
+        student, teacher, teacher_is_base=student_source.teacher_is_base, keep_gathered=layout.stages > 1
+    )
+    for decoder, source in ((student, student_source), (teacher, teacher_source)):
+        if decoder is None or source is None:
+            continue
+        if mesh is not None:
+            apply_parallelism(decoder, layout, mesh, layout.gather_dtype if decoder is student else None)
+        if source.load_weights is not None:
+            source.load_weights(decoder)
+    return pair
+
+
+def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype: torch.dtype | None) -> None:
+    """Apply a layout to a decoder, from the inside out: context, tensor and expert parallelism, then FSDP."""
+    degrees = layout.degrees
+    options: dict[str, Any] = {
+        # a pipeline's schedule runs parts of backward by itself: gathered weights have to stay until then
+        "reshard_after_forward": layout.stages == 1,
+        "gather_dtype": gather_dtype,
+        "offload": layout.offload,
+    }
+    if degrees.context > 1 and decoder.layers():
+        apply_context_parallel(decoder, mesh.tokens.get_group("context"), degrees.tensor)
+    if degrees.tensor > 1:
+        apply_tensor_parallel(decoder, mesh.weights["tensor"])
+    if degrees.experts > 1 and (experts := dispatched_experts(decoder)):
+        apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
+        if mesh.expert_sharding is not None:
+            apply_fsdp_to_experts(experts, mesh.expert_sharding, **options)
+    if mesh.sharding is not None:
+        apply_fsdp(decoder, mesh.sharding, **options)
+
+
+def _width(student: Decoder, teacher: Decoder | None) -> Width:
+    """Hidden states have the dtype of the embedding, because the layers add to its output."""
+    sides = [
+        (each.config.get_text_config().hidden_size, each.pretrained.get_input_embeddings().weight.dtype)
+        for each in (student, teacher)
+        if each is not None
+    ]
+    return Width(*(value for side in sides for value in side))

@@ -1,0 +1,176 @@
+"""Student and teacher side by side: runs a micro-batch through both, or through the layers of both on this stage.
+
+    signal          what the pair does
+    None            the student alone
+    IN_STAGE        the teacher's layers on this stage, then the student with the teacher's exact distribution
+    TeacherHidden   the teacher's head on hidden states that were computed elsewhere or earlier, then the student
+    a `Signal`      the student with this signal
+
+B rows, S tokens per row; D, E widths of student and teacher.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from stillhouse.data import MicroBatch
+from stillhouse.models import Decoder, OutputProcessor, RouterAuxLoss, evaluating, without_lora
+from stillhouse.models.processors import full_vocab
+from stillhouse.objective import OutputHead, Signal
+
+
+class TeacherHidden(NamedTuple):
+    """A teacher's hidden states [B, S, E] after its last norm. The teacher's head is on the student's last stage."""
+
+    hidden_BSE: Tensor
+
+
+class InStage(NamedTuple):
+    """Marks micro-batches whose teacher runs in the student's stages."""
+
+
+IN_STAGE = InStage()
+
+PairSignal: TypeAlias = Signal | TeacherHidden | InStage | None
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What a pass computes for every micro-batch.
+
+    processor: the student's output processor.
+    context: makes the processor's context from a micro-batch and the teacher's signal (None without a teacher).
+    precision: makes the student's autocast context; a teacher computes in its own dtype.
+    router_aux_loss: makes the router loss of a micro-batch, for students whose routers are balanced.
+    """
+
+    processor: OutputProcessor
+    context: Callable[[MicroBatch, Signal | None], Any]
+    precision: Callable[[], AbstractContextManager[Any]]
+    router_aux_loss: Callable[[MicroBatch], RouterAuxLoss] | None = None
+
+
+class TeacherStudentPair(nn.Module):
+    """A student and its teacher, or the parts of both on one pipeline stage. The teacher never has a gradient.
+
+    teacher_is_base: the teacher is the student without its adapter, and `teacher` is None.
+    keep_gathered: under FSDP, whether the teacher's head stays gathered until the end of the step.
+    """
+
+    def __init__(
+        self,
+        student: Decoder,
+        teacher: Decoder | None,
+        *,
+        teacher_is_base: bool = False,
+        keep_gathered: bool = False,
+    ):
+        super().__init__()
+        assert teacher is None or not teacher_is_base
+        self.student, self.teacher_is_base, self.keep_gathered = student, teacher_is_base, keep_gathered
+        self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "TeacherStudentPair":
+        """Set the student's mode; the teacher stays in eval mode."""
+        self.student.train(mode)
+        return self
+
+    def forward(
+        self,
+        computation: Computation,
+        micro_batch: MicroBatch,
+        signal: PairSignal,
+        student_BSD: Tensor | None = None,
+        teacher_BSE: Tensor | None = None,
+    ) -> Any:
+        """Return the processor's result; on a stage without heads, the student's hidden states, or the student's and
+        the teacher's if the signal is IN_STAGE.
+
+        student_BSD, teacher_BSE: the hidden states of the previous stage.
+        """
+        if isinstance(signal, InStage):
+            if self.teacher_is_base:
+                return self._forward_with_base(computation, micro_batch, student_BSD, teacher_BSE)
+            teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE)
+            if not self.student.has_head:
+                return self.student_forward(computation, micro_batch, None, student_BSD), teacher_BSE
+            signal = TeacherHidden(teacher_BSE)
+        # a rank's first stage may come with the hidden states that are for the last stage on the same rank
+        if isinstance(signal, TeacherHidden) and self.student.has_head:
+            with self._teacher_head() as head:
+                exact = full_vocab(hidden_states=signal.hidden_BSE, head=head, context=None)
+                return self.student_forward(computation, micro_batch, exact, student_BSD)
+        given = signal if isinstance(signal, Signal) else None
+        return self.student_forward(computation, micro_batch, given, student_BSD)
+
+    def student_forward(
+        self,
+        computation: Computation,
+        micro_batch: MicroBatch,
+        signal: Signal | None,
+        hidden_BSD: Tensor | None = None,
+    ) -> Any:
+        """Return the processor's result, or the hidden states on a stage without the student's head."""
+        context = computation.context(micro_batch, signal) if self.student.has_head else None
+        inputs = _model_inputs(micro_batch.inputs, hidden_BSD)
+        if computation.router_aux_loss is not None:
+            inputs["balance"] = computation.router_aux_loss(micro_batch)
+        with computation.precision():
+            return self.student(**inputs, processor=computation.processor, context=context)
+
+    def teacher_forward(self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None) -> Tensor:
+        """Return the teacher's hidden states after its layers on this stage; on its last stage, after its norm."""
+        assert self.teacher is not None
+        inputs = _model_inputs(micro_batch.teacher_inputs or micro_batch.inputs, hidden_BSE)
+        precision = torch.autocast(micro_batch.input_ids_BS.device.type, enabled=False)
+        with torch.no_grad(), evaluating(self.teacher), precision:
+            return self.teacher(**inputs, head=False)
+
+    @contextmanager
+    def _teacher_head(self) -> Iterator[OutputHead]:
+        """Yield the teacher's head with its FSDP shards gathered.
+
+        The head's own FSDP group gathers its weight; the root's group does so if the head is tied to the embedding.
+        """
+        assert self.teacher is not None
+        group = next((each for each in (self.teacher.head, self.teacher) if isinstance(each, FSDPModule)), None)
+        if group is not None:
+            group.unshard()
+        try:
+            yield self.teacher.output_head()
+        finally:
+            if group is not None and not self.keep_gathered:
+                group.reshard()
+
+    def _forward_with_base(
+        self,
+        computation: Computation,
+        micro_batch: MicroBatch,
+        student_BSD: Tensor | None,
+        base_BSD: Tensor | None,
+    ) -> Any:
+        """Run the base, then the student. Both are one model in one precision, and they share one frozen head."""
+        inputs = _model_inputs(micro_batch.teacher_inputs or micro_batch.inputs, base_BSD)
+        with torch.no_grad(), evaluating(self.student), without_lora(self.student), computation.precision():
+            base_BSD = self.student(**inputs, head=False)
+        if not self.student.has_head:
+            return self.student_forward(computation, micro_batch, None, student_BSD), base_BSD
+
+        def processor(*, hidden_states: Tensor, head: OutputHead, context: MicroBatch, depth: int = 0) -> Any:
+            exact = full_vocab(hidden_states=base_BSD, head=head, context=None)
+            return computation.processor(
+                hidden_states=hidden_states, head=head, context=computation.context(context, exact), depth=depth
+            )
+
+        with_base = Computation(processor, lambda given, _: given, computation.precision, computation.router_aux_loss)
+        return self.student_forward(with_base, micro_batch, None, student_BSD)
+
+
+def _model_inputs(inputs: Mapping[str, Tensor], hidden: Tensor | None) -> dict[str, Any]:
+    """Return the arguments of a model's forward; the previous stage's hidden states replace the token ids."""
+    return dict(inputs) if hidden is None else {**inputs, "input_ids": None, "inputs_embeds": hidden}

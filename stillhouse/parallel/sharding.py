@@ -1,0 +1,71 @@
+"""Which micro-batches of a step each process computes, and its part of each of them."""
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.parallel.mesh import Degrees, Mesh
+
+
+class ShardedMicroBatches(Sequence[MicroBatch]):
+    """This process's micro-batches of a step, on its device. Each holds only this process's part of the sequences.
+
+    whole: all micro-batches of the step with whole sequences; the same on every process.
+    uniform_shapes: see `padded_shapes`.
+    """
+
+    def __init__(self, own: Sequence[MicroBatch], whole: StepMicroBatches, *, uniform_shapes: bool = False):
+        self.own, self.whole, self.uniform_shapes = list(own), whole, uniform_shapes
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    @overload
+    def __getitem__(self, number: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, number: int | slice) -> MicroBatch | list[MicroBatch]:
+        return self.own[number]
+
+
+def shard_micro_batches(
+    whole: StepMicroBatches, mesh: Mesh | None, device: torch.device, *, uniform_shapes: bool = False
+) -> ShardedMicroBatches:
+    """Return this process's part of a step.
+
+    All data ranks get equally many micro-batches. If there are too few, the first one is repeated without targets.
+    Each context rank gets its own columns of each micro-batch. uniform_shapes: see `padded_shapes`.
+    """
+    if mesh is None:
+        return ShardedMicroBatches([each.to(device) for each in whole], whole)
+    degrees, own = mesh.degrees, []
+    shapes_BS = padded_shapes(whole.shapes_BS, degrees, uniform_shapes=uniform_shapes)
+    for number in range(mesh.coordinate("data"), len(shapes_BS), degrees.data):
+        micro_batch = whole[number] if number < len(whole) else whole[0].without_targets()
+        part = micro_batch.padded(*shapes_BS[number]).part(mesh.coordinate("context"), degrees.context)
+        own.append(part.to(device))
+    return ShardedMicroBatches(own, whole, uniform_shapes=uniform_shapes)
+
+
+def padded_shapes(
+    shapes_BS: Sequence[tuple[int, int]], degrees: Degrees, *, uniform_shapes: bool = False
+) -> list[tuple[int, int]]:
+    """Return the padded rows and columns of a step's micro-batches, before they are divided over context ranks.
+
+    The list may be longer than `shapes_BS`: it includes the repeated micro-batches. uniform_shapes: all micro-batches
+    get one shape, and each data rank's number of them is a multiple of the pipeline's ranks, as the pipeline
+    schedules require.
+    """
+    count = _rounded_up(len(shapes_BS), degrees.data * (degrees.pipeline if uniform_shapes else 1))
+    shapes = list(shapes_BS)
+    if uniform_shapes:
+        rows_B, tokens_S = zip(*shapes, strict=True)
+        shapes = [(max(rows_B), max(tokens_S))] * len(shapes)
+    shapes += shapes[:1] * (count - len(shapes))
+    return [(rows, _rounded_up(tokens, degrees.context)) for rows, tokens in shapes]
+
+
+def _rounded_up(length: int, divisor: int) -> int:
+    return -(-length // divisor) * divisor

@@ -1,0 +1,221 @@
+"""A pipeline whose teacher runs up to one step ahead of its student, in the bubbles (see `bubble_schedule.py`).
+
+The student follows torch's 1F1B and uses the messages of torch's PipelineStage. The teacher's hidden states are sent
+in separate messages. The last stage keeps them until the student's forward of the same micro-batch.
+
+B rows, S tokens per row of a micro-batch; E the teacher's width.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup
+from torch.distributed.pipelining import Schedule1F1B
+
+from stillhouse.data import MicroBatch
+from stillhouse.parallel.bubble_schedule import Action, bubble_schedule
+
+
+class Schedule1F1BWithPrefetch(Schedule1F1B):
+    """torch's 1F1B, with an order that also contains the teacher's actions."""
+
+    order: Sequence[Action] = ()
+    run_teacher: Callable[[Action], None]
+    backward_group: ProcessGroup
+
+    def follow(
+        self, order: Sequence[Action], run_teacher: Callable[[Action], None], backward_group: ProcessGroup
+    ) -> None:
+        """Set the order of the next step. run_teacher: runs an action of kind T.
+
+        backward_group: the group for gradients. NCCL runs the messages of a group in the order in which each rank
+        issues them. In a common group, one rank could send hidden states first and the other one gradients first, and
+        each would wait for the other.
+        """
+        self.order, self.run_teacher, self.backward_group = order, run_teacher, backward_group
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        given, named = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._initialize_stage(given[0], named[0])
+        stage, sends = self._stage, _Sends()
+        assert stage.group is not None
+        for action in self.order:
+            at = action.micro_batch
+            if action.kind == "F":
+                _wait(_start(stage.get_fwd_recv_ops(at), stage.group))
+                output = stage.forward_one_chunk(at, given[at], named[at], save_forward_output=return_outputs)
+                self._maybe_compute_loss(stage, output, target_mbs, at, loss_kwargs)
+                sends.add(_start(stage.get_fwd_send_ops(at), stage.group))
+            elif action.kind == "B":
+                _wait(_start(stage.get_bwd_recv_ops(at), self.backward_group))
+                stage.backward_one_chunk(at, loss=self._maybe_get_loss(stage, at))
+                sends.add(_start(stage.get_bwd_send_ops(at), self.backward_group))
+            else:
+                self.run_teacher(action)
+        sends.wait()
+        self._update_losses(stage, losses)
+        stage.perform_reduce_grad(1)
+
+
+@dataclass
+class _TeacherStep:
+    """The teacher's progress on a step's micro-batches.
+
+    done: for each rank, how many of the micro-batches its stage has run before the step begins.
+    received: hidden states that the previous stage has sent and this one has not used yet, by micro-batch.
+    hidden: on the last stage, the teacher's hidden states after its last norm, by micro-batch.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    done: tuple[int, ...]
+    received: dict[int, Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+
+
+class TeacherPrefetch:
+    """This rank's stage of the teacher, and the results that it has computed ahead for the next step.
+
+    teacher_forward: runs the stage on a micro-batch and the hidden states of the previous stage, without gradient.
+    cost: a forward of the teacher's stage, in forwards of the student's stage.
+    group, backward_group: groups along the pipeline, for the teacher's messages and for the student's gradients.
+    Between two steps, no message is under way.
+    """
+
+    def __init__(
+        self,
+        teacher_forward: Callable[..., Tensor],
+        cost: float,
+        width: int,
+        dtype: torch.dtype,
+        group: ProcessGroup,
+        backward_group: ProcessGroup,
+        device: torch.device,
+    ):
+        self.teacher_forward, self.cost, self.width, self.dtype = teacher_forward, cost, width, dtype
+        self.device, self.ranks, self.rank = device, group.size(), group.rank()
+        self.group, self.backward_group = group, backward_group
+        for each in (group, backward_group):
+            self._connect(each)
+        self.announced: list[Sequence[MicroBatch]] = []
+        self.now, self.next = self._all_done(()), self._all_done(())
+        self.sends = _Sends()
+
+    def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Announce the micro-batches of a later step. Announcements come in the order of the steps."""
+        self.announced.append(micro_batches)
+
+    def begin(
+        self, micro_batches: Sequence[MicroBatch], *, needs_teacher: bool
+    ) -> tuple[Sequence[Action], dict[int, Tensor]]:
+        """Return this rank's order for a step, and the dict where the last stage finds the teacher's hidden states.
+
+        Results that were computed ahead are used only if `micro_batches` is the object that was announced.
+        """
+        following = self._take_announced(micro_batches)
+        if self.next.micro_batches is micro_batches:
+            self.now = self.next
+        else:
+            self.now = self._not_begun(micro_batches) if needs_teacher else self._all_done(micro_batches)
+        self.next = self._not_begun(following)
+        order = bubble_schedule(len(micro_batches), len(following), self.cost, self.now.done)
+        self.next.done = order.done
+        return order.ranks[self.rank], self.now.hidden
+
+    def run_teacher(self, action: Action) -> None:
+        """Run an action of kind T."""
+        step = self.next if action.step else self.now
+        number = action.micro_batch
+        received: tuple[Tensor, ...] = ()
+        if self.rank:
+            waiting = step.received.pop(number, None)
+            received = (self._receive(step.micro_batches[number]) if waiting is None else waiting,)
+        hidden_BSE = self.teacher_forward(step.micro_batches[number], *received).contiguous()
+        if self.rank + 1 == self.ranks:
+            step.hidden[number] = hidden_BSE
+            return
+        self.sends.add([(dist.isend(hidden_BSE, group=self.group, group_dst=self.rank + 1), hidden_BSE)])
+
+    def end(self) -> None:
+        """Receive the hidden states that the previous stage has sent and this one has not used, so that no message
+        stays under way.
+        """
+        if self.rank:
+            done = self.next.done
+            for number in range(done[self.rank], done[self.rank - 1]):
+                self.next.received[number] = self._receive(self.next.micro_batches[number])
+        self.sends.wait()
+
+    def _take_announced(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Drop the announcements up to these micro-batches; return the next ones, or () if none are announced."""
+        places = [place for place, each in enumerate(self.announced) if each is micro_batches]
+        self.announced = self.announced[places[-1] + 1 :] if places else []
+        return self.announced[0] if self.announced else ()
+
+    def forget(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Drop the announcement of micro-batches that will not come in a step."""
+        self.announced = [each for each in self.announced if each is not micro_batches]
+
+    def _not_begun(self, micro_batches: Sequence[MicroBatch]) -> _TeacherStep:
+        return _TeacherStep(micro_batches, (0,) * self.ranks)
+
+    def _all_done(self, micro_batches: Sequence[MicroBatch]) -> _TeacherStep:
+        """No teacher needed: mark all micro-batches as done."""
+        return _TeacherStep(micro_batches, (len(micro_batches),) * self.ranks)
+
+    def _receive(self, micro_batch: MicroBatch) -> Tensor:
+        hidden_BSE = torch.empty(*micro_batch.shape_BS, self.width, dtype=self.dtype, device=self.device)
+        dist.recv(hidden_BSE, group=self.group, group_src=self.rank - 1)
+        return hidden_BSE
+
+    def _connect(self, group: ProcessGroup) -> None:
+        """Exchange a first message with the neighbouring ranks.
+
+        NCCL connects two ranks at their first message, and the sender waits for the receiver. Within a step, the
+        receiver could be waiting for another message of the same sender at that time.
+        """
+        token = torch.zeros(1, device=self.device)
+        if self.rank:
+            dist.recv(token, group=group, group_src=self.rank - 1)
+        if self.rank + 1 < self.ranks:
+            dist.send(token, group=group, group_dst=self.rank + 1)
+
+
+class _Sends:
+    """Messages under way, with their tensors, which have to stay alive until they have been sent."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Any, Tensor]] = []
+
+    def add(self, started: Iterable[tuple[Any, Tensor]]) -> None:
+        self.started = [each for each in self.started if not each[0].is_completed()]
+        self.started += started
+
+    def wait(self) -> None:
+        _wait(self.started)
+        self.started = []
+
+
+def _start(messages: Iterable[P2POp], group: ProcessGroup) -> list[tuple[Any, Tensor]]:
+    """Start messages in `group` that torch made for another group of the same ranks."""
+    started = []
+    for each in messages:
+        peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+        started.append((each.op(each.tensor, group=group, **peer), each.tensor))
+    return started
+
+
+def _wait(started: Iterable[tuple[Any, Tensor]]) -> None:
+    for message, _ in started:
+        message.wait()

@@ -1,0 +1,106 @@
+"""Which process of the teacher's layout sends which columns of a micro-batch to which process of the student's.
+
+Routing is a pure function of the micro-batch shapes and the two layouts, so every process computes the
+same transfers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stillhouse.parallel import Mesh, padded_shapes
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """A micro-batch's rows and tokens per row before padding, and its padded shapes in the two layouts."""
+
+    rows: int
+    tokens: int
+    teacher_BS: tuple[int, int]
+    student_BS: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LastStage:
+    """The processes of a layout that hold its last stage: their ranks, indexed by (data, context, tensor)."""
+
+    ranks_DCT: Tensor
+
+    @classmethod
+    def of(cls, mesh: Mesh, coordinate: int) -> "LastStage":
+        """coordinate: the last stage's coordinate on the pipeline axis."""
+        return cls(mesh.tokens.mesh[coordinate])
+
+    @property
+    def data(self) -> int:
+        return self.ranks_DCT.shape[0]
+
+    @property
+    def context(self) -> int:
+        return self.ranks_DCT.shape[1]
+
+    @property
+    def tensor(self) -> int:
+        return self.ranks_DCT.shape[2]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Columns start:stop of a micro-batch, from rank `source` to rank `target`; columns of the whole sequence."""
+
+    micro_batch: int
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+def shapes_of(
+    whole_BS: Sequence[tuple[int, int]], teacher: Mesh, student: Mesh, *, uniform_shapes: bool
+) -> list[MicroBatchShape]:
+    """Return the shapes of a step's micro-batches in both layouts. Filler micro-batches, which the student's layout
+    adds, have 0 rows: the teacher sends nothing for them.
+    """
+    theirs = padded_shapes(whole_BS, teacher.degrees)
+    ours = padded_shapes(whole_BS, student.degrees, uniform_shapes=uniform_shapes)
+    shapes = [MicroBatchShape(*each, theirs[number], ours[number]) for number, each in enumerate(whole_BS)]
+    return shapes + [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in ours[len(whole_BS) :]]
+
+
+def route(shapes: Sequence[MicroBatchShape], teacher: LastStage, student: LastStage) -> Iterator[Transfer]:
+    """Yield all transfers of a step, in the same order on every process.
+
+    Each process of the student's last stage receives each of its columns once, without the padding. The teacher's
+    ranks on one tensor axis have the same columns, so they take turns as the source.
+    """
+    for number, shape in enumerate(shapes):
+        if not shape.rows:
+            continue
+        teacher_columns = shape.teacher_BS[1] // teacher.context
+        student_columns = shape.student_BS[1] // student.context
+        for theirs in range(teacher.context):
+            for ours in range(student.context):
+                start = max(theirs * teacher_columns, ours * student_columns)
+                stop = min((theirs + 1) * teacher_columns, (ours + 1) * student_columns, shape.tokens)
+                if start >= stop:
+                    continue
+                for tensor in range(student.tensor):
+                    source = teacher.ranks_DCT[number % teacher.data, theirs, tensor % teacher.tensor]
+                    target = student.ranks_DCT[number % student.data, ours, tensor]
+                    yield Transfer(number, int(source), int(target), start, stop)
+
+
+def columns(shape_BS: tuple[int, int], mesh: Mesh) -> slice:
+    """Return the columns of the whole sequence that this process has."""
+    width = shape_BS[1] // mesh.degrees.context
+    first = mesh.coordinate("context") * width
+    return slice(first, first + width)
+
+
+def empty_part(shape: MicroBatchShape, mesh: Mesh, width: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros [B, S, E] for this process's columns of a micro-batch in the student's layout."""
+    rows, tokens = shape.student_BS
+    return torch.zeros(rows, tokens // mesh.degrees.context, width, dtype=dtype, device=mesh.device)

@@ -1,0 +1,121 @@
+"""A teacher in its own layout, over the same processes: it sends its hidden states, never its logits.
+
+The teacher's layers and its last norm have their own runner, which computes the hidden states of all micro-batches of
+a step. Each process of the student's last stage then receives the hidden states of its own micro-batches. The
+student's last stage also holds the teacher's head, distributed like the student's head, and applies it to these
+hidden states (`TeacherHidden`).
+
+B rows, S tokens per row of a micro-batch, E the teacher's width.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stillhouse.models import Decoder
+from stillhouse.objective import OutputHead
+from stillhouse.parallel import (
+    Computation,
+    Layout,
+    Mesh,
+    ModelSource,
+    ShardedMicroBatches,
+    TeacherHidden,
+    build_runner,
+    only_layers,
+    shard_micro_batches,
+)
+from stillhouse.teachers.routing import LastStage, MicroBatchShape, columns, empty_part, route, shapes_of
+from stillhouse.teachers.source import ReadySignals
+
+
+class SeparateTeacher:
+    """The layers of a teacher in their own layout and mesh, for a student in another layout.
+
+    Constructing one is a collective of all processes. Raises ValueError for a model that the layout does not fit, and
+    for a family whose models cannot be cut into stages.
+    """
+
+    steps_ahead = 0  # `request` computes the signals at once: an earlier request would only hold memory longer
+
+    def __init__(self, source: ModelSource, layout: Layout, mesh: Mesh, student_layout: Layout, student_mesh: Mesh):
+        self._runner = build_runner(layout, mesh, replace(source, build=only_layers(source.build)), None)
+        self._mesh, self._student_mesh = mesh, student_mesh
+        self._last_stages = LastStage.of(mesh, layout.last_rank), LastStage.of(student_mesh, student_layout.last_rank)
+        # NCCL: all processes of a group must take part in its first collective
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.everyone)
+        self._width = self.decoder.config.get_text_config().hidden_size
+        self._dtype = next(self.decoder.parameters()).dtype
+
+    @property
+    def decoder(self) -> Decoder:
+        """The teacher's part on this process; the first part where the process has several stages."""
+        return self._runner.students()[0]
+
+    @torch.no_grad()
+    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+        """Compute the signals of this process's micro-batches at once.
+
+        They are `TeacherHidden` on processes with the student's last stage and None on all others.
+        """
+        whole, uniform_shapes = micro_batches.whole, micro_batches.uniform_shapes
+        shapes = shapes_of(whole.shapes_BS, self._mesh, self._student_mesh, uniform_shapes=uniform_shapes)
+        sharded = shard_micro_batches(whole, self._mesh, self._mesh.device)
+        own = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in sharded]
+        hidden = self._runner.forward(_HIDDEN_STATES, own, [None] * len(own))
+        sent = dict(zip(_numbers(self._mesh, len(shapes)), hidden, strict=False))
+        received: dict[int, Tensor] = {}
+        numbers = _numbers(self._student_mesh, len(shapes))
+        if dist.get_rank() in self._last_stages[1].ranks_DCT:
+            for number in numbers:
+                received[number] = empty_part(shapes[number], self._student_mesh, self._width, self._dtype)
+        self._exchange(sent, received, shapes)
+        return ReadySignals([TeacherHidden(received[each]) if each in received else None for each in numbers])
+
+    def _exchange(
+        self, sent: dict[int, Tensor], received: dict[int, Tensor], shapes: Sequence[MicroBatchShape]
+    ) -> None:
+        """Send this process's hidden states, and fill `received` with what the other processes send."""
+        rank, everyone = dist.get_rank(), self._mesh.everyone
+        operations: list[dist.P2POp] = []
+        arriving: list[tuple[Tensor, Tensor]] = []
+        for each in route(shapes, *self._last_stages):
+            shape = shapes[each.micro_batch]
+            if rank == each.source:
+                first = columns(shape.teacher_BS, self._mesh).start
+                piece = (
+                    sent[each.micro_batch][: shape.rows, each.start - first : each.stop - first]
+                    .to(self._dtype)
+                    .contiguous()
+                )
+                if each.target != rank:
+                    operations.append(dist.P2POp(dist.isend, piece, each.target, everyone))
+            if rank == each.target:
+                first = columns(shape.student_BS, self._student_mesh).start
+                part = received[each.micro_batch][: shape.rows, each.start - first : each.stop - first]
+                if each.source == rank:
+                    part.copy_(piece)
+                else:
+                    arriving.append((part, torch.empty(part.shape, dtype=self._dtype, device=self._mesh.device)))
+                    operations.append(dist.P2POp(dist.irecv, arriving[-1][1], each.source, everyone))
+        for request in dist.batch_isend_irecv(operations) if operations else ():
+            request.wait()
+        for part, arrived in arriving:
+            part.copy_(arrived)
+
+
+def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+    return hidden_states
+
+
+_HIDDEN_STATES = Computation(_hidden_states, lambda *_: None, nullcontext)
+
+
+def _numbers(mesh: Mesh, count: int) -> range:
+    """Return which of a step's `count` micro-batches this process has, by number."""
+    return range(mesh.coordinate("data"), count, mesh.degrees.data)

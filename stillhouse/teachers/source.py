@@ -1,0 +1,59 @@
+"""The interface of a source of teacher signals: the same two calls, wherever the teacher runs.
+
+pending = source.request(micro_batches)     may be called up to `steps_ahead` steps before the signals are needed
+signals = pending.result()                  one signal for each of this process's micro-batches
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stillhouse.parallel import PairSignal, ShardedMicroBatches
+
+
+class PendingSignals(Protocol):
+    """Signals that were requested and may not be computed yet."""
+
+    def result(self) -> Sequence[PairSignal]:
+        """Wait for the signals, and return one for each of this process's micro-batches."""
+        ...
+
+
+class SignalSource(Protocol):
+    """A teacher, or several teachers.
+
+    steps_ahead: how many steps in advance the source can make use of a request.
+    """
+
+    @property
+    def steps_ahead(self) -> int: ...
+
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+        """Request the signals of a step's micro-batches.
+
+        This is a collective: all processes of the run call it, in the same order.
+        """
+        ...
+
+
+def request_ahead(
+    source: SignalSource, steps: Iterable[ShardedMicroBatches]
+) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
+    """Yield each step's micro-batches and their signals, requested `source.steps_ahead` steps in advance."""
+    requested: deque[tuple[ShardedMicroBatches, PendingSignals]] = deque()
+    for micro_batches in steps:
+        requested.append((micro_batches, source.request(micro_batches)))
+        if len(requested) > source.steps_ahead:
+            yield requested.popleft()
+    yield from requested
+
+
+@dataclass(frozen=True)
+class ReadySignals:
+    """Signals that need no waiting."""
+
+    signals: Sequence[PairSignal]
+
+    def result(self) -> Sequence[PairSignal]:
+        return self.signals

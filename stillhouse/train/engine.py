@@ -1,0 +1,267 @@
+"""The engine computes one optimizer step, for every training loop and under every layout.
+
+    engine.forward_backward(micro_batches, signals, normalizer)     adds the step's gradient
+    engine.clip()                                                   clips the gradient and returns its norm
+    engine.update(learning_rate)                                    makes the optimizer step
+    engine.evaluate(parts)                                          returns held-out sums
+
+The loss of every micro-batch is a sum over its tokens, divided by the number of target tokens of the whole step. So
+neither the loss nor the gradient depends on how the step is cut into micro-batches.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from stillhouse.data import MicroBatch
+from stillhouse.models import OutputProcessor, RouterAuxLoss, evaluating
+from stillhouse.models.processors import DistillTargets, distillation
+from stillhouse.objective import ObjectiveOutput, Signal
+from stillhouse.objective.divergence import forward_kl
+from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import Computation, PairSignal, Runner, gathered, watchdog
+
+#: the key of the routers' load-balancing loss among a step's sums
+ROUTER_LOSS = "router_aux"
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The settings of AdamW, and the gradient norm above which the gradient is clipped (0: never)."""
+
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip: float = 0.0
+
+
+class StepOutput:
+    """What one forward and backward over a step's micro-batches returns.
+
+    own: the objective's outputs for this process's micro-batches, with their losses detached. Empty on processes
+    without the last stage, and on all but the first of the tensor ranks, which all have the same tokens.
+    """
+
+    def __init__(self, own: list[ObjectiveOutput], totals: Callable[[], dict[str, float]]):
+        self.own, self._totals = own, totals
+
+    @cached_property
+    def sums(self) -> dict[str, float]:
+        """Metric sums over all tokens of the step, the same on every process; the loss has the key `loss`.
+
+        Reading them for the first time is a collective of all processes, which waits for the device.
+        """
+        return self._totals()
+
+
+class Engine:
+    """Trains a student on micro-batches and the teacher's signals for them.
+
+    objective: what is minimised. bf16: compute matrix products in bfloat16; the weights keep their own dtype.
+    chunk_tokens: rows of a logits tile; None: chosen by a memory budget. router_aux_loss: the coefficient of the
+    load-balancing loss of a mixture of experts.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        objective: ObjectiveSpec,
+        device: torch.device,
+        *,
+        optimizer: OptimizerSettings | None = None,
+        bf16: bool = False,
+        chunk_tokens: int | None = None,
+        router_aux_loss: float = 0.0,
+    ):
+        self.runner, self.objective, self.device = runner, objective, device
+        self.settings = optimizer or OptimizerSettings()
+        self.bf16, self.chunk_tokens, self.router_aux_loss = bf16, chunk_tokens, router_aux_loss
+
+    @cached_property
+    def optimizer(self) -> torch.optim.AdamW:
+        return make_optimizer((each for _, each in self.runner.named_parameters()), self.settings)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal], normalizer: float
+    ) -> StepOutput:
+        """Add the gradient of the micro-batches' losses to the student's gradient. A collective of all processes.
+
+        signals: one for each micro-batch, from a `SignalSource`. normalizer: the number of target tokens of the whole
+        step, over all processes.
+        """
+        routers = self._router_aux_losses(normalizer)
+        processor = distillation(self.objective, chunk_tokens=self.chunk_tokens)
+        computation = self._computation(processor, partial(_targets, normalizer=normalizer), routers)
+        outputs = self.runner.forward_backward(computation, micro_batches, signals)
+        return StepOutput(outputs if self.runner.has_results else [], partial(self._totals, outputs, routers))
+
+    def clip(self) -> float:
+        """Clip the gradient; returns the norm of the whole gradient before clipping, the same on every process."""
+        return float(self.runner.clip(self.settings.clip))
+
+    def update(self, learning_rate: float) -> None:
+        """Apply the gradient to the weights, then set every gradient to None."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]) -> dict[str, float]:
+        """Sums over all target tokens: the cross-entropy and, if there are signals, the forward KL, at temperature 1.
+
+        Every process returns the same sums. They do not depend on the engine's own objective.
+        """
+        outputs: list[ObjectiveOutput] = []
+        for micro_batches, signals in parts:
+            divergence = None if all(each is None for each in signals) else forward_kl()
+            objective = ObjectiveSpec(cross_entropy=1.0, divergence=divergence)
+            processor = distillation(objective, chunk_tokens=self.chunk_tokens)
+            outputs += self.process(processor, partial(_targets, normalizer=1.0), micro_batches, signals)
+            del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
+        return self._totals(outputs)
+
+    def process(
+        self,
+        processor: OutputProcessor,
+        context: Callable[[MicroBatch, Signal | None], Any],
+        micro_batches: Sequence[MicroBatch],
+        signals: Sequence[PairSignal],
+    ) -> list[Any]:
+        """Run another output processor on each micro-batch, without gradients and in eval mode; returns its results.
+
+        The list is empty on processes whose results do not count (see `Runner.has_results`). context: makes the
+        processor's context from a micro-batch and its signal.
+        """
+        with ExitStack() as modes:
+            for student in self.runner.students():
+                modes.enter_context(evaluating(student))
+            results = self.runner.forward(self._computation(processor, context), micro_batches, signals)
+        return results if self.runner.has_results else []
+
+    def with_objective(self, objective: ObjectiveSpec) -> "Engine":
+        """The same student and optimizer with another objective."""
+        other = copy.copy(self)
+        other.objective, other.optimizer = objective, self.optimizer
+        return other
+
+    def zero_grad(self) -> None:
+        self.runner.zero_grad()
+
+    def _computation(
+        self,
+        processor: OutputProcessor,
+        context: Callable[[MicroBatch, Signal | None], Any],
+        routers: "RouterAuxLosses | None" = None,
+    ) -> Computation:
+        return Computation(processor, context, self._precision, None if routers is None else routers.start)
+
+    def _precision(self) -> torch.autocast:
+        """The student's autocast. Every forward calls this, so it also tells the watchdog of the run's progress."""
+        watchdog.progress()
+        # The cache would keep bfloat16 copies of all layers' weights, also of gathered ones, until a forward ends.
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
+
+    def _router_aux_losses(self, normalizer: float) -> "RouterAuxLosses | None":
+        if not self.router_aux_loss:
+            return None
+        return RouterAuxLosses(self.router_aux_loss / normalizer, self.runner.context_group)
+
+    def _totals(
+        self, outputs: Sequence[ObjectiveOutput], routers: "RouterAuxLosses | None" = None
+    ) -> dict[str, float]:
+        """Metric sums over all processes, the same on every process."""
+        runner = self.runner
+        own = summed_metrics(outputs if runner.has_results else ())
+        if routers is not None and runner.is_counted:
+            own |= routers.total()
+        sums = add_up(gathered(own, None if runner.mesh is None else runner.mesh.everyone, self.device))
+        if ROUTER_LOSS in sums:
+            sums["loss"] += self.router_aux_loss * sums[ROUTER_LOSS] / max(1.0, sums["tokens"])
+        return sums
+
+
+class RouterAuxLosses:
+    """The load-balancing losses of a step's micro-batches.
+
+    scale: the factor of each micro-batch's loss in the step's loss. group: the context ranks, each of which has a
+    part of every sequence.
+    """
+
+    def __init__(self, scale: float, group: ProcessGroup | None = None):
+        self.scale, self.group = scale, group
+        self.started: list[RouterAuxLoss] = []
+
+    def start(self, micro_batch: MicroBatch) -> RouterAuxLoss:
+        """A new `RouterAuxLoss` for one micro-batch on one stage; the routers of that stage fill in its losses."""
+        targets_B = (micro_batch.labels_T >= 0).view(micro_batch.shape_BS).sum(1)
+        counts_BS = (micro_batch.document_T >= 0).view(micro_batch.shape_BS)
+        self.started.append(RouterAuxLoss(counts_BS, targets_B, self.scale, self.group))
+        return self.started[-1]
+
+    def total(self) -> dict[str, float]:
+        """The losses of the routers on this process, summed over target tokens, under the key `ROUTER_LOSS`."""
+        losses = [loss for each in self.started for loss in each.losses.values()]
+        return {ROUTER_LOSS: float(torch.stack(losses).double().sum())} if losses else {}
+
+
+def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
+    """Add up the metrics of several micro-batches; `loss` is the sum of their losses.
+
+    The value of `CHUNK_TOKENS`, the rows of a logits tile, is the largest one instead. Waits for the device once.
+    """
+    sums: dict[str, Any] = defaultdict(float)
+    for output in outputs:
+        sums["loss"] += output.loss.double()
+        for name, value in output.metrics.items():
+            sums[name] += value.double()
+    if not outputs:
+        return {}
+    sums[CHUNK_TOKENS] = torch.stack([output.metrics[CHUNK_TOKENS] for output in outputs]).max().double()
+    values = torch.stack(list(sums.values())).tolist()
+    return dict(zip(sums, values, strict=True))
+
+
+def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the `summed_metrics` of several processes into one."""
+    total: dict[str, float] = {}
+    for each in sums:
+        for name, value in each.items():
+            both = (total.get(name, 0.0), value)
+            total[name] = max(both) if name == CHUNK_TOKENS else sum(both)
+    return total
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
+    """AdamW over the parameters that require a gradient. Weight decay applies to matrices, not to vectors (norms and
+    biases).
+    """
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # foreach AdamW needs one mesh per group
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups[parameter.dim() >= 2, mesh].append(parameter)
+    decay = {True: settings.weight_decay, False: 0.0}
+    return torch.optim.AdamW(
+        [{"params": held, "weight_decay": decay[is_matrix]} for (is_matrix, _), held in groups.items()],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
+
+
+def _targets(micro_batch: MicroBatch, signal: Signal | None, *, normalizer: float) -> DistillTargets:
+    return DistillTargets(
+        micro_batch.labels_T, micro_batch.weights_T, normalizer, micro_batch.valid_index, signal=signal
+    )

@@ -1,0 +1,82 @@
+"""Loads what a run needs before its models: the tokenizers and the data."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig
+from stillhouse.data import (
+    Documents,
+    PackedSequences,
+    check_same_tokenizer,
+    load_documents,
+    load_tokenizer,
+)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run's tokenizer and packed data.
+
+    evaluation: None if the configuration asks for no held-out data. hashes: a hash of each split's documents.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PackedSequences
+    evaluation: PackedSequences | None
+    hashes: dict[str, str]
+    warnings: list[str]
+
+
+def load_run_data(config: RunConfig) -> RunData:
+    """Load tokenizers and data. Raises ConfigError for a mistake in the configuration, ValueError for one in the data
+    or the tokenizers.
+    """
+    tokenizer, warnings = load_tokenizers(config)
+    train, held_out = load_data(config.data, config.objective, tokenizer)
+    splits = {"train": train} | ({} if held_out is None else {"eval": held_out})
+    for documents in splits.values():
+        warnings = warnings + documents.report.warnings
+    if held_out is not None and (shared := held_out.overlap(train)):
+        warnings.append(
+            f"{shared:,} of the {len(held_out):,} held-out documents are trained on too: "
+            "held-out figures will look better than they are"
+        )
+    max_tokens, seed = config.data.max_tokens, config.seed
+    return RunData(
+        tokenizer,
+        PackedSequences(train, max_tokens=max_tokens, seed=seed),
+        None if held_out is None else PackedSequences(held_out, max_tokens=max_tokens, seed=seed, shuffle=False),
+        {which: documents.fingerprint() for which, documents in splits.items()},
+        warnings,
+    )
+
+
+def load_tokenizers(config: RunConfig) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """The student's tokenizer, and warnings. Raises ValueError if the teacher's tokenizer is a different one."""
+    student = config.student
+    tokenizer = load_tokenizer(student.model, student.revision, student.trust_remote_code)
+    if config.teacher is None:
+        return tokenizer, []
+    teacher = config.teacher
+    other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
+    return tokenizer, check_same_tokenizer(tokenizer, other)
+
+
+def load_data(
+    data: DataConfig, objective: ObjectiveConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Documents, Documents | None]:
+    """The training documents and the held-out documents, or None for the latter if there are none."""
+
+    def load(source: str) -> Documents:
+        return load_documents(
+            source, tokenizer, max_tokens=data.max_tokens, tokens=objective.tokens, on_error=data.on_error
+        )
+
+    train = load(data.train)
+    if isinstance(data.eval, str):
+        return train, load(data.eval)
+    try:
+        return train.split(data.eval) if data.eval else (train, None)
+    except ValueError as error:
+        raise ConfigError("data.eval", str(error)) from error
