@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 # by the environment, so that it also holds for what builds the package
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # one thread for each of two test workers: two cores are what a small machine has
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --junitxml=.results/quick.xml
 
-.PHONY: demo test test-slow test-all chaos fuzz lint format docs clean
+.PHONY: demo test test-slow test-all proofs gpu wheels chaos fuzz lint format docs clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -21,6 +21,22 @@ test-slow: $(VENV)/.development
 
 test-all: lint
 	$(PYTEST) -m "slow or not slow"
+
+# that every test which README and docs/proofs.md name ran and passed in the last `make test` and `make test-slow`
+proofs:
+	$(BIN)/python tests/proofs.py .results/*.xml
+
+# on a machine with one NVIDIA GPU: its tests and all benchmarks within 9 minutes. With its own Python, torch and
+# transformers; what else is needed is taken from wheels/ (`make wheels`), without a network
+GPU_PYTHON ?= python3
+gpu:
+	[ ! -d wheels ] || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu wheels/*.whl
+	PYTHONPATH=.:.gpu $(GPU_PYTHON) -m benchmarks.gpu --minutes 9 $(if $(OUT),--out $(OUT))
+
+wheels: $(VENV)/.development
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
+		--dest wheels --constraint constraints.txt pytest pluggy iniconfig hypothesis sortedcontainers pydantic \
+		pydantic-core annotated-types typing-inspection ruamel.yaml click
 
 # random faults over every layout: half an hour on two cores
 chaos: $(VENV)/.development
