@@ -69,7 +69,7 @@ def read_outcomes(paths: Iterable[Path]) -> dict[tuple[str, str], list[str]]:
     for path in paths:
         for case in ElementTree.parse(path).getroot().iter("testcase"):
             file = case.get("classname", "").removeprefix("tests.").replace(".", "/") + ".py"
-            name, _, parameters = case.get("name", "").partition("[")
+            name, _, parameters = without_group(case.get("name", "")).partition("[")
             kinds = {child.tag for child in case}
             outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
             if any(reason in child.get("message", "") for child in case for reason in MISSING_HERE):
@@ -79,6 +79,11 @@ def read_outcomes(paths: Iterable[Path]) -> dict[tuple[str, str], list[str]]:
     for (file, name, _), outcome in cases.items():
         outcomes.setdefault((file, name), []).append(outcome)
     return outcomes
+
+
+def without_group(name: str) -> str:
+    """The name of a test without its group, which xdist puts behind it: `test_it[case]@group`."""
+    return re.sub(r"@[^@\]]*$", "", name)
 
 
 def unproven(row: Row, outcomes: dict[tuple[str, str], list[str]]) -> Iterable[str]:

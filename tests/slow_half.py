@@ -3,13 +3,13 @@
 python tests/slow_half.py [what pytest takes, such as files]
 """
 
-import re
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from proofs import without_group
 
 #: more failures than that are no flakiness, and running them again would only take time
 MOST_AGAIN = 20
@@ -26,8 +26,7 @@ class Outcome:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         stats = terminalreporter.stats
-        # xdist puts a test's group behind its name
-        names = [re.sub(r"@[^@\]]*$", "", each.nodeid) for key in ("failed", "error") for each in stats.get(key, [])]
+        names = [without_group(each.nodeid) for key in ("failed", "error") for each in stats.get(key, [])]
         self.failed = list(dict.fromkeys(names))
         self.counts = {key: len(stats[key]) for key in ("passed", "skipped") if stats.get(key)}
 

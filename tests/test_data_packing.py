@@ -1,6 +1,7 @@
 """Packing, the order of training, labels; and that a packed batch is the same to a model as separate documents."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +174,38 @@ def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
         assert part.valid_index.tolist() == part.weights_T.nonzero()[:, 0].tolist()
         assert part.valid_tokens == int(part.weights_T.sum())
     assert padded.position_ids_BS[:, 4:].tolist() == [[0, 1, 0, 1], [4, 5, 0, 1], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels_T": torch.zeros(11)}, "labels_T of a micro-batch has 11 rows: expected 2 × 6"),
+        (
+            {"per_token": {"advantages_T": torch.zeros(24)}},
+            "advantages_T of a micro-batch has 24 rows: expected 2 × 6",
+        ),
+        (
+            {"teacher_inputs": {"input_ids": torch.zeros(2, 7)}},
+            r"input_ids of a micro-batch has shape \(2, 7\): expected",
+        ),
+        ({"teacher_inputs": {"input_ids": torch.zeros(2, 6)}}, "position_ids of a micro-batch has shape None"),
+    ],
+)
+def test_tensors_of_other_rows_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(odd_micro_batch(), **change)
+
+
+def test_micro_batches_of_a_step_are_a_sequence() -> None:
+    packed = PackedSequences(make_documents([4, 6, 2, 9]), max_tokens=9, seed=0, shuffle=False)
+    step = packed.micro_batches([np.array([number]) for number in range(len(packed))])
+    assert [each.input_ids_BS.tolist() for each in step] == [
+        step[at].input_ids_BS.tolist() for at in range(len(step))
+    ]
+    assert [each.shape_BS for each in step[1:]] == step.shapes_BS[1:]
+    assert step[-1].input_ids_BS.tolist() == step[len(step) - 1].input_ids_BS.tolist()
+    with pytest.raises(IndexError):
+        step[len(step)]
 
 
 @EXAMPLES

@@ -36,6 +36,7 @@ def test_rows_and_their_proofs_are_read() -> None:
     ("cases", "expected"),
     [
         ([("tests.test_a", "test_one[x]", ""), ("tests.test_a", "test_two", "")], []),
+        ([("tests.test_a", "test_one@torchrun", ""), ("tests.test_a", "test_two[a@b]@torchrun", "")], []),
         ([("tests.test_a", "test_one[x]", "")], ["test_a.py::test_two did not run"]),
         (
             [("tests.test_a", "test_one", ""), ("tests.test_a", "test_two", "<failure/>")],
@@ -66,8 +67,8 @@ def test_a_proof_has_to_have_run_and_passed(
 
 
 def test_a_test_that_passes_when_it_runs_again_has_passed(tmp_path: Path) -> None:
-    failed = results(tmp_path / "a.xml", ("tests.faults.test_b", "test_it", "<failure/>"))
-    again = results(tmp_path / "b.xml", ("tests.faults.test_b", "test_it", ""))
+    failed = results(tmp_path / "a.xml", ("tests.faults.test_b", "test_it[x]@torchrun", "<failure/>"))
+    again = results(tmp_path / "b.xml", ("tests.faults.test_b", "test_it[x]", ""))
     (_, row) = proof_rows(PAGE)
     assert list(unproven(row, read_outcomes([failed]))) == ["faults/test_b.py failed"]
     assert not list(unproven(row, read_outcomes([failed, again])))

@@ -33,6 +33,8 @@ class MicroBatch:
     valid_index: int64, the rows with a weight, ascending.
     per_token: further tensors [T, …], such as advantages and old log-probabilities.
     teacher_inputs: like `inputs`, if the teacher reads other tokens than the student at the same rows.
+
+    Raises ValueError if the tensors do not have the same rows.
     """
 
     inputs: Mapping[str, Tensor]
@@ -42,6 +44,18 @@ class MicroBatch:
     valid_index: Tensor
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     teacher_inputs: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        for inputs in (self.inputs, self.teacher_inputs or self.inputs):
+            for name in ("input_ids", "position_ids"):
+                found = tuple(inputs[name].shape) if name in inputs else None
+                if found != self.shape_BS:
+                    raise ValueError(f"{name} of a micro-batch has shape {found}: expected {self.shape_BS}")
+        rows, count = self.shape_BS
+        own = {name: getattr(self, name) for name in ("labels_T", "weights_T", "document_T")}
+        for name, value in (own | dict(self.per_token)).items():
+            if len(value) != rows * count:
+                raise ValueError(f"{name} of a micro-batch has {len(value)} rows: expected {rows} × {count}")
 
     @property
     def input_ids_BS(self) -> Tensor:
@@ -131,7 +145,7 @@ class MicroBatch:
 class StepMicroBatches(Sequence[MicroBatch]):
     """All micro-batches of a step, or of a part of an evaluation; the same on every process of a run.
 
-    They are not yet cut or padded for the layout. A subclass may build each one only when it is accessed.
+    They are not yet cut or padded for the layout. A subclass may build each one only when it is accessed (`_build`).
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch]):
@@ -143,8 +157,12 @@ class StepMicroBatches(Sequence[MicroBatch]):
     @overload
     def __getitem__(self, number: int) -> MicroBatch: ...
     @overload
-    def __getitem__(self, number: slice) -> Sequence[MicroBatch]: ...
-    def __getitem__(self, number: int | slice) -> MicroBatch | Sequence[MicroBatch]:
+    def __getitem__(self, number: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, number: int | slice) -> MicroBatch | list[MicroBatch]:
+        chosen = range(len(self))[number]
+        return self._build(chosen) if isinstance(chosen, int) else [self._build(each) for each in chosen]
+
+    def _build(self, number: int) -> MicroBatch:
         return self._micro_batches[number]
 
     @property

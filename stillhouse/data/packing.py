@@ -7,7 +7,6 @@ number, and a resumed run continues exactly where it stopped without any saved s
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 
@@ -99,13 +98,7 @@ class PackedMicroBatches(StepMicroBatches):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, number: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[MicroBatch]: ...
-    def __getitem__(self, number: int | slice) -> MicroBatch | list[MicroBatch]:
-        if isinstance(number, slice):
-            return [self.sequences.micro_batch(each) for each in self.rows[number]]
+    def _build(self, number: int) -> MicroBatch:
         return self.sequences.micro_batch(self.rows[number])
 
     @property

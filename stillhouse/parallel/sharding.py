@@ -1,7 +1,6 @@
 """Which micro-batches of a step each process computes, and its part of each of them."""
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 
@@ -9,7 +8,7 @@ from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.parallel.mesh import Degrees, Mesh
 
 
-class ShardedMicroBatches(Sequence[MicroBatch]):
+class ShardedMicroBatches(list[MicroBatch]):
     """This process's micro-batches of a step, on its device. Each holds only this process's part of the sequences.
 
     whole: all micro-batches of the step with whole sequences; the same on every process.
@@ -17,17 +16,8 @@ class ShardedMicroBatches(Sequence[MicroBatch]):
     """
 
     def __init__(self, own: Sequence[MicroBatch], whole: StepMicroBatches, *, uniform_shapes: bool = False):
-        self.own, self.whole, self.uniform_shapes = list(own), whole, uniform_shapes
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    @overload
-    def __getitem__(self, number: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[MicroBatch]: ...
-    def __getitem__(self, number: int | slice) -> MicroBatch | list[MicroBatch]:
-        return self.own[number]
+        super().__init__(own)
+        self.whole, self.uniform_shapes = whole, uniform_shapes
 
 
 def shard_micro_batches(

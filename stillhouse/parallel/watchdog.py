@@ -124,8 +124,8 @@ class Watchdog:
                 return
             self._store_answered = time.monotonic()
             for rank, text in zip(ranks, texts, strict=True):
-                if (heard := Peer(time.monotonic(), *json.loads(text))).beat != self._peers[rank].beat:
-                    self._peers[rank] = heard
+                if (received := Peer(time.monotonic(), *json.loads(text))).beat != self._peers[rank].beat:
+                    self._peers[rank] = received
             beat += 1
             if self._stopped.wait(self._interval):
                 return

@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -78,9 +77,11 @@ def distributed_engine(
     return _engine(config, objective, runner, device), separate or _in_stage(config, runner)
 
 
-def _separate_teacher(source: ModelSource, layout: Layout, mesh: Mesh, *student: Any) -> SeparateTeacher:
+def _separate_teacher(
+    source: ModelSource, layout: Layout, mesh: Mesh, student_layout: Layout, student_mesh: Mesh
+) -> SeparateTeacher:
     try:
-        return SeparateTeacher(source, layout, mesh, *student)
+        return SeparateTeacher(source, layout, mesh, student_layout, student_mesh)
     except ConfigError:
         raise
     except ValueError as error:
