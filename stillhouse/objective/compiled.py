@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from stillhouse.objective.plan import Plan
+from stillhouse.objective.plan import PointwisePlan
 
 #: with at least this many columns of a tile, a compiled function is worth the time to compile it
 COMPILED_FROM = 2048
@@ -33,7 +33,7 @@ _plans = count()
 _without_compiler: set[str] = set()
 
 
-def pointwise(function: Callable[..., Any], plan: Plan, tiles_BV: list[Tensor], *rest: Any) -> Any:
+def pointwise(function: Callable[..., Any], plan: PointwisePlan, tiles_BV: list[Tensor], *rest: Any) -> Any:
     """Call function(plan, tiles_BV, *rest), compiled if that is worth it."""
     rows, columns = tiles_BV[0].shape
     device = tiles_BV[0].device.type
@@ -62,7 +62,7 @@ def _is_off() -> bool:
 
 
 @cache
-def _compiled(function: Callable[..., Any], plan: Plan, columns: int) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], plan: PointwisePlan, columns: int) -> Callable[..., Any]:
     def of_plan(tiles_BV: list[Tensor], *rest: Any) -> Any:
         return function(plan, tiles_BV, *rest)
 

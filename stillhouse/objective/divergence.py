@@ -5,9 +5,9 @@ The formulas and their sources are in `formulas.py`. p is the teacher's probabil
 
 from collections.abc import Callable
 
+from stillhouse.objective.alpha_beta import alpha_beta_class
 from stillhouse.objective.expression import parse_sum, unknown_name
 from stillhouse.objective.formulas import (
-    AlphaBeta,
     Divergence,
     ForwardKL,
     JensenShannon,
@@ -77,7 +77,7 @@ def alpha_beta(alpha: float, beta: float) -> Divergence:
     α = β = 0), which is computed as the limit and is finite if all logits are finite and (p/q)^α does not overflow.
     Arguments close to a limiting case (α = 0, β = 0 or α + β = 0) lose digits: use the limit itself.
     """
-    return AlphaBeta(alpha, beta)
+    return alpha_beta_class(alpha, beta)(alpha, beta)
 
 
 def parse_divergence(text: str) -> Divergence:

@@ -31,8 +31,9 @@ All inputs are log-probabilities. A probability of zero is a log-probability of 
 and a divergence that is truly infinite (forward KL where the teacher has mass and the student has none) is inf.
 Autograd can differentiate all functions; `reference.py` uses that, and the tests compare the slopes with it.
 
-Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898);
-alpha-beta: ABKD (arXiv 2505.04560) after Cichocki, Cruces and Amari, Entropy 2011, 13, 134.
+Alpha-beta is in `alpha_beta.py`.
+
+Sources: Jensen–Shannon with a weight: GKD (arXiv 2306.13649); skewed KL: DistiLLM (arXiv 2402.03898).
 """
 
 import math
@@ -44,7 +45,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stillhouse.objective import stable
 from stillhouse.objective.stable import (
     difference,
     excess,
@@ -52,8 +52,6 @@ from stillhouse.objective.stable import (
     log_ratio,
     mixture,
     mixture_logs,
-    polynomial,
-    terms,
 )
 
 
@@ -176,7 +174,7 @@ class WeightedSum(Divergence):
         return sum(rest, start=first)
 
     def __str__(self) -> str:
-        return " + ".join(str(part) if weight == 1 else f"{_exact(weight)}*{part}" for weight, part in self.parts)
+        return " + ".join(str(part) if weight == 1 else f"{shortest(weight)}*{part}" for weight, part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,7 @@ class JensenShannon(Divergence):
         return self.beta, 1 - self.beta
 
     def __str__(self) -> str:
-        return f"jsd({_exact(self.beta)}, normalized=True)" if self.normalized else f"jsd({_exact(self.beta)})"
+        return f"jsd({shortest(self.beta)}, normalized=True)" if self.normalized else f"jsd({shortest(self.beta)})"
 
 
 @dataclass(frozen=True)
@@ -269,7 +267,7 @@ class SkewForwardKL(Divergence):
         return (self.alpha - 1) * p * (q / mixture(p, q, self.alpha))
 
     def __str__(self) -> str:
-        return f"skew_forward_kl({_exact(self.alpha)})"
+        return f"skew_forward_kl({shortest(self.alpha)})"
 
 
 @dataclass(frozen=True)
@@ -300,7 +298,7 @@ class SkewReverseKL(Divergence):
         return self.balanced_slope(sides(log_p, log_q)) + (1 - self.alpha) * log_q.exp()
 
     def __str__(self) -> str:
-        return f"skew_reverse_kl({_exact(self.alpha)})"
+        return f"skew_reverse_kl({shortest(self.alpha)})"
 
 
 @dataclass(frozen=True)
@@ -317,86 +315,12 @@ class TotalVariation(Divergence):
         return "total_variation"
 
 
-@dataclass(frozen=True)
-class AlphaBeta(Divergence):
-    alpha: float
-    beta: float
-
-    def __post_init__(self) -> None:
-        exponents_are_safe = self.alpha >= 0 and self.beta >= 0
-        if not (math.isfinite(self.alpha) and math.isfinite(self.beta)):
-            raise ValueError(f"{self}: expected finite numbers")
-        if not exponents_are_safe and self.alpha + self.beta != 0:
-            raise ValueError(
-                f"{self}: a negative exponent is infinite at a probability of zero; "
-                "expected alpha ≥ 0 and beta ≥ 0, or alpha + beta = 0"
-            )
-
-    def balanced(self, each: Sides) -> Tensor:
-        alpha, beta, ratio = self.alpha, self.beta, each.ratio
-        if alpha + beta == 0:
-            ratio = _where_any(each)
-        if alpha == 0 and beta == 0:
-            return 0.5 * ratio.square()
-        if alpha + beta == 0:
-            # clamp log(p/q) = inf to the largest finite number: e^t − 1 − t is then inf and not inf − inf = NaN
-            t = (-alpha * ratio).clamp(max=torch.finfo(ratio.dtype).max)
-            return excess(torch.ones_like(t), t.exp(), t) / alpha**2
-        if alpha == 0:
-            return excess(_power(each.log_q, beta), _power(each.log_p, beta), -beta * ratio) / beta**2
-        if beta == 0:
-            return excess(_power(each.log_p, alpha), _power(each.log_q, alpha), alpha * ratio) / alpha**2
-        return self._general(each) / (alpha * beta)
-
-    def _general(self, each: Sides) -> Tensor:
-        """α/(α+β) p^(α+β) + β/(α+β) q^(α+β) − p^α q^β.
-
-        Where p and q are close, this is a power series in r = log(q/p) from the second order on. p^(α+β) or q^(α+β),
-        the one with the larger of α and β, is factored out, because the terms then cancel least.
-        """
-        alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        of_p, of_q = (each.p, each.q) if total == 1 else (_power(each.log_p, total), _power(each.log_q, total))
-        far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * each.log_p + beta * each.log_q)
-        near = (total * each.ratio).abs() < stable.NEAR
-        small = each.ratio.clamp(-stable.NEAR / total, stable.NEAR / total)
-        outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
-        series = [inner * (total ** (n - 1) - inner ** (n - 1)) / math.factorial(n) for n in range(2, terms(t) + 1)]
-        close = outer * t * t * polynomial(series, t)
-        return torch.where(near, close, far)
-
-    def balanced_slope(self, each: Sides) -> Tensor:
-        """q·h, where for α + β > 1 the pivot's h is subtracted from h.
-
-        Otherwise the slope of an outcome with a probability near 1 would outweigh all other slopes.
-        """
-        alpha, total = self.alpha, self.alpha + self.beta
-        if total <= 1 or each.pivot is None:
-            return self._slope(each)
-        of_ratio = -torch.expm1(-alpha * each.pivot.ratio) / alpha if alpha else each.pivot.ratio
-        constant = _power(each.pivot.log_q, total - 1) * of_ratio
-        return torch.where(each.is_pivot(), 0.0, self._slope(each) - each.q * constant)
-
-    def _slope(self, each: Sides) -> Tensor:
-        """(q^(α+β) − p^α q^β) / α"""
-        alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
-        if total == 0:
-            return -torch.expm1(-alpha * _where_any(each)) / alpha if alpha else _where_any(each)
-        if alpha == 0:
-            return expect(_power(each.log_q, beta), each.ratio)
-        of_q = each.q if total == 1 else _power(each.log_q, total)
-        cross = _power(each.log_p, alpha) if beta == 0 else torch.exp(alpha * each.log_p + beta * each.log_q)
-        return difference(cross, of_q, alpha * each.ratio) / alpha
-
-    def __str__(self) -> str:
-        return f"alpha_beta({_exact(self.alpha)}, {_exact(self.beta)})"
-
-
 def weighted_parts(divergence: Divergence) -> tuple[tuple[float, Divergence], ...]:
     """Return the summands of a divergence with their weights; for a single divergence, itself with weight 1."""
     return divergence.parts if isinstance(divergence, WeightedSum) else ((1.0, divergence),)
 
 
-def _exact(number: float) -> str:
+def shortest(number: float) -> str:
     """Return a short text that reads back as the same number; 1.0 becomes "1"."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
@@ -405,12 +329,3 @@ def _exact(number: float) -> str:
 def _check_skew(name: str, alpha: float) -> None:
     if not 0.0 <= alpha < 1.0:
         raise ValueError(f"{name}(alpha={alpha}): expected 0 ≤ alpha < 1; it is zero everywhere at alpha = 1")
-
-
-def _where_any(each: Sides) -> Tensor:
-    """log(q/p), 0 where neither side has mass."""
-    return each.ratio.masked_fill((each.log_p == -math.inf) & (each.log_q == -math.inf), 0.0)
-
-
-def _power(log_probability: Tensor, exponent: float) -> Tensor:
-    return torch.exp(exponent * log_probability)

@@ -28,7 +28,7 @@ from stillhouse.objective.checks import check_index, check_leaves, check_normali
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.keys import CHUNK_TOKENS, StatisticKeys, unique_names
 from stillhouse.objective.plan import Plan, PlanBuilder
-from stillhouse.objective.signals import Rows
+from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.source import HeadRows, LogitsRows, Source
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile import TermResult, Tile
@@ -166,16 +166,16 @@ def _pass(
 ) -> None:
     one = torch.ones(1, dtype=source.dtype, device=source.device)
     weights_T = one.expand(tokens) if weights_T is None else weights_T.to(source.device, source.dtype)
-    asked = PlanBuilder(source.scale, source.softcap)
+    requests = PlanBuilder(source.scale, source.softcap)
     for term in terms:
-        term.ask(asked)
-    plan = asked.build()
+        term.request(requests)
+    plan = requests.build()
     size = chunk_tokens or _tile_rows(source, tokens if valid_index is None else len(valid_index))
     # over several ranks, the next chunk's products run while the collective of this chunk is under way
     ahead = 0 if source.shard is None or source.shard.is_alone else 1
     started: deque[_Chunk] = deque()
     for number, rows in enumerate(_chunks(tokens, valid_index, size)):
-        started.append(_start(source, asked, plan, terms, rows, weights_T[rows], number % (ahead + 1)))
+        started.append(_start(source, plan, terms, rows, weights_T[rows], number % (ahead + 1)))
         if len(started) > ahead:
             _finish(source, terms, started.popleft(), totals)
     while started:
@@ -196,10 +196,9 @@ class _Chunk:
 
 def _start(
     source: Source,
-    asked: PlanBuilder,
     plan: Plan,
     terms: Sequence[Term],
-    rows: Rows,
+    rows: RowIndex,
     weights_C: Tensor,
     buffer: int,
 ) -> _Chunk:
@@ -209,8 +208,8 @@ def _start(
         of_term_C = term.counted(rows, weights_C)
         seen_C = seen_C | of_term_C
         counted_C = counted_C | of_term_C if term.scale else counted_C
-    tiles_CV = source.tiles(rows, seen_C, asked.signals, buffer)
-    tile = Tile(asked, plan, rows, counted_C, tiles_CV, source.vocabulary, source.shard, source.needs_gradient)
+    tiles_CV = source.tiles(rows, seen_C, plan.signals, buffer)
+    tile = Tile(plan, rows, counted_C, tiles_CV, source.vocabulary, source.shard, source.needs_gradient)
     tile.start()
     return _Chunk(tile, weights_C, counted_C)
 
@@ -239,7 +238,7 @@ class _Totals:
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(self.loss))
         self.chunk_tokens = 0
 
-    def add(self, position: int, rows: Rows, own_C: Tensor, result: TermResult) -> None:
+    def add(self, position: int, rows: RowIndex, own_C: Tensor, result: TermResult) -> None:
         """Add a term's result on a chunk. A row of weight 0 adds 0 even if its value is NaN."""
         has_none_C = own_C == 0
         value_C = result.value_C.masked_fill(has_none_C, 0.0)
@@ -341,7 +340,7 @@ def _reciprocal(normalizer: float | Tensor, source: Source) -> Tensor:
     return torch.full((), 1 / normalizer, dtype=source.dtype, device=source.device)
 
 
-def _chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[Rows]:
+def _chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[RowIndex]:
     """Yield at least one chunk, which may be empty: so a micro-batch without a valid row has all metrics, too."""
     if valid_index is not None:
         yield from valid_index.split(size)

@@ -2,8 +2,8 @@
 
     raw_sums     the first sweep over the logits. For each softmax Σe^l and Σe^l·l, with l = (logit − reference) / τ;
                  the reference is the row's largest logit in this part of the vocabulary. For KL divergences the sums
-                 over unnormalized e^l, which `statistics.py` normalizes; and the other sums of a `Plan`. The sums
-                 cover the whole vocabulary or one shard of it.
+                 over unnormalized e^l, which `statistics.py` normalizes; and the other sums of a `PointwisePlan`.
+                 The sums cover the whole vocabulary or one shard of it.
     mixed_sums   a second sweep, for divergences that need both normalizers in every element: Σf and Σq·h.
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
@@ -27,47 +27,53 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.formulas import Pivot, Sides, sides
-from stillhouse.objective.plan import Plan
+from stillhouse.objective.plan import (
+    STUDENT,
+    Column,
+    Columns,
+    PointwisePlan,
+    StudentSoftmax,
+    TeacherSoftmax,
+)
 from stillhouse.objective.stable import difference, expect
 
-Rows = dict[str, Tensor]
 
-
-def raw_sums(plan: Plan, tiles_BV: Sequence[Tensor]) -> Tensor:
+def raw_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor]) -> Tensor:
     """Return the columns of `plan.raw_sums` [B, X] from tiles [B, V]."""
     references = [_reference(tile_BV) for tile_BV in tiles_BV]
-    sums: Rows = {f"reference/{at}": reference_B1[:, 0] for at, reference_B1 in enumerate(references)}
+    sums: Columns = {("reference", at): reference_B1[:, 0] for at, reference_B1 in enumerate(references)}
     if tiles_BV[0].shape[1] == 0:
-        return torch.stack([sums.get(name, torch.zeros_like(sums["reference/0"])) for name in plan.raw_sums], 1)
+        zero_B = torch.zeros_like(sums["reference", STUDENT])
+        return torch.stack([sums.get(column, zero_B) for column in plan.raw_sums], 1)
     lowest = torch.finfo(tiles_BV[0].dtype).min
     gaps = [
         tile_BV - reference_B1.clamp(min=lowest) for tile_BV, reference_B1 in zip(tiles_BV, references, strict=True)
     ]
     largest = [gap_BV == 0 for gap_BV in gaps]
-    sums |= {f"largest/{at}": is_largest_BV.to(gaps[0].dtype).sum(1) for at, is_largest_BV in enumerate(largest)}
+    sums |= {("largest", at): is_largest_BV.to(gaps[0].dtype).sum(1) for at, is_largest_BV in enumerate(largest)}
     students = [_cooled(gaps[0], temperature) for temperature in plan.temperatures]
     teachers = [_cooled(gaps[tile], temperature) for tile, temperature in plan.teachers]
     for at, log_BV in enumerate(students):
-        sums |= _softmax_sums(f"student_{{}}/{at}", log_BV, largest[0])
+        sums["student_others", at], sums["student_mean", at] = _softmax_sums(log_BV, largest[STUDENT])
     for at, ((tile, _), log_BV) in enumerate(zip(plan.teachers, teachers, strict=True)):
-        sums |= _softmax_sums(f"teacher_{{}}/{at}", log_BV, largest[tile])
+        sums["teacher_others", at], sums["teacher_mean", at] = _softmax_sums(log_BV, largest[tile])
     both = {(at, to): sides(teachers[at], students[to], students[to] - teachers[at]) for at, to in plan.couples}
     for at, each in enumerate(both.values()):
-        sums[f"mass_gap/{at}"] = difference(each.p, each.q, each.ratio).sum(1)
+        sums["mass_gap", at] = difference(each.p, each.q, each.ratio).sum(1)
     for at, divergence in plan.renormalizable.items():
         each = both[plan.pairs[at][1:]]
         first_BV, _, ratio_BV = divergence.directed(each)
-        sums[f"excess/{at}"] = divergence.balanced(each).sum(1)
-        sums[f"log_ratio/{at}"] = expect(first_BV, ratio_BV).sum(1)
-    for tile in range(1, plan.tiles):
+        sums["excess", at] = divergence.balanced(each).sum(1)
+        sums["log_ratio", at] = expect(first_BV, ratio_BV).sum(1)
+    for at in range(1, plan.tiles):
         # no gap is above 0, so the sum of two gaps is 0 only where both are 0
-        sums[f"both_top/{tile}"] = ((gaps[0] + gaps[tile]).amax(1) == 0).to(gaps[0].dtype)
+        sums["both_top", at] = ((gaps[0] + gaps[at]).amax(1) == 0).to(gaps[0].dtype)
     if plan.uniform:
-        sums |= {"logits_sum": gaps[0].sum(1), "count": torch.ones_like(gaps[0]).sum(1)}
-    return torch.stack([sums[name] for name in plan.raw_sums], 1)
+        sums |= {("logits_sum", 0): gaps[0].sum(1), ("count", 0): torch.ones_like(gaps[0]).sum(1)}
+    return torch.stack([sums[column] for column in plan.raw_sums], 1)
 
 
-def mixed_sums(plan: Plan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
+def mixed_sums(plan: PointwisePlan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -> Tensor:
     """Return Σf and Σq·h of each pair in `plan.mixed`, [B, 2·pairs]."""
     rows = _named(plan.normalizers, normalizers_BX)
     both = _sides(plan, tiles_BV, rows)
@@ -80,7 +86,7 @@ def mixed_sums(plan: Plan, tiles_BV: Sequence[Tensor], normalizers_BX: Tensor) -
 
 
 def gradient(
-    plan: Plan, tiles_BV: Sequence[Tensor], rows_BX: Tensor, outside_BV: Sequence[Tensor] | None = None
+    plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor, outside_BV: Sequence[Tensor] | None = None
 ) -> None:
     """Overwrite the first tile, the student's logits, with the gradient with respect to hidden Wᵀ + bias.
 
@@ -89,31 +95,28 @@ def gradient(
     """
     rows = _named([*plan.normalizers, *plan.coefficients], rows_BX)
     logits_BV = tiles_BV[0]
-    log_qs = [
-        _student_gaps(plan, at, tiles_BV, rows) - rows[f"student_log_mass/{at}"]
-        for at in range(len(plan.temperatures))
-    ]
+    log_qs = [_student_gaps(plan, at, tiles_BV, rows) - rows["student_log_mass", at] for at in plan.students]
     both = _sides(plan, tiles_BV, rows)
     grad_BV = torch.zeros_like(logits_BV)
     for at, log_q_BV in enumerate(log_qs):
         q_BV = log_q_BV.exp()
-        grad_BV = grad_BV + rows[f"probability/{at}"] * q_BV
+        grad_BV = grad_BV + rows["probability", at] * q_BV
         if at in plan.entropic:
-            grad_BV = grad_BV + rows[f"log_probability/{at}"] * expect(q_BV, log_q_BV)
+            grad_BV = grad_BV + rows["log_probability", at] * expect(q_BV, log_q_BV)
     for at, (divergence, teacher, student) in enumerate(plan.pairs):
         slope_BV = divergence.balanced_slope(both[teacher, student])
         # a row that does not count may hold anything, NaN included
-        grad_BV = grad_BV + torch.where(rows[f"slope/{at}"] == 0, 0.0, rows[f"slope/{at}"] * slope_BV)
+        grad_BV = grad_BV + torch.where(rows["slope", at] == 0, 0.0, rows["slope", at] * slope_BV)
     for at, softmax in enumerate(plan.buckets):
-        gap_BV = _cooled(logits_BV - rows[f"outside_reference/{at}"], plan.temperatures[softmax])
-        share_BV = (gap_BV - rows[f"outside_log_mass/{at}"]).exp()
+        gap_BV = _cooled(logits_BV - rows["outside_reference", at], plan.temperatures[softmax])
+        share_BV = (gap_BV - rows["outside_log_mass", at]).exp()
         if outside_BV is not None:
             share_BV = torch.where(outside_BV[at], share_BV, 0.0)
-        grad_BV = grad_BV + rows[f"outside/{at}"] * share_BV
+        grad_BV = grad_BV + rows["outside", at] * share_BV
     if plan.uniform:
-        grad_BV = grad_BV + rows["uniform"]
+        grad_BV = grad_BV + rows["uniform", 0]
     grad_BV = before_head(grad_BV, logits_BV, plan.scale, plan.softcap)
-    logits_BV.copy_(torch.where(rows["counted"] == 0, 0.0, grad_BV))
+    logits_BV.copy_(torch.where(rows["counted", 0] == 0, 0.0, grad_BV))
 
 
 def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -123,38 +126,39 @@ def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | Non
     return grad if scale == 1.0 else grad * scale
 
 
-def _softmax_sums(name: str, log_BV: Tensor, is_largest_BV: Tensor) -> Rows:
+def _softmax_sums(log_BV: Tensor, is_largest_BV: Tensor) -> tuple[Tensor, Tensor]:
     """Return Σe^l without the largest logits, whose e^l = 1 `log_sum_exp` adds, and Σe^l·l, where they add 0."""
     mass_BV = log_BV.exp()
-    others_BV = torch.where(is_largest_BV, 0.0, mass_BV)
-    return {name.format("others"): others_BV.sum(1), name.format("mean"): expect(mass_BV, log_BV).sum(1)}
+    return torch.where(is_largest_BV, 0.0, mass_BV).sum(1), expect(mass_BV, log_BV).sum(1)
 
 
-def _sides(plan: Plan, tiles_BV: Sequence[Tensor], rows: Rows) -> dict[tuple[int, int], Sides]:
+def _sides(
+    plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows: Columns
+) -> dict[tuple[TeacherSoftmax, StudentSoftmax], Sides]:
     """Teacher and student of each of `plan.couples`."""
     both = {}
     for at, (teacher, student) in enumerate(plan.couples):
         tile, temperature = plan.teachers[teacher]
-        of_p_BV = _cooled(tiles_BV[tile] - rows[f"reference/{tile}"], temperature)
+        of_p_BV = _cooled(tiles_BV[tile] - rows["reference", tile], temperature)
         of_q_BV = _student_gaps(plan, student, tiles_BV, rows)
-        ratio_B1 = rows[f"mass_ratio/{at}"]
+        ratio_B1 = rows["mass_ratio", at]
         both[teacher, student] = sides(
-            of_p_BV - rows[f"teacher_log_mass/{teacher}"],
-            of_q_BV - rows[f"student_log_mass/{student}"],
+            of_p_BV - rows["teacher_log_mass", teacher],
+            of_q_BV - rows["student_log_mass", student],
             of_q_BV - of_p_BV - ratio_B1,
             # both l are 0 at the pivot: the likeliest token, if teacher and student agree on it
-            Pivot(-rows[f"student_log_mass/{student}"], -ratio_B1),
+            Pivot(-rows["student_log_mass", student], -ratio_B1),
         )
     return both
 
 
-def _student_gaps(plan: Plan, softmax: int, tiles_BV: Sequence[Tensor], rows: Rows) -> Tensor:
-    return _cooled(tiles_BV[0] - rows["reference/0"], plan.temperatures[softmax])
+def _student_gaps(plan: PointwisePlan, softmax: StudentSoftmax, tiles_BV: Sequence[Tensor], rows: Columns) -> Tensor:
+    return _cooled(tiles_BV[0] - rows["reference", STUDENT], plan.temperatures[softmax])
 
 
-def _named(names: list[str], columns_BX: Tensor) -> Rows:
-    """Columns [B, 1] by their names."""
-    return dict(zip(names, columns_BX.split(1, 1), strict=True))
+def _named(columns: list[Column], columns_BX: Tensor) -> Columns:
+    """The columns [B, 1] by their keys."""
+    return dict(zip(columns, columns_BX.split(1, 1), strict=True))
 
 
 def _reference(logits_BV: Tensor) -> Tensor:

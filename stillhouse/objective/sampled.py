@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.plan import PlanBuilder
-from stillhouse.objective.signals import Rows
+from stillhouse.objective.signals import RowIndex
 from stillhouse.objective.stable import expect
 from stillhouse.objective.terms import Term, check_labels, check_scale, check_temperature
 from stillhouse.objective.tile import TermResult, Tile
@@ -38,10 +38,10 @@ class AtLabel(Term):
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return φ, φ' and further statistics, [C] each."""
 
-    def has_value(self, rows: Rows) -> Tensor:
+    def has_value(self, rows: RowIndex) -> Tensor:
         return self.labels_T[rows] >= 0
 
-    def ask(self, plan: PlanBuilder) -> None:
+    def request(self, plan: PlanBuilder) -> None:
         plan.softmax(self.temperature)
         plan.logits_at(self.labels_T)
 

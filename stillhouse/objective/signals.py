@@ -20,7 +20,7 @@ T tokens, E teacher width, V vocabulary, K ids per token, M sampled ids per toke
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Literal, Self, get_args
+from typing import Literal, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ from torch import Tensor
 from stillhouse.objective.head import OutputHead
 
 Tail = Literal["bucket", "renormalize", "drop", "zero"]
-Rows = Tensor | slice
+#: which tokens: their indices, or a slice of them
+RowIndex: TypeAlias = Tensor | slice
 
 #: smallest value of the teacher's mass outside its ids if it did not send that mass and 1 − Σp rounds to 0 or less
 TAIL_FLOOR = torch.finfo(torch.float32).eps
@@ -43,7 +44,7 @@ class Signal(ABC):
         """T, the number of rows."""
 
     @abstractmethod
-    def rows(self, rows: Rows) -> Self:
+    def rows(self, rows: RowIndex) -> Self:
         """Return the signal of the given rows."""
 
     def heads(self) -> list[OutputHead]:
@@ -69,7 +70,7 @@ class FullVocab(Signal):
     def tokens(self) -> int:
         return self.hidden_TE.shape[0]
 
-    def rows(self, rows: Rows) -> "FullVocab":
+    def rows(self, rows: RowIndex) -> "FullVocab":
         return replace(self, hidden_TE=self.hidden_TE[rows])
 
     def heads(self) -> list[OutputHead]:
@@ -90,7 +91,7 @@ class DenseLogits(Signal):
     def tokens(self) -> int:
         return self.logits_TV.shape[0]
 
-    def rows(self, rows: Rows) -> "DenseLogits":
+    def rows(self, rows: RowIndex) -> "DenseLogits":
         return replace(self, logits_TV=self.logits_TV[rows])
 
 
@@ -125,7 +126,7 @@ class SparseSignal(Signal):
     def tokens(self) -> int:
         return self.ids_TK.shape[0]
 
-    def rows(self, rows: Rows) -> Self:
+    def rows(self, rows: RowIndex) -> Self:
         tail_T = self.tail_log_prob_T
         return replace(
             self,
@@ -162,7 +163,7 @@ class Sampled(Signal):
     def tokens(self) -> int:
         return self.ids_TM.shape[0]
 
-    def rows(self, rows: Rows) -> "Sampled":
+    def rows(self, rows: RowIndex) -> "Sampled":
         return replace(self, ids_TM=self.ids_TM[rows], weights_TM=self.weights_TM[rows])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.head import OutputHead, Projection, common_vocabulary, operand_dtype
-from stillhouse.objective.signals import DenseLogits, FullVocab, Rows, Signal
+from stillhouse.objective.signals import DenseLogits, FullVocab, RowIndex, Signal
 from stillhouse.objective.terms import Term
 from stillhouse.objective.vocab import VocabShard
 
@@ -59,7 +59,7 @@ class Source:
         """Return the dtype in which a leaf's gradient is kept until backward multiplies by the incoming gradient."""
         raise NotImplementedError
 
-    def tiles(self, rows: Rows, seen_C: Tensor, signals: Sequence[Signal], buffer: int) -> list[Tensor]:
+    def tiles(self, rows: RowIndex, seen_C: Tensor, signals: Sequence[Signal], buffer: int) -> list[Tensor]:
         """Return the logits [C, V] of the student and of dense teachers, in buffers that the pass may overwrite.
 
         seen_C: false for a row that no term reads. `buffer`: the number of the buffers; chunks that are under way at
@@ -71,10 +71,10 @@ class Source:
         )
         return [self.student_logits(rows, seen_C, self._buffer(0, buffer, len(seen_C))), *teachers]
 
-    def student_logits(self, rows: Rows, seen_C: Tensor, out_CV: Tensor) -> Tensor:
+    def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def pull_back(self, rows: Rows, counted_C: Tensor, grad_CV: Tensor) -> None:
+    def pull_back(self, rows: RowIndex, counted_C: Tensor, grad_CV: Tensor) -> None:
         """Add to `gradients` what follows from the gradient of a chunk's logits, which is 0 in rows not counted."""
         raise NotImplementedError
 
@@ -127,10 +127,10 @@ class HeadRows(Source):
     def kept_dtype(self, leaf: Tensor) -> torch.dtype:
         return self.dtype
 
-    def student_logits(self, rows: Rows, seen_C: Tensor, out_CV: Tensor) -> Tensor:
+    def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         return self.projection.logits(self._hidden(rows, seen_C), out_CV)
 
-    def pull_back(self, rows: Rows, counted_C: Tensor, grad_CV: Tensor) -> None:
+    def pull_back(self, rows: RowIndex, counted_C: Tensor, grad_CV: Tensor) -> None:
         hidden_grad_TD, weight_grad_VD, bias_grad_V = self.gradients
         if bias_grad_V is not None:
             bias_grad_V[: self.columns] += grad_CV.sum(0)
@@ -141,7 +141,7 @@ class HeadRows(Source):
             here_VD = weight_grad_VD[: self.columns]
             self.projection.add_weight_grad(here_VD, operand_CV, self._hidden(rows, counted_C))
 
-    def _hidden(self, rows: Rows, kept_C: Tensor) -> Tensor:
+    def _hidden(self, rows: RowIndex, kept_C: Tensor) -> Tensor:
         # the other rows may hold NaN: in the weight's gradient, 0 times NaN would be NaN
         return self.hidden_TD[rows].masked_fill(~kept_C[:, None], 0.0)
 
@@ -162,10 +162,10 @@ class LogitsRows(Source):
         # in float16, gradients below 6e-8 would become 0 before they are multiplied by the loss scale
         return torch.float32 if leaf.dtype == torch.float16 else leaf.dtype
 
-    def student_logits(self, rows: Rows, seen_C: Tensor, out_CV: Tensor) -> Tensor:
+    def student_logits(self, rows: RowIndex, seen_C: Tensor, out_CV: Tensor) -> Tensor:
         return out_CV.copy_(self.logits_TV[rows]).masked_fill_(~seen_C[:, None], 0.0)
 
-    def pull_back(self, rows: Rows, counted_C: Tensor, grad_CV: Tensor) -> None:
+    def pull_back(self, rows: RowIndex, counted_C: Tensor, grad_CV: Tensor) -> None:
         (grad_TV,) = self.gradients
         assert grad_TV is not None
         grad_TV[rows, : self.columns] = grad_CV.to(grad_TV.dtype)

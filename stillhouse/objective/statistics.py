@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.formulas import KullbackLeibler
-from stillhouse.objective.plan import Plan
+from stillhouse.objective.plan import STUDENT, PairIndex, PointwisePlan, StudentSoftmax
 from stillhouse.objective.pointwise import finite
 from stillhouse.objective.stable import excess, expect, log_sum_exp
-
-Rows = dict[str, Tensor]
 
 
 @dataclass
@@ -52,38 +50,36 @@ class RowStatistics:
     tail: list[Tensor] = field(default_factory=list)
     mean_log_prob: Tensor | None = None
     vocabulary: Tensor | None = None
-    values: dict[int, Tensor] = field(default_factory=dict)
-    slopes: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[PairIndex, Tensor] = field(default_factory=dict)
+    slopes: dict[PairIndex, Tensor] = field(default_factory=dict)
 
     def normalizers(self) -> Tensor:
         """Return the columns of `plan.normalizers`, [C, X]."""
         return torch.stack([*self.references, *self.student_log_mass, *self.teacher_log_mass, *self.mass_ratio], 1)
 
-    def add_mixed(self, plan: Plan, sums_RCX: Tensor) -> None:
+    def add_mixed(self, plan: PointwisePlan, sums_RCX: Tensor) -> None:
         """Add the results of `pointwise.mixed_sums` of all pieces."""
         columns = iter(sums_RCX.sum(0).unbind(1))
         for at in plan.mixed:
             self.values[at], self.slopes[at] = next(columns), next(columns)
 
 
-def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:
+def statistics(plan: PointwisePlan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) -> RowStatistics:
     """Combine the pieces.
 
     raw_RCX: `pointwise.raw_sums` of every piece. outside_RC2: for each bucket, the largest logit and Σe^l outside its
     ids.
     """
     raw = dict(zip(plan.raw_sums, raw_RCX.unbind(2), strict=True))
-    largest = [raw[f"reference/{tile}"] for tile in range(plan.tiles)]
+    largest = [raw["reference", tile] for tile in range(plan.tiles)]
     references = [finite(each_RC.amax(0)) for each_RC in largest]
     shifts = [_shift(each_RC, reference_C) for each_RC, reference_C in zip(largest, references, strict=True)]
     students = [
-        _Softmax(raw["largest/0"], raw[f"student_others/{at}"], raw[f"student_mean/{at}"], shifts[0] / temperature)
+        _Softmax(raw["largest", STUDENT], raw["student_others", at], raw["student_mean", at], shifts[0] / temperature)
         for at, temperature in enumerate(plan.temperatures)
     ]
     teachers = [
-        _Softmax(
-            raw[f"largest/{tile}"], raw[f"teacher_others/{at}"], raw[f"teacher_mean/{at}"], shifts[tile] / temperature
-        )
+        _Softmax(raw["largest", tile], raw["teacher_others", at], raw["teacher_mean", at], shifts[tile] / temperature)
         for at, (tile, temperature) in enumerate(plan.teachers)
     ]
     result = RowStatistics(
@@ -93,7 +89,7 @@ def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) 
         [each.log_mass() for each in teachers],
         [each.entropy() for each in teachers],
         both_top=[
-            (raw[f"both_top/{tile}"] * (largest[0] == references[0]) * (largest[tile] == references[tile])).amax(0)
+            (raw["both_top", tile] * (largest[0] == references[0]) * (largest[tile] == references[tile])).amax(0)
             for tile in range(1, plan.tiles)
         ],
     )
@@ -101,19 +97,19 @@ def statistics(plan: Plan, raw_RCX: Tensor, outside_RC2: Sequence[Tensor] = ()) 
         _add_outside(plan, softmax, sums_RC2, result)
     couples = {}
     for at, (teacher, student) in enumerate(plan.couples):
-        couples[teacher, student] = _Couple(teachers[teacher], students[student], raw[f"mass_gap/{at}"])
+        couples[teacher, student] = _Couple(teachers[teacher], students[student], raw["mass_gap", at])
         result.mass_ratio.append(couples[teacher, student].mass_ratio())
     for at, divergence in plan.renormalizable.items():
         couple = couples[plan.pairs[at][1:]].directed(divergence)
-        value_C = couple.divergence(raw[f"excess/{at}"], raw[f"log_ratio/{at}"])
+        value_C = couple.divergence(raw["excess", at], raw["log_ratio", at])
         # Σ(q − p) is 0; Σq·log(q/p) is reverse KL
         result.values[at], result.slopes[at] = (
             value_C,
             value_C if divergence.student_first else torch.zeros_like(value_C),
         )
     if plan.uniform:
-        result.vocabulary = raw["count"].sum(0)
-        total_C = (raw["logits_sum"] + shifts[0] * raw["count"]).sum(0)
+        result.vocabulary = raw["count", 0].sum(0)
+        total_C = (raw["logits_sum", 0] + shifts[0] * raw["count", 0]).sum(0)
         result.mean_log_prob = total_C / result.vocabulary - result.student_log_mass[plan.temperatures.index(1.0)]
     return result
 
@@ -210,7 +206,7 @@ class _Couple:
         return torch.where(c_RC.abs() <= 1, close_RC, far_RC).sum(0)
 
 
-def _add_outside(plan: Plan, softmax: int, sums_RC2: Tensor, result: RowStatistics) -> None:
+def _add_outside(plan: PointwisePlan, softmax: StudentSoftmax, sums_RC2: Tensor, result: RowStatistics) -> None:
     temperature = plan.temperatures[softmax]
     largest_RC, mass_RC = sums_RC2.unbind(2)
     reference_C = finite(largest_RC.amax(0))

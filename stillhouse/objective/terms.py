@@ -1,7 +1,7 @@
 """The terms of an objective: each reads the statistics of one tile of student logits and adds to its gradient.
 
 A term holds data (labels, a signal, a scale). Before the first chunk, it requests the statistics that it needs
-(`ask`). For a chunk, `add_to(tile)` returns its value per token in nats and adds the gradient of `weight · value`
+(`request`). For a chunk, `add_to(tile)` returns its value per token in nats and adds the gradient of `weight · value`
 with respect to the tile's logits, as coefficients per row. So a sum of terms needs only one pass over the tokens.
 
 C rows of a chunk of T tokens. q is the student's probability, τ the temperature, V the size of the vocabulary.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stillhouse.objective.formulas import Divergence, ForwardKL, ReverseKL, WeightedSum, weighted_parts
 from stillhouse.objective.plan import PlanBuilder
-from stillhouse.objective.signals import Rows, Sampled, Signal, SparseSignal
+from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal
 from stillhouse.objective.sparse import sampled, sparse
 from stillhouse.objective.stable import expect
 from stillhouse.objective.tile import TermResult, Tile
@@ -39,7 +39,7 @@ class Term(ABC):
         """T of the term's tensors; None if it has no tensors."""
 
     @abstractmethod
-    def ask(self, plan: PlanBuilder) -> None:
+    def request(self, plan: PlanBuilder) -> None:
         """Request everything that `add_to` will read from a tile and add to it."""
 
     @abstractmethod
@@ -50,11 +50,11 @@ class Term(ABC):
         """The term's teacher signals."""
         return []
 
-    def has_value(self, rows: Rows) -> Tensor | None:
+    def has_value(self, rows: RowIndex) -> Tensor | None:
         """Return for which rows the term has a value, [C]; None: for all rows."""
         return None
 
-    def counted(self, rows: Rows, weights_C: Tensor) -> Tensor:
+    def counted(self, rows: RowIndex, weights_C: Tensor) -> Tensor:
         """Return which rows the term counts, [C]: those with a value, and a non-zero weight in objective and term."""
         counted_C = weights_C != 0
         if self.weights_T is not None:
@@ -99,10 +99,10 @@ class CrossEntropy(Term):
     def tokens(self) -> int:
         return self.labels_T.shape[0]
 
-    def has_value(self, rows: Rows) -> Tensor:
+    def has_value(self, rows: RowIndex) -> Tensor:
         return self.labels_T[rows] >= 0
 
-    def ask(self, plan: PlanBuilder) -> None:
+    def request(self, plan: PlanBuilder) -> None:
         plan.softmax(1.0)
         plan.logits_at(self.labels_T)
         if self.label_smoothing:
@@ -181,7 +181,7 @@ class Distill(Term):
     def signals(self) -> list[Signal]:
         return [self.signal]
 
-    def ask(self, plan: PlanBuilder) -> None:
+    def request(self, plan: PlanBuilder) -> None:
         signal = self.signal
         plan.softmax(self.temperature)
         if isinstance(signal, SparseSignal | Sampled):
@@ -192,7 +192,7 @@ class Distill(Term):
                 plan.entropy(self.temperature)
         else:
             for _, part in weighted_parts(self.divergence):
-                plan.pair(part, signal, self.temperature)
+                plan.divergence(part, signal, self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
         factor = self.temperature**2 if self.scale_by_temperature_squared else 1.0
@@ -229,7 +229,7 @@ class Entropy(Term):
     def tokens(self) -> None:
         return None
 
-    def ask(self, plan: PlanBuilder) -> None:
+    def request(self, plan: PlanBuilder) -> None:
         plan.entropy(self.temperature)
 
     def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
@@ -271,6 +271,6 @@ def _dense(tile: Tile, signal: Signal, divergence: Divergence, temperature: floa
     statistics = {
         "student_entropy": tile.entropy(temperature),
         "teacher_entropy": tile.teacher_entropy(signal, temperature),
-        "agreement": tile.agreement(signal, temperature),
+        "agreement": tile.agreement(signal),
     }
     return TermResult(value_C, statistics, parts if isinstance(divergence, WeightedSum) else {})

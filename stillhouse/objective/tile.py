@@ -21,9 +21,9 @@ from torch import Tensor
 
 from stillhouse.objective.compiled import pointwise
 from stillhouse.objective.formulas import Divergence
-from stillhouse.objective.plan import Plan, PlanBuilder
+from stillhouse.objective.plan import STUDENT, Column, Plan, PointwisePlan, StudentSoftmax
 from stillhouse.objective.pointwise import before_head, gradient, mixed_sums, raw_sums
-from stillhouse.objective.signals import Rows, Signal, SparseSignal
+from stillhouse.objective.signals import RowIndex, Signal, SparseSignal
 from stillhouse.objective.statistics import statistics
 from stillhouse.objective.vocab import AsyncAllGather, VocabShard
 
@@ -52,9 +52,8 @@ class Tile:
 
     def __init__(
         self,
-        asked: PlanBuilder,
         plan: Plan,
-        rows: Rows,
+        rows: RowIndex,
         counted_C: Tensor,
         tiles_CV: list[Tensor],
         vocabulary: int,
@@ -64,23 +63,23 @@ class Tile:
         self.rows = rows
         self.vocabulary = vocabulary
         self.needs_gradient = needs_gradient
-        self._asked, self._plan, self._shard = asked, plan, shard
+        self._plan, self._pointwise, self._shard = plan, plan.pointwise, shard
         self._counted_C = counted_C
         self._tiles_CV = tiles_CV
         self._first = 0 if shard is None else shard.within(vocabulary)[0]
-        self._coefficients: dict[str, Tensor] = {}
+        self._coefficients: dict[Column, Tensor] = {}
         self._added: list[tuple[Tensor, Tensor]] = []
 
     @property
     def logits_CV(self) -> Tensor:
         """The student's logits; after `gradient`, the gradient."""
-        return self._tiles_CV[0]
+        return self._tiles_CV[STUDENT]
 
     # the steps of a chunk
 
     def start(self) -> None:
-        own = [self._sums(self._plan), *(self._outside_sums(*each) for each in self._asked.buckets)]
-        own += [*(self._own_logits(self.take(ids)) for ids in self._asked.entries)]
+        own = [self._sums(self._pointwise), *(self._outside_sums(*each) for each in self._plan.buckets)]
+        own += [*(self._own_logits(self.take(ids)) for ids in self._plan.ids)]
         self._widths = [each.shape[1] for each in own]
         self._pieces = AsyncAllGather(torch.cat(own, 1), self._shard)
 
@@ -89,9 +88,9 @@ class Tile:
         outside, entries = rest[: len(self._plan.buckets)], rest[len(self._plan.buckets) :]
         # one rank holds an id's logit; the other ranks send −inf
         self._entries = [each_RCN.amax(0) for each_RCN in entries]
-        self._known = statistics(self._plan, raw_RCX, outside)
-        if self._plan.mixed:
-            self._known.add_mixed(self._plan, AsyncAllGather(self._mixed_sums(), self._shard).wait())
+        self._known = statistics(self._pointwise, raw_RCX, outside)
+        if self._pointwise.mixed:
+            self._known.add_mixed(self._pointwise, AsyncAllGather(self._mixed_sums(), self._shard).wait())
 
     def gradient(self) -> Tensor:
         """Overwrite the student's logits with the gradient [C, V] and return it."""
@@ -100,9 +99,9 @@ class Tile:
             return logits_CV
         rows_CX = self._gradient_rows()
         # first write the formula for tokens outside all buckets' ids everywhere, then overwrite the values at the ids
-        corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._asked.buckets]
+        corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._plan.buckets]
         for block in self._blocks():
-            pointwise(gradient, self._plan, self._block(block), rows_CX[block])
+            pointwise(gradient, self._pointwise, self._block(block), rows_CX[block])
         for places_CK, values_CK in corrected:
             logits_CV.scatter_(1, places_CK, values_CK)
         for local_CN, values_CN in self._added:
@@ -121,7 +120,7 @@ class Tile:
 
     def entropy(self, temperature: float) -> Tensor:
         """The student's entropy in nats, [C]."""
-        return self._known.student_entropy[self._asked.softmax(temperature)]
+        return self._known.student_entropy[self._plan.softmax(temperature)]
 
     def mean_log_prob(self) -> Tensor:
         """The mean over the vocabulary of log q, [C]."""
@@ -130,74 +129,73 @@ class Tile:
 
     def log_probs_at(self, ids: Tensor, temperature: float) -> Tensor:
         """log q at the chunk's ids, [C, N]; −inf for an id outside the vocabulary. ids: over all tokens, [T(, N)]."""
-        gap_CN = self._entries[self._asked.logits_at(ids)] - self._known.references[0][:, None]
+        gap_CN = self._entries[self._plan.logits_at(ids)] - self._known.references[0][:, None]
         return gap_CN / temperature - self._log_mass(temperature)[:, None]
 
     def is_likeliest(self, ids: Tensor) -> Tensor:
         """True where no token has a higher student probability than this id, [C, N]."""
-        return self._entries[self._asked.logits_at(ids)] == self._known.references[0][:, None]
+        return self._entries[self._plan.logits_at(ids)] == self._known.references[0][:, None]
 
     def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
         """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `formulas.py`."""
-        at = self._asked.pair(divergence, signal, temperature)
+        at = self._plan.pair(divergence, signal, temperature)
         return self._known.values[at], self._known.slopes[at]
 
     def teacher_entropy(self, signal: Signal, temperature: float) -> Tensor:
-        return self._known.teacher_entropy[self._asked.teacher(signal, temperature)]
+        return self._known.teacher_entropy[self._plan.teacher(signal, temperature)]
 
-    def agreement(self, signal: Signal, temperature: float) -> Tensor:
+    def agreement(self, signal: Signal) -> Tensor:
         """1 where a dense teacher and the student have the same likeliest token, [C]."""
-        tile, _ = self._plan.teachers[self._asked.teacher(signal, temperature)]
-        return self._known.both_top[tile - 1]
+        return self._known.both_top[self._plan.tile(signal) - 1]
 
     def tail(self, signal: SparseSignal, temperature: float) -> Tensor:
         """The student's log-probability of all tokens outside the signal's ids together, [C]."""
-        return self._known.tail[self._asked.outside(signal, temperature)]
+        return self._known.tail[self._plan.outside(signal, temperature)]
 
     # what terms add to the gradient at token v: a formula with a coefficient per row [C], or values at single ids
 
     def add_probability(self, temperature: float, coefficient_C: Tensor) -> None:
         """coefficient · q_v."""
-        self._add(f"probability/{self._asked.softmax(temperature)}", coefficient_C)
+        self._add(("probability", self._plan.softmax(temperature)), coefficient_C)
 
     def add_log_probability(self, temperature: float, coefficient_C: Tensor) -> None:
         """coefficient · q_v log q_v."""
-        self._add(f"log_probability/{self._asked.entropy(temperature)}", coefficient_C)
+        self._add(("log_probability", self._plan.entropy(temperature)), coefficient_C)
 
     def add_slope(self, divergence: Divergence, signal: Signal, temperature: float, coefficient_C: Tensor) -> None:
         """coefficient · q_v h_v."""
-        self._add(f"slope/{self._asked.pair(divergence, signal, temperature)}", coefficient_C)
+        self._add(("slope", self._plan.pair(divergence, signal, temperature)), coefficient_C)
 
     def add_outside(self, signal: SparseSignal, temperature: float, coefficient_C: Tensor) -> None:
         """coefficient · q_v / q(outside) for the tokens outside the signal's ids."""
-        self._add(f"outside/{self._asked.outside(signal, temperature)}", coefficient_C)
+        self._add(("outside", self._plan.outside(signal, temperature)), coefficient_C)
 
     def add_uniform(self, coefficient_C: Tensor) -> None:
         """coefficient / V for every token."""
         assert self._known.vocabulary is not None
-        self._add("uniform", coefficient_C / self._known.vocabulary)
+        self._add(("uniform", 0), coefficient_C / self._known.vocabulary)
 
     def add_at(self, ids_CN: Tensor, values_CN: Tensor) -> None:
         """Add values at ids; values of a repeated id add up, values of an absent id are ignored."""
         if self.logits_CV.shape[1] == 0:
             return
         local_CN, is_here_CN = self._local(ids_CN)
-        scale, softcap = self._plan.scale, self._plan.softcap
+        scale, softcap = self._pointwise.scale, self._pointwise.softcap
         values_CN = before_head(values_CN, self.logits_CV.gather(1, local_CN), scale, softcap)
         self._added.append((local_CN, torch.where(is_here_CN & self._counted_C[:, None], values_CN, 0.0)))
 
     # this rank's part
 
-    def _sums(self, plan: Plan) -> Tensor:
+    def _sums(self, plan: PointwisePlan) -> Tensor:
         return torch.cat([pointwise(raw_sums, plan, self._block(block)[: plan.tiles]) for block in self._blocks()])
 
-    def _outside_sums(self, signal: SparseSignal, softmax: int) -> Tensor:
+    def _outside_sums(self, signal: SparseSignal, softmax: StudentSoftmax) -> Tensor:
         """Return the largest logit and Σe^l outside the signal's ids, [C, 2].
 
         The logits at the ids are set to −inf for the sum and then restored. Subtracting the sum over the ids from the
         sum over all tokens would lose all digits in rows where the ids hold nearly all of the mass.
         """
-        plan = Plan(temperatures=(self._plan.temperatures[softmax],))
+        plan = PointwisePlan(temperatures=(self._pointwise.temperatures[softmax],))
         places_CK, held_C1 = self._places(signal)
         if self.logits_CV.shape[1] == 0:
             return self._reference_and_mass(plan)
@@ -207,27 +205,27 @@ class Tile:
         self.logits_CV.scatter_(1, places_CK, kept_CK)
         return sums_C2
 
-    def _reference_and_mass(self, plan: Plan) -> Tensor:
+    def _reference_and_mass(self, plan: PointwisePlan) -> Tensor:
         """Return the largest logit and Σe^l for a plan of one softmax, [C, 2]."""
         sums = dict(zip(plan.raw_sums, self._sums(plan).unbind(1), strict=True))
-        return torch.stack([sums["reference/0"], sums["largest/0"] + sums["student_others/0"]], 1)
+        return torch.stack([sums["reference", STUDENT], sums["largest", STUDENT] + sums["student_others", 0]], 1)
 
     def _mixed_sums(self) -> Tensor:
         normalizers_CX = self._known.normalizers()
         blocks = (
-            pointwise(mixed_sums, self._plan, self._block(block), normalizers_CX[block]) for block in self._blocks()
+            pointwise(mixed_sums, self._pointwise, self._block(block), normalizers_CX[block])
+            for block in self._blocks()
         )
         return torch.cat(list(blocks))
 
     def _gradient_rows(self) -> Tensor:
         """Return the columns of `plan.normalizers` and `plan.coefficients`, [C, X]."""
         zero_C = torch.zeros_like(self._known.references[0])
-        known = {}
+        known = self._coefficients | {("counted", 0): self._counted_C.to(zero_C.dtype)}
         for at in range(len(self._plan.buckets)):
-            known[f"outside_reference/{at}"] = self._known.outside_reference[at]
-            known[f"outside_log_mass/{at}"] = self._known.outside_log_mass[at]
-        known |= self._coefficients | {"counted": self._counted_C.to(zero_C.dtype)}
-        coefficients = [known.get(name, zero_C) for name in self._plan.coefficients]
+            known["outside_reference", at] = self._known.outside_reference[at]
+            known["outside_log_mass", at] = self._known.outside_log_mass[at]
+        coefficients = [known.get(column, zero_C) for column in self._pointwise.coefficients]
         return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
 
     def _blocks(self) -> Iterator[slice]:
@@ -257,10 +255,10 @@ class Tile:
         places_CK, held_C1 = self._places(signal)
         outside = [
             ~held_C1.expand_as(places_CK) if other is signal else ~self._is_of(other, places_CK)
-            for other, _ in self._asked.buckets
+            for other, _ in self._plan.buckets
         ]
         tiles_CK = [tile_CV.gather(1, places_CK) for tile_CV in self._tiles_CV]
-        gradient(self._plan, tiles_CK, rows_CX, outside)
+        gradient(self._pointwise, tiles_CK, rows_CX, outside)
         return places_CK, tiles_CK[0]
 
     def _is_of(self, signal: SparseSignal, columns_CK: Tensor) -> Tensor:
@@ -284,8 +282,7 @@ class Tile:
         return torch.where(is_here_CN, local_CN, 0), is_here_CN
 
     def _log_mass(self, temperature: float) -> Tensor:
-        return self._known.student_log_mass[self._asked.softmax(temperature)]
+        return self._known.student_log_mass[self._plan.softmax(temperature)]
 
-    def _add(self, name: str, coefficient_C: Tensor) -> None:
-        assert name in self._plan.coefficients, name
-        self._coefficients[name] = self._coefficients.get(name, 0.0) + coefficient_C
+    def _add(self, column: Column, coefficient_C: Tensor) -> None:
+        self._coefficients[column] = self._coefficients.get(column, 0.0) + coefficient_C

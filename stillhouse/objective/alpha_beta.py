@@ -1,0 +1,149 @@
+"""The alpha-beta divergence: a class for the general case, and one for each limit.
+
+    α, β, α + β ≠ 0    Σ (α/(α+β) p^(α+β) + β/(α+β) q^(α+β) − p^α q^β) / (αβ)
+    α = 0              Σ (p^β − q^β − β q^β log(p/q)) / β²
+    β = 0              Σ (q^α − p^α − α p^α log(q/p)) / α²
+    α + β = 0          Σ ((p/q)^α − 1 − α log(p/q)) / α²
+    α = β = 0          ½ Σ log²(q/p)
+
+`alpha_beta_class` chooses the class. p is the teacher's probability, q the student's, r = log(q/p); all of them,
+and h = ∂D/∂q, as in `formulas.py`.
+
+Sources: ABKD (arXiv 2505.04560) after Cichocki, Cruces and Amari, Entropy 2011, 13, 134.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective import stable
+from stillhouse.objective.formulas import Divergence, Sides, shortest
+from stillhouse.objective.stable import difference, excess, expect, polynomial, terms
+
+
+@dataclass(frozen=True)
+class AlphaBeta(Divergence):
+    """The divergence where neither α nor β nor α + β is 0."""
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and math.isfinite(self.beta)):
+            raise ValueError(f"{self}: expected finite numbers")
+        if min(self.alpha, self.beta) < 0 and self.alpha + self.beta != 0:
+            raise ValueError(
+                f"{self}: a negative exponent is infinite at a probability of zero; "
+                "expected alpha ≥ 0 and beta ≥ 0, or alpha + beta = 0"
+            )
+
+    def balanced(self, each: Sides) -> Tensor:
+        """Where p and q are close, this is a power series in r from the second order on. p^(α+β) or q^(α+β), the one
+        with the larger of α and β, is factored out, because the terms then cancel least.
+        """
+        alpha, beta, total = self.alpha, self.beta, self.alpha + self.beta
+        of_p, of_q = (each.p, each.q) if total == 1 else (_power(each.log_p, total), _power(each.log_q, total))
+        far = alpha / total * of_p + beta / total * of_q - torch.exp(alpha * each.log_p + beta * each.log_q)
+        near = (total * each.ratio).abs() < stable.NEAR
+        small = each.ratio.clamp(-stable.NEAR / total, stable.NEAR / total)
+        outer, t, inner = (of_p, small, beta) if alpha >= beta else (of_q, -small, alpha)
+        series = [inner * (total ** (n - 1) - inner ** (n - 1)) / math.factorial(n) for n in range(2, terms(t) + 1)]
+        close = outer * t * t * polynomial(series, t)
+        return torch.where(near, close, far) / (alpha * beta)
+
+    def balanced_slope(self, each: Sides) -> Tensor:
+        """q·h, where for α + β > 1 the pivot's h is subtracted from h.
+
+        Otherwise the slope of an outcome with a probability near 1 would outweigh all other slopes.
+        """
+        total = self.alpha + self.beta
+        if total <= 1 or each.pivot is None:
+            return self._slope(each)
+        constant = _power(each.pivot.log_q, total - 1) * self._slope_factor(each.pivot.ratio)
+        return torch.where(each.is_pivot(), 0.0, self._slope(each) - each.q * constant)
+
+    def _slope(self, each: Sides) -> Tensor:
+        """q·h = (q^(α+β) − p^α q^β) / α."""
+        total = self.alpha + self.beta
+        of_q = each.q if total == 1 else _power(each.log_q, total)
+        return difference(self._product(each), of_q, self.alpha * each.ratio) / self.alpha
+
+    def _product(self, each: Sides) -> Tensor:
+        """p^α q^β."""
+        return torch.exp(self.alpha * each.log_p + self.beta * each.log_q)
+
+    def _slope_factor(self, ratio: Tensor) -> Tensor:
+        """h / q^(α+β−1) = (1 − (p/q)^α) / α."""
+        return -torch.expm1(-self.alpha * ratio) / self.alpha
+
+    def __str__(self) -> str:
+        return f"alpha_beta({shortest(self.alpha)}, {shortest(self.beta)})"
+
+
+class AlphaZero(AlphaBeta):
+    """The limit α = 0; β = 1 is reverse KL."""
+
+    def balanced(self, each: Sides) -> Tensor:
+        of_p, of_q = _power(each.log_p, self.beta), _power(each.log_q, self.beta)
+        return excess(of_q, of_p, -self.beta * each.ratio) / self.beta**2
+
+    def _slope(self, each: Sides) -> Tensor:
+        return expect(_power(each.log_q, self.beta), each.ratio)
+
+    def _slope_factor(self, ratio: Tensor) -> Tensor:
+        return ratio
+
+
+class BetaZero(AlphaBeta):
+    """The limit β = 0; α = 1 is forward KL."""
+
+    def balanced(self, each: Sides) -> Tensor:
+        of_p, of_q = _power(each.log_p, self.alpha), _power(each.log_q, self.alpha)
+        return excess(of_p, of_q, self.alpha * each.ratio) / self.alpha**2
+
+    def _product(self, each: Sides) -> Tensor:
+        return _power(each.log_p, self.alpha)  # in the general form, 0·log q is NaN for q = 0
+
+
+class SumZero(AlphaBeta):
+    """The limit α + β = 0, which depends only on the ratio of the two probabilities."""
+
+    def balanced(self, each: Sides) -> Tensor:
+        # clamp log(p/q) = inf to the largest finite number: e^t − 1 − t is then inf and not inf − inf = NaN
+        t = (-self.alpha * _ratio(each)).clamp(max=torch.finfo(each.ratio.dtype).max)
+        return excess(torch.ones_like(t), t.exp(), t) / self.alpha**2
+
+    def _slope(self, each: Sides) -> Tensor:
+        return self._slope_factor(_ratio(each))
+
+
+class BothZero(AlphaBeta):
+    """The limit α = β = 0."""
+
+    def balanced(self, each: Sides) -> Tensor:
+        return 0.5 * _ratio(each).square()
+
+    def _slope(self, each: Sides) -> Tensor:
+        return _ratio(each)
+
+
+def alpha_beta_class(alpha: float, beta: float) -> type[AlphaBeta]:
+    """Return the class for these exponents."""
+    if alpha == 0 and beta == 0:
+        return BothZero
+    if alpha + beta == 0:
+        return SumZero
+    if alpha == 0:
+        return AlphaZero
+    return BetaZero if beta == 0 else AlphaBeta
+
+
+def _ratio(each: Sides) -> Tensor:
+    """log(q/p), 0 where neither side has mass."""
+    return each.ratio.masked_fill((each.log_p == -math.inf) & (each.log_q == -math.inf), 0.0)
+
+
+def _power(log_probability: Tensor, exponent: float) -> Tensor:
+    return torch.exp(exponent * log_probability)
