@@ -1,4 +1,4 @@
-"""The demo over several seeds: does the distilled student beat the one trained on the text alone?
+"""The demo over several seeds: does the distilled student beat the one that was trained only on the text?
 
     python -m benchmarks.demo --seeds 0 1 2
 
@@ -47,8 +47,8 @@ def rows_at(seed: int, steps: int, rate: float = demo_run.LEARNING_RATE) -> list
 
 def gain(rows: list[dict[str, Any]]) -> float:
     """Nats per token by which the distilled student's held-out cross-entropy is lower."""
-    alone, distilled = (next(row for row in rows if row["run"] == run) for run in ("cross_entropy", "distilled"))
-    return alone["cross_entropy"] - distilled["cross_entropy"]
+    text_only, distilled = (next(row for row in rows if row["run"] == run) for run in ("cross_entropy", "distilled"))
+    return text_only["cross_entropy"] - distilled["cross_entropy"]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def stages(device: str) -> list[Stage]:
     on = ["--device", device]
     bf16 = [*on, "--dtype", "bf16"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu or not slow"]
-    tiny = ["--tokens", "64", "--width", "64", "--vocabulary", "2048", "--rounds", "1"]
+    # the last --dtype counts; bf16 is only for a GPU
+    tiny = ["--dtype", "fp32", "--tokens", "64", "--width", "64", "--vocabulary", "2048", "--rounds", "1"]
     tiny_objective = [*tiny, "--teacher-width", "64", "--peer-rounds", "1", "--floor-rounds", "1", "--skip", "memory"]
     tiny_objective += ["first_call", "--floor-rows", "64"]
     return [

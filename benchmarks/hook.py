@@ -3,14 +3,15 @@
     python -m benchmarks.hook --threads 2
     python -m benchmarks.hook --device cuda --dtype bf16 --tokens 8192 --width 2048
 
-On both kinds of models, each of one layer: a Hugging Face one (Qwen3) and Megatron-Core's GPTModel, with 152k rows of
-vocabulary. The whole pass is measured, model and head: forward alone, forward with backward, and a policy gradient,
-which a processor does without a second projection. The two paths take turns in one process; ratios are of neighbours,
-and their median counts. Memory is the peak of a process of its own beside weights, inputs and gradients
+Two models of one layer are measured, with a vocabulary of 152k: Qwen3 of Hugging Face and Megatron-Core's GPTModel.
+The whole pass through model and head is measured: only forward, forward with backward, and a policy gradient, for
+which a processor needs no second projection. The two paths take turns in one process. The result is the median of the
+ratios of neighbouring passes. Memory is the peak of a separate process, without weights, inputs and gradients
 (benchmarks/measure.py).
 
-The floor in products of [T, D] and [D, V]: one forward, two more backward; for log-probabilities alone a third one,
-since nothing of the forward's tiles is kept. The aims: 1.1 times the time and a sixth of the memory of logits.
+The floor is counted in products of [T, D] and [D, V]: one in forward and two in backward; log-probabilities need one
+more in backward, because no tile of the forward is kept. The targets are 1.1 times the time and a sixth of the memory
+of logits.
 Writes benchmarks/results/hook-<date>.json, on a GPU hook-cuda-<date>.json.
 """
 
@@ -32,7 +33,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.measure import MAP_BLOCKS, in_fresh_process, relative_distance, resident_extra, run_pass, take_turns
 from benchmarks.record import result_file, write_result
 from stillhouse.models import Decoder
-from stillhouse.models.processors import PolicyTargets, Targets, policy_gradient, selected_log_probs
+from stillhouse.models.processors import policy_gradient, selected_log_probs
+from stillhouse.models.targets import PolicyTargets, Targets
 from stillhouse.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -54,7 +56,7 @@ class Subject:
 
     model: nn.Module
     call: Callable[..., Any]
-    drawn_BS: Tensor
+    tokens_BS: Tensor
     advantages_BS: Tensor
     old_BS: Tensor
 
@@ -100,13 +102,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def compare(kind: str, case: str, subject: Subject, sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
-    works = {path: partial(run_pass, losses[case], subject) for path, losses in PATHS.items()}
+    tasks = {path: partial(run_pass, losses[case], subject) for path, losses in PATHS.items()}
     # both once before the clock runs: that compiles, and says whether they are the same
-    (theirs, their_gradients), (ours, our_gradients) = ((works[path](), subject.gradients()) for path in PATHS)
+    (theirs, their_gradients), (ours, our_gradients) = ((tasks[path](), subject.gradients()) for path in PATHS)
     distances = [relative_distance(a, b) for a, b in zip(our_gradients, their_gradients, strict=True)]
     subject.clear_gradients()
     del their_gradients, our_gradients
-    seconds = take_turns(works, arguments.rounds, device)
+    seconds = take_turns(tasks, arguments.rounds, device)
     ratios = [a / b for a, b in zip(seconds["processor"], seconds["logits"], strict=True)]
     memory = {path: extra_bytes(kind, case, path, sizes, arguments) for path in PATHS}
     return {
@@ -149,14 +151,14 @@ def _resident(kind: str, case: str, path: str, sizes: Sizes, dtype: str, threads
 
 def by_logits(subject: Subject) -> Tensor:
     logits = subject.call()
-    return torch.log_softmax(logits.float(), -1).gather(-1, subject.drawn_BS[..., None])[..., 0]
+    return torch.log_softmax(logits.float(), -1).gather(-1, subject.tokens_BS[..., None])[..., 0]
 
 
 def by_processor(subject: Subject) -> Tensor:
-    return subject.call(selected_log_probs(), Targets(subject.drawn_BS)).log_probs_BS
+    return subject.call(selected_log_probs(), Targets(subject.tokens_BS)).log_probs_BS
 
 
-def forward_alone(log_probs: Callable[[Subject], Tensor], subject: Subject) -> Tensor:
+def forward_only(log_probs: Callable[[Subject], Tensor], subject: Subject) -> Tensor:
     with torch.no_grad():
         loss = log_probs(subject).sum()
     return loss.requires_grad_()  # a pass ends with a backward
@@ -174,14 +176,12 @@ def clipped_by_logits(subject: Subject) -> Tensor:
 
 
 def clipped_by_processor(subject: Subject) -> Tensor:
-    context = PolicyTargets(subject.drawn_BS, advantages_T=subject.advantages_BS, old_log_probs_T=subject.old_BS)
+    context = PolicyTargets(subject.tokens_BS, advantages_T=subject.advantages_BS, old_log_probs_T=subject.old_BS)
     return subject.call(policy_gradient(), context).loss
 
 
 PATHS: dict[str, dict[str, Callable[[Subject], Tensor]]] = {
-    path: dict(
-        zip(CASES, (partial(forward_alone, log_probs), partial(ratio_to_old, log_probs), clipped), strict=True)
-    )
+    path: dict(zip(CASES, (partial(forward_only, log_probs), partial(ratio_to_old, log_probs), clipped), strict=True))
     for path, log_probs, clipped in (
         ("logits", by_logits, clipped_by_logits),
         ("processor", by_processor, clipped_by_processor),
@@ -281,10 +281,10 @@ def _ids(sizes: Sizes, device: torch.device) -> Tensor:
 
 def _subject(model: nn.Module, call: Callable[..., Any], sizes: Sizes, device: torch.device) -> Subject:
     shape_BS = (1, sizes.tokens)
-    drawn_BS = torch.randint(sizes.vocabulary, shape_BS, device=device)
+    tokens_BS = torch.randint(sizes.vocabulary, shape_BS, device=device)
     # near enough to the model's own for a ratio that is neither 0 nor clipped everywhere
     old_BS = -torch.tensor(float(sizes.vocabulary)).log() + 0.3 * torch.randn(shape_BS)
-    return Subject(model, call, drawn_BS, torch.randn(shape_BS, device=device), old_BS.to(device))
+    return Subject(model, call, tokens_BS, torch.randn(shape_BS, device=device), old_BS.to(device))
 
 
 SUBJECTS = {"hugging face": hugging_face, "megatron": megatron}

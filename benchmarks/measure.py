@@ -58,13 +58,13 @@ def relative_distance(value: torch.Tensor, reference: torch.Tensor) -> float:
     return float((value.float() - reference.float()).norm() / reference.float().norm())
 
 
-def take_turns(works: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def take_turns(tasks: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Each one's seconds, round by round."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for turn in range(rounds):
-        names = list(works) if turn % 2 == 0 else list(reversed(works))
+        names = list(tasks) if turn % 2 == 0 else list(reversed(tasks))
         for name in names:
-            seconds[name].append(timed(works[name], device)[0])
+            seconds[name].append(timed(tasks[name], device)[0])
     return seconds
 
 

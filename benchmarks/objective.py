@@ -43,7 +43,7 @@ SAME = {"fp32": 1e-3, "bf16": 3e-2}
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "jsd+0.3*cross_entropy")
 #: over T, the largest memory divided by the smallest: above it, memory is not flat
 FLAT = 1.25
-#: the products of a dense teacher's case, and those of the student alone
+#: the products of a case with a dense teacher, and those of the student only
 FLOORS = ("floor", "student_floor")
 MIB = 1 << 20
 COLUMNS = [
@@ -147,13 +147,13 @@ def time_all(
 ) -> dict[str, list[float]]:
     """Seconds per round of `case/contestant`, and of `case/floor`, which comes beside ours."""
     fastest = {kind: products(inputs, kind, *floor[kind]["fastest"]) for kind in FLOORS}
-    works: dict[str, Callable[[], Any]] = {}
+    tasks: dict[str, Callable[[], Any]] = {}
     for case, losses in entrants.items():
-        works[f"{case}/floor"] = fastest[floor_kind(case)]
-        works |= {f"{case}/{name}": partial(run_pass, loss, inputs) for name, loss in losses.items()}
+        tasks[f"{case}/floor"] = fastest[floor_kind(case)]
+        tasks |= {f"{case}/{name}": partial(run_pass, loss, inputs) for name, loss in losses.items()}
     device = inputs.weight_VD.device
-    seconds = take_turns(works, arguments.peer_rounds, device)
-    ours = {name: work for name, work in works.items() if name.endswith(("/floor", "/stillhouse"))}
+    seconds = take_turns(tasks, arguments.peer_rounds, device)
+    ours = {name: work for name, work in tasks.items() if name.endswith(("/floor", "/stillhouse"))}
     for name, more in take_turns(ours, arguments.rounds - arguments.peer_rounds, device).items():
         seconds[name] += more
     return seconds
@@ -181,11 +181,11 @@ def floors(inputs: Inputs, sizes: Sizes, arguments: argparse.Namespace) -> dict[
     """With and without the teacher: the fastest chunk and panel, seconds of all of them, and the time by flops."""
     device = inputs.weight_VD.device
     ways = list(product(arguments.floor_rows, arguments.floor_panels))
-    works: dict[str, Callable[[], Any]] = {"square": partial(torch.mm, *square_operands(arguments, device))}
-    works |= {f"{kind}/{way}": products(inputs, kind, *way) for kind in FLOORS for way in ways}
-    for work in works.values():
+    tasks: dict[str, Callable[[], Any]] = {"square": partial(torch.mm, *square_operands(arguments, device))}
+    tasks |= {f"{kind}/{way}": products(inputs, kind, *way) for kind in FLOORS for way in ways}
+    for work in tasks.values():
         work()
-    seconds = take_turns(works, arguments.floor_rounds, device)
+    seconds = take_turns(tasks, arguments.floor_rounds, device)
     rate = 2 * square_side(arguments) ** 3 / statistics.median(seconds["square"])
     result: dict[str, Any] = {"matrix_rate_gflops": round(rate / 1e9, 1)}
     for kind in FLOORS:
@@ -267,7 +267,7 @@ def call_twice(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
 
 
 def aims(result: dict[str, Any], on_cpu: bool) -> list[dict[str, Any]]:
-    """What this benchmark was asked to show, each with its value."""
+    """The targets of this benchmark, each with its value."""
     cases = result["cases"]
     found = [each for case in DIVERGENCES if case in cases for each in speed_aims(case, cases[case], on_cpu)]
     if on_cpu and f"top{TOP_K}" in cases:

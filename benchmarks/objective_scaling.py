@@ -3,15 +3,15 @@
     python -m benchmarks.objective_scaling --threads 2
     python -m benchmarks.objective_scaling --redraw benchmarks/results/objective-scaling-<date>.json
 
-One loss (`--case`), float32 on a CPU, with smaller widths than benchmarks/objective.py so that the whole takes about
-a quarter of an hour on two cores. Contestants take turns at every point; where one pass of all takes longer than
-`--limit-seconds` there is one turn, and whoever would take longer than that alone, or would not fit into the memory
-that is free, is left out from there on. The floor is the fastest of `--floor-rows`
-and `--floor-panels`.
+One loss (`--case`) in float32 on a CPU, with smaller widths than benchmarks/objective.py, so that the whole benchmark
+takes about a quarter of an hour on two cores. All libraries take turns at every point. If one pass of all of them
+takes longer than `--limit-seconds`, there is only one turn. A library that takes longer than this by itself, or does
+not fit into free memory, is left out of all larger points. The floor is the fastest of `--floor-rows` and
+`--floor-panels`.
 
-Ranks are processes that share `--threads` cores and the work: each holds its rows of both heads and takes
+Ranks are processes that share `--threads` cores. Each rank holds its rows of both heads and has
 max(1, threads / ranks) threads, so with more ranks than cores they wait for each other. `efficiency` is the time of
-one rank with all threads divided by theirs; 1 would mean that sharding costs nothing. Memory is per rank.
+one rank with all threads divided by the ranks' time; 1 means that sharding costs nothing. Memory is per rank.
 
 Writes benchmarks/results/objective-scaling-<date>.json and objective-scaling.png.
 """
@@ -166,10 +166,10 @@ def seconds_of(names: list[str], sizes: Sizes, arguments: argparse.Namespace) ->
     few = make_inputs(replace(sizes, tokens=min(sizes.tokens, WARM_UP_TOKENS)), CPU, torch.float32)
     for name in names:  # compiles what it compiles
         run_pass(losses[name], few)
-    works = floors | {name: partial(run_pass, losses[name], inputs) for name in names}
-    seconds = take_turns(works, 1, CPU)
+    tasks = floors | {name: partial(run_pass, losses[name], inputs) for name in names}
+    seconds = take_turns(tasks, 1, CPU)
     if sum(each for (each,) in seconds.values()) < arguments.limit_seconds:
-        seconds = take_turns(works, arguments.rounds, CPU)
+        seconds = take_turns(tasks, arguments.rounds, CPU)
     return {"floor": min(median(seconds[name]) for name in floors)} | {name: median(seconds[name]) for name in names}
 
 
@@ -264,7 +264,7 @@ LABELS = {
     "stillhouse": "Stillhouse",
     "pytorch": "plain PyTorch",
     "trl": "TRL",
-    "floor": "floor: matrix products alone",
+    "floor": "floor: only the matrix products",
 }
 
 
@@ -302,7 +302,7 @@ def draw_sweep(column: Any, points: list[dict[str, Any]], along: str) -> None:
 
 
 def draw_ranks(column: Any, result: dict[str, Any]) -> None:
-    """Ours alone: peers gather the whole head on every rank."""
+    """Only Stillhouse: peers gather the whole head on every rank."""
     points = result["over_ranks"]
     logits = result["sizes"]["rank_tokens"] * result["sizes"]["vocabularies"][0]
     style = {"color": COLOURS["stillhouse"], "marker": "o", "markersize": 4}

@@ -64,7 +64,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, default=2)
     add("--cases", nargs="+", default=[*EXPRESSIONS, *OTHERS])
     add("--serve", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error(f"--rounds {arguments.rounds}: expected 2 or more, for quartiles of the ratios")
+    return arguments
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:

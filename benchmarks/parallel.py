@@ -2,7 +2,7 @@
 
     python -m benchmarks.parallel
 
-A small twin of Qwen3's architecture, student and teacher of other widths and depths, takes a few steps under one
+A small model of Qwen3's architecture, student and teacher of other widths and depths, takes a few steps under one
 layout after the other, in eight processes over gloo. What they send and hold (benchmarks/parallel_ranks.py) stands
 beside the formulas of benchmarks/parallel_costs.py. The idle share is simulated on the orders of torch's schedules
 (benchmarks/pipeline_idle.py), after those that ran here have been found to be the same.

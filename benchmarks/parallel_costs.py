@@ -15,9 +15,9 @@ from typing import Any
 from stillhouse.parallel import SCHEMES, Layout
 from stillhouse.parallel.stages import Cost, Stage, split
 
-#: numbers per token that the shards of a vocabulary tell each other: raw sums of jsd and cross-entropy, and a label's
-#: logit; then jsd's two
-STATISTICS = 8 + 2
+#: numbers per token that each vocabulary shard sends to the others: ten raw sums of jsd and cross-entropy and the
+#: label's logit in the first collective, the two sums of jsd in the second
+STATISTICS = 10 + 1 + 2
 #: bytes of a batch per token: ids, positions, labels, rows and documents in int64, weights in float32
 BATCH_BYTES = 5 * 8 + 4
 
@@ -254,8 +254,11 @@ def within_step(job: Job, pipeline_rank: int, in_flight: int) -> Counter[str]:
 
 
 def _gathered(job: Job, stage: Stage) -> float:
-    """By FSDP at the peak: in a pipeline all of a stage; else embedding and head of both models, since the student
-    learns inside the teacher's forward. Of what each model gathered last, a head, there is the message, too.
+    """Bytes of weights that FSDP has gathered at the peak.
+
+    In a pipeline these are all weights of the stage. Otherwise the peak is in the student's objective: the teacher's
+    head is gathered for it, and the student's embedding and head stay gathered until their backward. FSDP also keeps
+    the buffer of the last all-gather in the student's forward, which is that of the head.
     """
     degrees, ends, tensor = job.layout.degrees, (stage.is_first, stage.is_last), job.layout.degrees.tensor
     if degrees.replicate * degrees.shard == 1:
@@ -266,6 +269,5 @@ def _gathered(job: Job, stage: Stage) -> float:
         others = job.student.weights(len(stage.student), *ends, tensor) - root + stage.is_last * student
         of_teacher = job.teacher.weights(len(stage.teacher), *ends, tensor) * job.teacher_bytes
         return root * job.student_bytes + others * job.gathered_bytes + of_teacher
-    messages = degrees.shard > 1
-    of_student = student * (job.student_bytes + (1 + messages) * job.gathered_bytes)
-    return of_student + (2 + messages) * teacher
+    buffers = degrees.shard > 1
+    return student * (job.student_bytes + (1 + buffers) * job.gathered_bytes) + teacher

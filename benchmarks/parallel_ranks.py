@@ -1,8 +1,8 @@
-"""What benchmarks/parallel.py reads on each rank: a small twin's steps under a layout, what they send and hold.
+"""The measurements of benchmarks/parallel.py on each rank: a small model's steps under a layout, traffic and memory.
 
-Traffic is what torch dispatches of collectives, whoever starts them (FSDP2, DTensor, the pipeline's sends, ours).
-Memory is what Python can reach between steps, and what PyTorch's allocator gives within one; what others allocate
-(gloo, MKL) is not counted.
+Traffic is counted from the collectives that torch dispatches for FSDP2, DTensor, the pipeline and Stillhouse. Memory
+between steps is that of all tensors that Python can reach; within a step it is that of PyTorch's allocator. Memory
+that gloo or MKL allocate is not counted.
 """
 
 import gc
@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.parallel_costs import Job, Shape
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
-from stillhouse.models.processors import DistillTargets, distillation
+from stillhouse.models.processors import distillation
+from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import OutputHead, Signal
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import (
@@ -59,8 +60,8 @@ TEACHER = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-#: of jsd and cross-entropy, not compiled: read off once at the peak
-SCRATCH_TILES = 11
+#: temporary tiles of jsd and cross-entropy where they are not compiled, counted once among the tensors of the peak
+SCRATCH_TILES = 15
 #: steps whose memory is looked at, and seconds behind each collective in them
 MEMORY_STEPS, PATIENCE = 3, 0.002
 LOSS = "0.3*cross_entropy + 0.7*jsd(0.5)"
@@ -119,8 +120,8 @@ def run_cases(cases: list[Case]) -> dict[str, Any]:
 def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     """One step in which ranks agree on shapes, one for the traffic, a few for the memory."""
     before = alive()
-    alone = case.layout.degrees.processes == 1
-    runner = build_runner(case.layout, None if alone else mesh, *model_sources(case))
+    single_process = case.layout.degrees.processes == 1
+    runner = build_runner(case.layout, None if single_process else mesh, *model_sources(case))
     for student in runner.students():
         student.train()
         if case.recomputed:
@@ -233,25 +234,25 @@ class Traffic(TorchDispatchMode):
             self._axes |= {grid.get_group(axis).group_name: axis for axis in grid.mesh_dim_names or ()}
         self._inside: list[str] = []
         for pair in runner.pairs.values():
-            self._listen(pair.student, "student's")
+            self._track_forward(pair.student, "student's")
             if pair.teacher is not None:
-                self._listen(pair.teacher, "teacher's")
-                self._listen_to_head(pair)
+                self._track_forward(pair.teacher, "teacher's")
+                self._track_teacher_head(pair)
 
-    def _listen_to_head(self, pair: TeacherStudentPair) -> None:
+    def _track_teacher_head(self, pair: TeacherStudentPair) -> None:
         """The teacher's head is gathered between the forwards of both models."""
         gather = pair._teacher_head
 
         @contextmanager
-        def listened() -> Iterator[OutputHead]:
+        def tracked() -> Iterator[OutputHead]:
             self._inside.append("teacher's")
             with gather() as head:
                 self._inside.remove("teacher's")
                 yield head
 
-        pair._teacher_head = listened  # type: ignore[method-assign]
+        pair._teacher_head = tracked  # type: ignore[method-assign]
 
-    def _listen(self, module: nn.Module, whose: str) -> None:
+    def _track_forward(self, module: nn.Module, whose: str) -> None:
         # before FSDP's own hook, which gathers
         module.register_forward_pre_hook(lambda *_: self._inside.append(whose), prepend=True)
         module.register_forward_hook(lambda *_: self._inside.remove(whose))

@@ -233,7 +233,7 @@ def make_trl(case: Case, device: torch.device) -> Loss:
 def make_linear_cross_entropy(case: Case, device: torch.device) -> Loss:
     """In its chunked form; without options it makes all logits, as plain PyTorch does."""
     if case.beta is not None:
-        raise Unavailable("cross-entropy alone")
+        raise Unavailable("it has only cross-entropy")
     if not hasattr(F, "linear_cross_entropy"):
         raise Unavailable(f"not in torch {torch.__version__}")
     options = torch.nn.LinearCrossEntropyOptions()

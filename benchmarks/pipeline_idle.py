@@ -2,18 +2,17 @@
 
     python -m benchmarks.pipeline_idle
 
-A stage's student forward costs 1, its backward 2 (of the input 1, of the weights 1), its teacher's forward r; sending
-costs nothing, all stages are alike. A rank runs its actions in the schedule's order, each as soon as it is free and
-what it needs is there. Steps follow one another: a step's student waits for the end of the step before on all ranks,
-since the gradient is clipped by its global norm; a teacher waits for nothing but the stage before it.
+On every stage the student's forward costs 1, its backward 2 (1 for the input's gradient and 1 for the weights'
+gradients), and the teacher's forward r. Sending costs nothing. A rank runs its actions in the schedule's order, each
+as soon as the rank is free and the action's inputs are there. The student of a step waits until all ranks have ended
+the previous step, because the gradient is clipped by its global norm. A teacher waits only for its previous stage.
 
-Places for the teacher:
-    twin      in the student's forward (what Stillhouse does)
+Places of the teacher:
+    in_stage  in the student's forward (what Stillhouse does)
     first     all of a step's micro-batches before its student
-    filled    the next step's, in this step's idle slots: a rank with nothing else to do takes the next one, and the
-              student of the next step does not wait for a teacher that is still at work
-    ahead     the same as Stillhouse does it under `1f1b_ahead`: in the order of
-              stillhouse/parallel/bubble_schedule.py, with all ranks at their end before a step's gradient is clipped
+    filled    the next step's teacher in this step's idle slots: an idle rank takes the next action of the teacher
+    ahead     the same under `1f1b_ahead`, as Stillhouse runs it: in the order of
+              stillhouse/parallel/bubble_schedule.py; all ranks end before a step's gradient is clipped
 
 p ranks, m micro-batches.
 """
@@ -29,17 +28,17 @@ from torch import nn
 from stillhouse.parallel import SCHEMES
 from stillhouse.parallel.bubble_schedule import Action, bubble_schedule, simulate
 
-#: steps that are simulated, and the first that counts: from there on each takes as long as the next
+#: simulated steps, and the first step that counts: from there on all steps take the same time
 STEPS, STEADY = 12, 3
-#: in student's forwards: what idle slots are filled with
+#: the cost r of a teacher that fills idle slots
 TEACHER_TO_FILL = 4
 BACKWARD = {"B": 2, "I": 1, "W": 1}
-#: under the names of torch's
+#: our names of torch's schedules
 SCHEDULES = [name for name, scheme in SCHEMES.items() if not scheme.prefetch]
 
 
 class Move(NamedTuple):
-    """An action as a schedule has it, in every step the same."""
+    """An action of a schedule; it is the same in every step."""
 
     stage: int
     kind: str
@@ -77,7 +76,7 @@ def _moves(actions: Sequence[Any]) -> list[Move]:
 
 
 def in_flight(moves: Sequence[Move]) -> float:
-    """The most micro-batches of which a rank keeps activations at a time, those of one of two stages counted half."""
+    """Return the most micro-batches whose activations a rank keeps; with two stages per rank, each counts half."""
     stages = len({each.stage for each in moves})
     kept = itertools.accumulate({"F": 1, "I": 0}.get(each.kind, -1) for each in moves)
     return max(kept) / stages
@@ -87,13 +86,13 @@ def in_flight(moves: Sequence[Move]) -> float:
 
 
 def measure(schedule: str, ranks: int, micro_batches: int, teacher: int) -> dict[str, Any]:
-    """One row: idle shares and step times of the places."""
+    """Return one row: the idle share for each place of the teacher."""
     moves = trace(schedule, ranks, micro_batches)
     work = micro_batches * SCHEMES[schedule].per_rank * (3 + teacher)
     uniform = Fraction(ranks - 1, micro_batches + ranks - 1)
     times = {
         place: step_time(place, schedule, moves, teacher)
-        for place in (("twin", "first", "filled") if teacher == TEACHER_TO_FILL else ("twin",))
+        for place in (("in_stage", "first", "filled") if teacher == TEACHER_TO_FILL else ("in_stage",))
     }
     if schedule == "1f1b" and teacher == TEACHER_TO_FILL:
         times["ahead"] = time_ahead(ranks, micro_batches, teacher)
@@ -104,28 +103,30 @@ def measure(schedule: str, ranks: int, micro_batches: int, teacher: int) -> dict
         "teacher_cost": teacher,
         "idle": {place: round(1 - work / time, 4) for place, time in times.items()},
         "formula": round(float(uniform), 4) if schedule in ("gpipe", "1f1b") else None,
-        "gain": {place: round(1 - time / times["twin"], 4) for place, time in times.items() if place != "twin"},
+        "gain": {
+            place: round(1 - time / times["in_stage"], 4) for place, time in times.items() if place != "in_stage"
+        },
         "in_flight": in_flight(moves[0]),
     }
 
 
 def step_time(place: str, schedule: str, moves: list[list[Move]], teacher: int) -> float:
-    """Of a step among many, in student forwards of a stage."""
+    """Return the time of one of many steps; the unit is one stage's student forward."""
     lanes = [_lanes(place, each) for each in moves]
     stages = len(moves) * SCHEMES[schedule].per_rank
     needs = _needs(place, stages, [[Action(0, *move) for move in each] for each in moves])
-    costs = {"F": 1 + (teacher if place == "twin" else 0), "T": teacher} | BACKWARD
+    costs = {"F": 1 + (teacher if place == "in_stage" else 0), "T": teacher} | BACKWARD
     ends = simulate(lanes, needs, costs)
     last = [0.0] * STEPS
     for action, end in ends.items():
         if action.kind != "T":
             last[action.step] = max(last[action.step], end)
-    # the last step has no next one's teacher to run
+    # the last step is shorter, because it runs no teacher for a next step
     return (last[-2] - last[STEADY]) / (STEPS - 2 - STEADY)
 
 
 def time_ahead(ranks: int, micro_batches: int, teacher: int) -> float:
-    """Of a step among many: they take turns in a few lengths, so of many of them."""
+    """Return the mean time of many steps, because their times alternate between a few values."""
     done, times = (0,) * ranks, []
     for _ in range(2 * STEPS):
         order = bubble_schedule(micro_batches, micro_batches, teacher, done)
@@ -140,7 +141,7 @@ def _lanes(place: str, moves: Sequence[Move]) -> list[list[Action]]:
         [Action(step, move.stage, "T", move.micro_batch) for move in moves if move.kind == "F"]
         for step in range(STEPS)
     ]
-    if place == "twin":
+    if place == "in_stage":
         return [list(itertools.chain(*student))]
     if place == "first":
         return [list(itertools.chain(*(each for pair in zip(teacher, student, strict=True) for each in pair)))]
@@ -148,7 +149,7 @@ def _lanes(place: str, moves: Sequence[Move]) -> list[list[Action]]:
 
 
 def _needs(place: str, stages: int, moves: list[list[Action]]) -> Callable[[Action], list[Action]]:
-    """What has to be done before an action can start."""
+    """Return a function that gives the actions that must end before an action can start."""
     in_parts = {(each.stage, each.micro_batch) for each in itertools.chain(*moves) if each.kind == "I"}
     ends_of_step = [each[-1] for each in moves]
 
@@ -164,9 +165,9 @@ def _needs(place: str, stages: int, moves: list[list[Action]]) -> Callable[[Acti
             return [own] if stage + 1 == stages else [own, gradient(step, stage + 1, micro_batch)]
         before = [action._replace(stage=stage - 1)] if stage else []
         if kind == "T":
-            # at most one step ahead: the hidden states of two steps' micro-batches are what there is room for
+            # at most one step ahead: there is memory for the hidden states of two steps
             return before + [each._replace(step=step - 2) for each in ends_of_step if step > 1]
-        if place != "twin" and stage + 1 == stages:
+        if place != "in_stage" and stage + 1 == stages:
             before.append(action._replace(kind="T"))
         return before + [each._replace(step=step - 1) for each in ends_of_step if step]
 
@@ -179,7 +180,7 @@ def main() -> None:
 
 
 def rows(ranks: Sequence[int], rounds: Sequence[int], teachers: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """rounds: micro-batches in multiples of the ranks."""
+    """rounds: the number of micro-batches, as multiples of the ranks."""
     for schedule, p, factor, teacher in itertools.product(SCHEDULES, ranks, rounds, teachers):
         yield measure(schedule, p, factor * p, teacher)
 
@@ -190,7 +191,7 @@ def line(row: dict[str, Any]) -> str:
     formula = "" if row["formula"] is None else f"(p-1)/(m+p-1) {row['formula']:5.1%}"
     return (
         f"{row['schedule']:<12}p {row['ranks']}  m {row['micro_batches']:<3} r {row['teacher_cost']}  "
-        f"idle: {idle:<56}{formula:<22}" + (f"gain: {gain}" if gain else "")
+        f"idle: {idle:<60}{formula:<22}" + (f"gain: {gain}" if gain else "")
     )
 
 

@@ -36,7 +36,7 @@ from stillhouse.teachers import InStageTeacher
 from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.folder import RunFolder, init_run_dir
 from stillhouse.train.off_policy import train
-from stillhouse.train.schedule import make_plan
+from stillhouse.train.schedule import make_step_schedule
 from stillhouse.train.session import Session
 
 PARTS = ("teacher_forward", "student_forward", "objective", "student_backward", "optimizer")
@@ -108,8 +108,8 @@ def steps_of_a_run(session: Session, turn: int) -> list[float]:
 
 def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
     """The same steps' parts, each timed by itself, on micro-batches that are there already."""
-    for step in range(session.plan.steps):
-        micro_batches = session.shard(session.plan.micro_batches(session.train, step))
+    for step in range(session.step_schedule.steps):
+        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, step))
         seconds = dict.fromkeys(PARTS, 0.0)
         for each in micro_batches:
             micro_batch_by_hand(session, each, micro_batches.whole.normalizer, seconds)
@@ -188,7 +188,7 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         tokenizer_hash="",
         train=packed,
         evaluation=None,
-        plan=make_plan(config.train, len(packed), arguments.max_tokens),
+        step_schedule=make_step_schedule(config.train, len(packed), arguments.max_tokens),
         engine=Engine(runner, spec, device, optimizer=settings, bf16=config.train.precision == "bf16"),
         source=InStageTeacher(runner),
         data_hashes={},

@@ -2,12 +2,13 @@
 
     python examples/grpo.py
 
-A small policy imitates calculations of which a third are right. Then it draws several answers to each problem and
-learns from which of them are. The objective is nothing but an output processor and, as its context, what is known of
-each drawn token (see `learn`); the model is a Hugging Face one, whose own `generate` draws.
+First a small policy is trained on calculations of which one third are right. Then it samples several answers to each
+problem, and a reward of 1 for each right answer trains it further. The objective is only an output processor; its
+context has the advantages and old log-probabilities of the sampled tokens (see `learn`). The model is a Hugging Face
+model, and its own `generate` samples the answers.
 
-All prompts have one length and answers are padded behind their end. So nothing has to be masked: no token sees what
-comes after it, and what comes after the end has no label.
+All prompts have the same length, and answers are padded after their end. So no attention mask is needed: a token does
+not see the tokens after it, and padding has no label.
 
 B rows of S tokens, V vocabulary; P problems, G answers to each.
 """
@@ -25,7 +26,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from stillhouse import Decoder
-from stillhouse.models.processors import PolicyTargets, Targets, cross_entropy, policy_gradient, selected_log_probs
+from stillhouse.models.processors import cross_entropy, policy_gradient, selected_log_probs
+from stillhouse.models.targets import PolicyTargets, Targets
 
 PAD, END = "<pad>", "<end>"
 PROMPT, ANSWER = 5, 4  # tokens: those of "17+5=", and of three digits and the end at most
@@ -36,7 +38,7 @@ Problem = tuple[int, int]
 
 @dataclass(frozen=True)
 class Answers:
-    """What the policy drew, and what was known then."""
+    """Sampled answers, their log-probabilities under the policy that sampled them, and their rewards."""
 
     ids_BS: Tensor
     labels_BS: Tensor
@@ -46,9 +48,9 @@ class Answers:
 
 @dataclass(frozen=True)
 class Result:
-    rewards: list[float]  # the mean of each step
-    before: float  # share of held-out problems that the likeliest answer solves
-    after: float
+    rewards: list[float]  # mean reward of each step
+    before: float  # share of held-out problems that greedy decoding solves, before the first step
+    after: float  # the same after the last step
     difference: float  # see `largest_difference`
 
 
@@ -69,16 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=options.learning_rate, weight_decay=0.0)
     rewards = []
     for step in range(1, options.steps + 1):
-        answers = draw(policy, tokenizer, chance.sample(problems, options.problems), options.group)
+        answers = sample(policy, tokenizer, chance.sample(problems, options.problems), options.group)
         metrics = learn(policy, reference, optimizer, answers, options)
         rewards.append(answers.rewards_B.mean().item())
         if step % 10 == 0:
-            told = {key: metrics[key] / metrics["tokens"] for key in PER_TOKEN if key in metrics}
-            per_token = ", ".join(f"{key} {each:.3f}" for key, each in told.items())
+            means = {key: metrics[key] / metrics["tokens"] for key in PER_TOKEN if key in metrics}
+            per_token = ", ".join(f"{key} {each:.3f}" for key, each in means.items())
             print(f"step {step}: reward {sum(rewards[-10:]) / 10:.3f}; per token {per_token}")
 
     after = solved(policy, tokenizer, held_out)
-    difference = largest_difference(policy, draw(policy, tokenizer, held_out, group=1))
+    difference = largest_difference(policy, sample(policy, tokenizer, held_out, group=1))
     print(f"after {options.steps} steps: {after:.0%} of held-out problems solved")
     print(f"log-probabilities of the processor and of logits differ by at most {difference:.1e}")
     return Result(rewards, before, after, difference)
@@ -93,16 +95,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--problems", type=int, default=32, help="per step")
     add("--group", type=int, default=8, help="answers to each problem")
-    add("--updates", type=int, default=2, help="of the policy, per step")
+    add("--updates", type=int, default=2, help="updates of the policy per step")
     add("--learning-rate", type=float, default=3e-4)
-    add("--kl-scale", type=float, default=0.01, help="of the penalty for leaving the policy that imitated")
+    add("--kl-scale", type=float, default=0.01, help="weight of the KL penalty against the policy at the start")
     add("--entropy-bonus", type=float, default=0.001)
-    add("--imitate", type=int, default=200, help="steps before the policy draws")
+    add("--imitate", type=int, default=200, help="supervised steps at the start")
     return parser.parse_args(arguments)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each character."""
+    """Return a tokenizer with one token per character."""
     backend = Tokenizer(models.WordLevel({each: id for id, each in enumerate([PAD, END, *"0123456789+="])}))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
@@ -110,7 +112,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_policy(tokenizer: PreTrainedTokenizerFast) -> Decoder:
-    """330,000 parameters."""
+    """Return a model of 330,000 parameters."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -129,7 +131,7 @@ def make_policy(tokenizer: PreTrainedTokenizerFast) -> Decoder:
 def imitate(
     policy: Decoder, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], chance: random.Random, steps: int
 ) -> None:
-    """Cross-entropy on answers of which one in three is right, the others too large by one or two."""
+    """Train with cross-entropy on answers of which one third are right; the others are too large by 1 or 2."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
     processor = cross_entropy()
     for _ in range(steps):
@@ -142,16 +144,16 @@ def imitate(
         optimizer.zero_grad()
 
 
-def draw(
+def sample(
     policy: Decoder, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], group: int, *, greedy: bool = False
 ) -> Answers:
-    """`group` answers to each problem, one after the other."""
+    """Return `group` answers to each problem, in the order of the problems."""
     problems = [each for each in problems for _ in range(group)]
     prompts = tokenizer([ask(each) for each in problems], return_tensors="pt")
-    # from all of the distribution, or log-probabilities would be those of another one
-    how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    # the policy gradient needs log-probabilities of exactly the distribution that is sampled from
+    options = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     ids_BS = policy.pretrained.generate(
-        prompts.input_ids, attention_mask=prompts.attention_mask, max_new_tokens=ANSWER, **how
+        prompts.input_ids, attention_mask=prompts.attention_mask, max_new_tokens=ANSWER, **options
     )
     labels_BS = labels_of(ids_BS, tokenizer)
     right = [
@@ -168,7 +170,7 @@ def learn(
     answers: Answers,
     options: argparse.Namespace,
 ) -> dict[str, Tensor]:
-    """Clipped updates on the same answers; the metrics of the last, sums over tokens."""
+    """Run several clipped updates on the same answers. Return the last update's metrics: sums over tokens."""
     labels_BS = answers.labels_BS
     context = PolicyTargets(
         labels_BS,
@@ -188,7 +190,7 @@ def learn(
 
 
 def advantages(rewards_B: Tensor, group: int) -> Tensor:
-    """[B]: against the other answers to the same problem. Where all of them are right, or none, it is 0."""
+    """Return advantages [B] relative to the answers to the same problem; 0 where all or none of them are right."""
     rewards_PG = rewards_B.view(-1, group)
     centred_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     return (centred_PG / (rewards_PG.std(1, correction=0, keepdim=True) + 1e-4)).flatten()
@@ -201,21 +203,21 @@ def log_probs(model: Decoder, ids_BS: Tensor, labels_BS: Tensor) -> Tensor:
 
 @torch.no_grad()
 def largest_difference(policy: Decoder, answers: Answers) -> float:
-    """Between log-probabilities of the processor and those that the model's own logits give."""
+    """Compare the processor's log-probabilities with those computed from the model's logits."""
     logits_BSV, labels_BS = policy.pretrained(answers.ids_BS).logits, answers.labels_BS
     expected_BS = logits_BSV.log_softmax(-1).gather(-1, labels_BS.clamp_min(0)[..., None])[..., 0]
     return (answers.log_probs_BS - expected_BS)[labels_BS >= 0].abs().max().item()
 
 
 def labels_of(ids_BS: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """[B, S]: the token after each one; −1 where that is the problem's own, or behind the answer's end."""
+    """Return [B, S]: the next token of each token; −1 where the next token is in the prompt or after the end."""
     labels_BS = F.pad(ids_BS[:, 1:], (0, 1), value=-1)
     labels_BS[:, : PROMPT - 1] = -1
     return labels_BS.masked_fill((ids_BS == tokenizer.eos_token_id).cumsum(1) > 0, -1)
 
 
 def solved(policy: Decoder, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> float:
-    return draw(policy, tokenizer, problems, group=1, greedy=True).rewards_B.mean().item()
+    return sample(policy, tokenizer, problems, group=1, greedy=True).rewards_B.mean().item()
 
 
 def ask(problem: Problem) -> str:

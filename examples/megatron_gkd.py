@@ -1,15 +1,15 @@
-"""Knowledge distillation in Megatron-Core, any tensor × pipeline × data parallel layout, without a patch.
+"""Knowledge distillation in Megatron-Core, under any tensor × pipeline × data parallel layout, without a patch.
 
     torchrun --nproc-per-node 4 examples/megatron_gkd.py examples/megatron_gkd.yaml
 
-The teacher is a second GPTModel in the same stages: it goes forward through Megatron's own schedule, and its hidden
-states stay on the last stage, where the student's output processor compares the two. Or it has spoken before, and a
-file has its top-k. What is minimised is Stillhouse's objective section; the two models' weights are drawn here, so
-put yours where `build` is called. It runs on GPUs: Megatron-Core asks for CUDA devices even where there are none
-(tests/cuda_is_cpu.py answers it in this repository's tests).
+The teacher is a second GPTModel in the same pipeline stages. Megatron's own schedule runs its forward, and its hidden
+states stay on the last stage, where the student's output processor compares teacher and student. Instead of a teacher
+model, a file can give the teacher's top-k log-probabilities. The objective section is Stillhouse's own. The weights
+of both models are random: load yours where `build` is called. Megatron-Core needs CUDA devices (tests/cuda_is_cpu.py
+replaces them in this repository's tests).
 
-`data` and `teacher.top_k` are safetensors files: input_ids [N, S + 1]; ids and log_probs [N, S, K], tail_log_prob
-[N, S], of the same N rows. B rows of a micro-batch, S tokens, K entries.
+`data` and `teacher.top_k` are safetensors files of the same N rows: input_ids [N, S + 1]; ids and log_probs
+[N, S, K], tail_log_prob [N, S]. B rows of a micro-batch, S tokens, K entries.
 """
 
 import os
@@ -42,7 +42,8 @@ from stillhouse.config.objective import ObjectiveConfig
 from stillhouse.config.section import PathText, Section
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.models.processors import DistillTargets, distillation, full_vocab
+from stillhouse.models.processors import distillation, full_vocab
+from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import Signal, TopK
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
@@ -73,8 +74,8 @@ class LayoutSection(Section):
 
 class TrainSection(Section):
     steps: int = Field(default=20, ge=1)
-    micro_batches: int = Field(default=4, ge=1, description="Of each data rank in a step.")
-    rows: int = Field(default=2, ge=1, description="Of a micro-batch.")
+    micro_batches: int = Field(default=4, ge=1, description="Micro-batches of each data rank in a step.")
+    rows: int = Field(default=2, ge=1, description="Rows of a micro-batch.")
     learning_rate: float = Field(default=1e-3, gt=0)
 
 
@@ -95,9 +96,10 @@ class MicroBatch:
     signal: Signal | None = None
 
 
-def main(path: str) -> None:
+def main(path: str) -> DistributedDataParallel:
+    """Train, and return this rank's part of the student."""
     config = read_config(path)
-    spec, rows = recipe_of(config.objective), read_rows(config)
+    spec, rows = read_objective(config.objective), read_rows(config)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -108,8 +110,10 @@ def main(path: str) -> None:
     teacher = None if config.teacher.model is None else build(config, config.teacher.model, tokens, seed=1)
     if teacher is not None:
         teacher.eval().requires_grad_(False)
-    train(config, spec, rows, wrap(student), teacher)
+    student = wrap(student)
+    train(config, spec, rows, student, teacher)
     dist.destroy_process_group()
+    return student
 
 
 def train(
@@ -119,30 +123,30 @@ def train(
     student: DistributedDataParallel,
     teacher: GPTModel | None,
 ) -> None:
-    made = OptimizerConfig(optimizer="adam", lr=config.train.learning_rate, clip_grad=1.0)
-    optimizer = get_megatron_optimizer(made, [student])
+    settings = OptimizerConfig(optimizer="adam", lr=config.train.learning_rate, clip_grad=1.0)
+    optimizer = get_megatron_optimizer(settings, [student])
     processor = distillation(spec, chunk_tokens=config.objective.chunk_tokens)
     hook = MegatronProcessor(student, processor, vocab_size=config.vocabulary)
-    ear = None if teacher is None else MegatronProcessor(teacher, full_vocab, vocab_size=config.vocabulary)
+    teacher_hook = None if teacher is None else MegatronProcessor(teacher, full_vocab, vocab_size=config.vocabulary)
     for step in range(config.train.steps):
         batches = micro_batches(config, rows, step)
         signals: Sequence[Signal | None] = [each.signal for each in batches]
-        if teacher is not None and ear is not None and spec.needs_teacher:
-            signals = listen(teacher, ear, batches) or signals
+        if teacher is not None and teacher_hook is not None and spec.needs_teacher:
+            signals = teacher_signals(teacher, teacher_hook, batches) or signals
         contexts = [
             DistillTargets(each.labels_BS, signal=signal) for each, signal in zip(batches, signals, strict=True)
         ]
         student.zero_grad_buffer()
         optimizer.zero_grad()
         sums = schedule(student, hook, batches, contexts)
-        optimizer.step()
-        report(step, sums)
+        _, gradient_norm, _ = optimizer.step()
+        report(step, sums, gradient_norm)
 
 
 @torch.no_grad()
-def listen(teacher: GPTModel, ear: MegatronProcessor, batches: Sequence[MicroBatch]) -> list[Signal]:
-    """What the teacher says of each micro-batch, on the last stage: hidden states and head, never logits."""
-    return schedule(teacher, ear, batches, [None] * len(batches), forward_only=True, collect_non_loss_data=True)
+def teacher_signals(teacher: GPTModel, hook: MegatronProcessor, batches: Sequence[MicroBatch]) -> list[Signal]:
+    """Return one signal per micro-batch on the last stage: hidden states and head, never logits. Empty elsewhere."""
+    return schedule(teacher, hook, batches, [None] * len(batches), forward_only=True, collect_non_loss_data=True)
 
 
 def schedule(
@@ -150,23 +154,26 @@ def schedule(
     hook: MegatronProcessor,
     batches: Sequence[MicroBatch],
     contexts: Sequence[Any],
-    **how: bool,
+    **options: bool,
 ) -> list[Any]:
-    """Megatron's own. Of each micro-batch, on the last stage, what `finish` keeps."""
+    """Run Megatron's schedule. On the last stage, return what `finish` keeps of each micro-batch."""
 
     def forward_step(data: Iterator[tuple[MicroBatch, Any]], model: torch.nn.Module) -> tuple[Any, Any]:
         batch, context = next(data)
         positions_BS = torch.arange(batch.input_ids_BS.shape[1], device=batch.input_ids_BS.device)[None]
-        # the local layers want a mask for what is no causal attention; there is none here
-        options = {"output_processor": hook, "output_processor_context": context}
-        return model(batch.input_ids_BS, positions_BS, None, **options), finish
+        processor = {"output_processor": hook, "output_processor_context": context}
+        # no attention mask: causal attention makes its own
+        return model(batch.input_ids_BS, positions_BS, None, **processor), finish
 
     def finish(output: Any, non_loss_data: bool = False) -> Any:
-        """Loss as a sum, its tokens, by whose sum over all ranks Megatron divides the gradient, and what to log."""
+        """Return the summed loss, its number of tokens, and what to log.
+
+        Megatron divides the gradient by the number of tokens of all micro-batches and data ranks.
+        """
         if non_loss_data:
             return output
-        counted = output.metrics["tokens"].int()
-        return output.loss, counted, torch.stack([output.loss.detach(), counted.float()])
+        tokens = output.metrics["tokens"].int()
+        return output.loss, tokens, torch.stack([output.loss.detach(), tokens.float()])
 
     (rows, tokens) = batches[0].input_ids_BS.shape
     return get_forward_backward_func()(
@@ -176,17 +183,17 @@ def schedule(
         num_microbatches=len(batches),
         seq_length=tokens,
         micro_batch_size=rows,
-        **{"forward_only": False} | how,
+        **{"forward_only": False} | options,
     )
 
 
 def build(config: GkdConfig, shape: ModelSection, tokens: int, seed: int) -> GPTModel:
-    """This rank's part, with weights drawn from `seed`."""
+    """Return this rank's part of a model with random weights."""
     layout = config.parallel
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    made = TransformerConfig(
+    transformer = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.width,
         num_attention_heads=shape.heads,
@@ -203,13 +210,13 @@ def build(config: GkdConfig, shape: ModelSection, tokens: int, seed: int) -> GPT
         gradient_accumulation_fusion=False,
         batch_p2p_comm=torch.cuda.is_available(),
         pipeline_dtype=torch.float32,
-        # losses are sums over tokens: divided once, by their number in the whole step
+        # losses are sums over tokens; Megatron divides them once, by the number of tokens in the whole step
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
     )
     padded = -(-config.vocabulary // layout.tensor) * layout.tensor
     model = GPTModel(
-        made,
+        transformer,
         LAYER(),
         padded,
         tokens,
@@ -228,28 +235,34 @@ def wrap(model: GPTModel) -> DistributedDataParallel:
 
 
 def micro_batches(config: GkdConfig, rows: dict[str, Tensor], step: int) -> list[MicroBatch]:
-    """This data rank's, in the order of the file, over and over."""
+    """Return this data rank's micro-batches of a step. Rows come in the file's order and start again at its end."""
     train = config.train
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     first = (step * size + rank) * train.micro_batches * train.rows
-    made = []
+    batches = []
     for start in range(first, first + train.micro_batches * train.rows, train.rows):
         index_B = torch.arange(start, start + train.rows) % len(rows["input_ids"])
-        ids_BS, *said = (rows[name][index_B].to(torch.cuda.current_device()) for name in rows)
-        # each of [B, S, …] as [T, …]
-        signal = TopK(*(each.flatten(0, 1) for each in said[:2]), tail_log_prob_T=said[2].flatten()) if said else None
-        made.append(MicroBatch(ids_BS[:, :-1], ids_BS[:, 1:], signal))
-    return made
+        batch = {name: each[index_B].to(torch.cuda.current_device()) for name, each in rows.items()}
+        ids_BS = batch.pop("input_ids")
+        batches.append(MicroBatch(ids_BS[:, :-1], ids_BS[:, 1:], top_k_signal(batch) if batch else None))
+    return batches
 
 
-def report(step: int, sums: list[Tensor]) -> None:
-    """One line, of the last stage's first rank."""
+def top_k_signal(batch: dict[str, Tensor]) -> TopK:
+    """Return the file's top-k of a micro-batch. A signal has one dim for the T = B·S tokens."""
+    ids_TK, log_probs_TK = batch["ids"].flatten(0, 1), batch["log_probs"].flatten(0, 1)
+    return TopK(ids_TK, log_probs_TK, tail_log_prob_T=batch["tail_log_prob"].flatten())
+
+
+def report(step: int, sums: list[Tensor], gradient_norm: float) -> None:
+    """Print one line, on the first rank of the last stage. gradient_norm: over all ranks, before clipping."""
     if not parallel_state.is_pipeline_last_stage():
         return
-    whole = torch.stack(sums).sum(0)
-    dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
+    total = torch.stack(sums).sum(0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0:
-        print(f"step {step}: loss {whole[0] / whole[1]:.4f} over {int(whole[1])} tokens", flush=True)
+        loss, tokens = float(total[0] / total[1]), int(total[1])
+        print(f"step {step}: loss {loss:.6f} over {tokens} tokens, gradient norm {gradient_norm:.6f}", flush=True)
 
 
 def read_config(path: str) -> GkdConfig:
@@ -262,22 +275,22 @@ def read_config(path: str) -> GkdConfig:
     except ValidationError as error:
         raise explain(error, given, GkdConfig) from error
     if (config.teacher.model is None) == (config.teacher.top_k is None):
-        raise ConfigError("teacher", "expected model or top_k, one of them")
+        raise ConfigError("teacher", "expected exactly one of model and top_k")
     for name, model in (("student", config.student), ("teacher.model", config.teacher.model)):
         if model is not None and (model.layers % config.parallel.pipeline or model.heads % config.parallel.tensor):
             raise ConfigError(
                 name,
-                f"{model.layers} layers over pipeline {config.parallel.pipeline}, {model.heads} heads over tensor "
-                f"{config.parallel.tensor}: expected whole numbers of each",
+                f"{model.layers} layers over {config.parallel.pipeline} pipeline ranks, {model.heads} heads over "
+                f"{config.parallel.tensor} tensor ranks: expected the same whole number on every rank",
             )
     return config
 
 
-def recipe_of(objective: ObjectiveConfig) -> ObjectiveSpec:
+def read_objective(objective: ObjectiveConfig) -> ObjectiveSpec:
     for key in ("tokens", "router_aux_loss"):
         if key in objective.model_fields_set:
             raise ConfigError(
-                f"objective.{key}", "has no effect here: every token is a target, and no layer has experts"
+                f"objective.{key}", "has no effect here: every token is a target, and there are no experts"
             )
     try:
         return parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
@@ -286,7 +299,7 @@ def recipe_of(objective: ObjectiveConfig) -> ObjectiveSpec:
 
 
 def read_rows(config: GkdConfig) -> dict[str, Tensor]:
-    """input_ids, and ids, log_probs and tail_log_prob if the teacher is a file. Raises ConfigError."""
+    """Return input_ids, and also ids, log_probs and tail_log_prob if the teacher is a file. Raises ConfigError."""
     rows = read_tensors("data", config.data, ("input_ids",))
     ids = rows["input_ids"]
     if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.numel():
@@ -302,14 +315,14 @@ def read_rows(config: GkdConfig) -> dict[str, Tensor]:
             "data", f"{config.data} has token {largest}: expected less than vocabulary, {config.vocabulary}"
         )
     if config.teacher.top_k is not None:
-        said = read_tensors("teacher.top_k", config.teacher.top_k, ("ids", "log_probs", "tail_log_prob"))
-        for name, each in said.items():
+        top_k = read_tensors("teacher.top_k", config.teacher.top_k, ("ids", "log_probs", "tail_log_prob"))
+        for name, each in top_k.items():
             if each.shape[:2] != (count, tokens - 1):
                 raise ConfigError(
                     "teacher.top_k",
-                    f"{name} of shape {tuple(each.shape)}: expected {count} rows of {tokens - 1} tokens, as data has",
+                    f"{name} of shape {tuple(each.shape)}: expected {count} rows of {tokens - 1} tokens, as in data",
                 )
-        rows |= said
+        rows |= top_k
     return rows
 
 
@@ -319,7 +332,7 @@ def read_tensors(key: str, path: str, names: Sequence[str]) -> dict[str, Tensor]
     except (OSError, SafetensorError) as error:
         raise ConfigError(key, f"cannot read {path}: {error}") from error
     if missing := [name for name in names if name not in found]:
-        raise ConfigError(key, f"{path} has {', '.join(found)}: expected {', '.join(missing)} as well")
+        raise ConfigError(key, f"{path} has {', '.join(found)}, but not {', '.join(missing)}")
     return {name: found[name] for name in names}
 
 

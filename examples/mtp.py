@@ -1,11 +1,11 @@
-"""Draft heads for speculative decoding: trained on the text, or on what the main model itself would say.
+"""Draft heads for speculative decoding: trained on a text, or on the main model's own distribution.
 
     python examples/mtp.py
 
-The main model is the demo's teacher, frozen. Its multi-token prediction layers train twice from the same start, on
-the same text, by the cross-entropy of the labels and by the divergence from the main model's own distribution of the
-same token. Then transformers generates with either of them as the drafter, and the table says how many drafted tokens
-it accepts.
+The main model is the demo's teacher, frozen. Its layers for multi-token prediction (MTP) are trained twice from the
+same initial weights and on the same text: once with the cross-entropy of the text's tokens, and once with the
+divergence from the main model's distribution of the same token. Then transformers generates with each of them as the
+drafter. The table shows how many drafted tokens the main model accepts.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from stillhouse.demo.corpus import collect_documents, split_of
 from stillhouse.demo.student import TEACHER
 from stillhouse.demo.tokenizer import encode
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
-from stillhouse.models.processors import DistillTargets, distillation
+from stillhouse.models.processors import distillation
+from stillhouse.models.targets import DistillTargets
 from stillhouse.objective.spec import parse_objective
 
 ROW, ROWS = 128, 2  # tokens per row, rows per step
@@ -35,7 +36,7 @@ OBJECTIVES = {"cross-entropy": "cross_entropy", "distilled": "forward_kl"}
 
 
 def main_model() -> Decoder:
-    """The demo's teacher as a GLM-4-MoE: without experts, the two families' layers are the same."""
+    """Return the demo's teacher as a GLM-4-MoE: layers without experts are the same in both families."""
     given = AutoConfig.from_pretrained(TEACHER, trust_remote_code=False)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "eos_token_id")
@@ -44,7 +45,7 @@ def main_model() -> Decoder:
         rope_parameters={**given.rope_parameters, "partial_rotary_factor": 1.0},
         use_qk_norm=True,
         first_k_dense_replace=given.num_hidden_layers,
-        n_routed_experts=4,  # of the further layers, which are always a mixture
+        n_routed_experts=4,  # only the MTP layers have experts
         num_experts_per_tok=2,
         moe_intermediate_size=given.intermediate_size // 4,
     )
@@ -55,7 +56,7 @@ def main_model() -> Decoder:
 
 
 def batches(tokens_T: torch.Tensor, steps: int, seed: int) -> Iterator[torch.Tensor]:
-    """Rows drawn anywhere in a stream, [B, S + 1]; each stands for a document."""
+    """Yield rows [B, S + 1] from random places of the text. Each row is treated as one document."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         starts_B1 = torch.randint(len(tokens_T) - ROW, (ROWS, 1), generator=generator)
@@ -63,7 +64,7 @@ def batches(tokens_T: torch.Tensor, steps: int, seed: int) -> Iterator[torch.Ten
 
 
 def train(decoder: MultiTokenDecoder, tokens_T: torch.Tensor, loss: str, steps: int, seed: int) -> None:
-    """The layers alone, one objective at every further depth."""
+    """Train only the MTP layers, with the same objective at every depth."""
     spec = parse_objective(loss)
     processor = distillation(spec)
     optimizer = torch.optim.AdamW(decoder.layers.parameters(), lr=LEARNING_RATE)
@@ -82,7 +83,7 @@ def train(decoder: MultiTokenDecoder, tokens_T: torch.Tensor, loss: str, steps: 
 
 
 class Accepted(BaseStreamer):
-    """Of each draft, how many tokens the main model took over: it puts those and one of its own."""
+    """Counts the tokens that the main model accepts of each draft: `put` gets these and one token of its own."""
 
     def __init__(self) -> None:
         self.puts: list[int] = []
@@ -94,12 +95,12 @@ class Accepted(BaseStreamer):
         pass
 
     def of_drafts(self) -> list[int]:
-        """Not of the prompt, of the token before any draft, and of the last draft, which the length may have cut."""
+        """Leave out the prompt, the token before the first draft, and the last draft, which may have been cut."""
         return [put - 1 for put in self.puts[2:-1]]
 
 
 def acceptance(folder: Path, prompts_PS: torch.Tensor, new_tokens: int, sampled: bool, seed: int) -> list[int]:
-    """Tokens accepted of each draft, with transformers' own generation from a saved folder."""
+    """Generate with transformers from a saved folder. Return the number of accepted tokens of each draft."""
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     find_layers(model)
     torch.manual_seed(seed)
@@ -114,7 +115,7 @@ def acceptance(folder: Path, prompts_PS: torch.Tensor, new_tokens: int, sampled:
 
 
 def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> dict[tuple[str, bool], float]:
-    """Prints the table and returns it: tokens accepted per draft, by objective and whether sampled."""
+    """Print the table and return it: accepted tokens per draft, by (objective, whether sampled)."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(TEACHER, trust_remote_code=False)
     documents = collect_documents()
@@ -145,12 +146,12 @@ def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> d
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help=f"of {ROW * ROWS} tokens, for each objective")
+    parser.add_argument("--steps", type=int, default=200, help=f"steps of {ROW * ROWS} tokens, for each objective")
     parser.add_argument("--depths", type=int, default=2, help="drafted tokens")
-    parser.add_argument("--prompts", type=int, default=16, help="from the held-out text")
-    parser.add_argument("--new-tokens", type=int, default=48, help="generated after each prompt")
+    parser.add_argument("--prompts", type=int, default=16, help="number of prompts, from the held-out text")
+    parser.add_argument("--new-tokens", type=int, default=48, help="tokens generated after each prompt")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    logging.set_verbosity_error()  # each load tells of the layers, which it does not expect
+    logging.set_verbosity_error()  # each load warns about the MTP layers, which a plain model does not have
     logging.disable_progress_bar()
     main(**vars(arguments))

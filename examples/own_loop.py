@@ -2,8 +2,8 @@
 
     python examples/own_loop.py TEACHER STUDENT "some text to learn from"
 
-What changes against a loop with `log_softmax` and `kl_div`: the models give hidden states, and the divergence over
-the full vocabulary is computed from them and the two heads, a chunk of tokens at a time.
+The difference from a loop with `log_softmax` and `kl_div`: the models return hidden states, and the divergence over
+the full vocabulary is computed from them and the two heads, one chunk of tokens at a time.
 """
 
 import sys
@@ -24,7 +24,7 @@ def main(teacher_name: str, student_name: str, text: str) -> None:
     labels_T = torch.cat([ids_BS[0, 1:], torch.tensor([-1])])  # row t predicts the token t + 1
 
     def objective(*, hidden_states, head, context, depth=0):
-        """An output processor: what to do with hidden states and head in place of logits."""
+        """The output processor: computes the loss from hidden states and head, without logits."""
         return linear_objective(
             hidden_states.flatten(0, -2),
             head,

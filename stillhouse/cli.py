@@ -1,7 +1,7 @@
 """The command line. It parses arguments first and imports large libraries later, so that `--help` answers at once.
 
-Exit codes: 0 success; 1 the work failed; 2 the arguments or the configuration are wrong (see `run`); 128 + n stopped
-by signal n, such as 130 for Ctrl-C and 143 for SIGTERM (see `preemption.py`).
+Exit codes: 0 success; 1 the command failed; 2 the arguments or the configuration are wrong (see `run`); 128 + n the
+command was stopped by signal n, such as 130 for Ctrl-C and 143 for SIGTERM (see `preemption.py`).
 """
 
 import os
@@ -40,7 +40,7 @@ EXAMPLE = "stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B 
 
 OUT_OF_MEMORY = (
     "Lower train.micro_batch_tokens (no result depends on it) or data.max_tokens, or set "
-    "train.activation_checkpointing=true; `stillhouse check` shows a step's peak"
+    "train.activation_checkpointing=true; `stillhouse check` shows the peak memory of one step"
 )
 LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
 RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -58,8 +58,8 @@ def main() -> None:
 def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:
     """Run one command and return its exit code. This is the only place where errors become a line on stderr.
 
-    A ValueError or OSError is a failure that the user can fix; STILLHOUSE_TRACEBACK=1 also shows its traceback. So is
-    a GPU out of memory or a lost connection to another rank. Any other exception is a bug and keeps its traceback.
+    The user can fix a ValueError, an OSError, a GPU out of memory or a lost connection to another rank; with
+    STILLHOUSE_TRACEBACK=1 their tracebacks are shown, too. Any other exception is a bug and keeps its traceback.
     ends_process: the caller ends the process after this call, so signals are ignored from then on.
     """
     with handling(lambda number: _stopped_at_once(number, arguments), ends_process=ends_process):
@@ -73,7 +73,7 @@ def _run(arguments: Sequence[str]) -> int:
         return _report(error, _usage(error), error.exit_code)
     except Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
-            click.echo(f"{stop}; {_same_command(arguments)} goes on from there", err=True)
+            click.echo(f"{stop}; {_same_command(arguments)} continues from it", err=True)
         return 128 + stop.number
     except (ValueError, OSError) as error:
         from stillhouse.config import ConfigError, MissingKeyError
@@ -81,7 +81,7 @@ def _run(arguments: Sequence[str]) -> int:
         if not isinstance(error, ConfigError):
             return _report(error, str(error) or type(error).__name__, FAILED)
         missing = [FLAGS[part.key] for part in error.parts if isinstance(part, MissingKeyError) and part.key in FLAGS]
-        hint = f"\n(in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
+        hint = f"\n(set it in the file, as an override, or as an option: {', '.join(missing)})" if missing else ""
         return _report(error, str(error) + hint, USAGE)
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
@@ -89,7 +89,7 @@ def _run(arguments: Sequence[str]) -> int:
             return _report(error, f"{first} {OUT_OF_MEMORY}", FAILED)
         if _is_lost_contact(error):
             what = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0]  # without gloo's source file and its advice
-            again = f"{_same_command(arguments)} {_goes_on(arguments)}"
+            again = f"{_same_command(arguments)} {_effect_of_repeating(arguments)}"
             return _report(error, f"{LOST_CONTACT} ({what}); {again}", FAILED)
         raise
     return 0
@@ -102,8 +102,8 @@ def cli(context: click.Context) -> None:
     """Distill a large language model into another one, with the exact divergence.
 
     \b
-    stillhouse demo                          see it work, in minutes, without a download
-    stillhouse check run.yaml                try everything out before a long run
+    stillhouse demo                          distill a small model, in minutes, without a download
+    stillhouse check run.yaml                check everything before a long run
     stillhouse distill run.yaml train.learning_rate=2e-5
     stillhouse report runs/a
     stillhouse verify runs/a                 check the folder of a run
@@ -196,7 +196,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
             click.echo(line(row))
     destroy_process_group()
     if not same:
-        raise ValueError("a layout's gradients are not those of one process")
+        raise ValueError("under at least one layout, the step differs from the same step in one process")
 
 
 @cli.command()
@@ -242,7 +242,7 @@ def verify(run_dir: Path) -> None:
     help="Folder for the demo's runs.",
 )  # fmt: skip
 def demo(out: Path) -> None:
-    """See it work, in minutes.
+    """Distill a small model in a few minutes.
 
     Distills a small student from the included teacher, and trains the same student without a teacher.
 
@@ -258,8 +258,8 @@ def demo(out: Path) -> None:
 def _quiet_libraries() -> None:
     """Disable the progress bars of transformers and the warnings of torch's C++ code.
 
-    The bars, drawn while weights are read and written, would break a run's live line. If a rank dies, torch's C++
-    code prints a warning with a stack trace on all other ranks.
+    The bars, which are shown while weights are read and written, would break a run's live line. If a rank dies,
+    torch's C++ code prints a warning with a stack trace on all other ranks.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
     from transformers.utils.logging import disable_progress_bar
@@ -331,12 +331,13 @@ def _is_lost_contact(error: RuntimeError) -> bool:
 
 def _stopped_at_once(number: int, arguments: Sequence[str]) -> str:
     stopped = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
-    return f"{stopped}; {_same_command(arguments)} {_goes_on(arguments)}"
+    return f"{stopped}; {_same_command(arguments)} {_effect_of_repeating(arguments)}"
 
 
-def _goes_on(arguments: Sequence[str]) -> str:
+def _effect_of_repeating(arguments: Sequence[str]) -> str:
+    """What the same command does when it is started again."""
     if arguments[:1] == ["distill"]:
-        return "goes on from the run's last checkpoint, or from the start where there is none yet"
+        return "continues from the run's last checkpoint, or from the start if there is none yet"
     return "starts again"
 
 
@@ -350,6 +351,7 @@ def _report(error: Exception, message: str, code: int) -> int:
     if os.environ.get("STILLHOUSE_TRACEBACK") == "1":
         traceback.print_exception(error)
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(SECONDS_FOR_FIRST)  # if rank 0 has the same error, it prints it first and torchrun ends the others
+        # if rank 0 has the same error, rank 0 prints it first, and torchrun ends the other ranks before they print
+        time.sleep(SECONDS_FOR_FIRST)
     click.echo(error_line(brief(message)), err=True)
     return code

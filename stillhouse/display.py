@@ -19,7 +19,7 @@ def escaped(text: str, *, lines: bool = False) -> str:
 
 
 def message(text: str) -> str:
-    """An error message, escaped and cut to `LINES` lines. If it is cut, the last line tells how many are left out."""
+    """An error message, escaped and cut to `LINES` lines. If it is cut, the last line counts the missing lines."""
     lines = [_cut(line, WIDTH) for line in escaped(text, lines=True).splitlines()]
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"... and {len(lines) - LINES + 1:,} more lines"]

@@ -26,7 +26,7 @@ def print_line(line: str) -> None:
 def end_process(code: int, line: str | None) -> NoReturn:
     """End this process from any thread, without unwinding the stack. line: printed on stderr first.
 
-    This leaves no half-written file behind a final name, because files are written under another name and renamed.
+    No file is left half-written under its final name, because files are written under another name and renamed.
     """
     flush = threading.Thread(target=_flush, daemon=True)  # a thread, since it may block on a lock of the main thread
     flush.start()

@@ -2,9 +2,9 @@
 
 The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
 
-    the first signal    Within `finishing` it is only recorded. The training loop reads `requested` after each step,
-                        writes a checkpoint and raises `Preempted`. Anywhere else it ends the process at once.
-    the second signal   It ends the process at once.
+    the first signal    Is only recorded within `finishing`: the training loop reads `requested` after each step,
+                        writes a checkpoint and raises `Preempted`. Outside `finishing` it ends the process at once.
+    the second signal   Ends the process at once.
 
 In all these cases the exit code is 128 + the signal's number. A thread reads the signals, because Python runs signal
 handlers only in the main thread, which may be waiting in a collective that never ends. Signals that were ignored when
@@ -72,7 +72,7 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
 
 @contextmanager
 def finishing(what: str) -> Iterator[None]:
-    """Within the block, the first signal is only recorded; a printed line tells that `what` is finished first."""
+    """Within the block, the first signal is only recorded, and a line is printed: `what` will be finished first."""
     listener = _listener
     if listener is None:
         yield
@@ -86,7 +86,7 @@ def finishing(what: str) -> Iterator[None]:
 
 def requested() -> int:
     """The number of the signal that this process has received; 0 if there was none or signals are not handled."""
-    return 0 if _listener is None else _listener.settled()
+    return 0 if _listener is None else _listener.received()
 
 
 class _Listener:
@@ -112,7 +112,7 @@ class _Listener:
         """The signal handler. The main thread calls it as soon as it executes Python code."""
         self._arrived = True
 
-    def settled(self) -> int:
+    def received(self) -> int:
         """The number of the received signal, or 0. If the main thread's handler has run, this first waits until the
         thread has read that signal.
         """

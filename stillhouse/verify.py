@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stillhouse.config import load_config
 from stillhouse.report.reading import Line, read_metrics
-from stillhouse.train.checkpoint import DAMAGED, checkpoints
+from stillhouse.train.checkpoint_folder import DAMAGED, checkpoints
 from stillhouse.train.files import UNFINISHED
 from stillhouse.train.folder import RunFolder, require_intact_model
 from stillhouse.train.integrity import verified
@@ -21,7 +21,7 @@ from stillhouse.train.progress import Progress, read_state
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table. problem: what is wrong; None if nothing is, and then `detail` says what was found."""
+    """One row of the table. problem: what is wrong; if it is None, `detail` describes what was found."""
 
     what: str
     detail: str = ""
@@ -36,7 +36,7 @@ def verify(path: Path) -> Iterator[Finding]:
     """The findings, one for each part of the folder. Raises ValueError for a folder without a run."""
     folder = RunFolder(path)
     if not (path / "config.yaml").is_file():
-        raise ValueError(f"{path} holds no run: it has no config.yaml. Give the `out` folder of a run")
+        raise ValueError(f"{path} contains no run: it has no config.yaml. Give the `out` folder of a run")
     yield _configuration(path / "config.yaml")
     newest: Progress | None = None
     for each in checkpoints(folder.checkpoints):
@@ -49,7 +49,7 @@ def verify(path: Path) -> Iterator[Finding]:
         yield _model(folder)
     for each in sorted([*path.iterdir(), *folder.checkpoints.glob("*")]):
         if each.name.endswith(UNFINISHED):
-            yield Finding(each.name, "left behind by a process that was killed; removed when the run goes on")
+            yield Finding(each.name, "left over from a process that was killed; removed when the run is resumed")
         if DAMAGED in each.name:
             yield Finding(each.name, "a damaged checkpoint that checkpoint.fallback has renamed")
 
@@ -88,7 +88,10 @@ def _metrics(path: Path, newest: Progress | None) -> Finding:
         with path.open("rb") as file:
             beginning = file.read(newest.log_bytes)
         if hashlib.sha256(beginning).hexdigest() != newest.log_sha256:
-            return Finding(path.name, problem=f"not what the checkpoint of step {newest.step} was written beside")
+            return Finding(
+                path.name,
+                problem=f"does not begin with the lines that it had when step {newest.step} was saved",
+            )
     steps = f"steps {trained[0]:g} to {trained[-1]:g}, each once" if trained else "no step yet"
     return Finding(path.name, "; ".join([f"{steps}; {len(evaluated)} evaluations", *notes]))
 

@@ -1,6 +1,6 @@
-"""Before any test: an interrupt must reach the processes that tests start, and one worker starts those of a module.
+"""Before any test: enable SIGINT, and give the tests that share processes or folders to one worker.
 
-A shell starts background jobs with SIGINT ignored, and children inherit that; continuous integration is such a job.
+A shell starts background jobs, such as continuous integration, with SIGINT ignored, and their children inherit this.
 """
 
 import signal
@@ -10,12 +10,12 @@ import hypothesis
 import pytest
 import shard_ranks
 
-# how long an example takes says how busy the machine is
+# no deadline, because the time of an example depends on the load of the machine
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: modules whose processes or folders one worker makes for all of their tests
+#: modules whose tests share processes or folders, by the group that one worker runs
 TOGETHER = {
     "test_parity": "ranks of parity",
     "test_teacher_prefetch": "ranks of parity",
@@ -38,12 +38,12 @@ TOGETHER = {
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_rest() -> Iterator[None]:
-    """Those that have nothing to do cost time all the same."""
+    """End idle ranks after a module, because their threads cost time."""
     yield
     shard_ranks.rest()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if group := TOGETHER.get(item.path.stem):

@@ -1,4 +1,4 @@
-"""Megatron-Core asks for CUDA devices by name: in tests of it, and nowhere else, those are the CPU.
+"""Replaces the CUDA devices that Megatron-Core requests by the CPU. Only for its tests.
 
 python tests/cuda_is_cpu.py script.py arguments…
 """
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """What is asked for on a CUDA device is made on the CPU."""
+    """Tensors that are requested on a CUDA device are created on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         options = dict(options or {})
@@ -36,7 +36,7 @@ def cuda_is_cpu() -> Iterator[None]:
         stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
         for name in ("Stream", "Event", "current_stream"):
             stack.enter_context(patch(f"torch.cuda.{name}", type(name, (), {})))
-        # nothing here draws: there is no dropout
+        # no random state is needed, because there is no dropout
         stack.enter_context(patch.object(get_cuda_rng_tracker(), "fork", nullcontext))
         stack.enter_context(_CudaIsCpu())
         yield

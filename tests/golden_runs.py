@@ -1,6 +1,6 @@
 """Six short runs whose losses, gradient norms and final weights are kept in `golden.json`.
 
-    python tests/golden_runs.py            writes them anew
+    python tests/golden_runs.py            writes them
     python tests/golden_runs.py --check    compares: to the bit for one process, to 1e-6 for layouts
 
 The bits hold for the machine and the torch version that the file names; elsewhere everything is compared to 1e-5.
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def machine() -> dict[str, str]:
-    """What decides how sums are rounded: the processor, which libraries choose their kernels by, and torch."""
+    """Return what the rounding of sums depends on: the processor and the torch version."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
     decisive = sorted({line for line in lines if line.startswith(("vendor_id", "model", "stepping", "flags"))})
@@ -88,7 +88,7 @@ def recorded(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def top_k_run(folder: Path) -> dict[str, Any]:
-    """Four steps on the eight likeliest tokens of a teacher; no file holds such signals yet, so without a command."""
+    """Train four steps on a teacher's eight likeliest tokens, without the command line, which has no such signals."""
     torch.set_num_threads(1)
     student, teacher = (
         Decoder.from_pretrained(save_model(folder / family, family, seed=seed))
@@ -115,7 +115,7 @@ def top_k_run(folder: Path) -> dict[str, Any]:
 
 
 def weights(state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A hash of the weights, and of each tensor its norm and its product with a fixed random one."""
+    """Return a hash of the weights, and for each tensor its norm and its product with a fixed random tensor."""
     digest, sizes = hashlib.sha256(), {}
     for name, weight in sorted(state.items()):
         digest.update(name.encode() + weight.numpy().tobytes())
@@ -125,7 +125,7 @@ def weights(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What differs, a line each."""
+    """Return the differences, one line for each."""
     same_machine = expected["machine"] == found["machine"]
     differences = []
     for name, run in expected["runs"].items():
@@ -142,7 +142,7 @@ def compare(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def numbers(value: Any, key: str = "") -> list[tuple[str, float]]:
-    """Every number of a run's record, with where it stands."""
+    """Yield every number of a run's record with its path."""
     if isinstance(value, dict):
         return [each for name in sorted(value) for each in numbers(value[name], f"{key}.{name}")]
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How much memory a computation asks for at once, by the size of what it makes."""
+"""Finds the largest tensor that a computation creates."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that a tensor has had."""
+    """`numbers`: the number of elements of the largest tensor so far."""
 
     numbers = 0
 

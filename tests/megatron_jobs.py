@@ -8,20 +8,14 @@ B rows, S tokens per row, T = B·S, D width, V vocabulary (padded to V' rows).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from largest import Largest
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.utils import set_streams
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron_models import (
     CHUNK,
     ROWS_V,
@@ -39,22 +33,20 @@ from megatron_models import (
     whole_name,
 )
 from shard_ranks import Rank
-from torch import Tensor, nn
-from torch.distributed import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch import Tensor
 
 from stillhouse.models import processors
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.models.processors import DistillTargets, Targets, distillation
+from stillhouse.models.processors import distillation
+from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import FullVocab, ObjectiveOutput, OutputHead, TopK
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.parity import worst
 
 
 @dataclass(frozen=True)
 class Case:
-    """objective: of the student; teacher: "full", "topk" or "" for none. micro_batches: of a step."""
+    """teacher: "full", "topk" or "" (no teacher). micro_batches: the number of micro-batches in a step."""
 
     layout: Layout
     objective: str = "cross_entropy"
@@ -71,7 +63,7 @@ class Case:
 
 
 def micro_batches(case: Case) -> list[MicroBatch]:
-    """The second has no label at all."""
+    """Return the micro-batches of a step. The second one has no label."""
     return [micro_batch(number, case.layout.packed) for number in range(case.micro_batches)]
 
 
@@ -81,8 +73,10 @@ def normalizer(given: Sequence[MicroBatch]) -> int:
 
 @dataclass
 class Difference:
-    """Of this rank's part from the reference, relative. loss: None where it is not known. largest: numbers in the
-    largest tensor that the step made."""
+    """Relative differences between this rank's results and the reference.
+
+    loss: None on ranks that do not compute it. largest: elements of the largest tensor of the step.
+    """
 
     loss: float | None
     gradients: dict[str, float]
@@ -98,7 +92,7 @@ class Reference:
 
 
 def compare(rank: Rank, case: Case) -> Difference:
-    """A job."""
+    """A job: one step under a layout, compared with the reference."""
     whole = micro_batches(case)
     expected = reference(case, whole)
     layout = case.layout
@@ -125,7 +119,7 @@ def compare(rank: Rank, case: Case) -> Difference:
 
 
 def reference(case: Case, given: Sequence[MicroBatch]) -> Reference:
-    """From logits of the whole models on this rank alone."""
+    """Compute loss and gradients from the logits of the whole models, without communication."""
     layout = Layout(tied=case.layout.tied, packed=case.layout.packed)
     with laid_out(layout):
         model, teacher = build(layout, 0), build(layout, 1, width=48)
@@ -155,7 +149,7 @@ def reference(case: Case, given: Sequence[MicroBatch]) -> Reference:
 def step(
     case: Case, model: GPTModel, teacher: GPTModel | None, given: Sequence[MicroBatch], tokens: int
 ) -> list[ObjectiveOutput]:
-    """Forward and backward by Megatron's own schedule. Nothing comes but from the last stage."""
+    """Run forward and backward with Megatron's schedule. Only the last stage returns outputs."""
     signals: list[Any] = [None] * len(given)
     if teacher is not None:
         hook = MegatronProcessor(teacher, processors.full_vocab, vocab_size=VOCABULARY)
@@ -173,7 +167,7 @@ def step(
 def schedule(
     model: GPTModel, hook: MegatronProcessor, given: Sequence[MicroBatch], contexts: Sequence[Any], **options: Any
 ) -> list[Any]:
-    """What the hook made of each micro-batch, on the last stage."""
+    """Run Megatron's schedule. Return the hook's result of each micro-batch on the last stage."""
 
     def forward_step(data: Iterator[tuple[MicroBatch, Any]], model: GPTModel) -> tuple[Any, Callable[[Any], Any]]:
         batch, context = next(data)
@@ -188,7 +182,7 @@ def schedule(
         return made, keep
 
     def keep(made: Any, non_loss_data: bool = False) -> Any:
-        # the third as it is, whatever the number of micro-batches (calculate_per_token_loss)
+        # Megatron returns the third value unchanged, because of calculate_per_token_loss
         return made if non_loss_data else (made.loss.clone(), torch.tensor(1), made)
 
     return get_forward_backward_func()(
@@ -204,7 +198,7 @@ def schedule(
 
 
 def sum_shared(model: GPTModel, layout: Layout) -> dict[str, Tensor]:
-    """Gradients by whole names, after the sums that Megatron's `finalize_model_grads` does."""
+    """Return gradients by the whole model's names, summed over ranks as `finalize_model_grads` of Megatron does."""
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
@@ -224,253 +218,7 @@ def apart(found: Tensor, whole: Tensor, least: Tensor) -> float:
 
 
 def top_k(batch: MicroBatch, count: int = 7) -> TopK:
-    """Made of each place's own token, so that a context rank's part has the same."""
+    """Return a top-k that depends only on each token itself, so context ranks have the same one."""
     ids_TK = (batch.input_ids_BS.flatten()[:, None] + 31 * torch.arange(count)) % VOCABULARY
     log_probs_K = torch.log_softmax(-torch.arange(count).float(), 0) + torch.tensor(0.9).log()
     return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
-
-
-# multi-token prediction
-
-
-@dataclass
-class MtpDifference:
-    """Of each depth, Megatron's own mean cross-entropy and that of the processor; of each gradient, how far apart."""
-
-    losses: list[tuple[float, float]]
-    gradients: dict[str, float]
-
-
-def compare_mtp(rank: Rank, layout: Layout) -> MtpDifference:
-    """A job: cross-entropy at every depth, by Megatron itself and by a processor, in the same layout."""
-    with laid_out(layout):
-        model = build(layout, 0)
-        batch = micro_batch(0, layout.packed)
-        # Megatron takes labels of any kind, and a mask
-        mask_BS = (batch.labels_BS >= 0).float()
-        starts_BS = batch.position_ids_BS
-        if batch.packed is not None:
-            borders = batch.packed.cu_seqlens_q.long()
-            starts_BS = torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])[None]
-        targets = Targets(batch.labels_BS, mask_BS).shift_for_mtp(starts_BS, layout.depths)
-        if layout.context > 1:
-            rows_S = context_rows(layout.context, S)[parallel_state.get_context_parallel_rank()]
-            batch, mask_BS = batch.part(rows_S), mask_BS[:, rows_S]
-            targets = targets.rows((S * torch.arange(B)[:, None] + rows_S).flatten())
-        MTPLossLoggingHelper.tracker.clear()
-        inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS, "attention_mask": None}
-        inputs |= {"packed_seq_params": batch.packed}
-        loss_BS = model(**inputs, labels=batch.labels_BS.clamp(min=0), loss_mask=mask_BS)
-        (loss_BS * mask_BS).sum().backward()
-        expected = {name: each.grad.clone() for name, each in model.named_parameters()}
-        theirs = [(loss_BS * mask_BS).sum() / mask_BS.sum(), *MTPLossLoggingHelper.tracker["loss_values"]]
-        model.zero_grad()
-        hook = MegatronProcessor(model, processors.cross_entropy())
-        made = model(**inputs, output_processor=hook, output_processor_context=targets)
-        counts = [(targets.at(depth).labels_T >= 0).sum() for depth in range(1 + layout.depths)]
-        # as with calculate_per_token_loss: a depth's mean, times the main head's tokens
-        scales = [1.0] + [counts[0] / count / layout.depths for count in counts[1:]]
-        sum(scale * each.loss for scale, each in zip(scales, made, strict=True)).backward()
-        whole = torch.stack([each.norm() for each in expected.values()]).norm()
-        return MtpDifference(
-            [(float(a), float(b.loss / count)) for a, b, count in zip(theirs, made, counts, strict=True)],
-            {
-                name: float((each.grad - expected[name]).norm() / torch.maximum(expected[name].norm(), 1e-3 * whole))
-                for name, each in model.named_parameters()
-            },
-        )
-
-
-# the combined schedule's plan
-
-
-def plan(rank: Rank, case: Case) -> float:
-    """A job: how far the gradient of the last node's input, which comes back through a flat result, is from that of
-    a structured one.
-    """
-    with laid_out(case.layout):
-        return _flat_against_structured(case, torch.device("cpu"))
-
-
-def plan_on_a_gpu(case: Case, store: str) -> float:
-    """The same with the node's own backward, on streams. In a process of its own."""
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(0)
-    set_streams()
-    return _flat_against_structured(case, torch.device("cuda"))
-
-
-def _flat_against_structured(case: Case, device: torch.device) -> float:
-    model, (batch,) = build(case.layout, 0).to(device), micro_batches(case)
-    batch = MicroBatch(*(each.to(device) for each in (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS)))
-    context = DistillTargets(batch.labels_BS, normalizer=normalizer([batch]), signal=top_k(batch))
-    context = context.shift_for_mtp(batch.position_ids_BS, case.layout.depths)
-    depths = 1 + case.layout.depths
-    hidden = torch.randn(depths * S, B, 32, generator=torch.Generator().manual_seed(0)).to(device)
-    gradients, names = [], []
-    for flat in (False, True):
-        hook = MegatronProcessor(model, distillation(case.spec), flat=flat)
-        node, given = last_node(model, batch, hook, context), hidden.clone().requires_grad_()
-        if flat:
-            made = node.forward_impl(given) if device.type == "cpu" else node.forward(given)
-            assert isinstance(made, tuple)
-            outputs = hook.unpack(made[0]) if depths > 1 else [hook.unpack(made[0])]
-            grad = torch.autograd.grad(sum(each.loss for each in outputs), made)
-            back = node.default_backward_func(made, grad) if device.type == "cpu" else node.backward(grad)
-            gradients.append(given.grad if device.type == "cpu" else back)
-        else:
-            made = node.forward_impl(given)
-            outputs = made if depths > 1 else [made]
-            sum(each.loss for each in outputs).backward()
-            gradients.append(given.grad)
-        names.append([list(each.metrics) for each in outputs])
-    assert names[0] == names[1]
-    return float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
-
-
-def last_node(model: GPTModel, batch: MicroBatch, hook: MegatronProcessor, context: Any) -> Any:
-    options = {"output_processor": hook, "output_processor_context": context}
-    whole = model.build_schedule_plan(batch.input_ids_BS, batch.position_ids_BS, None, **options)
-    whole.pre_process.forward_impl()
-    return whole.post_process
-
-
-# other processors
-
-
-def compare_log_probs(rank: Rank, layout: Layout) -> tuple[float, float]:
-    """A job: how far log-probabilities and entropies are from logits', and the gradients of a loss over sequences."""
-    batch = micro_batch(0, layout.packed)
-    drawn_BS = batch.labels_BS.clamp(min=0)
-
-    def ratio(log_probs_BS: Tensor, entropy_BS: Tensor) -> Tensor:
-        return ((0.1 * log_probs_BS).sum(1).exp() + 0.01 * entropy_BS.square().sum(1)).sum()
-
-    with laid_out(Layout()):
-        model = build(Layout(), 0)
-        log_q = torch.log_softmax(model(batch.input_ids_BS, batch.position_ids_BS, None) / 0.7, -1)
-        expected = log_q.gather(-1, drawn_BS[..., None])[..., 0], -(log_q.exp() * log_q).sum(-1)
-        ratio(*expected).backward()
-        weights = {name: each.detach() for name, each in model.named_parameters()}
-        gradients = {name: each.grad for name, each in model.named_parameters()}
-    with laid_out(layout):
-        model = build(layout, 0)
-        load(model, weights, layout)
-        hook = MegatronProcessor(model, processors.selected_log_probs(temperature=0.7))
-        options = {"output_processor": hook, "output_processor_context": Targets(drawn_BS)}
-        found = model(batch.input_ids_BS, batch.position_ids_BS, None, **options)
-        ratio(*found).backward()
-        scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
-        apart_by = [apart(grad, gradients[name], scale) for name, grad in sum_shared(model, layout).items()]
-    values = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
-    return worst(enumerate(values))[1], worst(enumerate(apart_by))[1]
-
-
-def compare_tap(rank: Rank, layout: Layout) -> float:
-    """A job: how far the gradients of a function of the hidden states are from those on one rank."""
-    batch = micro_batch(0, layout.packed)
-
-    def tapped(layout: Layout, weights: dict[str, Tensor] | None) -> GPTModel:
-        model = build(layout, 0)
-        if weights is not None:
-            load(model, weights, layout)
-        hook = MegatronProcessor(model, processors.hidden_states)
-        hidden_BSD = model(batch.input_ids_BS, batch.position_ids_BS, None, output_processor=hook)
-        assert hidden_BSD.shape == (B, S, 32)
-        (hidden_BSD.sin() * torch.arange(S)[:, None]).sum().backward()
-        return model
-
-    with laid_out(Layout()):
-        model = tapped(Layout(), None)
-        weights = {name: each.detach() for name, each in model.named_parameters()}
-        # the head has no part in it
-        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    with laid_out(layout):
-        model = tapped(layout, weights)
-        model.output_layer.weight.grad = torch.zeros_like(model.output_layer.weight)
-        scale = 1e-3 * torch.stack([each.norm() for each in gradients.values()]).norm()
-        found = sum_shared(model, layout)
-        return worst((name, apart(found[name], grad, scale)) for name, grad in gradients.items())[1]
-
-
-def half(rank: Rank, layout: Layout) -> tuple[str, str, float]:
-    """A job: what Megatron's wrapper of bfloat16 models hands on, and how far log-probabilities are from logits'."""
-    batch = micro_batch(0, False)
-    with laid_out(layout):
-        model = build(layout, 0)
-        model.config.bf16 = True
-        wrapped = Float16Module(model.config, model)
-        hook = MegatronProcessor(wrapped, processors.selected_log_probs())
-        inputs = (batch.input_ids_BS, batch.position_ids_BS, None)
-        context = Targets(batch.labels_BS.clamp(min=0))
-        made = wrapped(*inputs, output_processor=hook, output_processor_context=context)
-        logits = wrapped(*inputs).float()
-        expected = logits.log_softmax(-1).gather(-1, batch.labels_BS.clamp(min=0)[..., None])[..., 0]
-        distance = float((made.log_probs_BS - expected).abs().max())
-        return type(made).__name__, str(made.log_probs_BS.dtype), distance
-
-
-def gather_of_weights(rank: Rank, layout: Layout) -> tuple[bool, float]:
-    """A job: under a distributed optimizer whose weights come while layers run, whether the output layer's had been
-    waited for; and how far the log-probabilities are from those of whole weights.
-    """
-    batch = micro_batch(0, False)
-    with laid_out(layout):
-        model = build(layout, 0)
-        context, inputs = Targets(batch.labels_BS.clamp(min=0)), (batch.input_ids_BS, batch.position_ids_BS, None)
-        options = {"output_processor": MegatronProcessor(model, processors.selected_log_probs())}
-        options["output_processor_context"] = context
-        with torch.no_grad():
-            expected = model(*inputs, **options).log_probs_BS
-        made = DistributedDataParallelConfig(
-            overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True, bucket_size=1
-        )
-        wrapped = DistributedDataParallel(model.config, made, model)
-        for group in wrapped.bucket_groups:
-            for bucket in group.buckets:
-                # what other ranks have is not here until it is gathered
-                size = len(bucket.param_data) // dist.get_world_size()
-                for other in range(dist.get_world_size()):
-                    if other != rank.number:
-                        bucket.param_data[other * size : (other + 1) * size] = torch.nan
-        wrapped.start_param_sync()
-        with torch.no_grad():
-            found = wrapped(*inputs, **options).log_probs_BS
-        waited = all(group.param_gather_handle is None for group in wrapped.bucket_groups)
-        return waited, float((found - expected).abs().max())
-
-
-def plain_with_depths(rank: Rank, _: None) -> None:
-    """A job that is to fail."""
-    with laid_out(Layout()):
-        model = build(Layout(depths=1), 0)
-        model.__class__ = GPTModel
-        MegatronProcessor(model, processors.cross_entropy())
-
-
-def refusals(rank: Rank, _: None) -> list[str]:
-    """A job: what is said of a weight that others gather, of a head that is not called, and of a bare function."""
-    batch, said = micro_batch(0, False), []
-    with laid_out(Layout()):
-        model = build(Layout(depths=1), 0)
-        inputs = (batch.input_ids_BS, batch.position_ids_BS, None)
-        hook = MegatronProcessor(model, processors.hidden_states)
-        weight = distribute_tensor(
-            model.output_layer.weight.detach(), init_device_mesh("cpu", (dist.get_world_size(),))
-        )
-
-        def deferred() -> None:
-            model.config.defer_embedding_wgrad_compute = True
-            MegatronProcessor(model, processors.hidden_states)
-
-        def dealt_out() -> None:
-            model.output_layer.weight = nn.Parameter(weight)
-            model(*inputs, output_processor=hook)
-
-        for mistake in (lambda: model(*inputs, output_processor=print), dealt_out, deferred):
-            try:
-                mistake()
-            except ValueError as error:
-                said.append(str(error))
-    return said

@@ -30,13 +30,13 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    sequence: bool = False  # sequence parallel
+    sequence: bool = False  # sequence parallelism
     tied: bool = False
-    depths: int = 0  # of multi-token prediction
+    depths: int = 0  # layers for multi-token prediction
     packed: bool = False
     experts: int = 0
-    detached: bool = False  # further depths learn neither the layers below nor the head
-    mup: bool = False  # logits have a scale
+    detached: bool = False  # MTP losses have no gradient for the main layers and the head
+    mup: bool = False  # the head scales its logits
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class Layout:
 
 @contextmanager
 def laid_out(layout: Layout) -> Iterator[None]:
-    """Megatron's groups over all ranks of this process's world."""
+    """Make Megatron's process groups over all ranks, and destroy them at the end."""
     with cuda_is_cpu():
         parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, context_parallel_size=layout.context)
         try:
@@ -64,7 +64,7 @@ def laid_out(layout: Layout) -> Iterator[None]:
 
 
 class Norm(nn.LayerNorm):
-    """Megatron's own outside of Transformer Engine and Apex refuses sequence parallelism."""
+    """LayerNorm with sequence parallelism, which Megatron's norm refuses without Transformer Engine and Apex."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps)
@@ -73,7 +73,7 @@ class Norm(nn.LayerNorm):
 
 
 class Attention(nn.Module):
-    """Causal, within documents of a packed row, over all context ranks' keys and values."""
+    """Causal attention within the documents of a packed row, over the keys and values of all context ranks."""
 
     def __init__(self, config: TransformerConfig, **_: Any):
         super().__init__()
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
 
 class _Gathered(torch.autograd.Function):
-    """All context ranks' parts, one after the other."""
+    """Concatenates the parts of all context ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:
@@ -115,13 +115,13 @@ class _Gathered(torch.autograd.Function):
 
 
 def context_rows(size: int, tokens: int) -> list[Tensor]:
-    """Of each context rank, the places in a row that it has: two chunks, as Megatron deals them."""
+    """Return for each context rank its positions in a row: two chunks, as in Megatron."""
     chunks = torch.arange(tokens).chunk(2 * size) if size > 1 else [torch.arange(tokens)]
     return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(size)] if size > 1 else list(chunks)
 
 
 def build(layout: Layout, seed: int, width: int = 32) -> GPTModel:
-    """This rank's part of a model with weights drawn from `seed`."""
+    """Return this rank's part of a model with random weights."""
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=width,
@@ -179,7 +179,7 @@ class MicroBatch:
     packed: Any = None
 
     def part(self, rows_S: Tensor) -> "MicroBatch":
-        """A context rank's."""
+        """Return a context rank's part."""
         tensors = (self.input_ids_BS, self.position_ids_BS, self.labels_BS)
         return MicroBatch(*(each[:, rows_S] for each in tensors), self.packed)
 
@@ -193,20 +193,20 @@ def micro_batch(number: int, packed: bool) -> MicroBatch:
     if not packed:
         return MicroBatch(ids_BS, positions_BS, labels_BS)
     borders = torch.tensor([0, 5, 18, B * S], dtype=torch.int32)
-    # Megatron's table of learned positions; documents are told apart by their borders
+    # the position table goes on over all documents; only the borders separate them
     tensors = (ids_BS.view(1, -1), torch.arange(B * S)[None], labels_BS.view(1, -1))
     return MicroBatch(*tensors, PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders))
 
 
 def load(model: GPTModel, weights: dict[str, Tensor], layout: Layout) -> None:
-    """This rank's part of them."""
+    """Copy this rank's part of the weights into the model."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(shard_of(weights[whole_name(name, layout)], parameter.shape))
 
 
 def whole_name(name: str, layout: Layout) -> str:
-    """In the whole model: layers are numbered from a stage's first one, a tied head is the embedding's weight."""
+    """Return the name in the whole model: layers are numbered over all stages; a tied head is the embedding."""
     if layout.tied and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
     parts = name.split(".")
@@ -217,7 +217,7 @@ def whole_name(name: str, layout: Layout) -> str:
 
 
 def shard_of(whole: Tensor, shape: torch.Size) -> Tensor:
-    """This tensor rank's part of a weight that is cut along one dim, or all of it."""
+    """Return this tensor rank's part of a weight, which is sharded along one dim or whole."""
     for dim, (all_of_it, here) in enumerate(zip(whole.shape, shape, strict=True)):
         if all_of_it != here:
             return whole.narrow(dim, parallel_state.get_tensor_model_parallel_rank() * here, here)

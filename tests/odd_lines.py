@@ -11,7 +11,7 @@ LINE = 23
 
 
 def with_odd_line(folder: Path) -> None:
-    """odd.jsonl: of 40 texts one that alone holds `ODD`."""
+    """Write odd.jsonl: 40 texts, of which only one contains `ODD`."""
     texts = [f"{number} the still is heated slowly" for number in range(40)]
     texts[LINE - 1] = f"the {ODD} heads"
     write_records(folder / "odd.jsonl", [{"text": text} for text in texts])

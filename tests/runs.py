@@ -1,14 +1,13 @@
 """Whole small runs for tests: model folders, data, a configuration, and the command line in processes of its own.
 
-`write_run` writes a student, a teacher, data and a configuration to a folder. `Command` runs `stillhouse` in a child
-process that a server with everything imported has forked: a real process, with an exit code and a pid, that can be
-killed and costs a tenth of a second.
+`write_run` writes a student, a teacher, data and a configuration to a folder. `Command` runs `stillhouse` in a
+process that the fork server starts in a tenth of a second. It is a real process with an exit code and a pid, and
+tests can kill it.
 """
 
 import atexit
 import functools
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from families import build
+from fork_server import fork_server
 from toy_tokenizer import TEXT, toy_backend, toy_tokenizer
 
 from stillhouse.config import RunConfig, dump_config, load_config
@@ -116,7 +116,7 @@ def forward_backward(
 ) -> StepOutput:
     """A step of a session's engine, its first one if no micro-batches are given; the update is left out."""
     if micro_batches is None:
-        micro_batches = list(session.plan.micro_batches(session.train, 0))
+        micro_batches = list(session.step_schedule.micro_batches(session.train, 0))
     engine = session.engine if objective is None else session.engine.with_objective(objective)
     own = session.shard(StepMicroBatches(micro_batches))
     signals = session.source_for(engine.objective).request(own).result()
@@ -133,9 +133,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class Command:
-    """`stillhouse <arguments>` as a process. `hook`: called in it first, for faults that only a test wants.
+    """`stillhouse <arguments>` as a process. `hook`: a function that the process calls first, to cause a fault.
 
-    environment: variables that are set in it beside its own.
+    environment: additional variables of the process.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Command:
     ):
         self.log = _logs() / f"{time.monotonic_ns()}"
         texts = [str(argument) for argument in arguments]
-        self.process = _server().Process(
+        self.process = fork_server().Process(
             target=_child, args=(texts, str(self.log), environment or {}, hook, hook_arguments), daemon=True
         )
         self.process.start()
@@ -192,13 +192,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.005)
-
-
-def _server() -> Any:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does before it imports torch
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "stillhouse.train.run", "stillhouse.train.check", "runs"])
-    return context
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Objectives over vocabulary shards: what lies on which rank, what the ranks make of it, and what they should have.
 
-A `Case` is a recipe for a problem and a `Layout` of its heads. The ranks make the problem for themselves, take their
+A `Case` describes a problem and a `Layout` of its heads. The ranks make the problem for themselves, take their
 shards of it and run the engine (`on_shards`); the test makes it too and runs plain autograd in float64 over the whole
 vocabulary (`oracle`); `complaints` says where the two differ.
 

@@ -1,4 +1,4 @@
-"""What ranks are asked beyond one pass over a case: passes that follow one another, layers below, refusals.
+"""Jobs for ranks other than one pass over a case: consecutive passes, a layer below the objective, refusals.
 
 T tokens, D student width, V vocabulary.
 """

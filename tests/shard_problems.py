@@ -64,7 +64,7 @@ def other_term(term: str, vocabulary: int = V, dtype: torch.dtype = torch.float3
         "both": [CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2)],
         "entropy": [Entropy(-0.05, 1.3)],
         "sampled": [Distill(draws, forward_kl(), 0.4, 0.8)],
-        "drawn": drawn(labels_T, dtype),
+        "one token": one_token_terms(labels_T, dtype),
         "zero outside": [Distill(zero, reverse_kl(), 0.4, 0.8)],
     }
     leaves = make_leaves(vocabulary=vocabulary, dtype=dtype)
@@ -79,14 +79,14 @@ OTHER_TERMS = [
     "both",
     "entropy",
     "sampled",
-    "drawn",
+    "one token",
     "zero outside",
     "all",
 ]
 
 
-def drawn(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
-    """Terms at one drawn token of each row."""
+def one_token_terms(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
+    """Terms that read one token of each row."""
     known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)[:, : len(labels_T)]
     policy = partial(PolicyGradient, labels_T, known_NT[1] + 5.0, known_NT[2])
     return [
@@ -238,7 +238,7 @@ TOKENS = 24
 
 
 #: what needs one collective for a chunk, and what may need two: `counted` by name
-SUMS = ["cross_entropy", "smoothing and z-loss", "entropy", "sampled", "drawn", "zero outside", "one round"]
+SUMS = ["cross_entropy", "smoothing and z-loss", "entropy", "sampled", "one token", "zero outside", "one round"]
 
 
 def counted(terms: str) -> Problem:
@@ -258,8 +258,8 @@ def _counted(terms: str) -> Iterator[Term]:
         case "sampled":
             ids_TM = torch.randint(0, V, (TOKENS, 6), generator=generator(6))
             yield Distill(Sampled(ids_TM, torch.ones(TOKENS, 6)), forward_kl())
-        case "drawn":
-            yield from drawn(labels_T, torch.float32)
+        case "one token":
+            yield from one_token_terms(labels_T, torch.float32)
         case "zero outside":
             yield Distill(make_signal("zero", TOKENS, dtype=torch.float32), reverse_kl())
         case "one round":

@@ -1,8 +1,8 @@
-"""Processes that form a gloo group, for tests of what runs over several ranks.
+"""Processes that form a gloo group, for tests of computations over several ranks.
 
-A `RankPool` starts its ranks once and gives them jobs in batches: a function of a module, called on every rank with
-the `Rank` and one job. A rank that raises, dies or hangs fails its job, in time; the ranks are then started afresh,
-since nobody knows which collective each of them waits in.
+A `RankPool` starts its ranks once and gives them jobs in batches. A job is a function that every rank calls with its
+`Rank` and an argument. If a rank raises, dies or hangs, the job fails within its time limit. Then the pool starts new
+ranks, because the old ones may wait in different collectives.
 """
 
 import os
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
@@ -25,17 +24,18 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from fork_server import fork_server
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: what `Collectives` calls all_gather_into_tensor, all_reduce and all_to_all_single
 GATHER, SUM, EXCHANGE = "_allgather_base_", "allreduce_", "alltoall_base_"
-#: seconds in which the other ranks may say what went wrong with them, too
+#: seconds in which the other ranks may report their errors, after the first error
 GRACE = 1.0
 #: jobs of a shared pool
 LIFETIME = 12
-#: breakdowns in a batch after which the rest of it is not tried
+#: after so many failed jobs, the rest of a batch is not tried
 MOST_BREAKDOWNS = 4
 
 _shared: list["RankPool"] = []
@@ -43,7 +43,7 @@ _shared: list["RankPool"] = []
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a job runs. `groups[n]`: the first n ranks, for every n that counts this one; `pair`: this one's half."""
+    """Where a job runs. `groups[n]`: the first n ranks, if this rank is one of them. `pair`: 0 and 1, 2 and 3, …"""
 
     number: int
     groups: dict[int, ProcessGroup]
@@ -52,7 +52,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Failure:
-    """What became of a job that at least one rank did not finish."""
+    """The error of a job that at least one rank did not finish."""
 
     text: str
 
@@ -60,8 +60,8 @@ class Failure:
 class RankPool:
     """`size` processes, an even number; the ranks of `Rank.groups[size]`.
 
-    lifetime: after so many jobs others take their place. A gloo group has threads that wake a hundred times a second:
-    of a hundred groups they take half of the machine.
+    lifetime: after so many jobs, new processes replace them. The threads of a gloo group wake a hundred times a
+    second; those of a hundred groups take half of the machine.
     """
 
     def __init__(self, size: int = 4, lifetime: int | None = None):
@@ -79,7 +79,7 @@ class RankPool:
         self._folder.cleanup()
 
     def rest(self) -> None:
-        """No processes until the next job."""
+        """End all processes. The next job starts new ones."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -88,7 +88,7 @@ class RankPool:
         self._pipes, self._processes, self._jobs = [], [], 0
 
     def call(self, function: Callable[[Rank, Any], Any], job: Any = None, *, limit: float = 60.0) -> list[Any]:
-        """What each rank makes of one job. Raises AssertionError with the ranks' tracebacks."""
+        """Return each rank's result of one job. Raises AssertionError with the ranks' tracebacks."""
         answer = self.run(function, [job], limit=limit)[0]
         if isinstance(answer, Failure):
             raise AssertionError(answer.text)
@@ -97,7 +97,7 @@ class RankPool:
     def run(
         self, function: Callable[[Rank, Any], Any], jobs: Sequence[Any], *, limit: float = 60.0
     ) -> list[list[Any] | Failure]:
-        """The ranks' results for each job, or its failure. limit: seconds for each job."""
+        """Return for each job the ranks' results, or the failure. limit: seconds for each job."""
         answers: list[list[Any] | Failure] = []
         for _ in range(MOST_BREAKDOWNS):
             if len(answers) < len(jobs):
@@ -123,7 +123,7 @@ class RankPool:
                 return
 
     def _answer(self, limit: float) -> list[Any] | Failure:
-        """One job's result from every rank; the time left shrinks to `GRACE` at the first failure."""
+        """Return one job's result from every rank. After the first failure, wait only `GRACE` seconds more."""
         results, failures = {}, {}
         deadline = time.monotonic() + limit
         waiting = dict(zip(self._pipes, range(self.size), strict=True))
@@ -143,9 +143,7 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
-        # a fork server imports torch once; its ranks are then there at once
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "stillhouse.train.engine"])
+        context = fork_server()
         self._starts += 1
         store = Path(self._folder.name) / str(self._starts)
         with _one_thread():
@@ -162,13 +160,13 @@ class RankPool:
 
 @cache
 def shared_pool(size: int = 4) -> RankPool:
-    """The ranks that the tests of a module share."""
+    """Return the ranks that all tests of a module share."""
     _shared.append(RankPool(size, LIFETIME))
     return _shared[-1]
 
 
 def rest() -> None:
-    """Of all shared ranks, after a module."""
+    """End the processes of all shared pools."""
     for pool in _shared:
         pool.rest()
 
@@ -184,7 +182,7 @@ def _receive(pipe: Connection) -> Any:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The ranks share the machine's cores among them."""
+    """Give each rank one thread, because the ranks share the cores of the machine."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     yield
@@ -214,15 +212,15 @@ def _serve(number: int, size: int, store: str, pipe: Connection) -> None:
 
 
 def _groups(number: int, size: int) -> tuple[dict[int, ProcessGroup], ProcessGroup]:
-    """Every rank makes every group, in the same order."""
-    alone = [dist.new_group([rank]) for rank in range(size)][number]
+    """Create the groups. Every rank must create every group in the same order."""
+    own_group = [dist.new_group([rank]) for rank in range(size)][number]
     first = {count: dist.new_group(list(range(count))) for count in range(2, size + 1)}
     pairs = [dist.new_group([start, start + 1]) for start in range(0, size, 2)]
-    return {1: alone} | {count: group for count, group in first.items() if number < count}, pairs[number // 2]
+    return {1: own_group} | {count: group for count, group in first.items() if number < count}, pairs[number // 2]
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives that this rank starts, whoever starts them and however, with the size of the largest."""
+    """Counts all collectives of this rank, and the elements of the largest one."""
 
     def __init__(self) -> None:
         super().__init__()

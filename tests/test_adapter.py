@@ -1,4 +1,4 @@
-"""LoRA on a decoder: its gradients are those of peft's own model, and of the layers only those asked for have one."""
+"""LoRA on a decoder: its gradients equal those of peft's own model, and only the requested layers have an adapter."""
 
 import copy
 import math
@@ -111,10 +111,10 @@ def test_a_fresh_one_changes_nothing_and_is_drawn_as_peft_draws(dtype: torch.dty
             assert float(each.std()) == pytest.approx(limit / math.sqrt(3), rel=0.2)
     again, other = adapted(fresh=True, dtype=dtype, r=16), adapted(fresh=True, dtype=dtype, r=16)
     draw_lora(other, 1)
-    drawn = [name for name in matrices if ".lora_A." in name]
-    assert all(torch.equal(matrices[name], again.get_parameter(name)) for name in drawn)
-    assert not any(torch.equal(matrices[name], other.get_parameter(name)) for name in drawn)
-    assert not torch.equal(*(matrices[name][:, :48] for name in drawn[:2]))  # each its own
+    initial = [name for name in matrices if ".lora_A." in name]
+    assert all(torch.equal(matrices[name], again.get_parameter(name)) for name in initial)
+    assert not any(torch.equal(matrices[name], other.get_parameter(name)) for name in initial)
+    assert not torch.equal(*(matrices[name][:, :48] for name in initial[:2]))  # each its own
 
 
 def test_switched_off_it_is_the_base_and_comes_back_as_it_was() -> None:
@@ -174,7 +174,7 @@ def test_a_stage_that_trains_nothing_is_refused() -> None:
 
 
 def draw_under_a_layout(rank: Rank, degrees: Degrees) -> dict[str, bool] | None:
-    """Whether each matrix that is here is this process's part of the one in a process alone."""
+    """Check that each matrix on this rank is this rank's part of the matrix in a single process."""
     mesh = Mesh(degrees, torch.device("cpu"))
     if rank.number >= degrees.processes:
         return None

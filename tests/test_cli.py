@@ -204,5 +204,5 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"interrupted; `stillhouse distill '{pipe}' seed=1` goes on from the run's last checkpoint" in stderr
+    assert f"interrupted; `stillhouse distill '{pipe}' seed=1` continues from the run's last checkpoint" in stderr
     assert "Traceback" not in stderr

@@ -200,7 +200,7 @@ def test_of_few_documents_each_side_gets_one(tmp_path: Path) -> None:
         assert (len(train), len(held_out)) == (1, 1)
         assert held_out.keys_D[0] < train.keys_D[0]
     for records in (numbered(1), numbered(1) * 3):
-        with pytest.raises(ValueError, match="one document is too little to hold some out"):
+        with pytest.raises(ValueError, match="one document is not enough to hold some out"):
             load(tmp_path, records).split(0.5)
     for share in (0, 1, -0.1, 1.5):
         with pytest.raises(ValueError, match="must lie between 0 and 1"):

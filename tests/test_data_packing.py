@@ -281,6 +281,6 @@ def test_packed_equals_separate(family: str) -> None:
         ).last_hidden_state.flatten(0, 1)
         for document in range(len(documents)):
             ids_1S = torch.from_numpy(documents.tokens(document).astype(np.int64))[None]
-            alone_SD = model.base_model(ids_1S, use_cache=False).last_hidden_state[0]
+            separate_SD = model.base_model(ids_1S, use_cache=False).last_hidden_state[0]
             packed_SD = together_TD[batch.document_T == document]
-            assert (packed_SD - alone_SD).abs().max() <= 1e-5 * alone_SD.abs().max()
+            assert (packed_SD - separate_SD).abs().max() <= 1e-5 * separate_SD.abs().max()

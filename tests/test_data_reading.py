@@ -91,7 +91,7 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
 def test_a_saved_dataset_of_several_splits_asks_which(tmp_path: Path) -> None:
     split = datasets.Dataset.from_list([{"text": "one"}])
     datasets.DatasetDict(train=split, test=split).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(ValueError, match=r"holds the splits test, train; .*saved/train"):
+    with pytest.raises(ValueError, match=r"contains the splits test, train; .*saved/train"):
         read_records(tmp_path / "saved")
     assert texts(tmp_path / "saved" / "train") == ["one"]
     datasets.DatasetDict(train=split).save_to_disk(str(tmp_path / "single"))
@@ -123,13 +123,13 @@ def test_a_folder_and_a_glob_come_in_the_order_of_names(tmp_path: Path) -> None:
         ("nowhere-*.jsonl", r"no file matches nowhere-\*.jsonl"),
     ],
 )
-def test_what_looks_like_a_path_is_never_asked_of_the_hub(source: str, message: str) -> None:
+def test_a_path_is_never_requested_from_the_hub(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_records(source)
 
 
 def test_unknown_formats(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.csv: cannot tell the format; expected .*\.jsonl"):
+    with pytest.raises(ValueError, match=r"a\.csv: its format is not known; expected .*\.jsonl"):
         read_records(write_lines(tmp_path / "a.csv", "text"))
     with pytest.raises(ValueError, match=r"neither a saved dataset nor a folder with files ending in \.jsonl"):
         read_records(tmp_path)
@@ -147,15 +147,15 @@ def test_unknown_formats(tmp_path: Path) -> None:
 def test_a_hub_id_is_passed_on_untouched(
     monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[str, str | None, str]
 ) -> None:
-    asked = []
+    requests = []
 
     def load_dataset(name: str, config: str | None, *, split: str) -> datasets.Dataset:  # the network is not real
-        asked.append((name, config, split))
+        requests.append((name, config, split))
         return datasets.Dataset.from_list([{"text": "far"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     records = list(read_records(source))
-    assert asked == [expected]
+    assert requests == [expected]
     assert [(record.where, record.fields) for record in records] == [(f"{source}:1", {"text": "far"})]
 
 

@@ -150,9 +150,9 @@ def test_the_thoughts_that_are_shown_are_targets(inline: bool, opener: str) -> N
     # Where the generation prompt opens the thoughts, an earlier turn has no such text to begin behind. Its
     # content begins like it, but is the assistant's from the first character on.
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ '" + opener.replace("\n", "\\n") + "' }}{% endif %}"
-    said = {2: ("Of cheese.", "<table>"), 4: ("Two, then two.", "four")}
+    answers = {2: ("Of cheese.", "<table>"), 4: ("Two, then two.", "four")}
     messages: list[dict[str, Any]] = list(CHAT)
-    for index, (thoughts, answer) in said.items():
+    for index, (thoughts, answer) in answers.items():
         content = f"<think>\n{thoughts}\n</think>{answer}" if inline else answer
         messages[index] = {"role": "assistant", "content": content}
         if not inline:
@@ -167,8 +167,8 @@ def test_a_tool_call_in_an_earlier_turn(content: str) -> None:
     tokenizer = toy_tokenizer(chat="reasoning")
     call = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "add"}}]}
     messages = [CHAT[1], call, {"role": "tool", "content": "4"}, *CHAT[2:]]
-    said = content + "\n\n" if content else ""
-    expected = f"{said}<tool>add</tool><|im_end|> Paris is<|im_end|><think>\n\n</think>\nfour<|im_end|>"
+    text = content + "\n\n" if content else ""
+    expected = f"{text}<tool>add</tool><|im_end|> Paris is<|im_end|><think>\n\n</think>\nfour<|im_end|>"
     assert targets_text(encode({"messages": messages}, tokenizer), tokenizer) == expected
 
 
@@ -188,7 +188,7 @@ def test_an_end_that_only_the_last_turn_has() -> None:
     targets = targets_text(encode({"messages": CHAT}, tokenizer), tokenizer)
     assert targets == " Paris is<|im_end|>four<|im_end|>\n</s>"
     called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]  # the token might open the call
-    with pytest.raises(RecordError, match="renders the first 3 messages differently alone"):
+    with pytest.raises(RecordError, match="renders the first 3 messages by themselves differently"):
         encode({"messages": called}, tokenizer)
 
 
@@ -213,7 +213,7 @@ THINKS = "('<think></think>' if last and assistant else '') + message.content"
         (turns("message.content", prompt="<|im_start|>model\\n"), "first 2 messages and the generation prompt"),
         # The last turn shows no thoughts although the prompt opens them: the record's own were dropped.
         (turns("message.content.split('</think>')[-1]", prompt=OPENS), "first 4 messages and the generation"),
-        # The heading depends on the content, so that the anchor's tells nothing.
+        # The heading depends on the content, so the anchor's heading is not that of the message.
         (turns(THINKS, OPENS, "('' if message.content[0] == ' ' else '\\n')"), "first 2 messages and the gen"),
         # The generation prompt already holds the answer.
         (turns("message.content", "<|im_start|>assistant\\n Paris is<|im_end|>\\n<|im_start|>"), "first 3 messages"),
@@ -235,9 +235,9 @@ def test_text_that_holds_the_anchor_is_right_or_refused() -> None:
     answered = [CHAT[1], CHAT[2] | {"content": ANCHOR}, *CHAT[3:]]
     expected = f"{ANCHOR}<|im_end|><think>\n\n</think>\nfour<|im_end|>"
     assert targets_text(encode({"messages": answered}, tokenizer), tokenizer) == expected
-    asked = [CHAT[1] | {"content": ANCHOR}, *CHAT[2:]]
-    with pytest.raises(RecordError, match="renders the first 2 messages differently alone"):
-        encode({"messages": asked}, tokenizer)
+    question = [CHAT[1] | {"content": ANCHOR}, *CHAT[2:]]
+    with pytest.raises(RecordError, match="renders the first 2 messages by themselves differently"):
+        encode({"messages": question}, tokenizer)
 
 
 def test_a_template_that_refuses_gives_its_reason() -> None:
@@ -294,8 +294,8 @@ def test_turns_that_tools_change_are_found(chat: Any) -> None:
     tokenizer = toy_tokenizer(chat=chat)
     opens = "<|im_start|>' + ('tools for ' if tools else '') + '"
     tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_start|>", opens)
-    said = targets_text(encode({"prompt": CHAT[:4], "completion": CHAT[4:], "tools": TOOLS}, tokenizer), tokenizer)
-    assert said.removeprefix("<think>\n\n</think>\n") == "four<|im_end|>"
+    targets = targets_text(encode({"prompt": CHAT[:4], "completion": CHAT[4:], "tools": TOOLS}, tokenizer), tokenizer)
+    assert targets.removeprefix("<think>\n\n</think>\n") == "four<|im_end|>"
 
 
 def test_a_template_of_its_own_for_tools() -> None:
@@ -352,7 +352,7 @@ def test_a_half_form_beside_a_whole_one_is_an_extra_column() -> None:
         ({"text": None}, "'text' must be a string, got null"),
         ({"text": ""}, "'text' is empty"),
         ({"body": "a"}, r"column 'text' is missing \(found body\)"),
-        ({"text": "a\ud800"}, "'text' holds half a surrogate pair at character 2"),
+        ({"text": "a\ud800"}, "'text' contains half of a surrogate pair at character 2"),
     ],
 )
 def test_a_bad_text(fields: dict[str, Any], message: str) -> None:

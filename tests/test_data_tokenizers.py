@@ -146,7 +146,7 @@ def test_an_added_token_beyond_the_head_is_a_warning() -> None:
     tokenizer = toy_tokenizer()
     tokenizer.add_tokens(["<image>"])
     (warning,) = check_vocabulary(tokenizer, 400, "student")
-    assert "the student's head has 400 rows, but its tokenizer has id 400 ('<image>'); fine as long" in warning
+    assert "the student's head has 400 rows, but its tokenizer has id 400 ('<image>'); this is harmless" in warning
     with pytest.raises(ValueError, match=r"id 399 .* do not belong together"):
         check_vocabulary(tokenizer, 399, "student")
 

@@ -12,6 +12,7 @@ from families import FAMILIES, build
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
@@ -208,14 +209,20 @@ def test_the_name_goes_on_untouched(name: str, monkeypatch: pytest.MonkeyPatch) 
         received.append((name_or_path, options))
         return build("llama"), {"missing_keys": set()}
 
+    def configuration(name_or_path: Any, **options: Any) -> Any:
+        received.append((name_or_path, options))
+        return LlamaConfig(**SMALL)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", configuration)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     Decoder.from_pretrained(name, revision="abc", dtype="bfloat16", attention="eager")
-    ((given, options),) = received
-    assert given is name
-    assert options["revision"] == "abc"
+    for given, options in received:
+        assert given is name
+        assert options["revision"] == "abc"
+        assert options["trust_remote_code"] is False
+    (_, (_, options)) = received
     assert options["dtype"] == torch.bfloat16
     assert options["attn_implementation"] == "eager"
-    assert options["trust_remote_code"] is False
 
 
 @pytest.mark.parametrize("name", ["nobody-here/no-such-model", "/no/such/folder", "no_such_folder", "a/b/c"])

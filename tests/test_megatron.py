@@ -13,20 +13,18 @@ from torch import nn
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron_jobs import (
-    Case,
-    compare,
+from megatron_jobs import Case, compare
+from megatron_models import ROWS_V, B, Layout, S
+from megatron_mtp_jobs import compare_mtp
+from megatron_plan_jobs import plan, plan_on_a_gpu
+from megatron_processor_jobs import (
     compare_log_probs,
-    compare_mtp,
     compare_tap,
     gather_of_weights,
     half,
     plain_with_depths,
-    plan,
-    plan_on_a_gpu,
     refusals,
 )
-from megatron_models import ROWS_V, B, Layout, S
 from shard_ranks import RankPool
 
 from stillhouse.models import processors

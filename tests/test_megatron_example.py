@@ -1,34 +1,42 @@
-"""examples/megatron_gkd.py: whole runs under torchrun, and what a wrong configuration says."""
+"""examples/megatron_gkd.py: a run on four ranks equals plain training in one process; a wrong configuration fails."""
 
 import os
 import re
-import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: `make test` does")
 
+from megatron_example import load_example
+from megatron_models import Layout, laid_out
+
 from stillhouse.config.errors import ConfigError
 
-ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "megatron_gkd.py"
-VOCABULARY, N, S, K = 251, 8, 32, 7
-CONFIG = """
-student: {layers: 2, width: 32, heads: 4}
-teacher: {model: {layers: 2, width: 48, heads: 4}}
+TESTS = Path(__file__).parent
+VOCABULARY, N, S, K = 251, 12, 32, 7
+TENSOR, STEPS, MICRO_BATCHES, ROWS = 2, 7, 4, 2
+#: the second is Megatron's default
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.01
+CONFIG = f"""
+student: {{layers: 2, width: 32, heads: 4}}
+teacher: {{model: {{layers: 2, width: 48, heads: 4}}}}
 data: tokens.safetensors
-vocabulary: 251
-objective: {loss: 0.3*cross_entropy + 0.7*jsd(0.5)}
-parallel: {tensor: 2, pipeline: 2}
-train: {steps: 7, micro_batches: 4, rows: 2, learning_rate: 3e-3}
+vocabulary: {VOCABULARY}
+objective: {{loss: 0.3*cross_entropy + 0.7*jsd(0.5)}}
+parallel: {{tensor: {TENSOR}, pipeline: 2}}
+train: {{steps: {STEPS}, micro_batches: {MICRO_BATCHES}, rows: {ROWS}, learning_rate: {LEARNING_RATE}}}
 """
-TOP_K = {"{model: {layers: 2, width: 48, heads: 4}}": "{top_k: said.safetensors}", "pipeline: 2": "sequence: false"}
+TOP_K = {"{model: {layers: 2, width: 48, heads: 4}}": "{top_k: top_k.safetensors}", ", pipeline: 2": ""}
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     log_probs = torch.randn(N, S, VOCABULARY, generator=random).mul(3).log_softmax(-1)
     likeliest = log_probs.topk(K)
     tail = log_probs.scatter(-1, likeliest.indices, -torch.inf).logsumexp(-1)
-    save_file({"ids": likeliest.indices, "log_probs": likeliest.values, "tail_log_prob": tail}, "said.safetensors")
+    save_file({"ids": likeliest.indices, "log_probs": likeliest.values, "tail_log_prob": tail}, "top_k.safetensors")
     return tmp_path
 
 
@@ -53,24 +61,130 @@ def write(changes: dict[str, str]) -> str:
     return "run.yaml"
 
 
+@dataclass
+class Training:
+    """losses and gradient_norms: of each step. weights: after the last step."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    weights: dict[str, Tensor]
+
+
 @pytest.mark.parametrize(
-    ("processes", "changes"),
-    [pytest.param(4, {}, id="teacher in the stages"), pytest.param(2, TOP_K, id="top-k", marks=pytest.mark.slow)],
+    ("data_ranks", "changes"),
+    [
+        pytest.param(1, {}, id="teacher in the stages"),
+        pytest.param(2, TOP_K, id="top-k", marks=pytest.mark.slow),
+    ],
 )
-def test_the_loss_falls(folder: Path, processes: int, changes: dict[str, str]) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+def test_every_step_is_that_of_plain_training_in_one_process(
+    folder: Path, data_ranks: int, changes: dict[str, str]
+) -> None:
+    """Two tensor ranks with two stages or two data ranks, against logits, the formula and torch's AdamW."""
+    found, start = run_example(write(changes))
+    expected = train_plainly(start, data_ranks)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-5)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        change = (weight - start["student"][name]).norm()
+        assert (found.weights[name] - weight).norm() < 1e-3 * change, name
+
+
+def run_example(config: str) -> tuple[Training, dict[str, dict[str, Tensor]]]:
+    """Run the example on four ranks. Return what it did, and the weights that both models had at the start."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     run = subprocess.run(
-        [*launch, str(ROOT / "tests" / "cuda_is_cpu.py"), str(EXAMPLE), write(changes)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        [*launch, str(TESTS / "megatron_example.py"), config, "."],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)},
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    losses = [float(each) for each in re.findall(r"step \d+: loss ([\d.]+) over 256 tokens", run.stdout)]
-    assert len(losses) == 7
-    assert losses[-1] < 0.9 * losses[0]
+    line = r"step \d+: loss ([\d.]+) over \d+ tokens, gradient norm ([\d.]+)"
+    losses, gradient_norms = zip(*re.findall(line, run.stdout), strict=True)
+    ranks = [torch.load(f"{rank}.pt") for rank in range(4)]
+    models = {name: whole_weights([rank[name] for rank in ranks]) for name in ranks[0]}
+    return Training([*map(float, losses)], [*map(float, gradient_norms)], models.pop("trained")), models
+
+
+def whole_weights(ranks: list[dict[str, tuple[Tensor, int | None]]]) -> dict[str, Tensor]:
+    """Put the parts of the tensor ranks together. What several ranks hold is the same on all of them."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    dims: dict[str, int | None] = {}
+    for rank, weights in enumerate(ranks):
+        for name, (weight, dim) in weights.items():
+            dims[name] = dim
+            place = 0 if dim is None else rank % TENSOR
+            assert torch.equal(parts.setdefault(name, {}).setdefault(place, weight), weight), name
+    whole = {name: torch.cat([*each.values()], dims[name] or 0) for name, each in parts.items()}
+    # the vocabulary was padded to a multiple of the tensor ranks
+    return {
+        name: each[:VOCABULARY] if "word_embed" in name or "output" in name else each for name, each in whole.items()
+    }
+
+
+def train_plainly(start: dict[str, dict[str, Tensor]], data_ranks: int) -> Training:
+    """The same training in this process: Megatron's model without parallelism, and nothing else of the example.
+
+    All rows of a step are one batch.
+    """
+    example = load_example()
+    config = example.read_config("run.yaml").model_copy(update={"parallel": example.LayoutSection()})
+    rows, positions_BS = {**load_file("tokens.safetensors"), **load_file("top_k.safetensors")}, torch.arange(S)[None]
+    training = Training([], [], {})
+    with one_process():
+        student = example.build(config, config.student, S, seed=0)
+        student.load_state_dict(start["student"], strict=False)
+        teacher = None
+        if config.teacher.model is not None:
+            teacher = example.build(config, config.teacher.model, S, seed=1)
+            teacher.load_state_dict(start["teacher"], strict=False)
+        optimizer = torch.optim.AdamW(student.parameters(), LEARNING_RATE, (0.9, 0.999), 1e-8, WEIGHT_DECAY)
+        count = data_ranks * MICRO_BATCHES * ROWS
+        for step in range(STEPS):
+            index_B = torch.arange(step * count, (step + 1) * count) % N
+            batch = {name: each[index_B] for name, each in rows.items()}
+            inputs, labels = (batch["input_ids"][:, :-1], positions_BS, None), batch["input_ids"][:, 1:]
+            log_q = student(*inputs).log_softmax(-1)
+            if teacher is None:
+                p, q = top_k_and_tail(batch, log_q.exp())
+            else:
+                p, q = teacher(*inputs).detach().softmax(-1), log_q.exp()
+            cross_entropy = -log_q.gather(-1, labels[..., None]).sum()
+            loss = (0.3 * cross_entropy + 0.7 * jensen_shannon(p, q)) / labels.numel()
+            optimizer.zero_grad()
+            loss.backward()
+            training.losses.append(loss.item())
+            training.gradient_norms.append(nn.utils.clip_grad_norm_(student.parameters(), 1.0).item())
+            optimizer.step()
+        training.weights = {name: each.detach() for name, each in student.named_parameters()}
+    return training
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    m = (p + q) / 2
+    return 0.5 * (p * (p / m).log()).sum() + 0.5 * (q * (q / m).log()).sum()
+
+
+def top_k_and_tail(batch: dict[str, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities of teacher and student for K tokens and for all others together."""
+    inside = q.gather(-1, batch["ids"])
+    p = torch.cat([batch["log_probs"], batch["tail_log_prob"][..., None]], -1).exp()
+    return p, torch.cat([inside, 1 - inside.sum(-1, keepdim=True)], -1)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, which Megatron's layers ask for."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with laid_out(Layout()):
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -81,23 +195,28 @@ def test_the_loss_falls(folder: Path, processes: int, changes: dict[str, str]) -
         ({"steps: 7": "steps: seven"}, "train.steps: .*seven"),
         ({"steps: 7": "stepz: 7"}, "train.stepz"),
         ({"loss: 0.3": "tokens: all, loss: 0.3"}, "objective.tokens: has no effect here"),
-        ({"{model: {layers": "{top_k: said.safetensors, model: {layers"}, "teacher: .*one of them"),
-        ({"tensor: 2": "tensor: 3"}, "student: 2 layers over pipeline 2, 4 heads over tensor 3: expected whole"),
+        (
+            {"{model: {layers": "{top_k: top_k.safetensors, model: {layers"},
+            "teacher: expected exactly one of model and top_k",
+        ),
+        (
+            {"tensor: 2": "tensor: 3"},
+            "student: 2 layers over 2 pipeline ranks, 4 heads over 3 tensor ranks: expected the same",
+        ),
         ({"tokens.safetensors": "flat.safetensors"}, "data: input_ids of shape .* expected .N, S . 1. of int32"),
         ({"tokens.safetensors": "gone.safetensors"}, "data: cannot read gone.safetensors"),
         ({"tokens.safetensors": "run.yaml"}, "data: cannot read run.yaml"),
-        ({"tokens.safetensors": "said.safetensors"}, "data: said.safetensors has .*expected input_ids as well"),
+        ({"tokens.safetensors": "top_k.safetensors"}, "data: top_k.safetensors has .*, but not input_ids"),
         (
             {"vocabulary: 251": "vocabulary: 200"},
             r"data: tokens.safetensors has token 2.*expected less than vocabulary, 200",
         ),
         (
             {"{model: {layers: 2, width: 48, heads: 4}}": "{top_k: tokens.safetensors}"},
-            "teacher.top_k: .*expected ids, log_probs, tail_log_prob as well",
+            "teacher.top_k: .* has input_ids, but not ids, log_probs, tail_log_prob",
         ),
     ],
 )
 def test_a_wrong_configuration_is_refused(folder: Path, changes: dict[str, str], message: str) -> None:
-    example: dict[str, Any] = runpy.run_path(str(EXAMPLE))
     with pytest.raises(ConfigError, match=message):
-        example["main"](write(changes))
+        load_example().main(write(changes))

@@ -1,88 +1,36 @@
-"""The compiled pointwise functions, on a CPU: their numbers, their rounding, how often they compile, what they hold.
+"""The compiled pointwise functions on a CPU: their numbers against float64 and against the plain functions.
 
 Tiles of `COMPILED_FROM` columns or more are compiled; the other tests of the objective are smaller. Compiling costs
-seconds per plan, so that `make test` compiles two plans, and the rest of the divergences is slow.
+seconds per plan, so `make test` compiles two plans, and the other divergences are marked slow.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_cases import PLANS, V, assert_close, exact, full_terms, leaves_of
 from objective_cases import (
     ALL_DIVERGENCES,
     TAILS,
     Leaves,
-    Result,
     T,
-    converted,
     distance,
-    generator,
     make_full,
-    make_labels,
-    make_leaves,
     make_signal,
     run,
 )
-from torch import Tensor
-from torch._dynamo.utils import counters
-from torch.utils.flop_counter import FlopCounterMode
 
 from stillhouse.objective import (
-    CrossEntropy,
-    DenseLogits,
     Distill,
-    Entropy,
-    FullVocab,
-    OutputHead,
     Term,
     compiled,
-    forward_kl,
     linear_objective,
-    logits_objective,
     parse_divergence,
-    reverse_kl,
-    tile,
 )
-from stillhouse.objective.head import Projection
 from stillhouse.objective.reference import dense_objective
 
 pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
-
-#: an odd size, just above the first that is compiled
-V = 2053
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-HERE = Path(__file__).parent
-
-
-def leaves_of(tokens: int = T, dtype: torch.dtype = torch.float32, **options: Any) -> Leaves:
-    return make_leaves(tokens, V, dtype=dtype, **options)
-
-
-def plain_terms(tokens: int = T, dtype: torch.dtype = torch.float32) -> list[Term]:
-    """The plan that most tests share. All objects are new, and equal to those of another call."""
-    return [Distill(make_full(tokens, V, dtype=dtype), forward_kl())]
-
-
-def full_terms(tokens: int = T, dtype: torch.dtype = torch.float32) -> list[Term]:
-    """Every part of a plan: two pairs of which one is mixed, two temperatures, a bucket, an entropy, the uniform."""
-    full = make_full(tokens, V, dtype=dtype)
-    return [
-        CrossEntropy(make_labels(tokens, V), 0.3, label_smoothing=0.1, z_loss=1e-2),
-        Distill(full, parse_divergence("forward_kl"), 0.7, 1.5),
-        Distill(full, parse_divergence("jsd(0.3)"), 0.5),
-        Distill(make_signal("bucket", tokens, V, dtype=dtype), reverse_kl(), 0.4),
-        Entropy(-0.05, 1.5),
-    ]
-
-
-PLANS: dict[str, Callable[..., list[Term]]] = {"plain": plain_terms, "full": full_terms}
 
 
 @pytest.fixture
@@ -99,14 +47,6 @@ def ran_compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def exact(leaves: Leaves, terms: list[Term], **options: Any) -> Result:
-    """By plain autograd in float64, from the same numbers."""
-    doubles = Leaves(
-        leaves.hidden.double(), leaves.weight.double(), None if leaves.bias is None else leaves.bias.double()
-    )
-    return run(dense_objective, doubles, [converted(term, torch.float64) for term in terms], **options)
-
-
 def assert_no_worse_than_plain(leaves: Leaves, terms: list[Term], **options: Any) -> None:
     """error ≤ 2 × error of plain float32 autograd + 1e-6, both relative to float64."""
     oracle = exact(leaves, terms, **options)
@@ -121,9 +61,6 @@ def assert_no_worse_than_plain(leaves: Leaves, terms: list[Term], **options: Any
     for name, value_T in oracle.output.per_token.items():
         allowed = 2 * distance(plain.output.per_token[name], value_T) + 1e-6
         assert distance(fast.output.per_token[name], value_T) <= allowed, name
-
-
-# equal to the oracle, and to the same functions uncompiled
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -163,15 +100,6 @@ def test_as_uncompiled(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(fast, run(linear_objective, leaves_of(), PLANS[plan]()))
 
 
-def assert_close(actual: Result, expected: Result) -> None:
-    """To a few units in the last place of float32."""
-    for name, gradient in expected.gradients.items():
-        assert distance(actual.gradients[name], gradient) <= 4 * torch.finfo(torch.float32).eps, name
-    # a small divergence is a difference of large sums
-    for name, total in expected.output.metrics.items():
-        torch.testing.assert_close(actual.output.metrics[name], total, rtol=1e-5, atol=1e-6, msg=name)
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_few_rows(tokens: int, plan: str) -> None:
@@ -189,253 +117,3 @@ def test_no_row_counts() -> None:
     fast = run(linear_objective, leaves_of(), full_terms(), weights_T=torch.zeros(T))
     assert fast.output.loss == 0
     assert all((gradient == 0).all() for gradient in fast.gradients.values())
-
-
-# how often it compiles
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_compiles_once_for_a_plan(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not again for other row counts, blocks, chunks, weights, or objects that are equal."""
-    terms = PLANS[plan]
-    run(linear_objective, leaves_of(), terms())
-    before = counters["stats"]["unique_graphs"]
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens in (2, 5, 41, 300):
-            run(linear_objective, leaves_of(tokens), terms(tokens))
-        run(linear_objective, leaves_of(), terms(), chunk_tokens=12)  # the last chunk has one row
-        run(linear_objective, leaves_of(), terms(), weights_T=torch.rand(T, generator=generator(0)), normalizer=3.0)
-        run(linear_objective, leaves_of(), terms(), valid_index=torch.tensor([7, 3, 30]))
-        monkeypatch.setattr(tile, "BLOCK_BYTES", 5 * V * 4)
-        run(linear_objective, leaves_of(), terms())
-    assert counters["stats"]["unique_graphs"] == before
-
-
-@pytest.fixture
-def captured_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile without the compiler behind it: what torch counts, at a tenth of the time."""
-    original = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, *, options, **rest: original(function, backend="eager", **rest)
-    )
-    monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
-    monkeypatch.setattr(compiled, "_without_compiler", set())
-
-
-@pytest.mark.usefixtures("captured_only")
-def test_the_first_row_count_is_no_constant() -> None:
-    run(linear_objective, leaves_of(), plain_terms())
-    before = counters["stats"]["unique_graphs"]
-    run(linear_objective, leaves_of(41), plain_terms(41))
-    assert counters["stats"]["unique_graphs"] == before
-
-
-@pytest.mark.usefixtures("captured_only")
-def test_more_plans_than_torch_compiles_of_one_function() -> None:
-    before = counters["stats"]["unique_graphs"]
-    plans = 4
-    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
-        for number in range(plans):
-            run(linear_objective, leaves_of(), [Entropy(1.0, 1.0 + number / 8)])
-    assert counters["stats"]["unique_graphs"] - before == 2 * plans
-
-
-@pytest.mark.usefixtures("captured_only")
-def test_numbers_that_differ_between_plans_stay_constants() -> None:
-    """torch makes a variable of a number that differs between calls of what it takes for one function."""
-    for terms in (full_terms(), plain_terms(), [Entropy(1.0, 1.5)], [Entropy(1.0), Entropy(1.0, 0.5)]):
-        run(linear_objective, leaves_of(), terms)
-    run(linear_objective, make_leaves(T, V + 2, dtype=torch.float32), [Entropy(1.0, 1.5)])
-    assert not compiled._without_compiler
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, of what it leaves out
-def test_a_caller_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = leaves_of()
-    expected = run(linear_objective, leaves, plain_terms())
-
-    def loss(hidden_TD: Tensor) -> Tensor:
-        return linear_objective(2 * hidden_TD, OutputHead(leaves.weight, leaves.bias), plain_terms()).loss
-
-    hidden_TD = (leaves.hidden / 2).requires_grad_()
-    torch.compile(loss, backend="eager")(hidden_TD).backward()
-    assert hidden_TD.grad is not None
-    assert distance(hidden_TD.grad / 2, expected.gradients["hidden"]) <= 1e-6
-
-
-# where nothing can be compiled
-
-
-def save_two_plans(folder: str) -> None:
-    """In a process of its own: two passes over each of two plans."""
-    passes = [run(linear_objective, leaves_of(), terms()) for terms in PLANS.values() for _ in range(2)]
-    torch.save([each.gradients for each in passes], Path(folder, "gradients.pt"))
-    Path(folder, "loss.json").write_text(json.dumps([each.output.loss.item() for each in passes]))
-
-
-def two_plans(folder: Path, **environment: str) -> tuple[list[dict[str, Tensor]], str]:
-    """Gradients of `save_two_plans`, and what it wrote to stderr."""
-    variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(HERE)} | environment
-    code = f"import test_objective_compiled as here; here.save_two_plans({str(folder)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, cwd=HERE.parent, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "gradients.pt"), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "warnings"),
-    [
-        ("CXX", "/nonexistent/c++", 1),
-        ("TORCH_COMPILE_DISABLE", "1", 0),
-    ],
-    ids=["no compiler", "turned off"],
-)
-def test_without_compiling(variable: str, value: str, warnings: int, tmp_path: Path) -> None:
-    gradients, stderr = two_plans(tmp_path, **{variable: value})
-    assert stderr.count("UserWarning: ") == warnings, stderr
-    assert stderr.count("for cpu") == warnings, stderr
-    for position, terms in enumerate(PLANS.values()):
-        expected = run(linear_objective, leaves_of(), terms()).gradients
-        for name, gradient in expected.items():
-            assert distance(gradients[2 * position][name], gradient) <= 1e-6
-            assert torch.equal(gradients[2 * position][name], gradients[2 * position + 1][name])
-
-
-# precision of half-precision leaves
-
-
-def near_teacher(tokens: int, dtype: torch.dtype) -> tuple[Leaves, FullVocab]:
-    """A student and the teacher that it has nearly become: a divergence of 1e-3 nats."""
-    leaves = leaves_of(tokens, dtype, bias=False)
-    noise = 0.01 * torch.randn(leaves.weight.shape, generator=generator(1), dtype=torch.float64)
-    return leaves, FullVocab(leaves.hidden, OutputHead((leaves.weight.double() + noise).to(dtype)))
-
-
-def from_rounded_logits(leaves: Leaves, teacher: FullVocab, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Gradients in float64 but for the logits of both, which are rounded once."""
-    hidden, weight = leaves.hidden.double(), leaves.weight.double()
-    logits_TV = (hidden @ weight.T).to(dtype).double().requires_grad_()
-    teacher_TV = (teacher.hidden_TE.double() @ teacher.head.weight_VD.double().T).to(dtype)
-    logits_objective(logits_TV, [Distill(DenseLogits(teacher_TV.double()), forward_kl())]).loss.backward()
-    assert logits_TV.grad is not None
-    return {"hidden": logits_TV.grad @ weight, "weight": logits_TV.grad.T @ hidden}
-
-
-@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
-def test_half_precision_student_close_to_its_teacher(dtype: torch.dtype) -> None:
-    """Half a percent of a gradient that is a small difference; a round trip of the logits costs several times it."""
-    leaves, teacher = near_teacher(64, dtype)
-    terms: list[Term] = [Distill(teacher, forward_kl())]
-    oracle = exact(leaves, terms)
-    assert 2e-4 < oracle.output.per_token["forward_kl"].mean() < 5e-3
-    fast, rounded = run(linear_objective, leaves, terms), from_rounded_logits(leaves, teacher, dtype)
-    for name, gradient in oracle.gradients.items():
-        error = distance(fast.gradients[name], gradient)
-        assert error <= 5e-3, name
-        assert distance(rounded[name], gradient) >= max(10 * error, 1e-2), name
-
-
-@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
-def test_a_gradient_that_is_rounded_before_its_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does, whose matrix units take half-precision operands; fp16's range is too small for it there."""
-    rounding = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    monkeypatch.setattr(Projection, "operand", lambda _, grad_CV: grad_CV.to(rounding).to(grad_CV.dtype))
-    leaves, teacher = near_teacher(64, dtype)
-    terms: list[Term] = [Distill(teacher, forward_kl())]
-    fast = run(linear_objective, leaves, terms)
-    for name, gradient in exact(leaves, terms).gradients.items():
-        assert distance(fast.gradients[name], gradient) <= 5e-3, name
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 4])
-def test_weight_gradient_over_many_chunks(chunk_tokens: int) -> None:
-    """Summed in float32 and rounded once: bfloat16 sums of 128 chunks would lose a percent."""
-    leaves, terms = leaves_of(512, torch.bfloat16, bias=False), plain_terms(512, torch.bfloat16)
-    fast = run(linear_objective, leaves, terms, chunk_tokens=chunk_tokens).gradients["weight"]
-    once = run(linear_objective, leaves, terms, chunk_tokens=512).gradients["weight"]
-    assert distance(fast, once) <= 2e-4
-    full = run(linear_objective, Leaves(leaves.hidden.float(), leaves.weight.float(), None), terms)
-    torch.testing.assert_close(fast, full.gradients["weight"].bfloat16(), rtol=2**-7, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_normalizer_changes_nothing_but_the_scale(dtype: torch.dtype) -> None:
-    leaves, terms = leaves_of(dtype=dtype), plain_terms(dtype=dtype)
-    plain = run(linear_objective, leaves, terms).gradients
-    for normalizer in (1e-6, 1e-3, 3.0, 1e3, 1e6):
-        gradients = run(linear_objective, leaves, terms, normalizer=normalizer).gradients
-        for name, gradient in plain.items():
-            actual = gradients[name].double() * normalizer
-            rounding = 2 * torch.finfo(dtype).eps
-            torch.testing.assert_close(actual, gradient.double(), rtol=rounding, atol=1e-30, msg=name)
-    for normalizer in (2.0**-20, 2.0**20):  # exact in every dtype
-        gradients = run(linear_objective, leaves, terms, normalizer=normalizer).gradients
-        assert all(torch.equal(gradients[name] * normalizer, each) for name, each in plain.items())
-
-
-# what it costs
-
-
-def flops(**options: Any) -> int:
-    leaves = leaves_of(100)
-    # the counter knows no products in place
-    known = {torch.ops.aten.addmm_: lambda _, left, right, **rest: 2 * left[0] * left[1] * right[1]}
-    with FlopCounterMode(display=False, custom_mapping=known) as counter:
-        run(linear_objective, leaves, plain_terms(100), **options)
-    return counter.get_total_flops()
-
-
-def test_under_a_dispatch_mode() -> None:
-    """Who counts operations, or watches memory, gets the same numbers: torch compiles nothing under such a mode."""
-    expected = run(linear_objective, leaves_of(), full_terms())
-    with FlopCounterMode(display=False):
-        actual = run(linear_objective, leaves_of(), full_terms())
-    assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 17])
-def test_masked_tokens_cost_no_products(chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "COMPILED_FROM", 1 << 60)  # the products are not in the kernels
-    valid_index = torch.randperm(100, generator=generator(0))[:30]
-    weights_T = torch.zeros(100).index_fill(0, valid_index, 1.0)
-    everything = flops(chunk_tokens=chunk_tokens)
-    assert everything == 2 * 100 * V * (3 * 16 + 24)  # logits and two gradients of the student, logits of the teacher
-    assert flops(weights_T=weights_T, chunk_tokens=chunk_tokens) <= 0.31 * everything
-    assert flops(valid_index=valid_index, chunk_tokens=chunk_tokens) <= 0.31 * everything
-
-
-def allocations(work: Callable[[], object]) -> list[int]:
-    """Bytes taken (> 0) and given back (< 0), in order, as the allocator of the CPU sees them: also in kernels."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
-    return [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
-
-
-def peak(bytes_taken: list[int]) -> int:
-    total = highest = 0
-    for each in bytes_taken:
-        total += each
-        highest = max(highest, total)
-    return highest
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_holds_a_few_tiles(plan: str) -> None:
-    """Of 2,048 tokens in chunks of 128, a tile for each side: neither all logits, nor log-probabilities beside it."""
-    tokens, width, rows = 2048, 32, 128
-    leaves = make_leaves(tokens, V, width, dtype=torch.float32, bias=False)
-    terms = PLANS[plan](tokens)
-    leaf = [each.requires_grad_() for each in (leaves.hidden, leaves.weight)]
-
-    def work() -> None:
-        linear_objective(leaf[0], OutputHead(leaf[1]), terms, chunk_tokens=rows).loss.backward()
-
-    work()  # compiles
-    taken = allocations(work)
-    tile_bytes, weight_bytes = rows * V * 4, V * width * 4
-    assert max(taken) <= max(tile_bytes, weight_bytes)
-    gradients = 2 * (weight_bytes + tokens * width * 4)
-    assert peak(taken) <= gradients + 3 * tile_bytes

@@ -49,8 +49,8 @@ def kept(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.ones(T, dtype=dtype).index_fill(0, DEAD, 0.0)
 
 
-def drawn(at_dead: float) -> Tensor:
-    """Log-probabilities of drawn tokens in the other rows."""
+def sampled_log_probs(at_dead: float) -> Tensor:
+    """Return old log-probabilities: `at_dead` in the rows that are left out, random ones around −5 elsewhere."""
     return (torch.randn(T, generator=generator(42), dtype=torch.float64) - 5.0).index_fill(0, DEAD, at_dead)
 
 
@@ -65,16 +65,18 @@ def assert_left_out(found: Result, expected: Result) -> None:
 
 
 POLICY: dict[str, Callable[[float, Any], Term]] = {
-    "ratio": lambda far, own: PolicyGradient(LABELS, drawn(1.0), drawn(far), weights_T=own),
+    "ratio": lambda far, own: PolicyGradient(LABELS, sampled_log_probs(1.0), sampled_log_probs(far), weights_T=own),
     "reference": lambda far, own: PolicyGradient(
-        LABELS, drawn(1.0), drawn(-5.0), drawn(-far), kl_scale=0.1, weights_T=own
+        LABELS, sampled_log_probs(1.0), sampled_log_probs(-5.0), sampled_log_probs(-far), kl_scale=0.1, weights_T=own
     ),
-    "dual clip": lambda far, own: PolicyGradient(LABELS, drawn(1.0), drawn(far), dual_clip=3.0, weights_T=own),
+    "dual clip": lambda far, own: PolicyGradient(
+        LABELS, sampled_log_probs(1.0), sampled_log_probs(far), dual_clip=3.0, weights_T=own
+    ),
     "cispo": lambda far, own: PolicyGradient(
-        LABELS, drawn(1.0), drawn(far), clip_high=math.inf, surrogate="cispo", weights_T=own
+        LABELS, sampled_log_probs(1.0), sampled_log_probs(far), clip_high=math.inf, surrogate="cispo", weights_T=own
     ),
-    "k3": lambda far, own: SampledKL(LABELS, drawn(-far), "k3", weights_T=own),
-    "k2": lambda far, own: SampledKL(LABELS, drawn(-far), "k2", weights_T=own),
+    "k3": lambda far, own: SampledKL(LABELS, sampled_log_probs(-far), "k3", weights_T=own),
+    "k2": lambda far, own: SampledKL(LABELS, sampled_log_probs(-far), "k2", weights_T=own),
 }
 
 
@@ -104,8 +106,8 @@ def terms_without(dead_labels: bool, scale: float = 1.0) -> list[Term]:
     poisoned = FullVocab(full.hidden_TE.index_fill(0, DEAD, math.nan), full.head)
     return [
         CrossEntropy(labels_T, scale, 0.1, 0.1, weights_T=own),
-        SampledKL(labels_T, drawn(-5.0), "k3", scale, weights_T=own),
-        PolicyGradient(labels_T, drawn(1.0), drawn(-5.0), scale=scale, weights_T=own),
+        SampledKL(labels_T, sampled_log_probs(-5.0), "k3", scale, weights_T=own),
+        PolicyGradient(labels_T, sampled_log_probs(1.0), sampled_log_probs(-5.0), scale=scale, weights_T=own),
         Distill(poisoned, jsd(0.3), scale, weights_T=kept()),
         Distill(poisoned, forward_kl(), scale, weights_T=kept()),
         Distill(sparse, reverse_kl(), scale, weights_T=kept()),
@@ -139,7 +141,7 @@ def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dic
         *terms,
         Entropy(0.0),
         CrossEntropy(LABELS, 0.0),
-        PolicyGradient(LABELS, drawn(1), drawn(-5), scale=0.0),
+        PolicyGradient(LABELS, sampled_log_probs(1), sampled_log_probs(-5), scale=0.0),
     ]
     found = run(linear_objective, poisoned_leaves(), watched, head=head)
     expected = run(linear_objective, make_leaves(), terms, head=head)

@@ -110,7 +110,7 @@ def test_sampled_value_is_a_cross_entropy() -> None:
 def test_second_terms_are_numbered() -> None:
     """By name for values, by distillation term for statistics: two of them are never added into one key."""
     dense = DenseLogits(TEACHER.log())
-    alone = metrics_of([Distill(dense, forward_kl())])
+    single = metrics_of([Distill(dense, forward_kl())])
     metrics = metrics_of(
         [
             Entropy(0.1),
@@ -127,7 +127,7 @@ def test_second_terms_are_numbered() -> None:
         *("student_entropy#2", "teacher_entropy#2", "agreement#2"),
         *("student_entropy#3", "teacher_entropy#3", "agreement#3", "teacher_mass#3"),
     }
-    assert alone.items() <= metrics.items()
+    assert single.items() <= metrics.items()
     assert metrics["student_entropy#2"] > metrics["student_entropy"] == metrics["student_entropy#3"]
 
 
@@ -189,8 +189,8 @@ def test_no_two_sums_share_a_key() -> None:
         *("reverse_kl", "reverse_kl#2", "forward_kl#2", "forward_kl#3"),
     }
     for key, temperature in [("forward_kl", 1.0), ("forward_kl#2", 3.0), ("forward_kl#3", 2.0)]:
-        alone = metrics_of([Distill(dense, forward_kl(), temperature=temperature)])
-        assert metrics[key] == pytest.approx(alone["forward_kl"], rel=1e-12)
+        single = metrics_of([Distill(dense, forward_kl(), temperature=temperature)])
+        assert metrics[key] == pytest.approx(single["forward_kl"], rel=1e-12)
     assert metrics["negative_log_likelihood#2"] == pytest.approx(metrics["cross_entropy"])
     assert list(metrics) == list(metrics_of(terms, torch.zeros(2)))  # whatever the rows
 

@@ -40,7 +40,7 @@ from stillhouse.objective import (
 from stillhouse.objective.reference import dense_objective
 
 LABELS = make_labels()
-DRAWN = LABELS >= 0
+HAS_LABEL = LABELS >= 0
 #: of both signs, every seventh 0
 ADVANTAGES = torch.randn(T, generator=generator(50), dtype=torch.float64) * (torch.arange(T) % 7 > 0)
 
@@ -94,7 +94,7 @@ def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(make_leaves()).items()}
     log_q_TV = plain_log_probs(Leaves(**leaves), temperature)
     log_q_T = log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
-    value_T = torch.where(DRAWN, -formula((log_q_T - old_T).exp(), ADVANTAGES, log_q_T), 0.0)
+    value_T = torch.where(HAS_LABEL, -formula((log_q_T - old_T).exp(), ADVANTAGES, log_q_T), 0.0)
     value_T.sum().backward()
     term = PolicyGradient(LABELS, ADVANTAGES, old_T, temperature=temperature, **options)
     found = run(linear_objective, make_leaves(), [term], chunk_tokens=10)
@@ -106,7 +106,7 @@ def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
     assert distance(found.gradients["hidden"], plain.gradients["hidden"]) > 1e-2
 
 
-def test_clipping_is_told() -> None:
+def test_clipping_is_reported() -> None:
     """Of a negative advantage the dual clip takes the gradient of far likelier tokens; CISPO counts what it clips."""
     old_T, loss = old_log_probs(1.0), torch.full((T,), -1.0, dtype=torch.float64)
     log_q_T = plain_log_probs(make_leaves(), 1.0).gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
@@ -116,7 +116,7 @@ def test_clipping_is_told() -> None:
         ({"surrogate": "cispo"}, (ratio_T < 0.8) | (ratio_T > 1.2)),
     ):
         output = run(linear_objective, make_leaves(), [PolicyGradient(LABELS, loss, old_T, **options)]).output
-        assert output.metrics["clipped"] == (clipped_T & DRAWN).sum()
+        assert output.metrics["clipped"] == (clipped_T & HAS_LABEL).sum()
 
 
 def test_an_overflowing_ratio_of_no_advantage_is_worth_nothing() -> None:
@@ -179,7 +179,7 @@ def gspo(log_q_T: Tensor, old_T: Tensor, sequence_T: Tensor, advantages_S: Tenso
     """Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7, one sequence after the other: to be maximised."""
     total = log_q_T.new_zeros(())
     for number, advantage in enumerate(advantages_S):
-        of_it = (sequence_T == number) & DRAWN
+        of_it = (sequence_T == number) & HAS_LABEL
         ratio = ((log_q_T[of_it] - old_T[of_it]).sum() / of_it.sum()).exp()
         total = total + torch.min(ratio * advantage, ratio.clamp(1 - 3e-1, 1 + 4e-1) * advantage)
     return total / len(advantages_S)

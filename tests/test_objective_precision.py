@@ -206,7 +206,7 @@ def poisoned(tensor: Tensor, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("valid_index", ["none", "all"])
 @pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
 def test_rows_of_weight_zero_may_hold_nan(head: dict[str, Any], valid_index: str) -> None:
-    """valid_index "all" visits them, as a pass on a GPU does that was not told which rows are valid."""
+    """With valid_index "all" these rows are computed too, as on a GPU without a valid_index."""
     dead = torch.tensor([0, 5, 6, 36])
     weights_T = torch.ones(T).index_fill(0, dead, 0.0)
     leaves, full, sparse = make_leaves(), make_full(), make_signal("bucket")

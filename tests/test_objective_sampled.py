@@ -1,4 +1,4 @@
-"""Terms at drawn tokens, and log-probabilities: against plain autograd, and in expectation over the vocabulary.
+"""Terms at sampled tokens, and log-probabilities: against plain autograd, and in expectation over the vocabulary.
 
 T tokens, V vocabulary.
 """
@@ -33,7 +33,7 @@ from stillhouse.objective.reference import dense_objective
 SMALL = 7
 
 
-def drawn_log_probs(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def sampled_log_probs(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """About those of a vocabulary of V; NaN where there is no label, which is not to be looked at."""
     made_T = torch.randn(T, generator=generator(seed), dtype=torch.float64).to(dtype) - math.log(V)
     return made_T.masked_fill(make_labels() < 0, math.nan)
@@ -52,10 +52,10 @@ def term_of(case: str, dtype: torch.dtype = torch.float64) -> Term:
     options = dict(TERMS[case])
     kind, reference = options.pop("kind"), options.pop("reference", False)
     if kind is SampledKL:
-        return SampledKL(make_labels(), drawn_log_probs(31, dtype), **options)
+        return SampledKL(make_labels(), sampled_log_probs(31, dtype), **options)
     advantages_T = torch.randn(T, generator=generator(33), dtype=torch.float64).to(dtype)
-    given = {"reference_log_probs_T": drawn_log_probs(34, dtype)} if reference else {}
-    return PolicyGradient(make_labels(), advantages_T, drawn_log_probs(32, dtype), **given, **options)
+    given = {"reference_log_probs_T": sampled_log_probs(34, dtype)} if reference else {}
+    return PolicyGradient(make_labels(), advantages_T, sampled_log_probs(32, dtype), **given, **options)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
@@ -69,16 +69,16 @@ def test_as_in_plain_autograd(case: str, chunk_tokens: int | None) -> None:
     assert_same(found, run(dense_objective, make_leaves(), terms, **options))
 
 
-def test_ratio_and_clipping_are_told() -> None:
-    """Half of the drawn tokens were likelier before, by far, and half less likely; all had a good outcome."""
+def test_ratio_and_clipping_are_reported() -> None:
+    """Half of the sampled tokens had a much larger old probability, half a much smaller one; all advantages are 1."""
     leaves, labels_T = make_leaves(), make_labels()
     with torch.no_grad():
         log_q_T, _ = linear_log_probs(leaves.hidden, OutputHead(leaves.weight, leaves.bias), labels_T)
     old_T = log_q_T + torch.where(torch.arange(T) % 2 == 0, 1.0, -1.0)
     output = run(linear_objective, leaves, [PolicyGradient(labels_T, torch.ones(T), old_T)]).output
-    drawn_T = labels_T >= 0
-    assert output.metrics["clipped"] == (drawn_T & (torch.arange(T) % 2 == 1)).sum()
-    torch.testing.assert_close(output.metrics["ratio"], (log_q_T - old_T).exp()[drawn_T].sum())
+    has_label_T = labels_T >= 0
+    assert output.metrics["clipped"] == (has_label_T & (torch.arange(T) % 2 == 1)).sum()
+    torch.testing.assert_close(output.metrics["ratio"], (log_q_T - old_T).exp()[has_label_T].sum())
     assert "reference_kl" not in output.metrics
 
 

@@ -157,7 +157,7 @@ def test_values_alone_take_no_more(pool: RankPool) -> None:
 
 
 def test_no_collective_carries_a_vocabulary(pool: RankPool) -> None:
-    """Of each token a rank sends its sums and the logits at asked ids: here fewer numbers than its 63 logits."""
+    """For each token a rank sends its sums and the logits at the requested ids: fewer numbers than its 63 logits."""
     named = {
         each: partial(problems.counted, each) for each in ("sampled", "jsd(0.3) on full", "forward_kl on bucket")
     }

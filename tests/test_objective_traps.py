@@ -196,11 +196,11 @@ def test_a_repeated_id_counts_once(kind: type[TopK], tail: str) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize(("taken", "asked"), [(1.0, 2.0), (2.0, 1.0)])
-def test_log_probabilities_of_another_temperature_are_refused(taken: float, asked: float) -> None:
+@pytest.mark.parametrize(("taken", "requested"), [(1.0, 2.0), (2.0, 1.0)])
+def test_log_probabilities_of_another_temperature_are_refused(taken: float, requested: float) -> None:
     signal = TopK(torch.tensor([[0]]), torch.zeros(1, 1), temperature=taken)
-    with pytest.raises(ValueError, match=f"temperature {taken}, the term asks for {asked}"):
-        Distill(signal, forward_kl(), temperature=asked)
+    with pytest.raises(ValueError, match=f"temperature {taken}, the term asks for {requested}"):
+        Distill(signal, forward_kl(), temperature=requested)
     Distill(signal, forward_kl(), temperature=taken)
 
 

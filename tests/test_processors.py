@@ -15,15 +15,26 @@ import torch.nn.functional as F
 from families import build
 from largest import Largest
 from objective_cases import distance, generator
+from processor_cases import (
+    DOCUMENTS,
+    IDS_BS,
+    KNOWN_T,
+    LABELLED,
+    LABELS_BS,
+    LABELS_T,
+    POSITIONS_BS,
+    SOME_T,
+    B,
+    S,
+    T,
+    at_depth,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.processors import (
-    DistillTargets,
     LogProbs,
-    PolicyTargets,
-    Targets,
     by_depth,
     cross_entropy,
     distillation,
@@ -32,12 +43,10 @@ from stillhouse.models.processors import (
     policy_gradient,
     selected_log_probs,
 )
-from stillhouse.objective import DenseLogits, OutputHead, TopK, fused
+from stillhouse.models.targets import DistillTargets, PolicyTargets, Targets
+from stillhouse.objective import TopK, fused
 from stillhouse.objective.spec import parse_objective
 
-B, S, V = 2, 17, 251
-T = B * S
-DOCUMENTS = ((9, 8), (5, 12))  # of each row
 MODELS = {
     "tied": ("qwen3", True),
     "untied": ("qwen3", False),
@@ -46,21 +55,6 @@ MODELS = {
     "multiplied": ("cohere", True),
 }
 EACH_MODEL = pytest.mark.parametrize("model", MODELS)
-
-IDS_BS = torch.randint(3, V, (B, S), generator=generator(0))
-POSITIONS_BS = torch.stack([torch.cat([torch.arange(each) for each in lengths]) for lengths in DOCUMENTS])
-
-
-def next_in_document() -> Tensor:
-    """[B, S], none at a document's end and within its prompt of three tokens."""
-    labels_BS = IDS_BS.roll(-1, 1)
-    return labels_BS.masked_fill((POSITIONS_BS.roll(-1, 1) == 0) | (POSITIONS_BS < 2), -100)
-
-
-LABELS_BS = next_in_document()
-LABELS_T = LABELS_BS.flatten()
-KNOWN_T = LABELS_T >= 0
-LABELLED = int(KNOWN_T.sum())
 
 
 @functools.cache
@@ -286,9 +280,6 @@ def test_no_tensor_is_as_large_as_the_logits(processor: str, monkeypatch: pytest
     assert largest.numbers < rows * tokens * vocabulary / 4
 
 
-# contexts
-
-
 def test_without_a_label_anywhere_the_loss_is_0_and_reaches_every_parameter() -> None:
     decoder, context = decoder_of("untied"), Targets(torch.full((B, S), -100))
     loss = decoder(IDS_BS, POSITIONS_BS, processor=cross_entropy(), context=context).loss
@@ -296,46 +287,6 @@ def test_without_a_label_anywhere_the_loss_is_0_and_reaches_every_parameter() ->
     assert loss == 0
     assert found.keys() == {key for key, _ in decoder.pretrained.named_parameters()}
     assert not any(each.any() for each in found.values())
-
-
-def test_another_objective_for_further_depths() -> None:
-    context = PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T).shift_for_mtp(POSITIONS_BS, 1)
-    processor = by_depth(policy_gradient(), cross_entropy())
-    assert "policy_gradient" in at_depth(processor, context, 0).metrics
-    (found, expected) = (at_depth(each, context, 1) for each in (processor, cross_entropy()))
-    assert torch.equal(found.loss, expected.loss)
-
-
-def test_shift_for_mtp_of_equal_rows() -> None:
-    one_1S = torch.arange(S)[None]
-    one, every = (Targets(LABELS_BS).shift_for_mtp(each, 1).at(1) for each in (one_1S, one_1S.expand(B, S)))
-    assert torch.equal(one.labels_T, every.labels_T)
-    assert torch.equal(one.labels_T.view(B, S)[:, :-1], LABELS_BS[:, 1:])
-
-
-def test_shift_for_mtp_stays_within_documents() -> None:
-    """By hand: the documents' ends, and what a teacher said of the row that is meant."""
-    weights_BS = torch.rand(B, S, generator=generator(6))
-    signal = DenseLogits(torch.arange(T).float()[:, None])  # each row says its own number
-    context = DistillTargets(LABELS_BS, weights_BS, 3.0, signal=signal).shift_for_mtp(POSITIONS_BS, 2)
-    document_T = ((POSITIONS_BS == 0).cumsum(1) + 10 * torch.arange(B)[:, None]).flatten().tolist()
-    for depth in (1, 2):
-        further = context.at(depth)
-        assert further.normalizer == 3.0
-        assert further.weights_T is not None
-        for row in range(T):
-            if row + depth < T and document_T[row + depth] == document_T[row]:
-                assert further.labels_T[row] == LABELS_T[row + depth]
-                assert further.weights_T[row] == weights_BS.flatten()[row + depth]
-                assert further.signal.logits_TV[row] == row + depth  # type: ignore[union-attr]
-            else:
-                assert further.labels_T[row] < 0
-                assert further.weights_T[row] == 0
-    index_T = torch.tensor([20, 3, 4])
-    part = context.rows(index_T)
-    for depth in (0, 1, 2):
-        assert torch.equal(part.at(depth).labels_T, context.at(depth).labels_T[index_T])
-        assert torch.equal(part.at(depth).signal.logits_TV, context.at(depth).signal.logits_TV[index_T])  # type: ignore[union-attr]
 
 
 def test_a_depth_is_the_objective_at_its_own_targets() -> None:
@@ -347,35 +298,20 @@ def test_a_depth_is_the_objective_at_its_own_targets() -> None:
     assert found.metrics["tokens"] == sum(length - 3 for row in DOCUMENTS for length in row)
 
 
-def at_depth(processor: OutputProcessor, context: Any, depth: int = 1) -> Any:
-    hidden_BSD, head = torch.zeros(B, S, 8), OutputHead(torch.zeros(V, 8))
-    return processor(hidden_states=hidden_BSD, head=head, context=context, depth=depth)
+def test_another_objective_for_further_depths() -> None:
+    context = PolicyTargets(LABELS_BS, advantages_T=SOME_T, old_log_probs_T=SOME_T).shift_for_mtp(POSITIONS_BS, 1)
+    processor = by_depth(policy_gradient(), cross_entropy())
+    assert "policy_gradient" in at_depth(processor, context, 0).metrics
+    (found, expected) = (at_depth(each, context, 1) for each in (processor, cross_entropy()))
+    assert torch.equal(found.loss, expected.loss)
 
 
-SOME_T = torch.zeros(T)
 DISTILLATION = distillation(parse_objective("forward_kl"))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: PolicyTargets(LABELS_BS, old_log_probs_T=SOME_T),
-            "advantages_T is missing: expected a number for each of 34 tokens",
-        ),
-        (
-            lambda: PolicyTargets(LABELS_BS, advantages_T=SOME_T),
-            "old_log_probs_T is missing: expected a number for each of 34 tokens",
-        ),
-        (
-            lambda: at_depth(cross_entropy(), Targets(LABELS_BS)),
-            "depth 1 of multi-token prediction with targets of 0 further depths: expected targets.shift_for_mtp(",
-        ),
-        (
-            lambda: at_depth(selected_log_probs(), Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS, 2), 3),
-            "targets of 2 further depths: expected targets.shift_for_mtp(position_ids, 3)",
-        ),
-        (lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS)), "depth 1 of multi-token prediction"),
         (
             lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS), 0),
             "signal is missing: expected what a teacher says",
@@ -403,23 +339,13 @@ DISTILLATION = distillation(parse_objective("forward_kl"))
             "old_log_probs_T requires grad: expected a constant; detach it",
         ),
         (lambda: at_depth(cross_entropy(), Targets(LABELS_BS[:, 1:]), 0), "has 32 tokens, the student 34"),
-        (
-            lambda: Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS[:, 1:], 1),
-            "position_ids of shape (2, 16) for 34 labels: expected [B, S], all rows whole",
-        ),
     ],
     ids=[
-        "advantages",
-        "old",
-        "ahead",
-        "further",
-        "taught",
         "signal",
         "policy",
         "reference",
         "grad",
         "tokens",
-        "rows",
     ],
 )
 def test_errors(make: Callable[[], Any], message: str) -> None:

@@ -90,7 +90,7 @@ def test_the_processors_of_the_page_run() -> None:
     labels = ids.roll(-1, 1)
     numbers = -5 + torch.zeros(2, 17)
     given = vars(stillhouse.objective) | vars(processors) | {"parse_objective": parse_objective, "decoder": decoder}
-    given |= {"teacher": Decoder(build("llama", seed=2)), "ids": ids, "labels": labels, "drawn": labels}
+    given |= {"teacher": Decoder(build("llama", seed=2)), "ids": ids, "labels": labels, "sampled": labels}
     given |= {"advantages": numbers, "old": numbers, "reference": numbers, "tokens_of_the_step": 34}
     run = [each for each in shown if "decoder(" in each]
     assert len(run) == 5

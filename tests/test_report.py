@@ -85,7 +85,7 @@ def test_compare_refuses_the_run_itself_and_too_many(run_dir, tmp_path):
         write_report(run_dir, [run_dir / ".." / run_dir.name])
     with pytest.raises(ValueError, match="got 8 runs to compare; at most 7"):
         write_report(run_dir, [tmp_path / str(index) for index in range(8)])
-    with pytest.raises(ValueError, match=r"nowhere holds no run"):
+    with pytest.raises(ValueError, match=r"nowhere contains no run"):
         write_report(run_dir, [tmp_path / "nowhere"])
 
 
@@ -151,7 +151,7 @@ def test_only_metrics_is_enough_and_without_it_there_is_no_run(run_dir):
             path.unlink()
     assert "distilled" in Page(write_report(run_dir)).text
     (run_dir / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"distilled holds no run: it has no metrics\.jsonl"):
+    with pytest.raises(ValueError, match=r"distilled contains no run: it has no metrics\.jsonl"):
         write_report(run_dir)
 
 

@@ -69,7 +69,7 @@ def test_every_student_process_gets_each_of_its_columns_once(
             assert sorted(received.get((at, target), [])) == expected
 
 
-class Asked:
+class RecordedRequests:
     """A source that notes what was requested, and when signals were taken."""
 
     def __init__(self, steps_ahead: int):
@@ -91,7 +91,7 @@ class Asked:
 def test_requests_run_as_far_ahead_as_the_source_can_use(steps_ahead: int, expected: list[str]) -> None:
     batch = micro_batch()
     steps = [ShardedMicroBatches([batch] * count, StepMicroBatches([batch] * count)) for count in (1, 2, 3)]
-    source = Asked(steps_ahead)
+    source = RecordedRequests(steps_ahead)
     for micro_batches, signals in request_ahead(source, steps):
         assert len(signals.result()) == len(micro_batches)
         source.events.append("step")

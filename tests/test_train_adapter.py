@@ -10,7 +10,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
 from safetensors.torch import load_file
-from test_train_layouts import distill, stillhouse
+from test_train_layouts import distill, under_torchrun
 from test_train_resume import evaluations, kill_at, losses
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -110,7 +110,7 @@ def test_the_own_base_is_held_once(tmp_path: Path, attention: str | None) -> Non
 
 
 def test_the_own_base_teaches_as_a_copy_of_it_does(tmp_path: Path) -> None:
-    """Gradients and held-out figures, from an adapter that has moved, with dropout in the student alone."""
+    """Gradients and held-out metrics of a trained adapter, with dropout only in the student."""
     save_model(tmp_path / "student", "llama", seed=1)
     found: list[tuple[TeacherStudentPair, dict[str, Tensor], float]] = []
     for attention in (None, "sdpa"):  # which is what null means for these models, but held for itself
@@ -135,7 +135,7 @@ def test_the_own_base_teaches_as_a_copy_of_it_does(tmp_path: Path) -> None:
 def test_a_fresh_adapter_agrees_with_its_base(tmp_path: Path) -> None:
     write_run(tmp_path, **teacher_is_base(tmp_path))
     ended = run("distill", tmp_path / "run.yaml")
-    assert "; the teacher is the same model without it, held once" in ended.out
+    assert "; the teacher is the same model without the adapter, so only one model is in memory" in ended.out
     first = next(line for line in metrics(tmp_path / "out") if line["step"] == 0)
     assert first["eval/forward_kl"] == pytest.approx(0, abs=1e-9)
     assert first["eval/agreement"] == 1
@@ -162,7 +162,7 @@ def test_check_shows_the_adapter(tmp_path: Path) -> None:
     write_run(tmp_path, **teacher_is_base(tmp_path))
     shown = run("check", tmp_path / "run.yaml").out
     assert "LoRA r 4, alpha 8 on 14 modules, 5.76 k of " in shown
-    assert "held once" in shown
+    assert "only one model is in memory" in shown
 
 
 @pytest.mark.slow
@@ -172,16 +172,16 @@ def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -
     """The same run under a layout from its start, and from a checkpoint of one process."""
     settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
     write_run(tmp_path, tied=True, **settings, **{"checkpoint.every": 3, "checkpoint.keep": 9})
-    middle = tmp_path / "alone" / "checkpoints" / "step-00000003"
+    middle = tmp_path / "one process" / "checkpoints" / "step-00000003"
     for out, processes, overrides in (
-        ("alone", 1, []),
+        ("one process", 1, []),
         ("whole", 2, [f"parallel.{layout}"]),
         ("resumed", 2, [f"parallel.{layout}", f"checkpoint.resume={middle}"]),
     ):
         ended = distill(tmp_path, out, processes, *overrides)
         assert ended.returncode == 0, ended.stderr
     for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
-        expected = load_file(tmp_path / "alone" / name)
+        expected = load_file(tmp_path / "one process" / name)
         for out in ("whole", "resumed"):
             found = load_file(tmp_path / out / name)
             assert found.keys() == expected.keys()
@@ -189,7 +189,7 @@ def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -
                 assert (found[key] - each).norm() <= 1e-4 * each.norm(), (out, key)
     for out in ("whole", "resumed"):
         assert (tmp_path / out / "adapter" / "adapter_config.json").read_text() == (
-            tmp_path / "alone" / "adapter" / "adapter_config.json"
+            tmp_path / "one process" / "adapter" / "adapter_config.json"
         ).read_text()
 
 
@@ -197,7 +197,7 @@ def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -
 @pytest.mark.parametrize("teacher", ["another", "own base"])
 def test_parity_of_an_adapter(tmp_path: Path, teacher: str) -> None:
     write_run(tmp_path, tied=True, **(LORA if teacher == "another" else teacher_is_base(tmp_path)))
-    ended = stillhouse(2, "parity", str(tmp_path / "run.yaml"))
+    ended = under_torchrun("parity", tmp_path / "run.yaml")
     assert ended.returncode == 0, ended.stderr
     rows = [row for row in ended.stdout.splitlines()[1:] if "not possible" not in row]
     assert len(rows) >= 5
@@ -246,7 +246,7 @@ def test_another_adapter_is_another_run(tmp_path: Path) -> None:
     write_run(tmp_path, **LORA, **{"train.steps": 8, "checkpoint.every": 2})
     kill_at(5, tmp_path / "out", tmp_path / "run.yaml")
     failed = run("distill", tmp_path / "run.yaml", "student.adapter.alpha=16", code=1)
-    assert "holds another run, with a different student.adapter" in failed.err
+    assert "contains another run, with a different student.adapter" in failed.err
     checkpoint = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
     for out, other in (("wider", "student.adapter.r=8"), ("none", "student.adapter=null")):
         taken = [tmp_path / "run.yaml", f"checkpoint.resume={checkpoint}", f"out={tmp_path / out}", other]

@@ -48,7 +48,7 @@ def fails(folder: Path, *arguments: str, code: int, command: str = "distill") ->
         ("objective.loss=z_loss", "objective.loss: z_loss without cross_entropy"),
         ("teacher=null", "teacher: objective.loss '0.3*cross_entropy + 0.7*jsd(0.5)' needs a teacher"),
         ("parallel.fsdp=2", "parallel"),
-        ("device=cuda:63", "device: got cuda:63, and this machine has"),
+        ("device=cuda:63", "device: got cuda:63, but this machine has"),
         ("device=tpu", "device: got 'tpu'"),
     ],
 )
@@ -182,16 +182,15 @@ def save_wider(folder: Path) -> None:
 def test_an_out_that_is_something_else(here: Path) -> None:
     for name, message in (
         ("train.jsonl", "is a file; expected a folder for the run"),
-        ("student", "holds other files and no run; choose an empty or a new folder"),
+        ("student", "contains other files and no run; choose an empty or a new folder"),
     ):
         error = fails(here, f"out={here}/{name}", code=FAILED)
         assert error.startswith(f"out: {here}/{name} {message}")
     (here / "mine").mkdir()
     (here / "mine" / "config.yaml").write_text("learning: slow\n")
     error = fails(here, f"out={here}/mine", code=FAILED)
-    assert error.startswith(
-        f"out: {here}/mine holds something else: {here}/mine/config.yaml is no run's configuration"
-    )
+    problem = f"{here}/mine/config.yaml cannot be read as a configuration"
+    assert error.startswith(f"out: {here}/mine does not contain a run of this version of stillhouse: {problem}")
 
 
 def test_an_out_that_holds_another_run(here: Path) -> None:
@@ -199,7 +198,7 @@ def test_an_out_that_holds_another_run(here: Path) -> None:
     for command in ("distill", "check"):
         error = fails(here, "seed=5", "objective.loss=reverse_kl", code=FAILED, command=command)
         assert error.startswith(
-            f"out: {here}/out holds another run, with a different objective.loss, seed; choose another folder"
+            f"out: {here}/out contains another run, with a different objective.loss, seed; choose another folder"
         )
 
 
@@ -216,7 +215,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_goes_on(here: Path) -> None:
     assert command.wait() == 130
     assert "Traceback" not in command.err
     assert "stopped by SIGINT after step " in command.err  # and not at the last checkpoint, which was some steps ago
-    assert f"; `stillhouse {' '.join(arguments)}` goes on from there" in command.err
+    assert f"; `stillhouse {' '.join(arguments)}` continues from it" in command.err
     assert not (here / "out" / "model").exists()
     again = run(*arguments)
     assert "resuming from" in again.out
@@ -248,7 +247,8 @@ def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:
     first.send(signal.SIGKILL)
     first.wait()
     again = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", "train.steps=2", code=FAILED)
-    assert "holds another run" in again.err  # the lock died with its process; what is left is the first run's folder
+    # the lock died with its process; what is left is the first run's folder
+    assert "contains another run" in again.err
 
 
 def pretend_torchrun() -> None:
@@ -259,7 +259,7 @@ def test_processes_that_the_layout_does_not_make(here: Path) -> None:
     before = contents(here)
     command = Command("distill", here / "run.yaml", "parallel.tensor=3", hook=pretend_torchrun)
     assert command.wait() == USAGE
-    assert "parallel: fsdp 2 × tensor 3 makes 6 processes, and torchrun started 8" in command.err
+    assert "parallel: fsdp 2 × tensor 3 needs 6 processes, but torchrun started 8" in command.err
     assert contents(here) == before
 
 
@@ -284,5 +284,5 @@ def test_held_out_documents_that_are_trained_on_are_a_warning(here: Path) -> Non
     same = run(
         "distill", here / "run.yaml", "train.steps=1", f"data.eval={here / 'train.jsonl'}", f"out={here / 'same'}"
     )
-    assert "held-out documents are trained on too" in same.out
-    assert "trained on too" not in run("distill", here / "run.yaml", "train.steps=1").out
+    assert "held-out documents are also in the training data" in same.out
+    assert "also in the training data" not in run("distill", here / "run.yaml", "train.steps=1").out

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.models import Decoder
 from stillhouse.parallel import empty_decoder, single_process_runner
-from stillhouse.train import checkpoint, files
-from stillhouse.train.checkpoint import best_checkpoint, checkpoints, load_checkpoint, prune, save_checkpoint
+from stillhouse.train import checkpoint, checkpoint_folder, files
+from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
+from stillhouse.train.checkpoint_folder import best_checkpoint, checkpoints, prune
 from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.export import save_from_checkpoint
 from stillhouse.train.files import atomic_folder, remove_unfinished
@@ -59,11 +60,11 @@ def test_it_brings_back_weights_optimizer_and_random_state(tmp_path: Path, famil
     optimizer = stepped(session)
     progress = Progress(7, 1234, 5.5, {"eval/cross_entropy": 2.5}, {"train": "abc"})
     path = save_checkpoint(tmp_path / "saved", progress, session.runner, optimizer, session.tokenizer)
-    drawn = torch.rand(4)
+    numbers = torch.rand(4)
     again = session_of(tmp_path, family=family, tied=tied)
     other = fresh_optimizer(again)
     assert load_checkpoint(verified(path), again.runner, other) == progress
-    assert torch.equal(torch.rand(4), drawn)
+    assert torch.equal(torch.rand(4), numbers)
     assert again.student.tied == tied
     assert (again.student.head.linear.weight is again.student.pretrained.get_input_embeddings().weight) == tied
     pairs = list(zip(session.student.named_parameters(), again.student.named_parameters(), strict=True))
@@ -296,7 +297,7 @@ def test_a_kill_while_saving_loses_only_what_came_after_the_last_one(
 
 def kill_before_pruned(step: int) -> None:
     """SIGKILL when an old checkpoint is being removed."""
-    original = checkpoint.shutil.rmtree
+    original = checkpoint_folder.shutil.rmtree
 
     def wrapped(path: Any, *others: Any, **settings: Any) -> None:
         if f"step-{step:08d}" in str(path):
@@ -304,7 +305,7 @@ def kill_before_pruned(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         original(path, *others, **settings)
 
-    checkpoint.shutil.rmtree = wrapped
+    checkpoint_folder.shutil.rmtree = wrapped
 
 
 def test_a_kill_while_an_old_one_is_removed_does_not_leave_half_of_it_behind(

@@ -180,7 +180,7 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
 
 @pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
 def test_the_likeliest_over_vocabulary_shards(rows: int, ranks: int) -> None:
-    """Fewer rows on a rank than are asked for, and none at all."""
+    """A rank has fewer rows than requested, or none."""
     for found in shared_pool(4).call(likeliest_of_shards, (rows, ranks)):
         if found is not None:
             sharded, whole = ([pair for row in each for pair in row] for each in found)

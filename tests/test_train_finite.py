@@ -10,7 +10,7 @@ from odd_lines import LINE, odd_id, vanishing, with_odd_line
 from runs import MAX_TOKENS, metrics, run, save_model, session_of, write_records, write_run
 from torch import Tensor
 
-from stillhouse.train.checkpoint import checkpoints
+from stillhouse.train.checkpoint_folder import checkpoints
 from stillhouse.train.folder import RunFolder, init_run_dir
 from stillhouse.train.integrity import verified
 from stillhouse.train.off_policy import train
@@ -27,8 +27,8 @@ def odd_session(folder: Path, **settings: Any) -> Session:
 def odd_step(session: Session) -> int:
     """The step, from 1, that sees the odd line first."""
     document = session.train.documents.sources.index(f"{session.config.data.train}:{LINE}")
-    for step in range(session.plan.steps):
-        for rows in session.plan.micro_batches(session.train, step).rows:
+    for step in range(session.step_schedule.steps):
+        for rows in session.step_schedule.micro_batches(session.train, step).rows:
             if any(document in session.train.members(row) for row in rows):
                 return step + 1
     raise AssertionError("not in this run")
@@ -53,7 +53,7 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
     seen: list[dict[str, Tensor]] = []
     optimized = torch.optim.AdamW.step
     step = odd_step(session)
-    assert 1 < step < session.plan.steps
+    assert 1 < step < session.step_schedule.steps
 
     def watched(*arguments: Any, **settings: Any) -> Any:
         result = optimized(*arguments, **settings)
@@ -92,7 +92,7 @@ def test_the_checkpoint_before_it_goes_on_as_if_nothing_had_happened(tmp_path: P
 
 
 def test_more_than_one_term_and_an_infinite_student(tmp_path: Path) -> None:
-    """A student whose own weight is infinite: both terms are, and its documents are still told from the others."""
+    """A student with an infinite weight: both terms are infinite, and its documents are still distinguished."""
     session = odd_session(tmp_path, **{"train.micro_batch_tokens": 4 * MAX_TOKENS, "checkpoint.every": 0})
     with torch.no_grad():
         session.student.pretrained.get_input_embeddings().weight[odd_id()] = math.inf

@@ -1,4 +1,8 @@
-"""Whole runs under torchrun: the same model as in one process, checkpoints that any layout can go on from, errors."""
+"""Whole runs in several processes: the model of one process, checkpoints that any layout can resume, and errors.
+
+A fork server starts most of these processes, because it imports torch and transformers only once. torchrun starts
+those whose end depends on it: errors that all ranks find, a job that loses a rank, and its restart.
+"""
 
 import json
 import os
@@ -9,38 +13,48 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from odd_lines import LINE, vanished, vanishing, with_odd_line
-from runs import metrics, save_model, write_run
+from ranks import Ranks
+from runs import Command, metrics, save_model, write_run
 from safetensors.torch import load_file
 
 from stillhouse.cli import USAGE
 
 LIMIT = 180
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models, data, run.yaml, and a complete run in one process, whose checkpoints are all kept."""
     folder = tmp_path_factory.mktemp("layouts")
     write_run(folder, family="llama", tied=True, **{"checkpoint.every": 1, "checkpoint.keep": 9})
-    distill(folder, "alone", 1)
+    distill(folder, "one process", 1)
     return folder
 
 
-def distill(folder: Path, out: str, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return stillhouse(processes, "distill", str(folder / "run.yaml"), f"out={folder / out}", *overrides)
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended. returncode: the first one that is not 0. stdout, stderr: of all ranks."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def stillhouse(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    launcher = launcher if processes > 1 else [sys.executable]
-    command = [*launcher, "-m", "stillhouse", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+def distill(folder: Path, out: str, processes: int, *overrides: str) -> Ended:
+    arguments = ("distill", folder / "run.yaml", f"out={folder / out}", *overrides)
+    if processes == 1:
+        command = Command(*arguments)
+        return Ended(command.wait(LIMIT), command.out, command.err)
+    ranks = Ranks(processes, *arguments)
+    code = next(filter(None, ranks.wait(LIMIT)), 0)
+    return Ended(code, "".join(each.out for each in ranks), "".join(each.err for each in ranks))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -78,9 +92,10 @@ def assert_same_held_out_text(one: Path, other: Path) -> None:
             assert [value for _, value in here[side]] == pytest.approx([value for _, value in there[side]], abs=1e-3)
 
 
-def test_checkpoints_move_between_layouts(alone: Path) -> None:
+@pytest.mark.slow
+def test_checkpoints_move_between_layouts(workspace: Path) -> None:
     """One process → fsdp → tensor → pipeline → one process, each from a checkpoint of the one before."""
-    before = alone / "alone"
+    before = workspace / "one process"
     for step, out, processes, overrides in [
         (1, "fsdp", 2, ["parallel.fsdp=2"]),
         (2, "tensor", 2, ["parallel.tensor=2"]),
@@ -88,54 +103,54 @@ def test_checkpoints_move_between_layouts(alone: Path) -> None:
         (4, "again", 1, []),
     ]:
         checkpoint = before / "checkpoints" / f"step-{step:08d}"
-        run = distill(alone, out, processes, f"checkpoint.resume={checkpoint}", *overrides)
+        run = distill(workspace, out, processes, f"checkpoint.resume={checkpoint}", *overrides)
         assert run.returncode == 0, run.stderr
         assert run.stdout.count("resuming from") == 1
-        assert_same_model(alone / "alone", alone / out)
-        before = alone / out
+        assert_same_model(workspace / "one process", workspace / out)
+        before = workspace / out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["context=2", "replicate=2", "pipeline=2"])
-def test_the_model_of_one_process(alone: Path, layout: str) -> None:
-    run = distill(alone, layout, 2, f"parallel.{layout}")
+def test_the_model_of_one_process(workspace: Path, layout: str) -> None:
+    run = distill(workspace, layout, 2, f"parallel.{layout}")
     assert run.returncode == 0, run.stderr
-    assert_same_model(alone / "alone", alone / layout)
+    assert_same_model(workspace / "one process", workspace / layout)
 
 
 @pytest.mark.slow
-def test_a_teacher_that_runs_ahead(alone: Path) -> None:
-    """Whatever is evaluated and saved between steps, and from a checkpoint, at which it has said nothing yet."""
+def test_a_teacher_that_runs_ahead(workspace: Path) -> None:
+    """Whatever is evaluated and saved between steps, and from a checkpoint, at which no signal exists yet."""
     layout = ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead", "eval.every=1", "checkpoint.every=1"]
-    resume = f"checkpoint.resume={alone / 'alone' / 'checkpoints' / 'step-00000002'}"
+    resume = f"checkpoint.resume={workspace / 'one process' / 'checkpoints' / 'step-00000002'}"
     for out, more in (("ahead", []), ("ahead, resumed", [resume])):
-        run = distill(alone, out, 2, *layout, *more)
+        run = distill(workspace, out, 2, *layout, *more)
         assert run.returncode == 0, run.stderr
-        assert_same_model(alone / "alone", alone / out)
+        assert_same_model(workspace / "one process", workspace / out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
-def test_steps_of_one_sequence_leave_a_process_without_one(alone: Path, layout: str) -> None:
+def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, layout: str) -> None:
     short = ["train.tokens_per_step=32", "train.micro_batch_tokens=32", "eval.micro_batch_tokens=32"]
     for out, processes, overrides in (
         (f"one {layout}", 1, short),
         (f"two {layout}", 2, [*short, f"parallel.{layout}"]),
     ):
-        run = distill(alone, out, processes, *overrides)
+        run = distill(workspace, out, processes, *overrides)
         assert run.returncode == 0, run.stderr
-    assert_same_model(alone / f"one {layout}", alone / f"two {layout}")
+    assert_same_model(workspace / f"one {layout}", workspace / f"two {layout}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2 gather_dtype=bfloat16", "tensor=2", "pipeline=2"])
-def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
+def test_bfloat16_products_under_a_layout(workspace: Path, layout: str) -> None:
     """Not to the bit, but the same training: AdamW turns a rounding into a step where a gradient is nearly 0."""
     keys = [f"parallel.{each}" for each in layout.split()]
     for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, keys)):
-        run = distill(alone, out, processes, "train.precision=bf16", *overrides)
+        run = distill(workspace, out, processes, "train.precision=bf16", *overrides)
         assert run.returncode == 0, run.stderr
-    expected, found = weights(alone / "bf16"), weights(alone / f"bf16 {layout}")
+    expected, found = weights(workspace / "bf16"), weights(workspace / f"bf16 {layout}")
     for name, weight in expected.items():
         assert (found[name] - weight).norm() <= 2e-2 * weight.norm(), name
 
@@ -150,15 +165,15 @@ def test_bfloat16_products_under_a_layout(alone: Path, layout: str) -> None:
     ],
     ids=" ".join,
 )
-def test_a_teacher_in_a_layout_of_its_own(alone: Path, layouts: list[str]) -> None:
+def test_a_teacher_in_a_layout_of_its_own(workspace: Path, layouts: list[str]) -> None:
     """Sequences of other lengths, evaluation too; steps of one sequence leave processes without any."""
     for overrides in ([], ["train.tokens_per_step=32", "train.micro_batch_tokens=32"]):
         names = [f"{which} {len(overrides)} {' '.join(layouts)}" for which in ("whole", "apart")]
         for out, processes, more in zip(names, (1, 2), ([], layouts), strict=True):
-            run = distill(alone, out, processes, *overrides, *more)
+            run = distill(workspace, out, processes, *overrides, *more)
             assert run.returncode == 0, run.stderr
-        assert_same_model(*(alone / name for name in names))
-        expected, found = (json.loads(last_evaluation(alone / name)) for name in names)
+        assert_same_model(*(workspace / name for name in names))
+        expected, found = (json.loads(last_evaluation(workspace / name)) for name in names)
         assert found["eval/forward_kl"] == pytest.approx(expected["eval/forward_kl"], rel=1e-4)
 
 
@@ -167,15 +182,15 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
     """Read one by one from the files, dealt out, balanced, and written one by one."""
     write_run(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
     layouts = {"dealt": ["parallel.fsdp=2", "parallel.expert=2"], "tensor": ["parallel.tensor=2"]}
-    assert distill(tmp_path, "alone", 1).returncode == 0
+    assert distill(tmp_path, "one process", 1).returncode == 0
     for out, overrides in layouts.items():
-        resume = tmp_path / "alone" / "checkpoints" / "step-00000003"
+        resume = tmp_path / "one process" / "checkpoints" / "step-00000003"
         run = distill(tmp_path, out, 2, *overrides, f"checkpoint.resume={resume}")
         assert run.returncode == 0, run.stderr
-        assert_same_model(tmp_path / "alone", tmp_path / out)
-        last, expected = (json.loads(lines(tmp_path / each)[-1]) for each in (out, "alone"))
+        assert_same_model(tmp_path / "one process", tmp_path / out)
+        last, expected = (json.loads(lines(tmp_path / each)[-1]) for each in (out, "one process"))
         assert last["loss/router_aux"] == pytest.approx(expected["loss/router_aux"], rel=1e-4)
-    rows = stillhouse(2, "parity", str(tmp_path / "run.yaml")).stdout.splitlines()
+    rows = under_torchrun("parity", tmp_path / "run.yaml").stdout.splitlines()
     assert any(row.startswith("fsdp 2 × expert 2 ") and row.endswith("same") for row in rows), rows
 
 
@@ -183,9 +198,9 @@ REFUSED = {
     "parallel.pipeline=2 parallel.schedule=zbv": "4 pipeline stages for a student of 2 layers",
 }
 REFUSED_TOO = {
-    "parallel.tensor=4": "parallel: tensor 4 makes 4 processes, and torchrun started 2",
-    "parallel.offload=true": "parallel.offload: got true on device cpu",
-    "teacher.parallel.tensor=4": "teacher.parallel: tensor 4 makes 4 processes, and torchrun started 2",
+    "parallel.tensor=4": "parallel: tensor 4 needs 4 processes, but torchrun started 2",
+    "parallel.offload=true": "parallel.offload: got true on a CPU",
+    "teacher.parallel.tensor=4": "teacher.parallel: tensor 4 needs 4 processes, but torchrun started 2",
     "parallel.expert=3": "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1",
     "parallel.expert=2": "parallel: expert=2 for models without experts",
     "objective.router_aux_loss=1.0": "objective.router_aux_loss: model type 'llama' has no routers",
@@ -200,23 +215,23 @@ REFUSED_TOO = {
     ],
     ids=[*REFUSED, *REFUSED_TOO],
 )
-def test_a_layout_that_cannot_be_ends_with_one_error(alone: Path, overrides: list[str], message: str) -> None:
-    run = distill(alone, "refused", 2, *overrides)
+def test_a_layout_that_cannot_be_ends_with_one_error(workspace: Path, overrides: list[str], message: str) -> None:
+    run = under_torchrun("distill", workspace / "run.yaml", f"out={workspace / 'refused'}", *overrides)
     assert run.returncode != 0
     assert sum(line.startswith("error") for line in run.stderr.splitlines()) == 1, run.stderr
     assert f"error: {message}" in run.stderr or message in run.stderr
-    assert not (alone / "refused").exists()
+    assert not (workspace / "refused").exists()
 
 
-def test_usage_is_the_exit_code_of_a_wrong_layout(alone: Path) -> None:
-    run = distill(alone, "refused", 1, "parallel.fsdp=2")
+def test_usage_is_the_exit_code_of_a_wrong_layout(workspace: Path) -> None:
+    run = distill(workspace, "refused", 1, "parallel.fsdp=2")
     assert run.returncode == USAGE
     assert "there is one, without torchrun" in run.stderr
 
 
 @pytest.mark.slow
-def test_parity_is_a_command(alone: Path) -> None:
-    run = stillhouse(2, "parity", str(alone / "run.yaml"))
+def test_parity_is_a_command(workspace: Path) -> None:
+    run = under_torchrun("parity", workspace / "run.yaml")
     assert run.returncode == 0, run.stderr
     header, *rows = run.stdout.splitlines()
     assert header.split() == ["layout", "loss", "gradient", "verdict"]
@@ -257,23 +272,23 @@ def test_what_is_not_finite_is_found_as_in_one_process(grief: Path, what: str, l
     """Term or parameter, and the line of the data."""
     found = []
     keys = [f"parallel.{each}" for each in layout.split()]
-    for processes, out, overrides in ((1, f"{what} alone", []), (2, f"{what} {layout}", keys)):
+    for processes, out, overrides in ((1, f"{what} one process", []), (2, f"{what} {layout}", keys)):
         run = distill(grief, out, processes, f"student.model={grief / what}", *overrides)
         assert run.returncode != 0
-        found += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. Nothing of this step", run.stderr)[
+        found += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. No weight was changed", run.stderr)[
             :1
         ]
         shutil.rmtree(grief / out)
-    assert run.stderr.count("Nothing of this step was applied") == 1
+    assert run.stderr.count("No weight was changed by this step") == 1
     assert len(found) == 2
     assert found[0] == found[1]
     assert f"on {grief}/odd.jsonl:{LINE}" in found[0][1]
 
 
-def test_a_rank_that_dies_takes_the_job_with_it(alone: Path) -> None:
-    job = start(alone, "killed", "train.steps=100000")
+def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
+    job = start(workspace, "killed", "train.steps=100000")
     try:
-        ranks = ranks_after_first_checkpoint(job, alone / "killed")
+        ranks = ranks_after_first_checkpoint(job, workspace / "killed")
         os.kill(ranks[1], signal.SIGKILL)
         assert job.wait(timeout=30) != 0
         assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
@@ -283,13 +298,13 @@ def test_a_rank_that_dies_takes_the_job_with_it(alone: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "killed"), [("fsdp", 1), ("pipeline", 0)])
-def test_a_job_that_torchrun_restarts_goes_on(alone: Path, layout: str, killed: int) -> None:
+def test_a_job_that_torchrun_restarts_goes_on(workspace: Path, layout: str, killed: int) -> None:
     """From its last checkpoint, to the model of a job that nobody has disturbed. Rank 0 is the one that writes."""
-    quiet, disturbed = alone / f"quiet {layout}", alone / f"disturbed {layout}"
+    quiet, disturbed = workspace / f"quiet {layout}", workspace / f"disturbed {layout}"
     overrides = [f"parallel.{layout}=2", "train.steps=20", "checkpoint.every=5", "checkpoint.keep=1"]
-    run = distill(alone, quiet.name, 2, *overrides)
+    run = distill(workspace, quiet.name, 2, *overrides)
     assert run.returncode == 0, run.stderr
-    job = start(alone, disturbed.name, *overrides, launcher=["--max-restarts", "1"])
+    job = start(workspace, disturbed.name, *overrides, launcher=["--max-restarts", "1"])
     try:
         ranks = ranks_after_first_checkpoint(job, disturbed)
         os.kill(ranks[killed], signal.SIGKILL)
@@ -311,15 +326,16 @@ def trained_steps(run: Path) -> list[int]:
 
 
 def start(folder: Path, out: str, *overrides: str, launcher: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Two processes, still running."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *launcher]
-    command = ["-m", "stillhouse", "distill", str(folder / "run.yaml"), f"out={folder / out}", *overrides]
-    return subprocess.Popen(
-        [*torchrun, *command],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    """Start two processes with torchrun. Do not wait for their end."""
+    command = [*TORCHRUN, *launcher, "-m", "stillhouse", "distill", folder / "run.yaml", f"out={folder / out}"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([*command, *overrides], env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
+
+
+def under_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [*TORCHRUN, "-m", "stillhouse", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def ranks_after_first_checkpoint(job: subprocess.Popen[bytes], run: Path) -> list[int]:

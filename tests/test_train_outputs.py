@@ -196,7 +196,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
         r"data train +.*prompts.jsonl: 3 documents, ",
         r"data eval +.*eval.jsonl: 8 documents, ",
         r"packing +\d+ sequences, \d+% full",
-        r"steps +6 of 4 sequences \(at most 32 tokens each\), 2 to a micro-batch",
+        r"steps +6 of 4 sequences \(at most 32 tokens each\), 2 per micro-batch",
         r"run folder +.*/out: a new run",
         r".*The still ⟦is heated</s>⟧",
         r"one step +[\d,]+ tokens in [\d.]+ s, loss [\d.]+, gradient norm [\d.]+",
@@ -206,7 +206,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
     ):
         assert re.search(f"^{line}", shown.out, re.MULTILINE), line
     if sys.platform == "linux":
-        assert re.search(r"^peak memory +[\d.]+ GiB, [\d.]+ GiB of it by this step", shown.out, re.MULTILINE)
+        assert re.search(r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB", shown.out, re.MULTILINE)
 
 
 def test_checks_figures_are_the_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

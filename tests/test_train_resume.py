@@ -148,7 +148,7 @@ def test_what_decides_weights_may_not(half: Path, change: str, key: str) -> None
     extra = ["objective.loss=cross_entropy"] if change == "teacher=null" else []
     before = contents(half / "out")
     failed = run("distill", half / "run.yaml", change, *extra, code=1)
-    assert f"error: out: {half}/out holds another run, with a different " in failed.err
+    assert f"error: out: {half}/out contains another run, with a different " in failed.err
     assert key in failed.err.partition("different ")[2].partition(";")[0]
     assert contents(half / "out") == before
 
@@ -197,7 +197,8 @@ def test_a_run_that_began_with_a_path_goes_on_by_the_same_command(half: Path) ->
     before = contents(half / "other")
     failed = run("distill", *other, f"checkpoint.resume={newest}", code=2)
     own = half / "other" / "checkpoints" / "step-00000020"
-    assert f"error: checkpoint.resume: got {newest}, but out already holds the run's own {own}" in failed.err
+    problem = f"got {newest}, but out already contains this run's own checkpoint {own}"
+    assert f"error: checkpoint.resume: {problem}" in failed.err
     assert contents(half / "other") == before
     resumed = run("distill", *other, given)
     assert f"resuming from {own}" in resumed.out
@@ -218,7 +219,7 @@ def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
     run("distill", tmp_path / "run.yaml")
     before: dict[str, Any] = contents(tmp_path / "out")
     again = run("distill", tmp_path / "run.yaml", "eval.every=2")
-    assert f"{tmp_path}/out holds this run, complete: {tmp_path}/out/model" in again.out
+    assert f"{tmp_path}/out contains this run, which is complete: {tmp_path}/out/model" in again.out
     after = contents(tmp_path / "out")
     for files in (before, after):
         files.pop("report.html")  # written anew from the same figures

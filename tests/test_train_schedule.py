@@ -9,7 +9,7 @@ import pytest
 from runs import MAX_TOKENS, session_of
 
 from stillhouse.config import TrainConfig
-from stillhouse.train.schedule import Plan, learning_rate, make_plan
+from stillhouse.train.schedule import StepSchedule, learning_rate, make_step_schedule
 
 PEAK = 2.0
 
@@ -78,31 +78,31 @@ def test_every_rate_is_above_zero(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "sequences", "expected"),
     [
-        ({"epochs": 1}, 17, Plan(5, 17, 4, 2)),
-        ({"epochs": 2}, 17, Plan(9, 34, 4, 2)),
-        ({"epochs": 0.5}, 16, Plan(2, 8, 4, 2)),
-        ({"epochs": 0.001}, 17, Plan(1, 1, 4, 2)),
-        ({"steps": 3}, 17, Plan(3, 12, 4, 2)),
-        ({"steps": 100}, 1, Plan(100, 400, 4, 2)),
+        ({"epochs": 1}, 17, StepSchedule(5, 17, 4, 2)),
+        ({"epochs": 2}, 17, StepSchedule(9, 34, 4, 2)),
+        ({"epochs": 0.5}, 16, StepSchedule(2, 8, 4, 2)),
+        ({"epochs": 0.001}, 17, StepSchedule(1, 1, 4, 2)),
+        ({"steps": 3}, 17, StepSchedule(3, 12, 4, 2)),
+        ({"steps": 100}, 1, StepSchedule(100, 400, 4, 2)),
     ],
 )
-def test_the_plan(settings: dict[str, Any], sequences: int, expected: Plan) -> None:
+def test_the_step_schedule(settings: dict[str, Any], sequences: int, expected: StepSchedule) -> None:
     train = TrainConfig(tokens_per_step=4 * 32 + 31, micro_batch_tokens=2 * 32 + 31, **settings)
-    assert make_plan(train, sequences, 32) == expected
+    assert make_step_schedule(train, sequences, 32) == expected
 
 
 def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"train.epochs": 2, "train.steps": None})
-    sequences, plan = session.train, session.plan
-    assert len(sequences) % plan.sequences_per_step != 0
-    micro_batches = [plan.micro_batches(sequences, step) for step in range(plan.steps)]
+    sequences, step_schedule = session.train, session.step_schedule
+    assert len(sequences) % step_schedule.sequences_per_step != 0
+    micro_batches = [step_schedule.micro_batches(sequences, step) for step in range(step_schedule.steps)]
     steps = [each.rows for each in micro_batches]
     seen = np.concatenate([rows for step in steps for rows in step])
     assert np.bincount(seen).tolist() == [2] * len(sequences)
     assert sorted(seen[: len(sequences)]) == list(range(len(sequences)))
     assert seen[: len(sequences)].tolist() != seen[len(sequences) :].tolist()
     sizes = [sum(len(rows) for rows in step) for step in steps]
-    assert sizes == [4] * (plan.steps - 1) + [2 * len(sequences) - 4 * (plan.steps - 1)]
+    assert sizes == [4] * (step_schedule.steps - 1) + [2 * len(sequences) - 4 * (step_schedule.steps - 1)]
     assert 0 < sizes[-1] < 4
     assert all(len(rows) <= 2 for step in steps for rows in step)
     targets = [sum(each.valid_tokens for each in step) for step in micro_batches]
@@ -110,13 +110,15 @@ def test_each_token_is_seen_once_per_epoch(tmp_path: Path) -> None:
     assert [step.normalizer for step in micro_batches] == targets
     assert sum(step.tokens for step in micro_batches) == 2 * len(sequences.documents.tokens_N)
     assert [step.shapes_BS for step in micro_batches] == [[each.shape_BS for each in step] for step in micro_batches]
-    with pytest.raises(ValueError, match=f"step {plan.steps} "):
-        plan.micro_batches(sequences, plan.steps)
+    with pytest.raises(ValueError, match=f"step {step_schedule.steps} "):
+        step_schedule.micro_batches(sequences, step_schedule.steps)
 
 
 def test_a_steps_data_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
     found = []
     for micro in (1, 3, 4):
         session = session_of(tmp_path, **{"train.micro_batch_tokens": micro * MAX_TOKENS})
-        found.append([np.concatenate(session.plan.micro_batches(session.train, n).rows).tolist() for n in range(6)])
+        found.append(
+            [np.concatenate(session.step_schedule.micro_batches(session.train, n).rows).tolist() for n in range(6)]
+        )
     assert found[0] == found[1] == found[2]

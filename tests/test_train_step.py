@@ -41,7 +41,7 @@ def prompted(folder: Path, **settings: Any) -> Session:
 
 
 def step_batches(session: Session, step: int = 0) -> list[MicroBatch]:
-    return list(session.plan.micro_batches(session.train, step))
+    return list(session.step_schedule.micro_batches(session.train, step))
 
 
 def gradients_of(session: Session, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
@@ -65,7 +65,7 @@ def reference(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]
     )
     documents = session.train.documents
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for sequence in np.concatenate(session.plan.micro_batches(session.train, 0).rows):
+    for sequence in np.concatenate(session.step_schedule.micro_batches(session.train, 0).rows):
         for document in session.train.members(sequence):
             ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
             predicting = torch.from_numpy(np.flatnonzero(documents.targets(document))) - 1
@@ -141,7 +141,7 @@ def test_a_term_in_the_log_is_unscaled_and_the_total_is_scaled(tmp_path: Path) -
 
 
 def refuse(*_: Any) -> None:
-    raise AssertionError("asked")
+    raise AssertionError("requested")
 
 
 def teacher_signal(session: Session, batch: MicroBatch) -> FullVocab:
@@ -163,7 +163,7 @@ def test_the_teacher_is_skipped_where_no_term_needs_it(tmp_path: Path) -> None:
     batches = step_batches(session)
     spec = parse_objective("cross_entropy - 0.1*entropy")
     forward_backward(session, batches, spec)
-    with pytest.raises(AssertionError, match="asked"):
+    with pytest.raises(AssertionError, match="requested"):
         forward_backward(session, batches, parse_objective("reverse_kl"))
 
 

@@ -1,4 +1,4 @@
-"""Small matrices that are trained in place of the student's own weights."""
+"""The adapter: small matrices that are trained instead of the student's own weights."""
 
 from typing import Annotated, Literal
 
@@ -8,16 +8,19 @@ from stillhouse.config.section import Section, Share, Text
 
 
 class AdapterConfig(Section):
-    """What is trained in place of the student's own weights, which stay as they are. Needs `stillhouse[lora]`."""
+    """An adapter, which is trained while the student's own weights stay frozen. Needs `stillhouse[lora]`."""
 
     type: Literal["lora"] = Field(
-        default="lora", description="lora: to a layer's W x comes (alpha / r) B A x; A and B alone are trained."
+        default="lora",
+        description="lora: (alpha / r) B A x is added to a layer's output W x; only A and B are trained.",
     )
-    r: int = Field(default=16, ge=1, description="Rank: A has r rows, B r columns.")
-    alpha: float = Field(default=32.0, gt=0, description="Weight of what comes to a layer, times r.")
+    r: int = Field(default=16, ge=1, description="Rank: A has r rows, and B has r columns.")
+    alpha: float = Field(
+        default=32.0, gt=0, description="LoRA scale: the adapter's output is multiplied by alpha / r."
+    )
     targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = Field(
         default="all-linear",
-        description="The layers that get one. all-linear: every linear layer but the head; or the ends of their"
-        " names, such as [q_proj, v_proj]. Never head or embedding.",
+        description="The layers that get an adapter. all-linear: every linear layer except the head; or a list of"
+        " name endings, such as [q_proj, v_proj]. Head and embedding cannot have an adapter.",
     )
-    dropout: Share = Field(default=0.0, description="Share of a layer's inputs that A does not see in training.")
+    dropout: Share = Field(default=0.0, description="Dropout probability of the adapter's input during training.")

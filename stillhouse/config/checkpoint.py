@@ -1,4 +1,4 @@
-"""What of a run is kept on disk, and where it starts from."""
+"""Which checkpoints a run writes and keeps, and from which checkpoint it resumes."""
 
 from typing import Literal
 
@@ -8,24 +8,26 @@ from stillhouse.config.section import PathText, Section
 
 
 class CheckpointConfig(Section):
-    """What of a run is kept on disk, and where it starts from."""
+    """Which checkpoints a run writes and keeps, and from which checkpoint it resumes."""
 
-    every: int = Field(default=500, ge=0, description="Steps from one checkpoint to the next. 0: at the end only.")
+    every: int = Field(
+        default=500, ge=0, description="Steps between two checkpoints. 0: only one checkpoint, at the end."
+    )
     keep: int = Field(
-        default=2, ge=1, description="How many of the latest checkpoints to keep; the best one comes on top."
+        default=2, ge=1, description="How many of the latest checkpoints are kept, in addition to the best one."
     )
     best: Literal["eval/cross_entropy", "eval/forward_kl", "eval/agreement"] | None = Field(
         default="eval/cross_entropy",
-        description="The metric whose best checkpoint is kept: lowest, or highest for agreement. null: none."
-        " No effect without evaluation.",
+        description="The checkpoint with the best value of this metric is kept: the lowest, or the highest for"
+        " agreement. null: none. No effect without evaluation.",
     )
     resume: PathText = Field(
         default="auto",
-        description="auto: from the latest checkpoint in out, or from the start where there is none;"
-        " never: from the start; a path: from that checkpoint.",
+        description="auto: resume from the latest checkpoint in out, or start anew if there is none; never: start"
+        " anew; a path: start from that checkpoint.",
     )
     fallback: bool = Field(
         default=False,
-        description="Go on from the checkpoint before where the latest one in out is damaged; it is renamed, not"
-        " removed. false: stop and say what is wrong with it.",
+        description="true: if the latest checkpoint in out is damaged, rename it and resume from the one before it."
+        " false: stop with an error that describes the damage.",
     )

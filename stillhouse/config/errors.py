@@ -1,4 +1,4 @@
-"""What a wrong configuration raises: an error that carries the key it is about."""
+"""The errors that a wrong configuration raises; each has the key that it concerns."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from stillhouse.display import message
 class ConfigError(ValueError):
     """A configuration that cannot be used.
 
-    `key` is the full dotted path (`train.learning_rate`), None where no single key is to blame (a missing file).
-    Its text is `key: problem`. A configuration with several faults gives one error with a line for each, the first
-    one's key and all of them in `parts`.
+    `key` is the full dotted path (`train.learning_rate`), or None if the error concerns no single key (a missing
+    file). The error's text is `key: problem`. A configuration with several mistakes raises one error with one line
+    for each mistake; `key` is then the key of the first mistake, and `parts` has an error for each.
     """
 
     def __init__(self, key: str | None, problem: str) -> None:
@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 
     @staticmethod
     def joined(errors: Sequence["ConfigError"]) -> "ConfigError":
-        """One error for several."""
+        """Combine several errors into one."""
         first, *others = errors
         whole = ConfigError(first.key, "\n".join([first.problem, *map(str, others)]))
         whole.parts = tuple(errors)
@@ -29,4 +29,4 @@ class ConfigError(ValueError):
 
 
 class MissingKeyError(ConfigError):
-    """A required key was given nowhere."""
+    """A required key is neither in the file nor in an option or override."""

@@ -6,13 +6,13 @@ from stillhouse.config.section import Section
 
 
 class EvalConfig(Section):
-    """When to measure cross-entropy, forward KL, agreement and entropies on data.eval. No effect where that is 0."""
+    """When to measure cross-entropy, forward KL, agreement and entropies on data.eval. No effect if it is 0."""
 
     every: int = Field(
-        default=100, ge=0, description="Steps from one evaluation to the next. 0: at the start and the end only."
+        default=100, ge=0, description="Steps between two evaluations. 0: only at the start and at the end."
     )
     micro_batch_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens that go through both models at once. null: as train.micro_batch_tokens.",
+        description="Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens.",
     )

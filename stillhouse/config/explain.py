@@ -1,4 +1,4 @@
-"""From pydantic's errors to one line each: the key, what was given, what was expected."""
+"""Turns pydantic's errors into one line each: the key, the given value, the expected values."""
 
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ from stillhouse.config.keys import section_of, unknown_key
 from stillhouse.config.section import Section
 from stillhouse.config.words import describe
 
-#: mistakes that are explained; the nearest key takes a hundredth of a second to find
+#: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
 MOST = 10
 
 
 def explain(error: ValidationError, given: Mapping[str, Any], model: type[Section]) -> ConfigError:
-    """One error for all that pydantic found in `given`, in the order of the keys."""
+    """One error with all mistakes that pydantic found in `given`, in the order of the keys."""
     found: dict[str | None, ConfigError] = {}
     for detail in error.errors()[:MOST]:
         for problem in _problems(detail, given, model):
@@ -43,7 +43,10 @@ def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Sectio
 
 
 def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, type[Section], str]:
-    """The dotted key, its section's class and its name there; pydantic goes on into unions and list items."""
+    """The dotted key, the class of its section, and its name in that section.
+
+    Parts of the location after the key are ignored: pydantic also names members of unions and items of lists.
+    """
     name, *rest = map(str, location)
     section = section_of(model.model_fields[name])
     if section is None or not rest or rest[0] not in section.model_fields:
@@ -79,7 +82,7 @@ def _value(given: Mapping[str, Any], key: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """The value as one would write it in YAML, shortened."""
+    """The value as it is written in YAML, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     short = reprlib.Repr()

@@ -1,4 +1,4 @@
-"""The dotted keys that a configuration has, and the nearest ones to a key that it has not."""
+"""The dotted keys of a configuration, and the keys that are most similar to an unknown key."""
 
 import difflib
 from collections.abc import Iterable
@@ -33,28 +33,31 @@ def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]
 
 
 def unknown_key(key: str, model: type[Section]) -> ConfigError:
-    """The error for `key`: with the nearest right ones or, where nothing is near, with what there is."""
-    near = nearest(key, {**value_fields(model), **model.model_fields})
-    if near:
-        return ConfigError(key, f"unknown key; did you mean {' or '.join(near)}?")
+    """The error for an unknown key. It names the most similar keys, or all keys of the section if none is similar."""
+    similar = nearest(key, {**value_fields(model), **model.model_fields})
+    if similar:
+        return ConfigError(key, f"unknown key; did you mean {' or '.join(similar)}?")
     parent = key.rpartition(".")[0]
     siblings = [known.removeprefix(f"{parent}.") for known in value_fields(model) if known.startswith(f"{parent}.")]
     if siblings:
-        return ConfigError(key, f"unknown key; {parent} has: {', '.join(siblings)}")
-    return ConfigError(key, f"unknown key; there are: {', '.join(model.model_fields)}")
+        return ConfigError(key, f"unknown key; the keys of {parent} are: {', '.join(siblings)}")
+    return ConfigError(key, f"unknown key; the keys are: {', '.join(model.model_fields)}")
 
 
 def nearest(key: str, known: Iterable[str]) -> list[str]:
-    """The known keys most like `key`: the right name in the wrong section, or a misspelling. At most three."""
-    likeness = {candidate: _likeness(key, candidate) for candidate in known}
-    best = max(likeness.values())
+    """At most three known keys that are most similar to `key`: the same name in another section, or a misspelling."""
+    similarity = {candidate: _similarity(key, candidate) for candidate in known}
+    best = max(similarity.values())
     return (
-        [candidate for candidate, score in likeness.items() if score == best][:3] if best[0] >= CLOSE_ENOUGH else []
+        [candidate for candidate, score in similarity.items() if score == best][:3] if best[0] >= CLOSE_ENOUGH else []
     )
 
 
-def _likeness(key: str, candidate: str) -> tuple[float, float]:
-    """How like the last names are, then how like the whole paths; a key without a section may be a joined path."""
+def _similarity(key: str, candidate: str) -> tuple[float, float]:
+    """The similarity of the last names, then that of the whole paths.
+
+    For a key without a section, the larger of the two: the section may be joined to the name without a dot.
+    """
 
     def ratio(a: str, b: str) -> float:
         return difflib.SequenceMatcher(None, a, b).ratio()

@@ -1,4 +1,4 @@
-"""From a file, settings and overrides to a checked `RunConfig`, and back to YAML."""
+"""Reads a file, settings and overrides into a validated `RunConfig`, and writes it back as YAML."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,12 @@ def load_config(
     defaults: Layer | None = None,
     settings: Layer | None = None,
 ) -> RunConfig:
-    """The configuration of a run: each layer over the one before, in the order defaults, file, settings, overrides.
+    """The configuration of a run from four layers: defaults, file, settings, overrides. A later layer has precedence.
 
-    `overrides` are texts such as `train.learning_rate=2e-5`, their values read as YAML; a later one wins. `defaults`
-    and `settings` are nested mappings like the file's. A section is merged, a value replaced; a later layer's
-    `train.steps` replaces an earlier one's `train.epochs` and the other way round. Raises ConfigError.
+    `overrides` are texts such as `train.learning_rate=2e-5`, whose values are read as YAML; of two overrides of one
+    key, the later one counts. `defaults` and `settings` are nested mappings like the file's content. Sections are
+    merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` of an earlier layer,
+    and `train.epochs` replaces `train.steps`. Raises ConfigError.
     """
     merged: Layer = {}
     for layer in (defaults or {}, _read_file(path), settings or {}, _read_overrides(overrides)):
@@ -40,12 +41,12 @@ def load_config(
 
 
 def dump_config(config: RunConfig) -> str:
-    """All keys as YAML; `load_config` on it gives an equal configuration."""
+    """All keys as YAML, from which `load_config` reads an equal configuration."""
     return write_yaml(config.model_dump(mode="json"))
 
 
 def dotted_values(config: RunConfig) -> dict[str, Any]:
-    """Each value by its dotted key; a section within a section is one value."""
+    """Each value by its dotted key. A section within a section counts as one value."""
     values: dict[str, Any] = {}
     for section, content in config.model_dump(mode="json").items():
         if isinstance(content, dict):
@@ -86,7 +87,7 @@ def _read_overrides(overrides: Sequence[str]) -> Layer:
 
 
 def _check_key(key: str) -> None:
-    """Raise unless `key` is a section or a value; the whole key is named, not the first wrong part."""
+    """Raise ConfigError, naming the whole key, unless `key` is the name of a section or a value."""
     model: type[Section] | None = RunConfig
     parents: list[str] = []
     for name in key.split("."):
@@ -106,7 +107,7 @@ def _merge(below: Layer, above: Layer, prefix: str = "") -> Layer:
             key = f"{prefix}{name}"
             if not isinstance(merged[name], Mapping):
                 raise ConfigError(
-                    key, f"got {merged[name]!r}; expected: a section, as {key}.{next(iter(value), '')} needs"
+                    key, f"got {merged[name]!r}; expected: a section, because {key}.{next(iter(value), '')} is set"
                 )
             value = _merge(merged[name], value, f"{key}.")
         merged[name] = value
@@ -114,7 +115,7 @@ def _merge(below: Layer, above: Layer, prefix: str = "") -> Layer:
 
 
 def _without_rival(below: Layer, above: Layer) -> Layer:
-    """`below` without the one of epochs and steps that `above` decides by giving the other."""
+    """`below` without train.epochs if `above` sets only train.steps, and the same with the two keys exchanged."""
     train_below, train_above = below.get("train"), above.get("train")
     if not isinstance(train_below, Mapping) or not isinstance(train_above, Mapping):
         return below
@@ -127,6 +128,6 @@ def _without_rival(below: Layer, above: Layer) -> Layer:
 
 
 def _without_empty_sections(given: Layer) -> Layer:
-    """A section with nothing under it (null in YAML) has its defaults. A null teacher is no teacher."""
+    """Remove empty sections (null in YAML), which then have their defaults. A null teacher is kept: it means none."""
     required = {name for name, field in RunConfig.model_fields.items() if section_of(field) is field.annotation}
     return {name: value for name, value in given.items() if value is not None or name not in required}

@@ -1,4 +1,4 @@
-"""What the student's and the teacher's section have in common: which weights, and how to load them."""
+"""The keys that the sections student and teacher have in common: which weights to load, and how."""
 
 from pydantic import Field
 
@@ -14,12 +14,13 @@ class ModelConfig(Section):
     )
     revision: Text | None = Field(
         default=None,
-        description="Branch, tag or commit of the Hugging Face id; null: its default. No effect on a folder.",
+        description="Branch, tag or commit of the model on the hub; null: the default branch. No effect on a folder.",
     )
     trust_remote_code: bool = Field(
         default=False,
-        description="Run model code that comes with the weights. Only for sources that you trust; never under"
-        " torchrun, and never after a question. Weights are read from safetensors alone in any case.",
+        description="Run model code that comes with the weights. Use it only for sources that you trust. false: such"
+        " code is refused without a question. true is not possible under torchrun. Weights are read"
+        " only from safetensors files in any case.",
     )
     attention: Text | None = Field(
         default=None,

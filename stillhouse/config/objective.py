@@ -1,4 +1,4 @@
-"""What is minimised."""
+"""The objective: the loss that training minimises."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from stillhouse.config.section import Section, Text
 
 
 class ObjectiveConfig(Section):
-    """What is minimised, per predicted token."""
+    """The objective: the mean loss per target token, which training minimises."""
 
     loss: Text = Field(
         default="forward_kl",
@@ -18,25 +18,26 @@ class ObjectiveConfig(Section):
     temperature: float = Field(
         default=1.0,
         gt=0,
-        description="Divides both sides' logits in divergences, and the student's in entropy; not in cross_entropy.",
+        description="Divides the logits of student and teacher in divergences, and the student's in entropy; no"
+        " effect on cross_entropy.",
     )
     scale_by_temperature_squared: bool = Field(
         default=False, description="Multiply divergences by the temperature squared. No effect at temperature 1."
     )
     tokens: Literal["completion", "all"] = Field(
         default="completion",
-        description="Which tokens are predicted: completions and assistant turns, or prompts as well."
-        " No effect on text.",
+        description="The target tokens. completion: those of completions and assistant turns; all: those of prompts,"
+        " too. No effect on records with the column text.",
     )
     router_aux_loss: float = Field(
         default=0.0,
         ge=0,
-        description="Coefficient of the load-balancing loss of a student with experts (router_aux_loss_coef of its"
-        " configuration is not read): per packed sequence, mean over layers. 0: off.",
+        description="Coefficient of the load-balancing loss of a student with experts, which is computed per packed"
+        " sequence and averaged over layers. 0: off. The model's own router_aux_loss_coef is not read.",
     )
     chunk_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Rows of logits that exist at a time: memory and speed, never the loss."
-        " null: from a memory budget.",
+        description="Rows of a logits tile, the part of the logits that is in memory at a time. Affects memory and"
+        " speed, never the loss. null: chosen by a memory budget.",
     )

@@ -1,4 +1,4 @@
-"""How a run is spread over processes."""
+"""The layout: how a run is distributed over processes."""
 
 from typing import Literal
 
@@ -8,36 +8,49 @@ from stillhouse.config.section import Section
 
 
 class ParallelConfig(Section):
-    """How a run is spread over the processes that torchrun starts; their number is the product of the degrees."""
+    """The layout of the processes that torchrun starts. Their number is the product of all degrees except expert."""
 
     fsdp: int | None = Field(
         default=None,
         ge=1,
-        description="Processes that share weights, gradients and optimizer state, and split the data. null: all that"
-        " the other degrees leave.",
+        description="FSDP degree: weights, gradients and optimizer state are sharded over this many processes, and"
+        " each of them gets other data. null: the number of processes divided by the other degrees.",
     )
-    tensor: int = Field(default=1, ge=1, description="Processes that share each matrix, the vocabulary's included.")
-    pipeline: int = Field(default=1, ge=1, description="Ranks of consecutive layers, of student and teacher.")
-    context: int = Field(default=1, ge=1, description="Processes that share each sequence.")
-    replicate: int = Field(default=1, ge=1, description="Whole copies of the layout above, which split the data.")
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="Tensor-parallel degree: each matrix is sharded over this many processes; the embedding and the"
+        " head are sharded by vocabulary rows.",
+    )
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        description="Pipeline degree: the layers of student and teacher are divided over this many ranks.",
+    )
+    context: int = Field(
+        default=1, ge=1, description="Context-parallel degree: each sequence is divided over this many processes."
+    )
+    replicate: int = Field(default=1, ge=1, description="Replicas of the layout above; each of them gets other data.")
     expert: int = Field(
         default=1,
         ge=1,
-        description="Processes among which the experts of each layer are dealt out: some of those of fsdp, context"
-        " and tensor, to which it adds none. A multiple of tensor; 1: those of tensor.",
+        description="Expert-parallel degree: the experts of each layer are distributed over this many processes,"
+        " which are processes of fsdp, context and tensor, not additional ones. A multiple of tensor; 1: the same as"
+        " tensor.",
     )
     schedule: Literal["gpipe", "1f1b", "1f1b_ahead", "interleaved", "zero_bubble", "zbv"] = Field(
         default="1f1b",
-        description="Of the pipeline. The last three have two stages on each rank, and less idle time; 1f1b_ahead"
-        " runs the next step's teacher in idle time, where that is a model of its own without a layout of its own.",
+        description="Pipeline schedule. The last three have two stages on each rank and less idle time. 1f1b_ahead"
+        " runs the next step's teacher in idle time; it needs a teacher that is not the student's base and has no"
+        " layout of its own.",
     )
     gather_dtype: Literal["bfloat16"] | None = Field(
         default=None,
-        description="What the student's layers and untied head are gathered in by fsdp: bfloat16 halves that traffic"
-        " and memory, gradients are summed in float32. null: the weights' own type.",
+        description="The dtype in which FSDP gathers the student's layers and untied head. bfloat16 halves the"
+        " traffic and memory of gathering; gradients are summed in float32. null: the weights' own dtype.",
     )
     offload: bool = Field(
         default=False,
-        description="Keep what fsdp shares of both models in host memory between uses: weights, gradients, optimizer"
-        " state; the optimizer steps there.",
+        description="Keep FSDP's shards of both models (weights, gradients, optimizer state) in host memory between"
+        " uses; the optimizer runs on the CPU.",
     )

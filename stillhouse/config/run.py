@@ -28,7 +28,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     track: list[Literal["tensorboard"]] = Field(
-        default=[], description="Where metrics go besides metrics.jsonl and the report."
+        default=[], description="Trackers that get the metrics in addition to metrics.jsonl and the report."
     )
     out: PathText = Field(
         description="Folder of the run: configuration, metrics, checkpoints, the final model, the report.",
@@ -38,13 +38,14 @@ class RunConfig(Section):
         default=0,
         ge=0,
         lt=2**32,
-        description="Seed of everything random: the order of the data, dropout. Not of the held-out share.",
+        description="Seed of the order of the data, dropout and the adapter. It does not affect which documents are"
+        " held out.",
     )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$",
         examples=["auto", "cpu", "cuda", "cuda:1"],
-        description="Where to compute; auto: a GPU where there is one.",
+        description="The device to compute on. auto: a GPU if there is one, else the CPU.",
     )
 
     @model_validator(mode="after")
@@ -68,7 +69,7 @@ class RunConfig(Section):
         if self.parallel.gather_dtype is not None and self.train.precision == "fp32":
             raise ConfigError(
                 "parallel.gather_dtype",
-                f"got {self.parallel.gather_dtype} with train.precision=fp32, which computes with the weights' own"
-                " type; expected null, or train.precision=bf16",
+                f"got {self.parallel.gather_dtype} with train.precision=fp32, which computes in the weights' own"
+                " dtype; expected null, or train.precision=bf16",
             )
         return self

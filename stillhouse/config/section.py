@@ -1,6 +1,6 @@
-"""What all sections share: they are strict, frozen, and refuse keys they do not know.
+"""The base class of all sections: they are strict, frozen, and refuse unknown keys.
 
-Strict means that text is not a number and true is not 1; a whole number is fine where a number is asked.
+Strict means that text is not accepted for a number, nor true for 1. A whole number is accepted for a number.
 """
 
 import os
@@ -10,13 +10,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A part of the configuration. Its fields' descriptions are the reference (`docs/config.md`)."""
+    """A part of the configuration. The reference (`docs/config.md`) is generated from the fields' descriptions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
 def expand_home(path: str) -> str:
-    """`~/runs` as the home folder's `runs`: inside YAML no shell has done it. Anything else stays as it is."""
+    """Replace `~` in `~/runs` with the home folder, as no shell does this inside YAML. Other paths stay unchanged."""
     return os.path.expanduser(path) if path.startswith("~/") else path
 
 

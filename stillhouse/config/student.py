@@ -13,10 +13,10 @@ class StudentConfig(ModelConfig):
 
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
-        description="Type of the trained weights and of the optimizer's state; what the layers compute in is"
-        " train.precision. bfloat16 halves the memory and loses small updates. With an adapter: of the frozen"
-        " weights; what is trained then is at least float32.",
+        description="The dtype of the trained weights and of the optimizer's state; train.precision sets the dtype in"
+        " which layers compute. bfloat16 halves the memory and loses small updates. With an adapter: the dtype of the"
+        " frozen weights; the adapter is at least float32.",
     )
     adapter: AdapterConfig | None = Field(
-        default=None, description="What is trained in place of the model's own weights. null: those."
+        default=None, description="An adapter to train instead of the model's own weights. null: train the weights."
     )

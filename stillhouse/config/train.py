@@ -15,59 +15,62 @@ class TrainConfig(Section):
     tokens_per_step: int = Field(
         default=131072,
         ge=1,
-        description="Tokens of one optimizer step, as whole packed sequences; the same under every layout.",
+        description="Tokens of one optimizer step over all processes, rounded down to whole packed sequences; the"
+        " same under every layout.",
     )
     micro_batch_tokens: int = Field(
         default=8192,
         ge=1,
-        description="Tokens that go through the model at once: memory and speed, never the loss."
-        " At least data.max_tokens.",
+        description="Tokens of one micro-batch, at least data.max_tokens. Affects memory and speed, never the loss.",
     )
     epochs: float | None = Field(
-        default=1.0, gt=0, description="Passes over the data, may be fractional. Unset (null) where steps is given."
+        default=1.0, gt=0, description="Passes over the data; may be fractional. null if steps is given."
     )
     steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps, in place of epochs. null: as epochs says."
+        default=None, ge=1, description="Optimizer steps, instead of epochs. null: as many as epochs needs."
     )
     learning_rate: float = Field(default=2e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
-        description="How the learning rate goes from its peak to min_learning_rate after the warm-up;"
-        " constant stays, wsd stays and falls linearly at the end.",
+        description="How the learning rate falls from its peak to min_learning_rate after the warm-up. constant: it"
+        " stays at the peak; wsd: it stays at the peak and falls linearly at the end.",
     )
     warmup: float = Field(
         default=0.03,
         ge=0,
-        description="Linear rise of the learning rate at the start: below 1 a share of all steps, from 1 on steps.",
+        description="Duration of the learning rate's linear rise at the start: below 1, a share of all steps; from 1"
+        " on, a number of steps.",
     )
     min_learning_rate: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Learning rate at the end as a share of the peak. No effect on schedule constant.",
+        description="Learning rate at the end, as a share of the peak. No effect with schedule constant.",
     )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay of matrices. 0: off.")
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="AdamW's decay rates of the first and the second moment."
     )
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's addend to the root of the second moment.")
+    eps: float = Field(
+        default=1e-8, gt=0, description="AdamW's epsilon, added to the square root of the second moment."
+    )
     clip: float | None = Field(
         default=1.0,
         ge=0,
-        description="Largest norm of the whole gradient; a longer one is scaled down. 0 or null: off.",
+        description="Maximum norm of the whole gradient; a larger gradient is scaled down. 0 or null: off.",
     )
     precision: Literal["bf16", "fp32"] = Field(
         default="bf16",
-        description="What the student's layers compute in: bf16 autocast over the weights' own type, or none (fp32).",
+        description="bf16: the student's layers compute under bfloat16 autocast. fp32: in the weights' own dtype.",
     )
     activation_checkpointing: bool = Field(
-        default=False, description="Recompute the layers in backward: less memory, about a third more time."
+        default=False, description="Recompute the layers in backward: needs less memory and about a third more time."
     )
     timeout: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds in which a step has to make progress, by a micro-batch at least, and after which a rank"
-        " that gives no sign of life ends the job. No effect without torchrun.",
+        description="Seconds after which the job ends if a rank sends no heartbeat, or if a step starts no further"
+        " micro-batch. No effect without torchrun.",
     )
 
     @model_validator(mode="before")
@@ -82,10 +85,10 @@ class TrainConfig(Section):
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(
                 "train.steps",
-                f"got {self.steps} beside train.epochs={self.epochs:g}: give one of the two, the other null",
+                f"got {self.steps} and train.epochs={self.epochs:g}: set one of the two, the other to null",
             )
         if self.epochs is None and self.steps is None:
-            raise ConfigError("train.epochs", "got null without train.steps: give one of the two")
+            raise ConfigError("train.epochs", "got null without train.steps: set one of the two")
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise ConfigError(
                 "train.warmup", f"got {self.warmup}, expected a share below 1 or a whole number of steps"

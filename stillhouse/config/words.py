@@ -1,4 +1,4 @@
-"""What a key takes, in words, from its JSON schema: one wording for the reference and for the errors."""
+"""Describes the values that a key accepts, from its JSON schema: the same words for the reference and for errors."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def describe(schema: Schema) -> str:
-    """`whole number >= 1 or null`, `bf16 or fp32`, `list of 2 (number >= 0 and < 1)`."""
+    """The accepted values, such as `whole number >= 1 or null`, `bf16 or fp32`, `list of 2 (number >= 0 and < 1)`."""
     options = _options(schema)
     return " or ".join(filter(None, [", ".join(options[:-1]), options[-1]]))
 

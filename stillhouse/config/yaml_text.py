@@ -1,4 +1,4 @@
-"""YAML 1.2 in and out: `2e-5` is a number; `on`, `no` and dates are text; a repeated key is an error."""
+"""Reads and writes YAML 1.2: `2e-5` is a number; `on`, `no` and dates are text; a repeated key is an error."""
 
 import io
 import itertools
@@ -13,15 +13,15 @@ from stillhouse.config.errors import ConfigError
 from stillhouse.display import message
 from stillhouse.libraries import reading
 
-#: a number of 64 bits; what is larger can only be a mistake, and thousands of digits cannot even be shown
+#: the largest whole number of 64 bits; a larger one can only be a mistake, and Python refuses to print very long ones
 LARGEST = 2**63 - 1
-#: of a document, and of brackets in brackets: reading takes time with the square of the latter
+#: limits of a document: its length, and the depth of nested brackets, since reading time grows with the depth squared
 MOST_CHARACTERS, DEEPEST = 100_000, 200
 _TAG = "tag:yaml.org,2002:"
 
 
 class _Constructor(SafeConstructor):
-    """YAML 1.2's core schema: what 1.1 read as a date or as `=` is text, and there are no other types."""
+    """YAML 1.2's core schema: dates and `=`, which YAML 1.1 treats specially, are text; there are no other types."""
 
     def construct_yaml_int(self, node: Any) -> int:
         number = int(super().construct_yaml_int(node))
@@ -37,12 +37,15 @@ for _name in ("binary", "omap", "pairs", "set"):
     _Constructor.add_constructor(f"{_TAG}{_name}", SafeConstructor.construct_undefined)
 
 
-def read_yaml(text: str, origin: str, *, numbered: bool = True) -> Any:
-    """The value of one YAML document (None if empty); a ConfigError names `origin` and, if `numbered`, the line."""
+def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
+    """The value of one YAML document; None if it is empty.
+
+    Raises ConfigError, which names `source` (the file or the override) and, if `numbered`, the line.
+    """
     if len(text) > MOST_CHARACTERS:
-        raise ConfigError(None, f"{origin}: {len(text):,} characters; expected at most {MOST_CHARACTERS:,}")
+        raise ConfigError(None, f"{source}: {len(text):,} characters; expected at most {MOST_CHARACTERS:,}")
     if _depth(text) > DEEPEST:
-        raise ConfigError(None, f"{origin}: not valid YAML: more than {DEEPEST} brackets in one another")
+        raise ConfigError(None, f"{source}: not valid YAML: more than {DEEPEST} nested brackets")
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
@@ -50,7 +53,7 @@ def read_yaml(text: str, origin: str, *, numbered: bool = True) -> Any:
             return yaml.load(text)
     except (YAMLError, ValueError) as error:
         line = _line(error, text) if numbered else ""
-        raise ConfigError(None, message(f"{origin}{line}: not valid YAML: {_problem(error)}")) from error
+        raise ConfigError(None, message(f"{source}{line}: not valid YAML: {_problem(error)}")) from error
 
 
 def write_yaml(data: dict[str, Any]) -> str:
@@ -65,7 +68,7 @@ def write_yaml(data: dict[str, Any]) -> str:
 
 
 def _depth(text: str) -> int:
-    """Of brackets in brackets, those in quoted text counted too."""
+    """The depth of nested brackets. Brackets in quoted text count, too."""
     steps = (1 if character in "[{" else -1 for character in text if character in "[{]}")
     return max(itertools.accumulate(steps), default=0)
 

@@ -21,19 +21,20 @@ from typing import Any
 Span = tuple[int, int]
 Message = dict[str, Any]
 
-ANCHOR = "StillhouseAnchor8f3a"  # templates leave it as it is: no white space, no tags, nothing to escape
+#: templates do not change this text: it has no white space, no tags and no characters to escape
+ANCHOR = "StillhouseAnchor8f3a"
 
 
 class TurnError(ValueError):
-    """The assistant's tokens cannot be found in what the template renders."""
+    """The assistant's tokens cannot be found in the text that the template renders."""
 
 
 @dataclass(frozen=True)
 class Turns:
     """Finds the assistant's turns in one conversation.
 
-    text(messages, prompt): renders messages, followed by the generation prompt if `prompt`. body: the rendered whole
-    conversation. special: the tokenizer's added tokens.
+    text(messages, prompt): renders messages; if `prompt` is true, the generation prompt follows. body: the whole
+    conversation as text. special: the tokenizer's added tokens.
     """
 
     text: Callable[[list[Message], bool], str]
@@ -64,37 +65,37 @@ class Turns:
         beginning = self.text(self.messages[:count], prompt)
         if self.body.startswith(beginning):
             return len(beginning)
-        alone, whole = self._behind_anchor(count, prompt)
-        if whole and beginning.endswith(alone) and self.body.endswith(whole):
-            common = self._common(count, alone, whole, prompt)
+        shortened, whole = self._behind_anchor(count, prompt)
+        if whole and beginning.endswith(shortened) and self.body.endswith(whole):
+            common = self._common(count, shortened, whole, prompt)
             if common is not None:
                 return len(self.body) - len(whole) + common
         raise self._error(count, prompt)
 
     def _behind_anchor(self, count: int, prompt: bool) -> tuple[str, str]:
-        """The text after the content of message number `count` (from 1): when the first `count` messages are rendered
-        alone, and in the whole conversation. Both are "" if the template drops the anchor.
+        """The text after the content of message number `count` (from 1): in the conversation shortened to its first
+        `count` messages, and in the whole conversation. Both are "" if the template drops the anchor.
         """
         anchored = self._anchored(count)
-        alone = _behind(self.text(anchored, prompt))
+        shortened = _behind(self.text(anchored, prompt))
         whole = _behind(self.text(anchored + self.messages[count:], False))
-        if alone is None or whole is None:
+        if shortened is None or whole is None:
             return "", ""
         if not self.messages[count - 1].get("content", "").strip():
             # Before a tool call, templates write white space only after content that is not empty.
-            return alone.lstrip(), whole.lstrip()
-        return alone, whole
+            return shortened.lstrip(), whole.lstrip()
+        return shortened, whole
 
-    def _common(self, count: int, alone: str, whole: str, prompt: bool) -> int | None:
+    def _common(self, count: int, shortened: str, whole: str, prompt: bool) -> int | None:
         """How many characters of `whole`, the text after the anchor, belong to the first `count` messages; None if it
         cannot be determined.
         """
-        if whole.startswith(alone):
-            return len(alone)
+        if whole.startswith(shortened):
+            return len(shortened)
         if count + prompt >= len(self.messages):
             return None
-        known = self._heading(count) if prompt else self._end_marker(count, alone)
-        return len(known) if known and alone.startswith(known) and whole.startswith(known) else None
+        known = self._heading(count) if prompt else self._end_marker(count, shortened)
+        return len(known) if known and shortened.startswith(known) and whole.startswith(known) else None
 
     def _heading(self, count: int) -> str:
         """The text between the content of message number `count` (from 1) and the content of the next message."""
@@ -102,11 +103,11 @@ class Turns:
         text = _behind(self.text([*self._anchored(count), turn, *self.messages[count + 1 :]], False))
         return (text or "").partition(ANCHOR)[0]
 
-    def _end_marker(self, count: int, alone: str) -> str:
-        """The special token directly after the content. In `alone` no message follows: it can only end the turn."""
+    def _end_marker(self, count: int, shortened: str) -> str:
+        """The special token directly after the content. It must end the turn: in `shortened`, no message follows."""
         if self.messages[count - 1].get("tool_calls"):
             return ""
-        return max((token for token in self.special if alone.startswith(token)), key=len, default="")
+        return max((token for token in self.special if shortened.startswith(token)), key=len, default="")
 
     def _anchored(self, count: int) -> list[Message]:
         last = self.messages[count - 1]
@@ -119,10 +120,10 @@ class Turns:
 
     def _error(self, count: int, prompt: bool) -> TurnError:
         return TurnError(
-            "the assistant's tokens cannot be told apart: the chat template renders the first "
-            f"{count} messages{' and the generation prompt' if prompt else ''} differently alone and "
-            "within the whole conversation (reasoning templates rewrite earlier turns); give the last turn "
-            "alone as 'prompt' and 'completion' (lists of messages), or use a chat template with "
+            "the assistant's tokens cannot be identified: the chat template renders the first "
+            f"{count} messages{' and the generation prompt' if prompt else ''} by themselves differently from the "
+            "same messages within the whole conversation (reasoning templates rewrite earlier turns); give only the "
+            "last turn, as 'prompt' and 'completion' (lists of messages), or use a chat template with "
             "{% generation %} blocks"
         )
 

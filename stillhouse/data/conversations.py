@@ -17,7 +17,10 @@ Tools = list[dict[str, Any]] | None
 
 
 class Conversations:
-    """Renders with a tokenizer's chat template. every: all characters are targets, not only the assistant's."""
+    """Renders conversations with a tokenizer's chat template.
+
+    every: all characters are targets, not only those of the assistant. most_characters: the longest allowed text.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, every: bool, most_characters: int):
         self.tokenizer = tokenizer
@@ -31,7 +34,7 @@ class Conversations:
             with reading("the chat template refuses the messages", passes=TurnError):
                 body, spans = self._with_spans(messages, tools, first)
             if len(body) > self.most_characters:
-                raise ValueError(too_long("what the chat template makes of it", len(body), self.most_characters))
+                raise ValueError(too_long("the text that the chat template renders", len(body), self.most_characters))
         except ValueError as error:
             return "", [], str(error)
         return body, spans, ""
@@ -53,8 +56,8 @@ class Conversations:
     def _with_marked_spans(
         self, source: str, messages: list[Message], tools: Tools, first: int
     ) -> tuple[str, list[Span]]:
-        # `apply_chat_template(return_assistant_tokens_mask=True)` would not do: it looks up single characters. Where
-        # the tokenizer's offsets leave out a leading space it stops, and the rest would have no targets.
+        # `apply_chat_template(return_assistant_tokens_mask=True)` cannot be used: it looks up single characters, and
+        # stops if the tokenizer's offsets skip a leading space; the rest of the text would then have no targets.
         bodies, spans = render_jinja_template(
             conversations=[messages],
             tools=tools,

@@ -41,7 +41,7 @@ class DataReport:
     source: str
     read: int = 0
     kept: int = 0
-    skipped: int = 0  # records that could not be used; `reasons` has the reasons for the first few
+    skipped: int = 0  # records that could not be used; `reasons` has the errors of the first few
     without_target: int = 0  # records without a target token, maybe because the end was cut off
     cut_documents: int = 0  # documents shortened to the limit
     cut_tokens: int = 0  # tokens lost by shortening
@@ -57,7 +57,7 @@ class DataReport:
         return asdict(self)
 
     def summary(self) -> str:
-        """One line for people; counts that are zero are left out."""
+        """One line for the reader of a log; counts that are zero are left out."""
         parts = [
             f"{self.documents:,} documents",
             f"{self.tokens:,} tokens",
@@ -107,7 +107,7 @@ class Documents:
         return self.targets_N[self.offsets[document] : self.offsets[document + 1]]
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets and offsets, which a resumed run compares."""
+        """A sha256 of tokens, targets and offsets. A resumed run compares it with the one in its checkpoint."""
         digest = hashlib.sha256()
         for array in (self.tokens_N, self.targets_N, self.offsets):
             digest.update(np.ascontiguousarray(array).data)
@@ -136,8 +136,8 @@ class Documents:
         smallest, largest = self.keys_D.min(), self.keys_D.max()
         if smallest == largest:
             raise ValueError(
-                f"{self.report.source}: one document is too little to hold some out for evaluation; "
-                "expected more documents, a file of their own for the evaluation, or none"
+                f"{self.report.source}: one document is not enough to hold some out for evaluation; "
+                "expected more documents, a separate file for the evaluation, or no evaluation"
             )
         held_out_D = self.keys_D < np.uint64(int(share * 2**64))
         held_out_D |= self.keys_D == smallest
@@ -186,7 +186,9 @@ def load_documents(
     and for columns of no known form.
     """
     if max_tokens < 2:
-        raise ValueError(f"max_tokens must be at least 2 (one token to see, one to predict), got {max_tokens}")
+        raise ValueError(
+            f"max_tokens must be at least 2 (one input token and one token to predict), got {max_tokens}"
+        )
     loader = _Loader(tokenizer, os.fspath(source), max_tokens, tokens, on_error == "skip")
     for record in read_records(source):
         loader.add(record)

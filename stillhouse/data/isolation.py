@@ -1,4 +1,4 @@
-"""Runs foreign code in a separate process, so that it can neither hang this process nor fill its memory.
+"""Runs untrusted code in a separate process, so that it can neither hang this process nor use up its memory.
 
 Neither an alarm nor a thread can interrupt one long operation of the interpreter, such as 10**10**8; the kernel can
 end a process. The process is a fork, so it has the function with all its data, and waits for arguments. Arguments and
@@ -25,7 +25,7 @@ class LimitError(ValueError):
 
 
 class Isolated:
-    """Calls `function` in a separate process. It starts at the first call; if it has ended, at the next call again.
+    """Calls `function` in a separate process. The first call starts it; if it has ended, the next call restarts it.
 
     seconds: limit of processor time for one call, which does not depend on the machine's load. memory_bytes: limit of
     the memory that the process may take in addition to what it has at its start (enforced on Linux only). Arguments
@@ -48,10 +48,10 @@ class Isolated:
         request = json.dumps(arguments, default=_placeholder).encode()
         if self._process is None:
             self._process = _Process(self.function, self.seconds, self.memory_bytes)
-        answer = self._process.ask(request)
+        answer = self._process.send(request)
         if answer is None:
             status, self._process = self._process.end(), None
-            assert status is not None, "it was ended before"
+            assert status is not None, "the process was ended before"
             raise LimitError(self._ended(status))
         return json.loads(answer)
 
@@ -83,8 +83,8 @@ class _Process:
         self.requests, self.answers = os.fdopen(requests, "wb"), os.fdopen(answers, "rb")
         self.end = weakref.finalize(self, _end, pid, self.requests, self.answers)
 
-    def ask(self, request: bytes) -> bytes | None:
-        """The answer; None if the process ends without one."""
+    def send(self, request: bytes) -> bytes | None:
+        """Send a request; returns the answer, or None if the process ends without an answer."""
         try:
             _write(self.requests, request)
         except BrokenPipeError:

@@ -72,16 +72,16 @@ class PackedSequences:
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
-        A step may take the end of one epoch and the beginning of the next. Only the last step may have fewer
+        A step may contain the end of one epoch and the beginning of the next. Only the last step may have fewer
         sequences. So every sequence is used once per epoch. Raises ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
         if not 0 <= start < stop:
             raise ValueError(f"step {step} of {sequences_per_step} sequences lies outside a training on {total}")
-        places = np.arange(start, stop)
-        epochs = places // len(self)
+        positions = np.arange(start, stop)
+        epochs = positions // len(self)
         return np.concatenate(
-            [self.order(int(epoch))[places[epochs == epoch] % len(self)] for epoch in np.unique(epochs)]
+            [self.order(int(epoch))[positions[epochs == epoch] % len(self)] for epoch in np.unique(epochs)]
         )
 
 
@@ -131,20 +131,21 @@ def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
     Returns [D] int64, bins numbered in the order in which they were opened. Takes about D·log(capacity) time.
     """
     bins_D = np.empty(len(lengths_D), dtype=np.int64)
-    open_bins: dict[int, list[int]] = {}  # by the room left; of each list, the last bin is used first
+    # by the room that is left in the bins; of the bins with equal room, the last one is used first
+    open_bins: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of open_bins, sorted
     opened = 0
     for document in np.argsort(-lengths_D, kind="stable").tolist():
         length = int(lengths_D[document])
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
+        index = bisect_left(rooms, length)
+        if index == len(rooms):
             chosen, room = opened, capacity
             opened += 1
         else:
-            room = rooms[place]
+            room = rooms[index]
             chosen = open_bins[room].pop()
             if not open_bins[room]:
-                del open_bins[room], rooms[place]
+                del open_bins[room], rooms[index]
         bins_D[document] = chosen
         if room > length:
             left = open_bins.setdefault(room - length, [])

@@ -1,8 +1,8 @@
 """Reads records from JSON Lines, Parquet, saved `datasets` folders and hub ids.
 
-Every record has the place it was read from, `file:line` (or `file:row`, counted from 1), because an error about the
-record must name it. For the same reason JSON Lines is read line by line here, not by a library. A record that cannot
-be read is returned with a description of the problem, and the caller decides whether it stops the run.
+Every record has its location, `file:line` (or `file:row`, counted from 1), because an error about the record must
+name it. For the same reason JSON Lines is read line by line here, not by a library. A record that cannot be read is
+returned with a description of the problem, and the caller decides whether it stops the run.
 """
 
 import glob
@@ -37,7 +37,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """One record and its place; `problem` says why it could not be read (then `fields` is empty)."""
+    """One record and its location. If it could not be read, `problem` says why, and `fields` is empty."""
 
     where: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +106,9 @@ def _read_file(path: Path) -> Iterator[Record]:
         return _read_parquet(path)
     if path.suffix in JSON_LINES:
         return _read_json_lines(path)
-    raise ValueError(f"{path}: cannot tell the format; expected a name ending in {', '.join(JSON_LINES + PARQUET)}")
+    raise ValueError(
+        f"{path}: its format is not known; expected a name that ends in {', '.join(JSON_LINES + PARQUET)}"
+    )
 
 
 def _read_json_lines(path: Path) -> Iterator[Record]:
@@ -190,7 +192,7 @@ def _load_saved(folder: Path) -> Any:
     if not loaded:
         raise ValueError(f"{folder}: the saved dataset is empty; expected a split with records")
     raise ValueError(
-        f"{folder}: holds the splits {name_list(loaded)}; name one of their folders, such as "
+        f"{folder}: contains the splits {name_list(loaded)}; name the folder of one split, such as "
         f"{folder / min(loaded, key=lambda split: split != 'train')}"
     )
 

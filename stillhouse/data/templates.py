@@ -6,7 +6,7 @@ There are three forms of record. The first record of a dataset decides which one
     prompt + completion     two strings, or two lists of messages; the completion is the target
     messages                a conversation; the assistant's turns are the target
 
-A chat may have a column `tools`, the functions that the assistant may call. The chat template writes them.
+A chat may have a column `tools`: the functions that the assistant may call. The chat template adds them to the text.
 
 A template works in two steps, so that tokenizing runs in batches while errors still name their record: `render`
 checks one record and turns it into text, `encode` tokenizes many rendered records. In the text of a chat, target
@@ -41,7 +41,7 @@ TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 
 
 class RecordError(ValueError):
-    """One record cannot be used. The message does not name the record's place, which the caller knows."""
+    """One record cannot be used. The message does not name the record's location, which the caller adds."""
 
 
 class TemplateLimitError(ValueError):
@@ -121,7 +121,7 @@ class TextTemplate:
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         bodies = _tokenize(self.tokenizer, [one.body for one in rendered], special=True)
-        return [_encoded([], _ended(ids, self.eos), every=True) for ids in bodies]
+        return [_encoded([], _with_eos(ids, self.eos), every=True) for ids in bodies]
 
 
 class CompletionTemplate:
@@ -151,7 +151,7 @@ class CompletionTemplate:
             prompts = [ids[:-1] for ids in prompts]
         completions = _tokenize(self.tokenizer, [one.body for one in rendered], special=False)
         pairs = zip(prompts, completions, strict=True)
-        return [_encoded(prompt, _ended(answer, self.eos), self.every) for prompt, answer in pairs]
+        return [_encoded(prompt, _with_eos(answer, self.eos), self.every) for prompt, answer in pairs]
 
 
 class ChatTemplate:
@@ -177,7 +177,7 @@ class ChatTemplate:
         self.columns = columns
         # Not a method of this template: a reference cycle would keep the template and its process alive.
         answer = Conversations(tokenizer, every=tokens == "all", most_characters=MOST_CHARACTERS).answer
-        self.rendered = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
+        self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         parts = [_messages(fields, column) for column in self.columns]
@@ -186,7 +186,7 @@ class ChatTemplate:
         tools = _tools(fields)
         _check_length(sum(len(message.get("content", "")) for message in messages), " and ".join(self.columns))
         try:
-            body, spans, problem = self.rendered(messages, tools, first)
+            body, spans, problem = self.render_isolated(messages, tools, first)
         except LimitError as error:
             raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
         if problem:
@@ -228,7 +228,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: 
     return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def _ended(ids: list[int], eos: int) -> list[int]:
+def _with_eos(ids: list[int], eos: int) -> list[int]:
     return ids if ids and ids[-1] == eos else ids + [eos]
 
 
@@ -236,7 +236,7 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, so the student "
-            "could never learn to stop; set eos_token in its tokenizer_config.json"
+            "could not learn to stop; set eos_token in its tokenizer_config.json"
         )
     return tokenizer.eos_token_id
 
@@ -267,7 +267,7 @@ def _check_encodable(text: str, column: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RecordError(f"'{column}' holds half a surrogate pair at character {error.start + 1}") from error
+        raise RecordError(f"'{column}' contains half of a surrogate pair at character {error.start + 1}") from error
 
 
 def _messages(fields: dict[str, Any], column: str) -> list[Message]:

@@ -38,7 +38,7 @@ def load_tokenizer(
     where = (
         "cannot be read (expected tokenizer.json in that folder)"
         if os.path.isdir(name_or_path)
-        else "cannot be loaded: no such folder here, and the hub did not give it"
+        else "cannot be loaded: there is no such folder, and it could not be loaded from the hub"
     )
     with reading(f"{what} {where}"):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -97,7 +97,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, which: str) 
     shown = f"the {which}'s head has {rows} rows, but its tokenizer has id {index} ({token!r})"
     if index not in added:
         raise ValueError(f"{shown}: model and tokenizer do not belong together")
-    return [f"{shown}; fine as long as no text holds it"]
+    return [f"{shown}; this is harmless as long as no text contains it"]
 
 
 @dataclass(frozen=True)
@@ -133,40 +133,40 @@ def _first_difference(student: _Identity, teacher: _Identity) -> str:
     )
 
 
-def _id_difference(what: str, mine: dict[int, str], theirs: dict[int, str]) -> str:
-    if mine == theirs:
+def _id_difference(what: str, student: dict[int, str], teacher: dict[int, str]) -> str:
+    if student == teacher:
         return ""
-    first = min(index for index in mine.keys() | theirs.keys() if mine.get(index) != theirs.get(index))
-    sides = [repr(names[first]) if first in names else "absent" for names in (mine, theirs)]
-    sizes = f" ({len(mine)} and {len(theirs)} in all)" if len(mine) != len(theirs) else ""
+    first = min(index for index in student.keys() | teacher.keys() if student.get(index) != teacher.get(index))
+    sides = [repr(names[first]) if first in names else "absent" for names in (student, teacher)]
+    sizes = f" ({len(student)} and {len(teacher)} in all)" if len(student) != len(teacher) else ""
     return f"{what} {first} is {sides[0]} for the student, {sides[1]} for the teacher{sizes}"
 
 
-def _piece_difference(mine: list[Any], theirs: list[Any]) -> str:
-    for rank, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+def _piece_difference(student: list[Any], teacher: list[Any]) -> str:
+    for rank, (one, other) in enumerate(zip(student, teacher, strict=False)):
         if one != other:
             return f"merge or score number {rank} is {one!r} for the student, {other!r} for the teacher"
-    if len(mine) != len(theirs):
-        return f"the student has {len(mine)} merges or scores, the teacher {len(theirs)}"
+    if len(student) != len(teacher):
+        return f"the student has {len(student)} merges or scores, the teacher {len(teacher)}"
     return ""
 
 
-def _setting_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    for name in sorted(mine.keys() | theirs.keys()):
-        if mine.get(name) != theirs.get(name):
-            one, other = (shorten(str(side.get(name)), 160) for side in (mine, theirs))
+def _setting_difference(student: dict[str, Any], teacher: dict[str, Any]) -> str:
+    for name in sorted(student.keys() | teacher.keys()):
+        if student.get(name) != teacher.get(name):
+            one, other = (shorten(str(side.get(name)), 160) for side in (student, teacher))
             return f"the {name} is {one} for the student, {other} for the teacher"
     return ""
 
 
 def _role_warnings(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> Iterator[str]:
     for role in _ROLES:
-        mine, theirs = getattr(student, role), getattr(teacher, role)
-        if mine != theirs:
-            yield f"{role} is {mine!r} for the student, {theirs!r} for the teacher; the student's is used"
-    mine, theirs = student("a")["input_ids"], teacher("a")["input_ids"]
-    if mine != theirs:
+        own, other = getattr(student, role), getattr(teacher, role)
+        if own != other:
+            yield f"{role} is {own!r} for the student, {other!r} for the teacher; the student's is used"
+    own, other = student("a")["input_ids"], teacher("a")["input_ids"]
+    if own != other:
         yield (
-            f"the tokenizers put different special tokens around a text ('a' becomes {mine} for the student, "
-            f"{theirs} for the teacher); the student's way is used"
+            f"the tokenizers put different special tokens around a text ('a' becomes {own} for the student, "
+            f"{other} for the teacher); the student's special tokens are used"
         )

@@ -3,9 +3,10 @@
 from stillhouse.models.adapter import add_lora, draw_lora, without_lora
 from stillhouse.models.checks import check_document_length, check_finite_weights, check_saving
 from stillhouse.models.decoder import Decoder, evaluating
-from stillhouse.models.experts import RouterAuxLoss, balance_routers
+from stillhouse.models.experts import balance_routers
 from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.head import OutputProcessor
+from stillhouse.models.router_balance import RouterAuxLoss
 
 __all__ = [
     "Decoder",

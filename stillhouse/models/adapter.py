@@ -77,8 +77,9 @@ def add_lora(
     sizes = {each.requires_grad: 0 for each in decoder.parameters()}
     for each in decoder.parameters():
         sizes[each.requires_grad] += each.numel()
-    decoder.lora = Lora(r, alpha, len(layers), sizes[True], sum(sizes.values()))
-    return decoder.lora
+    lora = Lora(r, alpha, len(layers), sizes[True], sum(sizes.values()))
+    decoder.record_adapter(lora)
+    return lora
 
 
 @torch.no_grad()

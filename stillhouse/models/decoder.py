@@ -16,7 +16,7 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.lora import Lora
 from stillhouse.models.processors import full_vocab
+from stillhouse.models.router_balance import RouterAuxLoss, RouterBalance
 from stillhouse.models.structure import require_decoder
 from stillhouse.models.verify import verify_wrapping
 from stillhouse.objective import FullVocab, OutputHead
@@ -53,6 +54,8 @@ class Decoder(nn.Module):
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
+    _router_balance: RouterBalance | None = None
+    _recomputes_layers: bool = False  # whether gradient checkpointing is on
 
     def __init__(self, model: PreTrainedModel, *, verify: bool = True):
         super().__init__()
@@ -188,9 +191,41 @@ class Decoder(nn.Module):
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head
 
+    def keep_part(self, *, first: bool, last: bool) -> None:
+        """Remove the head, unless this is the last pipeline stage.
+
+        Embedding and head stay tied only if one stage, which is the first and the last one, has both.
+        """
+        if not last:
+            self.head = NoHead()
+            self.pretrained.set_output_embeddings(None)
+        self.tied = self.tied and first and last
+
+    def record_adapter(self, lora: Lora) -> None:
+        """Set the description of the adapter that `add_lora` has added."""
+        self.lora = lora
+
+    def use_router_balance(self, balance: RouterBalance) -> None:
+        """Set the object that gives this decoder's routers their loss; `balance_routers` calls this."""
+        self._router_balance = balance
+        if self._recomputes_layers:
+            self.gradient_checkpointing_enable()  # again, now with the contexts of `balance`
+
+    def balancing(self, loss: RouterAuxLoss) -> AbstractContextManager[None]:
+        """Return a context in which a forward adds the routers' loss to what is minimised, and records it in `loss`.
+
+        Raises ValueError if `balance_routers` has not been called for this decoder.
+        """
+        if self._router_balance is None:
+            raise ValueError("a RouterAuxLoss for routers without hooks: expected balance_routers(decoder) before")
+        return self._router_balance.using(loss)
+
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in backward instead of keeping its activations. The head still runs once."""
-        model, options = self.pretrained, {"use_reentrant": False}
+        self._recomputes_layers = True
+        model, options = self.pretrained, dict[str, Any](use_reentrant=False)
+        if self._router_balance is not None:
+            options["context_fn"] = self._router_balance.checkpoint_contexts
         if hasattr(model, "activation_checkpointing_enable"):  # its name in later versions of transformers
             model.activation_checkpointing_enable(options)
         else:

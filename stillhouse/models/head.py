@@ -67,6 +67,12 @@ class Head(nn.Module):
         weight_VD, bias = local(self.linear.weight), local(self.linear.bias)
         return OutputHead(weight_VD, bias, scale=self.rule.scale, softcap=self.rule.softcap, shard=self.shard)
 
+    def shard_vocabulary(self, weight_VD: nn.Parameter, bias: nn.Parameter | None, shard: VocabShard) -> None:
+        """Replace weight and bias by sharded ones, of which this process has the rows `shard`."""
+        self.linear.weight, self.shard = weight_VD, shard
+        if bias is not None:
+            self.linear.bias = bias
+
     def forward(
         self,
         hidden_BSD: Tensor,

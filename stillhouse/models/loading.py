@@ -5,9 +5,18 @@ never read (`files.py`), and a damaged file raises a ValueError that names it.
 """
 
 import os
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from stillhouse.display import escaped, first_line
 from stillhouse.libraries import reading
@@ -29,7 +38,7 @@ def load_causal_lm(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Call `AutoModelForCausalLM.from_pretrained` with the name unchanged; every failure is a ValueError.
+    """Call the `from_pretrained` of `auto_class` with the name unchanged; every failure is a ValueError.
 
     Missing weights also raise ValueError: transformers would initialise them at random and only warn. Weights are
     read only from safetensors files, even with trust_remote_code.
@@ -39,9 +48,13 @@ def load_causal_lm(
     try:
         require_safe_files(name_or_path, revision)
         with reading(f"{what} cannot be loaded as a causal language model"):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            revision_or_main = revision or "main"
+            config = AutoConfig.from_pretrained(
+                name_or_path, revision=revision_or_main, trust_remote_code=trust_remote_code
+            )
+            model, report = auto_class(config).from_pretrained(
                 name_or_path,
-                revision=revision or "main",
+                revision=revision_or_main,
                 use_safetensors=True,
                 output_loading_info=True,
                 **options,
@@ -57,6 +70,18 @@ def load_causal_lm(
             "expected the checkpoint of a whole causal language model, head included"
         )
     return model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that makes the model of a configuration.
+
+    It is AutoModelForImageTextToText for a vision-language model that has no class among the causal language models,
+    and AutoModelForCausalLM for everything else. The latter raises a ValueError if it does not know the model either.
+    """
+    # a model may bring its class along, in code of its own
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if images and not causal else AutoModelForCausalLM
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:

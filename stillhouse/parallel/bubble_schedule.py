@@ -1,15 +1,15 @@
-"""The order of a pipeline's actions: 1F1B for the student, and the next step's teacher where a rank would be idle.
+"""The order of a pipeline's actions: 1F1B for the student, and the next step's teacher when a rank would be idle.
 
 The order is fixed before a step, by a simulation with given costs. Every process computes the same order by itself,
-and whatever the true costs are, the ranks never wait for each other in a circle.
+and the ranks cannot deadlock, whatever the true costs are.
 
     F, B    forward and backward of the student
     T       forward of the teacher
 
 A free rank takes the student's next action; if that one cannot start yet, the rank takes the teacher's next action.
-A T action of the next step is left out if it would start after the time at which this step would end without any of
-them: clipping needs the norm of the whole gradient, so all ranks wait for the last one. The next step itself runs the
-T actions that were left out, before the student's actions or in bubbles between them.
+A T action of the next step is left out if it would start after the time at which this step would end without any such
+action: clipping needs the norm of the whole gradient, so all ranks wait for the last one. The next step itself runs
+the T actions that were left out, before the student's actions or in bubbles between them.
 
 Two ranks with four micro-batches per step, where F costs 1, B 2 and T 1 (`bubble_schedule(4, 4, 1.0, (4, 3))`). T0'
 is the teacher's forward of the next step's first micro-batch:
@@ -32,7 +32,7 @@ FORWARD, BACKWARD = 1, 2
 
 
 class Action(NamedTuple):
-    """step: 0 for the step of the order, 1 for the next step. kind: F, B, T or, for `simulate`, any other."""
+    """An action of a rank. step: 0 is the present step, 1 the next. kind: F, B or T; `simulate` takes any kind."""
 
     step: int
     stage: int
@@ -68,10 +68,10 @@ def bubble_schedule(micro_batches: int, next_micro_batches: int, teacher: float,
     student = [[Action(0, rank, *each) for each in one_f_one_b(rank, len(ranks), micro_batches)] for rank in ranks]
     own = [[Action(0, rank, "T", number) for number in range(done[rank], micro_batches)] for rank in ranks]
     of_next = [[Action(1, rank, "T", number) for number in range(next_micro_batches)] for rank in ranks]
-    unfilled = simulate([[student[rank], own[rank]] for rank in ranks], needs, costs)
-    filled = simulate([[student[rank], own[rank] + of_next[rank]] for rank in ranks], needs, costs)
-    limit = max(unfilled.values())
-    kept = [action for action, end in filled.items() if not action.step or end - teacher <= limit]
+    without_next = simulate([[student[rank], own[rank]] for rank in ranks], needs, costs)
+    with_next = simulate([[student[rank], own[rank] + of_next[rank]] for rank in ranks], needs, costs)
+    limit = max(without_next.values())
+    kept = [action for action, end in with_next.items() if not action.step or end - teacher <= limit]
     orders = tuple(tuple(action for action in kept if action.stage == rank) for rank in ranks)
     done_of_next = tuple(sum(action.step for action in each) for each in orders)
     return Order(orders, done_of_next, max(simulate([[each] for each in orders], needs, costs).values()))
@@ -134,6 +134,6 @@ def simulate(
                         break
         under_way = [rank.doing[0] for rank in ranks if rank.doing is not None]
         if not under_way:
-            assert not any(list(rank.heads()) for rank in ranks), "the ranks wait for each other"
+            assert not any(list(rank.heads()) for rank in ranks), "the ranks deadlock"
             return ends
         now = min(under_way)

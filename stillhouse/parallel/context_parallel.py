@@ -36,7 +36,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
         )
     if not isinstance(getattr(decoder.backbone, "layers", None), nn.ModuleList):
         raise ValueError(
-            f"the layers of model type '{config.model_type}' are inside of another part of it: expected context=1"
+            f"the backbone of model type '{config.model_type}' has no list `layers` of its own: expected context=1"
         )
     require_heads(config, ranks, tensor)
     name = f"ulysses_{inner}_{group.group_name}"
@@ -54,7 +54,7 @@ def require_heads(config: Any, context: int, tensor: int) -> None:
         if heads is not None and heads % (context * tensor):
             raise ValueError(
                 f"context={context} × tensor={tensor} does not divide the {name}={heads} of model "
-                f"type '{config.model_type}': expected a divisor, since both deal out the heads"
+                f"type '{config.model_type}': expected a divisor, since both degrees divide the heads"
             )
 
 
@@ -90,29 +90,29 @@ class _Ulysses:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        sides = (_Trade.apply(each, 1, 2, self.group) for each in (query_BHSD, key_BHSD, value_BHSD))
+        inputs = (_AllToAll.apply(each, 1, 2, self.group) for each in (query_BHSD, key_BHSD, value_BHSD))
         # functions that separate packed documents by their position ids need the ids of the whole sequence
         options["position_ids"] = options.pop("whole_position_ids", None)
         attention = ALL_ATTENTION_FUNCTIONS[self.inner]
-        output_BSHD, _ = attention(module, *sides, attention_mask, **options)
-        return _Trade.apply(output_BSHD, 1, 2, self.group), None
+        output_BSHD, _ = attention(module, *inputs, attention_mask, **options)
+        return _AllToAll.apply(output_BSHD, 1, 2, self.group), None
 
 
-class _Trade(torch.autograd.Function):
-    """An all-to-all that splits dim `given` over the group and concatenates the ranks' parts along dim `taken`."""
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all that splits `split_dim` over the group and concatenates the ranks' parts along `concat_dim`."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, given: int, taken: int, group: ProcessGroup) -> Tensor:
-        ctx.given, ctx.taken, ctx.group = given, taken, group
-        return _trade(tensor, given, taken, group)
+    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
+        ctx.split_dim, ctx.concat_dim, ctx.group = split_dim, concat_dim, group
+        return _all_to_all(tensor, split_dim, concat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _trade(grad, ctx.taken, ctx.given, ctx.group), None, None, None
+        return _all_to_all(grad, ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
 
 
-def _trade(tensor: Tensor, given: int, taken: int, group: ProcessGroup) -> Tensor:
-    outgoing = torch.stack(tensor.chunk(group.size(), given))
+def _all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
+    outgoing = torch.stack(tensor.chunk(group.size(), split_dim))
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group)
-    return torch.cat(incoming.unbind(0), taken)
+    return torch.cat(incoming.unbind(0), concat_dim)

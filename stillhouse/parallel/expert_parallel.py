@@ -1,4 +1,4 @@
-"""Expert parallelism, applied to a decoder from outside: whole experts on each process, by transformers' own plan.
+"""Expert parallelism, applied to a decoder from outside by transformers' own plan: each process has whole experts.
 
 A layer's experts are distributed over processes that are neighbours on the shard and tensor axes of a mesh. One
 all-to-all sends each token to the processes of its experts, and another one sends the results back. Tensor-parallel
@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh
 from stillhouse.models import Decoder
 from stillhouse.parallel.tensor_parallel import generic
 
-#: transformers' style for a module of experts that tokens are sent to
+#: transformers' name for the sharding style of a module of experts to which tokens are sent
 DISPATCHED = "ep_dispatch_experts"
 
 
@@ -26,7 +26,7 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
     if count % degree:
         raise ValueError(
             f"expert={degree} does not divide the {count} experts of model type '{config.model_type}': "
-            "expected a divisor of it"
+            f"expected a divisor of {count}"
         )
     try:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -35,8 +35,8 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
     plan = _plan(decoder)
     # parameters first: they are sharded before the modules' forwards are wrapped
     parts = [*decoder.backbone.named_parameters(), *decoder.backbone.named_modules()]
-    here = {name: plan[generic(name)] for name, _ in parts if generic(name) in plan}
-    apply_expert_parallelism(decoder.backbone, experts, tensor, here)
+    local_plan = {name: plan[generic(name)] for name, _ in parts if generic(name) in plan}
+    apply_expert_parallelism(decoder.backbone, experts, tensor, local_plan)
 
 
 def dispatched_experts(decoder: Decoder) -> list[nn.Module]:

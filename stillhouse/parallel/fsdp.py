@@ -29,27 +29,27 @@ def apply_fsdp(
 
     mesh: (shard), or (replicate, shard) to keep several replicas of the sharded model.
     reshard_after_forward: free the gathered layers and head after forward and gather them again in backward. A
-    pipeline needs False, because its schedule runs parts of backward by itself and needs the gathered weights.
+    pipeline needs False, because its schedule runs backward in parts, all of which need the gathered weights.
     gather_dtype: the dtype in which layers and an untied head are gathered, for a forward under autocast to that
     dtype; None: their own dtype. With a gather_dtype, their gradients are summed in float32, over ranks and
     micro-batches.
     offload: keep shards of weights and gradients, and thus the optimizer state, in host memory between uses. On a CPU
     nothing is moved.
     """
-    shard = partial(fully_shard, mesh=mesh, offload_policy=_home(mesh, offload))
+    shard = partial(fully_shard, mesh=mesh, offload_policy=_offload_policy(mesh, offload))
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
     for layer in decoder.layers():
         inner(layer)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
         # a tied head uses the embedding's weight, which is in the root's FSDP group
-        learns = any(parameter.requires_grad for parameter in decoder.head.parameters())
+        head_trains = any(parameter.requires_grad for parameter in decoder.head.parameters())
         # backward begins with the head: freeing a trained head after forward would only cost a second gather
-        inner(decoder.head, reshard_after_forward=reshard_after_forward and not learns)
-    # a frozen decoder is a teacher: `pair.py` uses its tied head after its forward, and reshards it then
-    stays = trains or (decoder.tied and decoder.has_head)
+        inner(decoder.head, reshard_after_forward=reshard_after_forward and not head_trains)
+    # a frozen decoder is a teacher: `pair.py` uses its tied head after its forward, and then reshards the root
+    keep_gathered = trains or (decoder.tied and decoder.has_head)
     # no gather_dtype: the gradient of an embedding row is a sum over all occurrences of its token
-    shard(decoder, reshard_after_forward=reshard_after_forward and not stays)
+    shard(decoder, reshard_after_forward=reshard_after_forward and not keep_gathered)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -84,11 +84,11 @@ def apply_fsdp_to_experts(
             shard_placement_fn=placement,
             reshard_after_forward=reshard_after_forward,
             mp_policy=_precision(gather_dtype),
-            offload_policy=_home(mesh, offload),
+            offload_policy=_offload_policy(mesh, offload),
         )
 
 
-def _home(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
+def _offload_policy(mesh: DeviceMesh, offload: bool) -> OffloadPolicy:
     # the GPU can copy pinned memory while it computes; pinned memory needs a GPU
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
 

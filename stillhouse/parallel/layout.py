@@ -17,7 +17,8 @@ class ModelSource:
     """Where a model comes from.
 
     build: returns the whole model, with weights or on the meta device; called once for each stage on this process.
-    load_weights: reads the weights of a model from the meta device, after it has been cut and distributed.
+    load_weights: reads the weights of a model that was built on the meta device, after the model has been cut into
+    stages and distributed; None if `build` returns the weights.
     teacher_is_base: for a student with an adapter: the student without the adapter is the teacher.
     """
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stillhouse.display import escaped
@@ -22,7 +22,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.models.files import require_safe_files
-from stillhouse.models.loading import parse_dtype
+from stillhouse.models.loading import auto_class, parse_dtype
 from stillhouse.parallel.stacked_experts import parts_of_stack, read_stack
 
 
@@ -47,8 +47,8 @@ def empty_decoder(
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantized: expected plain weights under a layout of several processes")
     wanted = parse_dtype(dtype)
-    with torch.device("meta"), reading(f"{folder} cannot be made as a causal language model"):
-        model = AutoModelForCausalLM.from_config(
+    with torch.device("meta"), reading(f"{folder} cannot be constructed as a causal language model"):
+        model = auto_class(config).from_config(
             config,
             dtype=config.dtype if wanted == "auto" else wanted,
             attn_implementation=attention,
@@ -88,8 +88,8 @@ def load_weights(
             continue
         if found is None:
             raise ValueError(
-                f"{folder} has no tensor '{candidates[0]}': expected the names of the model itself, so that each "
-                "process can read its own part of them"
+                f"{folder} has no tensor '{candidates[0]}': expected the tensor names of the model itself, so that "
+                "each process can read its own part of each tensor"
             )
         wanted[found] = value
     with warnings.catch_warnings(), reading(f"{folder}: its weights cannot be read"):
@@ -114,7 +114,7 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
         return [inner + name.removeprefix("backbone.")]
     own = next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
     candidates = [f"{own}.{name.removeprefix('head.linear.')}"]
-    if model.config.get_text_config().tie_word_embeddings:
+    if getattr(model.config, "tie_word_embeddings", False):  # transformers ties by this one, not by the text part's
         candidates.append(inner + decoder.embedding_name.removeprefix("backbone."))
     return candidates
 

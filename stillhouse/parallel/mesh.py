@@ -48,9 +48,9 @@ class Degrees:
 
 
 class Mesh:
-    """The processes of a run as device meshes: the first `degrees.processes` ranks of the world.
+    """The processes of a run as device meshes: the first `degrees.processes` ranks of the job.
 
-    Constructing one is a collective of the whole world, including ranks that are not in the mesh.
+    Constructing one is a collective of all ranks of the job, including ranks that are not in the mesh.
 
     weights: (pipeline, replicate, shard, tensor), the mesh of the weights.
     experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
@@ -110,6 +110,6 @@ class Mesh:
 
 
 def _group_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of the world's collectives. New groups do not inherit it (torch 2.13)."""
-    world = _get_default_group()
-    return world._get_backend(device).options._timeout
+    """Return the timeout of the default group's collectives. New groups do not inherit it (torch 2.13)."""
+    default = _get_default_group()
+    return default._get_backend(device).options._timeout

@@ -10,7 +10,7 @@ B rows, S tokens per row; D, E widths of student and teacher.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -118,9 +118,10 @@ class TeacherStudentPair(nn.Module):
         """Return the processor's result, or the hidden states on a stage without the student's head."""
         context = computation.context(micro_batch, signal) if self.student.has_head else None
         inputs = _model_inputs(micro_batch.inputs, hidden_BSD)
+        balancing: AbstractContextManager[Any] = nullcontext()
         if computation.router_aux_loss is not None:
-            inputs["balance"] = computation.router_aux_loss(micro_batch)
-        with computation.precision():
+            balancing = self.student.balancing(computation.router_aux_loss(micro_batch))
+        with computation.precision(), balancing:
             return self.student(**inputs, processor=computation.processor, context=context)
 
     def teacher_forward(self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None) -> Tensor:

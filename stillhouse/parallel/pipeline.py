@@ -34,10 +34,11 @@ from stillhouse.parallel.teacher_prefetch import Schedule1F1BWithPrefetch, Teach
 
 @dataclass(frozen=True)
 class Scheme:
-    """One of torch's schedules, and how stages are placed on ranks.
+    """One of torch's schedules, and how stages are assigned to ranks.
 
-    per_rank: the number of stages on each rank. in_v: the stages go down the ranks and back up, so that rank 0 has
-    the first and the last one. prefetch: the teacher runs in actions of its own, up to one step ahead.
+    per_rank: the number of stages on each rank. in_v: the stages are assigned to the ranks in increasing, then in
+    decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in actions of its
+    own, up to one step before the student.
     """
 
     schedule: Callable[..., Any]
@@ -126,7 +127,7 @@ class Pipeline:
         """Add the gradients of the micro-batches' losses to the parameters.
 
         Returns the processor's results on the last stage's rank, and an empty list on all others. All micro-batches
-        must have the same shape. Raises ValueError for a number of micro-batches that the schedule cannot take.
+        must have the same shape. Raises ValueError if the schedule does not support this number of micro-batches.
         """
         numbers = torch.arange(len(micro_batches))
         in_stage = _in_stage(signals)
@@ -159,21 +160,21 @@ class Pipeline:
         kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # outputs of a stage for the next one on this rank
         sends: list[tuple[Any, Tensor]] = []
         for number, stage in sorted(self.stages.items()):
-            before, behind = (self.scheme.rank_of(each, self.ranks) for each in (number - 1, number + 1))
+            source, target = (self.scheme.rank_of(each, self.ranks) for each in (number - 1, number + 1))
             for at, micro_batch in enumerate(micro_batches):
                 received: tuple[Tensor, ...] = ()
-                if number and before != self.rank:
-                    received = self._receive(micro_batch, before, with_teacher=_in_stage(signals))
+                if number and source != self.rank:
+                    received = self._receive(micro_batch, source, with_teacher=_in_stage(signals))
                 elif number:
                     received = kept.pop((number - 1, at))
                 passed = stage(*received, number=torch.tensor([at]))
                 if number + 1 == self.count:
                     continue
-                if behind == self.rank:
+                if target == self.rank:
                     kept[number, at] = passed
                 else:
-                    group = self._towards(self.rank, behind)
-                    sends += [(dist.isend(each, group=group, group_dst=behind), each) for each in passed]
+                    group = self._message_group(self.rank, target)
+                    sends += [(dist.isend(each, group=group, group_dst=target), each) for each in passed]
         for send, _ in sends:
             send.wait()
         return [results[number] for number in sorted(results)]
@@ -189,7 +190,7 @@ class Pipeline:
         if first == last:
             total = gradients[0] + gradients[1]
         else:
-            own = gradients[0].to(self.device)  # it may be in host memory
+            own = gradients[0].to(self.device)  # the gradient may be in host memory
             other = torch.empty_like(own)
             there = dist.get_global_rank(self.group, last if self.rank == first else first)
             # in one batch: if both ranks sent first, each would wait for the other (NCCL)
@@ -216,10 +217,10 @@ class Pipeline:
         hidden = self._hidden(*micro_batch.shape_BS, with_teacher=with_teacher)
         received = tuple(torch.empty_like(each, device=self.device, requires_grad=False) for each in hidden)
         for each in received:
-            dist.recv(each, group=self._towards(source, self.rank), group_src=source)
+            dist.recv(each, group=self._message_group(source, self.rank), group_src=source)
         return received
 
-    def _towards(self, source: int, target: int) -> ProcessGroup:
+    def _message_group(self, source: int, target: int) -> ProcessGroup:
         """Return the group for messages from `source` to `target`.
 
         Each direction has its own group. NCCL runs the messages of a group in the order in which each rank issues
@@ -271,13 +272,13 @@ class Pipeline:
         return self._schedule
 
     def _stage(self, number: int, hidden: tuple[Tensor, ...]) -> PipelineStage:
-        anything, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
+        number_input, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
         return PipelineStage(
             self.stages[number],
             number,
             self.count,
             self.device,
-            input_args=hidden if number else (anything,),
+            input_args=hidden if number else (number_input,),
             output_args=hidden if number + 1 < self.count else (loss.requires_grad_(),),
             group=self.group,
         )
@@ -294,7 +295,7 @@ class Pipeline:
 class _Stage(nn.Module):
     """A pair with the signature that torch's schedules call: the received hidden states and a micro-batch's number.
 
-    teacher_hidden: on the last stage, the hidden states of a teacher that runs ahead, by micro-batch.
+    teacher_hidden: on the last stage, the hidden states of a prefetched teacher, by micro-batch.
     """
 
     computation: Computation
@@ -334,7 +335,7 @@ class _Stage(nn.Module):
 def _in_stage(signals: Sequence[PairSignal]) -> bool:
     """Return whether the teacher runs in the stages: for all micro-batches of a call, or for none."""
     kinds = {isinstance(each, InStage) for each in signals}
-    assert len(kinds) == 1, "a teacher that is asked for some of the micro-batches only"
+    assert len(kinds) == 1, "a teacher in the stages for only some of the micro-batches"
     return kinds.pop()
 
 

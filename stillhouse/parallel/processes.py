@@ -14,8 +14,8 @@ from stillhouse.parallel.layout import Layout
 from stillhouse.parallel.mesh import Mesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-#: the shortest timeout of a collective: rank 0 may take hours to write a large model. Hung ranks are found by the
-#: watchdog, not by this timeout.
+#: the shortest timeout of a collective: rank 0 may take hours to write a large model. The watchdog finds hung ranks
+#: earlier.
 GROUP_SECONDS = 6 * 3600.0
 
 
@@ -45,7 +45,10 @@ def log_rank0(line: str) -> None:
 
 
 def start(device: torch.device, timeout: float) -> None:
-    """Connect to the other processes that torchrun started. timeout: seconds after which a rank counts as hung."""
+    """Connect to the other processes that torchrun started.
+
+    timeout: the number of seconds after which the watchdog regards a rank as hung.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -67,7 +67,7 @@ class Runner:
                 results = [pair(computation, *each) for each in zip(micro_batches, signals, strict=True)]
         for module in (module for pair in self.pairs.values() for module in pair.modules()):
             if isinstance(module, FSDPModule):
-                module.reshard()  # there is no backward that would do it
+                module.reshard()  # no backward follows that would reshard it
         return results
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -129,20 +129,20 @@ class Runner:
     def clip(self, limit: float) -> Tensor:
         """Scale the gradient down to a norm of at most `limit` (0: do not scale).
 
-        Returns the norm of the whole gradient before that, the same on every rank.
+        Returns the norm of the whole gradient before scaling, the same on every rank.
         """
         held = reduce_partial_grads(parameter for _, parameter in self.named_parameters())
         degrees = self.layout.degrees
-        second = self._second_of_tied()
-        counted = [parameter for parameter in held if parameter is not second]
+        head_copy = self._tied_head_copy()
+        counted = [parameter for parameter in held if parameter is not head_copy]
         group, device = (None, None) if self.mesh is None else (self.mesh.everyone, self.mesh.device)
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, group, device)
         if limit:
             scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def _second_of_tied(self) -> Tensor | None:
-        """Return the head's weight if it is a copy of the embedding on another stage; the norm counts one of them."""
+    def _tied_head_copy(self) -> Tensor | None:
+        """Return the head's weight if it copies the embedding on another stage: the norm counts only one of them."""
         last = self.layout.stages - 1
         if not self.tied or self.pipeline is None or last not in self.pairs:
             return None

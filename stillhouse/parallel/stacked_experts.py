@@ -31,7 +31,7 @@ def parts_of_stack(decoder: Decoder, name: str) -> list[str]:
 
 @torch.no_grad()
 def read_stack(value_XRC: Tensor, parts: Sequence[str], files: Mapping[str, str]) -> None:
-    """Fill this process's part of a stack of X experts, R rows and C columns each.
+    """Read this process's part of a stack of X experts, R rows and C columns each, from files into `value_XRC`.
 
     files: by tensor name, the file that holds the tensor. Raises ValueError for an expert that is in no file.
     """
@@ -41,7 +41,7 @@ def read_stack(value_XRC: Tensor, parts: Sequence[str], files: Mapping[str, str]
         offset[:] = compute_local_shape_and_global_offset(value_XRC.shape, mesh, value_XRC.placements)[1][:2]
     first, end = offset[1], offset[1] + local_XRC.shape[1]
     for number, expert_RC in enumerate(local_XRC, start=offset[0]):
-        above = 0  # rows of the previous parts
+        above = 0  # number of rows of the previous parts
         for part in parts:
             name = part.replace("*", str(number))
             if name not in files:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from stillhouse.models import Decoder
-from stillhouse.models.head import NoHead
+from stillhouse.models.loading import auto_class
 from stillhouse.parallel.loading import make_buffers
 
 #: what transformers calls the parts of a base model that can be cut
@@ -123,7 +123,7 @@ def require_cuttable(config: PreTrainedConfig) -> None:
             f"{', '.join(PARTS)}: {UNCUT}"
         )
     with torch.device("meta"):
-        decoder = Decoder(AutoModelForCausalLM.from_config(config, trust_remote_code=False), verify=False)
+        decoder = Decoder(auto_class(config).from_config(config, trust_remote_code=False), verify=False)
     if missing := [part for part in PARTS if not hasattr(decoder.backbone, part)]:
         raise ValueError(
             f"the backbone of model type '{config.model_type}' has no {', '.join(missing)} of its own: {UNCUT}"
@@ -164,9 +164,6 @@ def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, nor
             backbone.layers[number] = PassThrough()
     if not (last if norm is None else norm):
         backbone.norm = PassThrough()
-    if not last:
-        decoder.head = NoHead()
-        decoder.pretrained.set_output_embeddings(None)
     if not first:
         backbone.embed_tokens = None
-    decoder.tied = decoder.tied and first and last
+    decoder.keep_part(first=first, last=last)

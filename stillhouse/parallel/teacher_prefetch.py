@@ -1,4 +1,4 @@
-"""A pipeline whose teacher runs up to one step ahead of its student, in the bubbles (see `bubble_schedule.py`).
+"""A pipeline whose teacher runs up to one step before its student, in the bubbles (see `bubble_schedule.py`).
 
 The student follows torch's 1F1B and uses the messages of torch's PipelineStage. The teacher's hidden states are sent
 in separate messages. The last stage keeps them until the student's forward of the same micro-batch.
@@ -74,7 +74,7 @@ class _TeacherStep:
     """The teacher's progress on a step's micro-batches.
 
     done: for each rank, how many of the micro-batches its stage has run before the step begins.
-    received: hidden states that the previous stage has sent and this one has not used yet, by micro-batch.
+    received: hidden states that the previous stage has sent and this stage has not used yet, by micro-batch.
     hidden: on the last stage, the teacher's hidden states after its last norm, by micro-batch.
     """
 
@@ -148,8 +148,8 @@ class TeacherPrefetch:
         self.sends.add([(dist.isend(hidden_BSE, group=self.group, group_dst=self.rank + 1), hidden_BSE)])
 
     def end(self) -> None:
-        """Receive the hidden states that the previous stage has sent and this one has not used, so that no message
-        stays under way.
+        """Receive the hidden states that the previous stage has sent and this stage has not used yet, so that no
+        message is under way at the end of the step.
         """
         if self.rank:
             done = self.next.done
@@ -159,8 +159,8 @@ class TeacherPrefetch:
 
     def _take_announced(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Drop the announcements up to these micro-batches; return the next ones, or () if none are announced."""
-        places = [place for place, each in enumerate(self.announced) if each is micro_batches]
-        self.announced = self.announced[places[-1] + 1 :] if places else []
+        found = [number for number, each in enumerate(self.announced) if each is micro_batches]
+        self.announced = self.announced[found[-1] + 1 :] if found else []
         return self.announced[0] if self.announced else ()
 
     def forget(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -171,7 +171,7 @@ class TeacherPrefetch:
         return _TeacherStep(micro_batches, (0,) * self.ranks)
 
     def _all_done(self, micro_batches: Sequence[MicroBatch]) -> _TeacherStep:
-        """No teacher needed: mark all micro-batches as done."""
+        """No teacher is needed: mark all micro-batches as done."""
         return _TeacherStep(micro_batches, (len(micro_batches),) * self.ranks)
 
     def _receive(self, micro_batch: MicroBatch) -> Tensor:

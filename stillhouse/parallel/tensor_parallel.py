@@ -134,15 +134,11 @@ def _cut_vocabulary(decoder: Decoder, mesh: DeviceMesh) -> None:
     if not isinstance(head, Head):
         return
     linear = head.linear
-    if embedding is not None and decoder.tied:
-        linear.weight = embedding.weight
-    else:
-        linear.weight = _by_rows(linear.weight, mesh)
-    if linear.bias is not None:
-        linear.bias = _by_rows(linear.bias, mesh)
-    (rows, _), (start, _) = compute_local_shape_and_global_offset(linear.weight.shape, mesh, [Shard(0)])
-    start = start if rows else len(linear.weight)
-    head.shard = VocabShard(start, start + rows, mesh.get_group())
+    weight_VD = embedding.weight if decoder.tied else _by_rows(linear.weight, mesh)
+    bias = None if linear.bias is None else _by_rows(linear.bias, mesh)
+    (rows, _), (start, _) = compute_local_shape_and_global_offset(weight_VD.shape, mesh, [Shard(0)])
+    start = start if rows else len(weight_VD)
+    head.shard_vocabulary(weight_VD, bias, VocabShard(start, start + rows, mesh.get_group()))
 
 
 def _by_rows(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:

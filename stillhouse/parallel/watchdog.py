@@ -2,11 +2,11 @@
 
 A collective waits for all of its ranks. If one rank hangs (a stopped process, a dead machine, a file system that does
 not answer), all others wait without any message. So each rank runs two threads beside its main thread. The first
-thread publishes in the job's store, several times within `seconds`, that the rank is alive and in which phase of the
-run its main thread is. It also reads these entries of all other ranks. The second thread checks what the first one
-has read, and ends the process if
+thread publishes heartbeats in the job's store, several within `seconds`; a heartbeat contains the phase of the run in
+which the rank's main thread is. The first thread also reads the heartbeats of all other ranks. The second thread
+checks what the first one has read, and ends the process if
 
-  - a rank has given no sign of life for `seconds`, or the store has not answered for `seconds`;
+  - a rank has sent no heartbeat for `seconds`, or the store has not answered for `seconds`;
   - the process's own main thread makes no progress for `seconds` in a timed phase (`enter`, `progress`).
 
 The second thread never accesses the store, because the hung rank may be the one that serves it. All ranks go through
@@ -25,7 +25,7 @@ from torch.distributed import Store
 
 from stillhouse.ending import end_process, error_line
 
-#: the number of signs of life that a rank gives within `seconds`, and the longest interval between two of them
+#: the number of heartbeats of a rank within `seconds`, and the longest interval between two of them
 BEATS, MOST_SECONDS_BETWEEN = 10, 15.0
 #: how long the other ranks wait before they print the error that the first rank prints at once
 SECONDS_FOR_FIRST = 10.0
@@ -40,7 +40,7 @@ def start(store: Store, rank: int, ranks: int, seconds: float) -> None:
     stop()
     own_connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it (2.13)
     _watchdog = Watchdog(own_connection, rank, ranks, seconds)
-    atexit.register(stop)  # a thread that is inside the store while the interpreter ends would crash it
+    atexit.register(stop)  # a thread that uses the store while the interpreter ends would crash the process
 
 
 def stop() -> None:
@@ -71,9 +71,9 @@ def progress() -> None:
 class Peer:
     """What this process knows about a rank.
 
-    since: the time of the rank's last sign of life, or in the process's own entry the time of its last progress; by
-    this process's clock. number: the phases that the rank has entered so far. begun: the micro-batches that it has
-    begun in the present phase.
+    since: the time of the rank's last heartbeat, or in the process's own entry the time of its last progress; by this
+    process's clock. beat: the number of the last heartbeat. number: how many phases the rank has entered so far.
+    begun: how many micro-batches it has begun in the present phase.
     """
 
     since: float
@@ -86,7 +86,10 @@ class Peer:
 
 
 class Watchdog:
-    """store: a separate connection, because the main thread blocks its own one while it waits for an answer."""
+    """The two threads that watch a job.
+
+    store: a separate connection, because the main thread blocks its own connection while it waits for an answer.
+    """
 
     def __init__(self, store: Store, rank: int, ranks: int, seconds: float):
         self.store, self.rank, self.ranks, self.seconds = store, rank, ranks, seconds
@@ -110,7 +113,7 @@ class Watchdog:
         self.own = Peer(time.monotonic(), number=number, phase=phase, process=process, timed=timed)
 
     def _exchange(self) -> None:
-        """Publish and read signs of life until `stop`, or until the store is lost, which `_watch` detects."""
+        """Publish and read heartbeats until `stop`, or until the store is lost, which `_watch` detects."""
         beat, present = 0, set[int]()
         while True:
             own = self.own
@@ -134,14 +137,15 @@ class Watchdog:
         before = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
-            if now - before > 3 * self._interval:  # this process itself was stopped: all its times are too old
-                self._begin_anew(now)
+            # this process itself was stopped, so all times that it has recorded are too old
+            if now - before > 3 * self._interval:
+                self._reset_times(now)
             before = now
             fault = self._fault(now)
             if fault is not None and not self._stopped.is_set():
                 self._end(*fault)
 
-    def _begin_anew(self, now: float) -> None:
+    def _reset_times(self, now: float) -> None:
         self._store_answered = self.own.since = now
         for peer in self._peers.values():
             peer.since = now
@@ -154,7 +158,7 @@ class Watchdog:
         if silent:
             return " and ".join(self._silence(rank) for rank in silent), set(silent)
         own = self.own
-        # a longer limit than for signs of life, so that a stopped process is reported as silent
+        # a longer limit than for heartbeats, so that a stopped process is reported as silent
         if not own.timed or now - own.since <= self.seconds + 3 * self._interval:
             return None
         behind = [rank for rank, peer in self._peers.items() if peer.number < own.number]
@@ -164,7 +168,7 @@ class Watchdog:
         begun = {self.rank: own.begun} | {rank: peer.begun for rank, peer in self._peers.items()}
         fewest = [str(rank) for rank, count in sorted(begun.items()) if count == min(begun.values())]
         where = "" if len(fewest) == self.ranks else f"; rank {', '.join(fewest)} has begun the fewest micro-batches"
-        message = f"{own.phase} has made no progress for {self._limit}, though all ranks give signs of life"
+        message = f"{own.phase} has made no progress for {self._limit}, although all ranks send heartbeats"
         return message + where, set()
 
     def _end(self, message: str, silent: set[int]) -> None:
@@ -175,14 +179,12 @@ class Watchdog:
         """
         if self.rank != min(rank for rank in range(self.ranks) if rank not in silent):
             self._stopped.wait(SECONDS_FOR_FIRST)
-        end_process(FAILED, error_line(f"{message}; a run goes on from its last checkpoint"))
+        end_process(FAILED, error_line(f"{message}; a run continues from its last checkpoint"))
 
     def _silence(self, rank: int) -> str:
         if not self._peers[rank].process:
             return f"rank {rank} has not joined the others within {self._limit}"
-        return (
-            f"{self._name(rank)} has given no sign of life for {self._limit}, last seen at {self._peers[rank].phase}"
-        )
+        return f"{self._name(rank)} has sent no heartbeat for {self._limit}, last seen at {self._peers[rank].phase}"
 
     @property
     def _limit(self) -> str:
@@ -193,7 +195,7 @@ class Watchdog:
 
 
 def _key(rank: int) -> str:
-    return f"sign of life of rank {rank}"
+    return f"heartbeat of rank {rank}"
 
 
 def _no_store(limit: str) -> tuple[str, set[int]]:

@@ -48,11 +48,13 @@ def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> Path:
         compare: folders of other runs, drawn into the same charts under their folders' names; at most 7.
 
     Raises:
-        ValueError: a folder holds no run, a file in one is malformed, or the runs are too many or given twice.
+        ValueError: a folder contains no run, a file is malformed, there are too many runs, or a run is given twice.
     """
     paths = [Path(run_dir), *map(Path, compare)]
     if len(paths) > COLOURS:
-        raise ValueError(f"got {len(compare)} runs to compare; at most {COLOURS - 1} can be told apart in one chart")
+        raise ValueError(
+            f"got {len(compare)} runs to compare; at most {COLOURS - 1} can be distinguished in one chart"
+        )
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}")
     page = render([read_run(path) for path in paths])
@@ -64,7 +66,7 @@ def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> Path:
         os.replace(partial, target)
     except OSError as error:
         raise ValueError(
-            f"{target} cannot be written: {error.strerror}; the run itself is not touched, and `stillhouse report "
+            f"{target} cannot be written: {error.strerror}; the run itself is not changed, and `stillhouse report "
             f"{paths[0]}` writes the page again"
         ) from error
     return target

@@ -1,7 +1,8 @@
 """Reads a run folder: metrics.jsonl, config.yaml, environment.json, data.json and tokens.json as typed values.
 
 A killed run may lack any file except metrics.jsonl, and the last line of metrics.jsonl may be incomplete. `Run.notes`
-lists what is missing, and the page shows it. Other malformed content is an error that names the file and the place.
+lists what is missing, and the page shows it. Other malformed content is an error that names the file and
+the place in the file.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from stillhouse.libraries import reading
 OPTIONAL_FILES = {
     "config.yaml": "the run's configuration and its models' names",
     "environment.json": "versions, machine and date",
-    "data.json": "what was read, cut and skipped",
+    "data.json": "how many documents were read, cut and skipped",
     "tokens.json": "the held-out text, which the last evaluation writes",
 }
 
@@ -110,7 +111,7 @@ def read_metrics(path: Path) -> tuple[list[Line], list[str]]:
     Only a last line without a newline may be unreadable; it is left out, since a killed run can end in such a line.
     """
     if not path.is_file():
-        raise ValueError(f"{path.parent} holds no run: it has no metrics.jsonl. Give the `out` folder of a run.")
+        raise ValueError(f"{path.parent} contains no run: it has no metrics.jsonl. Give the `out` folder of a run.")
     *complete, rest = path.read_bytes().split(b"\n")
     lines = [_parse_line(raw, f"{path}:{number}") for number, raw in enumerate(complete, start=1)]
     notes = []
@@ -118,27 +119,29 @@ def read_metrics(path: Path) -> tuple[list[Line], list[str]]:
         try:
             lines.append(_parse_line(rest, f"{path}:{len(complete) + 1}"))
         except ValueError:
-            notes.append(f"The last line of {path.name} is incomplete and left out: the run was stopped writing it.")
+            notes.append(
+                f"The last line of {path.name} is incomplete and left out: the run was stopped while it wrote it."
+            )
     if not lines:
         notes.append(f"{path.name} has no line yet, so there is no curve.")
     for number, (before, line) in enumerate(itertools.pairwise(lines), start=2):
         if line.step < before.step:
             raise ValueError(
                 f"{path}:{number}: step {line.step} follows step {before.step}; steps must not decrease. "
-                "Two runs have written to this folder: cut the file or run again into a new one."
+                "Two runs have written to this folder: remove the lines of one run, or run again with a new folder."
             )
     return lines, notes
 
 
-def _parse_line(raw: bytes, place: str) -> Line:
-    with reading(f"{place}: not a JSON object"):
+def _parse_line(raw: bytes, where: str) -> Line:
+    with reading(f"{where}: not a JSON object"):
         line = json.loads(raw)
     if not isinstance(line, dict) or not _is_number(line.get("step")) or not math.isfinite(line["step"]):
         shown = escaped(raw[:80].decode(errors="replace"))
-        raise ValueError(f'{place}: expected an object with a number "step", got {shown}')
+        raise ValueError(f'{where}: expected an object with a number "step", got {shown}')
     for key, value in line.items():
         if value is not None and not _is_number(value):
-            raise ValueError(f"{place}: {escaped(key)[:80]} is {reprlib.repr(value)}; expected a number or null")
+            raise ValueError(f"{where}: {escaped(key)[:80]} is {reprlib.repr(value)}; expected a number or null")
     step = line.pop("step")
     return Line(
         step, {key: value if value is not None and math.isfinite(value) else None for key, value in line.items()}

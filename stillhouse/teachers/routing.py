@@ -61,35 +61,38 @@ class Transfer:
 def shapes_of(
     whole_BS: Sequence[tuple[int, int]], teacher: Mesh, student: Mesh, *, uniform_shapes: bool
 ) -> list[MicroBatchShape]:
-    """Return the shapes of a step's micro-batches in both layouts. Filler micro-batches, which the student's layout
-    adds, have 0 rows: the teacher sends nothing for them.
+    """Return the shapes of a step's micro-batches in both layouts.
+
+    The student's layout may add repeated micro-batches without targets. Their shapes have 0 rows, because the teacher
+    sends nothing for them.
     """
-    theirs = padded_shapes(whole_BS, teacher.degrees)
-    ours = padded_shapes(whole_BS, student.degrees, uniform_shapes=uniform_shapes)
-    shapes = [MicroBatchShape(*each, theirs[number], ours[number]) for number, each in enumerate(whole_BS)]
-    return shapes + [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in ours[len(whole_BS) :]]
+    teacher_shapes = padded_shapes(whole_BS, teacher.degrees)
+    student_shapes = padded_shapes(whole_BS, student.degrees, uniform_shapes=uniform_shapes)
+    given = zip(whole_BS, teacher_shapes, student_shapes, strict=False)
+    shapes = [MicroBatchShape(*whole, teacher_BS, student_BS) for whole, teacher_BS, student_BS in given]
+    return shapes + [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in student_shapes[len(whole_BS) :]]
 
 
 def route(shapes: Sequence[MicroBatchShape], teacher: LastStage, student: LastStage) -> Iterator[Transfer]:
     """Yield all transfers of a step, in the same order on every process.
 
     Each process of the student's last stage receives each of its columns once, without the padding. The teacher's
-    ranks on one tensor axis have the same columns, so they take turns as the source.
+    ranks on one tensor axis have the same columns, so each of them sends to some of the student's tensor ranks.
     """
     for number, shape in enumerate(shapes):
         if not shape.rows:
             continue
         teacher_columns = shape.teacher_BS[1] // teacher.context
         student_columns = shape.student_BS[1] // student.context
-        for theirs in range(teacher.context):
-            for ours in range(student.context):
-                start = max(theirs * teacher_columns, ours * student_columns)
-                stop = min((theirs + 1) * teacher_columns, (ours + 1) * student_columns, shape.tokens)
+        for teacher_rank in range(teacher.context):
+            for student_rank in range(student.context):
+                start = max(teacher_rank * teacher_columns, student_rank * student_columns)
+                stop = min((teacher_rank + 1) * teacher_columns, (student_rank + 1) * student_columns, shape.tokens)
                 if start >= stop:
                     continue
                 for tensor in range(student.tensor):
-                    source = teacher.ranks_DCT[number % teacher.data, theirs, tensor % teacher.tensor]
-                    target = student.ranks_DCT[number % student.data, ours, tensor]
+                    source = teacher.ranks_DCT[number % teacher.data, teacher_rank, tensor % teacher.tensor]
+                    target = student.ranks_DCT[number % student.data, student_rank, tensor]
                     yield Transfer(number, int(source), int(target), start, stop)
 
 

@@ -80,7 +80,7 @@ class SeparateTeacher:
     def _exchange(
         self, sent: dict[int, Tensor], received: dict[int, Tensor], shapes: Sequence[MicroBatchShape]
     ) -> None:
-        """Send this process's hidden states, and fill `received` with what the other processes send."""
+        """Send this process's hidden states, and receive those of the other processes into `received`."""
         rank, everyone = dist.get_rank(), self._mesh.everyone
         operations: list[dist.P2POp] = []
         arriving: list[tuple[Tensor, Tensor]] = []
@@ -88,18 +88,18 @@ class SeparateTeacher:
             shape = shapes[each.micro_batch]
             if rank == each.source:
                 first = columns(shape.teacher_BS, self._mesh).start
-                piece = (
+                sent_BSE = (
                     sent[each.micro_batch][: shape.rows, each.start - first : each.stop - first]
                     .to(self._dtype)
                     .contiguous()
                 )
                 if each.target != rank:
-                    operations.append(dist.P2POp(dist.isend, piece, each.target, everyone))
+                    operations.append(dist.P2POp(dist.isend, sent_BSE, each.target, everyone))
             if rank == each.target:
                 first = columns(shape.student_BS, self._student_mesh).start
                 part = received[each.micro_batch][: shape.rows, each.start - first : each.stop - first]
                 if each.source == rank:
-                    part.copy_(piece)
+                    part.copy_(sent_BSE)
                 else:
                     arriving.append((part, torch.empty(part.shape, dtype=self._dtype, device=self._mesh.device)))
                     operations.append(dist.P2POp(dist.irecv, arriving[-1][1], each.source, everyone))

@@ -1,8 +1,8 @@
 """Checks before the first step that all ranks do the same run in the same folder.
 
-If one rank had another learning rate, seed, teacher or data, nothing would fail: the ranks would train a mixture of
-both. If the folder were a local disk on each machine, nothing would fail either, but each checkpoint would lack
-the shards of the other machines.
+If one rank had another learning rate, seed, teacher or data, no operation would fail, but the ranks would train a
+mixture of two runs. If the folder were a local disk on each machine, no operation would fail either, but each
+checkpoint would lack the shards of the other machines.
 """
 
 import platform
@@ -30,7 +30,7 @@ _SECONDS_TO_SEE = 30.0
 def from_all_ranks(value: Any, device: torch.device) -> list[Any]:
     """Gather the value of every rank of the job, in the order of ranks. It can be anything that JSON can represent.
 
-    Unlike `everywhere`, it needs no mesh.
+    Unlike `gather_from_ranks`, it needs no mesh.
     """
     return gathered(value, dist.group.WORLD if dist.is_initialized() else None, device)
 
@@ -38,7 +38,7 @@ def from_all_ranks(value: Any, device: torch.device) -> list[Any]:
 def require_same_configuration(config: RunConfig, device: torch.device) -> list[str]:
     """Raise ConfigError on all ranks, naming the first key that differs, if their configurations are not the same.
 
-    Returns a warning for each rank and library whose version is not the one of rank 0.
+    Returns a warning for each rank and library if the rank does not have rank 0's version of the library.
     """
     values = dotted_values(config)
     values.pop("device")  # each rank may name its own GPU
@@ -57,7 +57,7 @@ def require_same_configuration(config: RunConfig, device: torch.device) -> list[
     }
     first, *others = from_all_ranks(versions, device)
     return [
-        f"rank {rank} runs {name} {each[name]} and rank 0 {first[name]}: their numbers may differ"
+        f"rank {rank} runs {name} {each[name]} and rank 0 runs {name} {first[name]}: their results may differ"
         for rank, each in enumerate(others, start=1)
         for name in versions
         if each[name] != first[name]
@@ -69,7 +69,7 @@ def require_same_sources(hashes: Mapping[str, str], device: torch.device) -> Non
     if different := _difference(hashes, device):
         name, rank, first, other = different
         raise ValueError(
-            f"{name}: rank {rank} reads something else than rank 0 under the same name (hash {other[:12]} and "
+            f"{name}: rank {rank} and rank 0 read different files under the same name (hashes {other[:12]} and "
             f"{first[:12]}): every machine needs the same files"
         )
 
@@ -100,15 +100,15 @@ def require_shared_folder(folder: Path, device: torch.device) -> None:
         return
     if created and not any(folder.iterdir()):
         folder.rmdir()
-    blind, missing = next((blind, each[0]) for blind, each in enumerate(findings) if each)
+    viewer, missing = next((viewer, each[0]) for viewer, each in enumerate(findings) if each)
     raise ValueError(
-        f"out: {folder} is not one folder for all ranks: rank {blind} on {hosts[blind]} does not see what rank "
+        f"out: {folder} is not one folder for all ranks: rank {viewer} on {hosts[viewer]} does not see what rank "
         f"{missing} on {hosts[missing]} wrote into it; expected a folder on a file system that all machines share"
     )
 
 
 def _difference(values: Mapping[str, Any], device: torch.device) -> tuple[str, int, Any, Any] | None:
-    """The first key whose value differs between ranks, a rank where it differs, rank 0's value and that rank's."""
+    """The first key whose value differs between ranks, a rank where it differs, rank 0's value, that rank's value."""
     ranks = from_all_ranks(dict(values), device)
     for key in ranks[0] | values:
         for rank, each in enumerate(ranks):

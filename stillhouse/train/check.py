@@ -31,13 +31,13 @@ _SAMPLE = 600
 
 
 def check(config: RunConfig) -> None:
-    """Print the findings. Raises the errors that the run itself would raise; one about its folder comes last."""
+    """Print the findings. Raises the errors that the run itself would raise; an error about its folder comes last."""
     session = prepare(config, announce=is_first())
     occupied: ValueError | None = None
     try:
         state = _state(session)
     except ValueError as error:
-        state, occupied = "not free, see below", error
+        state, occupied = "cannot be used, see the error below", error
     for line in _lines(session, state):
         if is_first():
             print(line, flush=True)
@@ -52,13 +52,13 @@ def _state(session: Session) -> str:
     if newest is not None and folder.owns(newest):
         require_unchanged_sources(newest, read_state(newest).progress, session)
     if folder.complete:
-        return "holds this run, complete"
+        return "contains this run, which is complete"
     return f"resumes from {newest.name}" if newest else "a new run"
 
 
 def _lines(session: Session, state: str) -> Iterator[str]:
     """The printed lines. state: a description of the run folder."""
-    config, plan = session.config, session.plan
+    config, step_schedule = session.config, session.step_schedule
     yield _row("student", _model_line(session.student))
     if session.teacher is not None:
         yield _row("teacher", _model_line(session.teacher))
@@ -70,15 +70,15 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     for which, report in data_reports(session).items():
         yield _row(f"data {which}", report.summary())
     if session.evaluation is None:
-        yield _row("data eval", "none held out: no held-out figures")
+        yield _row("data eval", "no data is held out, so there will be no held-out metrics")
     yield _row("packing", f"{len(session.train):,} sequences, {session.train.fill:.0%} full")
     yield _row(
         "steps",
-        f"{plan.steps:,} of {plan.sequences_per_step} sequences (at most {config.data.max_tokens:,} tokens each), "
-        f"{plan.rows_per_micro_batch} to a micro-batch",
+        f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences "
+        f"(at most {config.data.max_tokens:,} tokens each), {step_schedule.rows_per_micro_batch} per micro-batch",
     )
     yield _row("run folder", f"{config.out}: {state}")
-    yield _row("sample", f"{session.train.documents.sources[0]}, what is to be predicted in ⟦ ⟧:")
+    yield _row("sample", f"{session.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
     yield _sample(session, session.train.documents)
     yield from _step_lines(session)
 
@@ -96,21 +96,21 @@ def _model_line(decoder: Decoder) -> str:
 def _sample(session: Session, documents: Documents) -> str:
     """The beginning of the first document as the student sees it, with the targets in brackets."""
     ids, targets = documents.tokens(0), documents.targets(0)
-    text, inside = "", False
+    text, is_target = "", False
     for start, stop in _runs(targets.tolist()):
-        inside = bool(targets[start])
+        is_target = bool(targets[start])
         piece = session.tokenizer.decode(ids[start:stop].tolist())
-        text += f"⟦{piece}⟧" if inside else piece
+        text += f"⟦{piece}⟧" if is_target else piece
     return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
 
 
 def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """(start, stop) of each stretch of equal values."""
     start = 0
-    for place in range(1, len(values) + 1):
-        if place == len(values) or values[place] != values[start]:
-            yield start, place
-            start = place
+    for position in range(1, len(values) + 1):
+        if position == len(values) or values[position] != values[start]:
+            yield start, position
+            start = position
 
 
 def _step_lines(session: Session) -> Iterator[str]:
@@ -119,14 +119,14 @@ def _step_lines(session: Session) -> Iterator[str]:
     parameters = [each for each in session.student.parameters() if each.requires_grad]
     with PeakMemory(session.device) as memory:
         started = time.monotonic()
-        micro_batches = session.shard(session.plan.micro_batches(session.train, 0))
-        made = _forward_backward(session, engine, micro_batches)
+        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        output = _forward_backward(session, engine, micro_batches)
         norm = float(session.runner.clip(0.0))
         seconds = time.monotonic() - started
-    stop_unless_finite(session, 1, micro_batches, made, norm)
+    stop_unless_finite(session, 1, micro_batches, output, norm)
     optimizer_bytes = 2 * sum(local(each).numel() * each.element_size() for each in parameters)
     tokens = sum(each.input_ids_BS.numel() for each in micro_batches)
-    loss = made.sums["loss"]
+    loss = output.sums["loss"]
     yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     for name, spec in _single_terms(session.spec):
@@ -156,7 +156,7 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
 
 
 class PeakMemory:
-    """Measures the peak memory within a `with` block: of the GPU, or else, on Linux, of the process."""
+    """Measures the peak memory within a `with` block: of the GPU; without a GPU, of the process (on Linux)."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -182,7 +182,7 @@ class PeakMemory:
         if self.peak_bytes is None:
             return "not measured on this system"
         added = self.peak_bytes - self.before_bytes
-        return f"{self.peak_bytes / 2**30:.2f} GiB, {added / 2**30:.2f} GiB of it by this step"
+        return f"{self.peak_bytes / 2**30:.2f} GiB, of which this step added {added / 2**30:.2f} GiB"
 
 
 def _status_bytes(key: str) -> int:

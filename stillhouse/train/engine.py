@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import OutputProcessor, RouterAuxLoss, evaluating
-from stillhouse.models.processors import DistillTargets, distillation
+from stillhouse.models.processors import distillation
+from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, Signal
 from stillhouse.objective.divergence import forward_kl
 from stillhouse.objective.keys import CHUNK_TOKENS

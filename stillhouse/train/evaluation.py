@@ -1,4 +1,4 @@
-"""Held-out figures per target token: cross-entropy, forward KL over the full vocabulary, agreement, entropies."""
+"""Held-out metrics per target token: cross-entropy, forward KL over the full vocabulary, agreement, entropies."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,8 +21,8 @@ KEYS = {
 def evaluate(session: Session) -> dict[str, float]:
     """Means over all target tokens of the held-out documents, always at temperature 1.
 
-    They do not depend on the run's own objective. Metrics that need the teacher are absent without one. Empty without
-    held-out data.
+    They do not depend on the run's own objective. Without a teacher, the metrics that need one are absent. Without
+    held-out data, the result is empty.
     """
     if session.evaluation is None:
         return {}
@@ -33,7 +33,7 @@ def evaluate(session: Session) -> dict[str, float]:
 
 
 def _parts(session: Session) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:
-    """The held-out micro-batches with their signals, in parts of one micro-batch for each data rank and stage."""
+    """The held-out micro-batches with their signals. A part has one micro-batch for each data rank and stage."""
     sequences = session.evaluation
     assert sequences is not None
     mesh, stages = session.runner.mesh, session.runner.layout.stages

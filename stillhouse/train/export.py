@@ -15,14 +15,13 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from stillhouse.config import StudentConfig
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
-from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.loading import auto_class, load_causal_lm
 from stillhouse.parallel import Runner
 from stillhouse.parallel.loading import checkpoint_names
 from stillhouse.train.integrity import stored_tensors
@@ -61,7 +60,7 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
     dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
     with torch.device("meta"):
         whole = Decoder(
-            AutoModelForCausalLM.from_config(part.config, dtype=dtype, trust_remote_code=False), verify=False
+            auto_class(part.config).from_config(part.config, dtype=dtype, trust_remote_code=False), verify=False
         )
     model = whole.pretrained
     model.generation_config = part.pretrained.generation_config

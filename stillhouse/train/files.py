@@ -74,7 +74,7 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """If writing fails in the block, raise ValueError with the path and, if the disk is full, its free space.
+    """If writing fails in the block, raise ValueError with the path and, if the disk is full, the disk's free space.
 
     needed_bytes: how much is about to be written, if known. Each library that writes tensors reports a full disk in
     its own way; DCP's exception is not even an `Exception`.
@@ -92,13 +92,16 @@ def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Itera
 
 def require_space(path: Path, needed_bytes: int, mesh: Mesh | None) -> None:
     """Raise ValueError on all ranks if the disk of `path` has less than `needed_bytes` free. Writes nothing."""
-    free = everywhere(_free_bytes(path) if is_first() else 0, mesh)[0]
+    free = gather_from_ranks(_free_bytes(path) if is_first() else 0, mesh)[0]
     if free < needed_bytes:
         raise ValueError(_no_space(path, needed_bytes, free))
 
 
-def everywhere(value: Any, mesh: Mesh | None) -> list[Any]:
-    """Gather the value of every rank, in the order of ranks. It can be anything that JSON can represent."""
+def gather_from_ranks(value: Any, mesh: Mesh | None) -> list[Any]:
+    """Gather the value of every rank of a mesh, in the order of ranks; of this process alone if the mesh is None.
+
+    The value can be anything that JSON can represent.
+    """
     return [value] if mesh is None else gathered(value, mesh.everyone, mesh.device)
 
 
@@ -129,8 +132,8 @@ def _explained(path: Path, error: Exception, needed_bytes: int | None) -> Except
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error):
         return ValueError(_no_space(path, needed_bytes, _free_bytes(path)))
-    elsewhere = isinstance(error, OSError) and error.filename and path.parent not in Path(error.filename).parents
-    if number is not None and not elsewhere:
+    other_path = isinstance(error, OSError) and error.filename and path.parent not in Path(error.filename).parents
+    if number is not None and not other_path:
         return ValueError(f"{path} cannot be written: {os.strerror(number)}; {_AFTERWARDS}")
     return error
 
@@ -140,7 +143,7 @@ def _no_space(path: Path, needed_bytes: int | None, free_bytes: int) -> str:
     return f"{path} cannot be written: {free_bytes:,} bytes are free on its disk{needed}; {_AFTERWARDS}"
 
 
-_AFTERWARDS = "what was complete before is intact, and the same command goes on from there once this is put right"
+_AFTERWARDS = "all complete files are intact, and the same command continues from them when the problem is solved"
 
 
 def _free_bytes(path: Path) -> int:

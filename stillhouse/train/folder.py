@@ -1,4 +1,4 @@
-"""The run folder: which process may write to it, and which files every run leaves in it.
+"""The run folder: which process may write to it, and which files every run writes into it.
 
 config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  hashes.json  model/  report.html
 """
@@ -86,7 +86,7 @@ def folder_lock(folder: RunFolder) -> Iterator[None]:
             lock = FileLock(folder.path / LOCK).acquire(timeout=0)
         except Timeout as error:
             raise ValueError(
-                f"out: another process is writing to {folder.path}; wait for it, or choose another"
+                f"out: another process is writing to {folder.path}; wait until it ends, or choose another folder"
             ) from error
     with lock:
         yield
@@ -108,14 +108,14 @@ def require_intact_model(folder: RunFolder) -> str:
     wrong = [name for name, each in found.items() if each != expected[name]]
     if wrong:
         raise ValueError(
-            f"{folder.model} is damaged: not what was written: {', '.join(wrong[:5])}; remove that folder, and the "
-            "same command writes the model again, as long as the last checkpoint is there"
+            f"{folder.model} is damaged: these files are not what was written: {', '.join(wrong[:5])}; remove "
+            "that folder, and the same command writes the model again if the last checkpoint still exists"
         )
     return f"{len(found)} files"
 
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
-    """What a run's results and speed depend on besides its configuration."""
+    """Everything that a run's results and speed depend on besides its configuration."""
     return {
         "objective": objective,
         "stillhouse": stillhouse.__version__,

@@ -1,4 +1,4 @@
-"""Two configurations are of the same run if all values that affect the weights, beyond rounding, are equal."""
+"""Two configurations are of the same run if all values that change the weights, except by rounding, are equal."""
 
 import hashlib
 import json

@@ -39,8 +39,8 @@ def load_run_data(config: RunConfig) -> RunData:
         warnings = warnings + documents.report.warnings
     if held_out is not None and (shared := held_out.overlap(train)):
         warnings.append(
-            f"{shared:,} of the {len(held_out):,} held-out documents are trained on too: "
-            "held-out figures will look better than they are"
+            f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
+            "held-out metrics will look better than they are"
         )
     max_tokens, seed = config.data.max_tokens, config.seed
     return RunData(
@@ -66,7 +66,7 @@ def load_tokenizers(config: RunConfig) -> tuple[PreTrainedTokenizerBase, list[st
 def load_data(
     data: DataConfig, objective: ObjectiveConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Documents, Documents | None]:
-    """The training documents and the held-out documents, or None for the latter if there are none."""
+    """The training documents and the held-out documents (None if the configuration asks for none)."""
 
     def load(source: str) -> Documents:
         return load_documents(

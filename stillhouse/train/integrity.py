@@ -1,4 +1,4 @@
-"""Verifies that a checkpoint is what was written: every file by its hash, every tensor by its chunks.
+"""Verifies that a checkpoint is as it was written: every file by its hash, every tensor by its chunks.
 
 Without this, a lost or stale file of one rank would leave that rank's shards of all matrices at their initial values.
 """
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from stillhouse.parallel import Mesh, local_processes, local_rank
-from stillhouse.train.files import everywhere, file_names, hashes, share
+from stillhouse.train.files import file_names, gather_from_ranks, hashes, share
 from stillhouse.train.progress import STATE, DamagedCheckpointError, State, read_state
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
@@ -41,15 +41,15 @@ def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole
 
     Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files, which may be intact.
     """
-    state = _together(lambda: read_state(path), mesh)
-    if len(set(everywhere(json.dumps(asdict(state), sort_keys=True), mesh))) > 1:
-        raise DamagedCheckpointError(f"{path} is not the same for all ranks: each of them reads another {STATE}")
-    _together(lambda: _require_files(path, state, mesh, shared, "" if whole else f"{RESUME}/"), mesh)
-    _together(lambda: require_covered(path, stored_tensors(path / RESUME)), mesh)
+    state = _on_all_ranks(lambda: read_state(path), mesh)
+    if len(set(gather_from_ranks(json.dumps(asdict(state), sort_keys=True), mesh))) > 1:
+        raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
+    _on_all_ranks(lambda: _require_files(path, state, mesh, shared, "" if whole else f"{RESUME}/"), mesh)
+    _on_all_ranks(lambda: require_covered(path, stored_tensors(path / RESUME)), mesh)
     return IntactCheckpoint(path, state)
 
 
-def _together(read: Callable[[], Found], mesh: Mesh | None) -> Found:
+def _on_all_ranks(read: Callable[[], Found], mesh: Mesh | None) -> Found:
     """Call `read` on all ranks; returns its result on this rank. If it raises on one rank, all ranks raise its error.
 
     Raises DamagedCheckpointError for damage, ValueError if a rank cannot read the files, which may be intact.
@@ -61,7 +61,7 @@ def _together(read: Callable[[], Found], mesh: Mesh | None) -> Found:
         damage = str(error)
     except OSError as error:
         unreadable = f"a checkpoint cannot be read: {error}"
-    findings = everywhere([damage, unreadable], mesh)
+    findings = gather_from_ranks([damage, unreadable], mesh)
     for kind, texts in zip((DamagedCheckpointError, ValueError), zip(*findings, strict=True), strict=True):
         if problem := next(filter(None, texts), None):
             raise kind(problem)
@@ -108,7 +108,7 @@ def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> 
         if volume != math.prod(each.size) or overlap:
             raise DamagedCheckpointError(
                 f"{path} is damaged: the {len(each.chunks)} chunks of '{name}' hold {volume:,} of "
-                f"{math.prod(each.size):,} numbers{', and overlap' if overlap else ''}"
+                f"{math.prod(each.size):,} elements{', and overlap' if overlap else ''}"
             )
 
 
@@ -124,12 +124,12 @@ def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
         active = [each for each in active if each.offsets[along] + each.sizes[along] > chunk.offsets[along]]
-        if any(all(_meet(one, chunk, dim) for dim in dims) for one in active):
+        if any(all(_overlap_along(one, chunk, dim) for dim in dims) for one in active):
             return True
         active.append(chunk)
     return False
 
 
-def _meet(one: ChunkStorageMetadata, other: ChunkStorageMetadata, dim: int) -> bool:
+def _overlap_along(one: ChunkStorageMetadata, other: ChunkStorageMetadata, dim: int) -> bool:
     start, other_start = one.offsets[dim], other.offsets[dim]
     return start < other_start + other.sizes[dim] and other_start < start + one.sizes[dim]

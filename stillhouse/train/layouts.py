@@ -22,7 +22,7 @@ def layout_of(config: ParallelConfig, processes: int, key: str = "parallel") -> 
         started = f"torchrun started {processes}" if processes > 1 else "there is one, without torchrun"
         raise ConfigError(
             key,
-            f"{degrees} makes {degrees.processes} processes, and {started}: expected "
+            f"{degrees} needs {degrees.processes} processes, but {started}: expected "
             f"torchrun --nproc-per-node {degrees.processes}, or degrees whose product is {processes}",
         )
     sharing = degrees.shard * degrees.tensor
@@ -41,7 +41,7 @@ def require_sharing(layout: Layout, device: torch.device) -> None:
     if layout.offload and device.type == "cpu":
         raise ConfigError(
             "parallel.offload",
-            "got true on device cpu, whose memory holds everything already: expected false, or a GPU",
+            "got true on a CPU, where everything is in host memory already: expected false, or a GPU",
         )
     if layout.degrees.replicate * layout.degrees.shard > 1:
         return
@@ -49,5 +49,6 @@ def require_sharing(layout: Layout, device: torch.device) -> None:
         if getattr(layout, key):
             raise ConfigError(
                 f"parallel.{key}",
-                f"set under {layout}: expected parallel.fsdp, replicate or context above 1, whose shards it is about",
+                f"has no effect under {layout}, which does not use FSDP: expected parallel.fsdp, replicate or "
+                "context above 1",
             )

@@ -22,17 +22,17 @@ from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.progress import Progress
 
-#: seconds between printed lines if the output is not a terminal, where a line could be redrawn
+#: seconds between printed lines if the output is not a terminal; on a terminal, one live line is redrawn
 _PLAIN_EVERY = 10.0
 
 
-def open_log(folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]) -> "RunLog | Silence":
-    """The log of a run on rank 0, which writes it; on all other ranks a `Silence`, which writes nothing."""
-    return RunLog(folder, progress, steps, track) if is_first() else Silence()
+def open_log(folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]) -> "RunLog | NoLog":
+    """The log of a run on rank 0, which writes it; on all other ranks a `NoLog`, which writes nothing."""
+    return RunLog(folder, progress, steps, track) if is_first() else NoLog()
 
 
-class Silence(nullcontext[Any]):
-    """Replaces the log on a process that does not write one."""
+class NoLog(nullcontext[Any]):
+    """Replaces the log on all ranks except rank 0; writes nothing."""
 
     seconds = 0.0
     position = (0, "")
@@ -45,7 +45,7 @@ class Silence(nullcontext[Any]):
 
     evaluation = train
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         pass
 
 
@@ -101,9 +101,9 @@ class RunLog:
             for key, value in metrics.items()
             if key != "eval/tokens"
         )
-        self.say(f"step {step}: held-out {figures}")
+        self.print_line(f"step {step}: held-out {figures}")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line above the live line."""
         if self._bar.disable:
             print(line, flush=True)
@@ -143,9 +143,9 @@ class RunLog:
 
 
 def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
-    """Open the log to append to it, after cutting off all lines newer than the checkpoint; also returns its hash.
+    """Open the log to append to it, after removing all lines newer than the checkpoint; also returns its hash.
 
-    length: the length of the file when the checkpoint was written. `open_checkpoint` has verified the file up to it.
+    length: the length of the file when the checkpoint was written. `open_checkpoint` has verified this much of it.
     """
     with explained_write_errors(path):
         # unbuffered, so that closing the file does not try again to write what failed
@@ -156,9 +156,9 @@ def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
 
 
 def _require_in_place(path: Path, file: FileIO) -> None:
-    """Raise OSError if the path no longer leads to the open file, or if its folder is not writable.
+    """Raise OSError if the path no longer leads to the open file, or if the folder is not writable.
 
-    Otherwise writing would succeed, but into a file that is no longer at its path.
+    Without this check, writing would succeed, but into a file that nobody finds at the path any more.
     """
     there, opened = os.stat(path), os.fstat(file.fileno())
     same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
@@ -177,5 +177,5 @@ def require_trackers(track: Sequence[str]) -> None:
 def _tensorboard(folder: Path, step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    # hide what an earlier process wrote after the checkpoint, since those steps are run again
+    # hide the metrics that an earlier process wrote after the checkpoint, since those steps are run again
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)

@@ -1,6 +1,6 @@
 """The training loop on a fixed dataset: the teacher gives signals for the data's own tokens.
 
-`engine.py` computes a step; `schedule.py` decides which micro-batches it takes.
+`engine.py` computes a step; `schedule.py` decides which micro-batches the step takes.
 """
 
 import time
@@ -12,14 +12,15 @@ from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.parallel import destroy_process_group, is_first, watchdog
 from stillhouse.preemption import Preempted, finishing
 from stillhouse.teachers import request_ahead
-from stillhouse.train.checkpoint import load_checkpoint, prune, save_checkpoint
+from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
+from stillhouse.train.checkpoint_folder import prune
 from stillhouse.train.engine import ROUTER_LOSS
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.identity import configuration_hash
 from stillhouse.train.integrity import IntactCheckpoint
-from stillhouse.train.logging import RunLog, Silence, open_log
+from stillhouse.train.logging import NoLog, RunLog, open_log
 from stillhouse.train.progress import Progress
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
@@ -32,33 +33,33 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     Raises ValueError for a loss or gradient that is not finite, before it is applied, and for weights that are not
     finite, before they are saved. Raises Preempted after the step in which a rank has received a signal.
     """
-    config, plan, engine, mesh = session.config, session.plan, session.engine, session.runner.mesh
+    config, step_schedule, engine, mesh = session.config, session.step_schedule, session.engine, session.runner.mesh
     progress = _progress(session, folder, checkpoint)
     with ExitStack() as stack:
-        log = stack.enter_context(open_log(folder, progress, plan.steps, config.track))
+        log = stack.enter_context(open_log(folder, progress, step_schedule.steps, config.track))
         if progress.step == 0 and session.evaluation is not None:
             progress.metrics = evaluate(session)
             log.evaluation(0, 0, progress.metrics)
         stack.enter_context(finishing("this step and a checkpoint of it"))
-        steps = range(progress.step, plan.steps)
-        sharded = (session.shard(plan.micro_batches(session.train, step)) for step in steps)
+        steps = range(progress.step, step_schedule.steps)
+        sharded = (session.shard(step_schedule.micro_batches(session.train, step)) for step in steps)
         requests = request_ahead(session.source_for(session.spec), sharded)
         for step in steps:
             watchdog.enter(f"step {step + 1}")
             started = time.monotonic()
             micro_batches, signals = next(requests)
             whole = micro_batches.whole
-            made = engine.forward_backward(micro_batches, signals.result(), whole.normalizer)
+            output = engine.forward_backward(micro_batches, signals.result(), whole.normalizer)
             norm = engine.clip()
-            stop_unless_finite(session, step + 1, micro_batches, made, norm)
-            rate = learning_rate(config.train, plan.steps, step)
+            stop_unless_finite(session, step + 1, micro_batches, output, norm)
+            rate = learning_rate(config.train, step_schedule.steps, step)
             engine.update(rate)
 
-            progress.step, progress.tokens = step + 1, progress.tokens + int(made.sums["tokens"])
+            progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
             seconds = time.monotonic() - started
             speed = whole.tokens / seconds
-            log.train(progress.step, progress.tokens, _train_metrics(made.sums, rate, norm, speed))
-            last = progress.step == plan.steps
+            log.train(progress.step, progress.tokens, _train_metrics(output.sums, rate, norm, speed))
+            last = progress.step == step_schedule.steps
             saving = _due(progress.step, config.checkpoint.every) or last
             progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
             if session.evaluation is not None and (_due(progress.step, config.eval.every) or saving):
@@ -78,14 +79,14 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
 def _progress(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None) -> Progress:
     """The run's progress at its start, after the checkpoint, if there is one, has been loaded."""
-    progress, steps = Progress(), session.plan.steps
+    progress, steps = Progress(), session.step_schedule.steps
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, session.runner, session.engine.optimizer)
         if progress.step > steps:
             raise ValueError(
                 f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
             )
-        if not folder.owns(checkpoint.path):  # a checkpoint of another run, whose log is elsewhere
+        if not folder.owns(checkpoint.path):  # a checkpoint of another run, which has a log of its own
             progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0)
     return replace(
         progress,
@@ -95,7 +96,7 @@ def _progress(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint 
     )
 
 
-def _save(session: Session, folder: RunFolder, progress: Progress, log: RunLog | Silence) -> Path:
+def _save(session: Session, folder: RunFolder, progress: Progress, log: RunLog | NoLog) -> Path:
     """Write a checkpoint, then remove the older ones that need not be kept; returns its path."""
     watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
     progress.seconds, progress.log_bytes, progress.log_sha256 = log.seconds, *log.position
@@ -104,7 +105,7 @@ def _save(session: Session, folder: RunFolder, progress: Progress, log: RunLog |
     if is_first():
         settings = session.config.checkpoint
         for damage in prune(folder.checkpoints, settings.keep, settings.best):
-            log.say(f"warning: {damage}")
+            log.print_line(f"warning: {damage}")
     return saved
 
 
@@ -113,7 +114,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _train_metrics(sums: dict[str, float], rate: float, norm: float, speed: float) -> dict[str, float]:
-    """A step's log record: each unscaled term and their scaled total, in nats per target token, and other figures."""
+    """A step's log record: each unscaled term and their scaled total, in nats per target token, and other metrics."""
     tokens = max(1.0, sums["tokens"])
     known = {"student_entropy": "_nats", "teacher_entropy": "_nats", "agreement": "", "teacher_mass": ""}
     metrics = {"loss/total_nats_per_token": sums["loss"]}

@@ -1,6 +1,6 @@
 """The progress of a run, and the state.json of a checkpoint, which records it.
 
-state.json is written last of all files of a checkpoint. It contains a hash of every other file and one of its own
+state.json is written last of all files of a checkpoint. It contains a hash of every other file and a hash of its own
 content. So a file that is lost, stale, damaged or from another run is detected.
 """
 
@@ -87,8 +87,8 @@ def read_state(path: Path) -> State:
         raise DamagedCheckpointError(f"{path} is damaged: its {STATE} cannot be read: {error}") from error
     if not isinstance(content, dict) or _OWN_HASH not in content:
         raise DamagedCheckpointError(
-            f"{path} is damaged: its {STATE} has no key '{_OWN_HASH}', or a version of stillhouse wrote it that did "
-            "not hash its files yet"
+            f"{path} is damaged: its {STATE} has no key '{_OWN_HASH}'; it may have been written by a "
+            "version of stillhouse that did not hash its files yet"
         )
     if content.pop(_OWN_HASH) != _hash(content):
         raise DamagedCheckpointError(f"{path} is damaged: its {STATE} is not what was written (its hash differs)")

@@ -7,8 +7,8 @@ from pathlib import Path
 from stillhouse.config import ConfigError, RunConfig, load_config
 from stillhouse.display import first_line
 from stillhouse.parallel import is_first, log_rank0
-from stillhouse.train.checkpoint import checkpoints, set_aside
-from stillhouse.train.files import UNFINISHED, everywhere
+from stillhouse.train.checkpoint_folder import checkpoints, set_aside
+from stillhouse.train.files import UNFINISHED, gather_from_ranks
 from stillhouse.train.folder import LOCK, RunFolder
 from stillhouse.train.identity import configuration_hash, decisive_values
 from stillhouse.train.integrity import IntactCheckpoint, verified
@@ -39,11 +39,12 @@ def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) 
 
     paths: what `candidates` returned on rank 0 after it had locked the folder; the paths of other ranks are ignored.
 
-    If a checkpoint is damaged and `checkpoint.fallback` is true, it is renamed and the one before it is used. Raises
-    ValueError for a damaged checkpoint otherwise, and for one that was written with other data or models.
+    If a checkpoint is damaged and `checkpoint.fallback` is true, it is renamed and the checkpoint before it is used.
+    If `checkpoint.fallback` is false, a damaged checkpoint raises ValueError. So does a checkpoint that was written
+    with other data or models.
     """
     config, mesh = session.config, session.runner.mesh
-    paths = [Path(name) for name in everywhere([str(path) for path in paths], mesh)[0]]
+    paths = [Path(name) for name in gather_from_ranks([str(path) for path in paths], mesh)[0]]
     damaged: dict[Path, DamagedCheckpointError] = {}
     for number, path in enumerate(paths, start=1):
         try:
@@ -54,10 +55,12 @@ def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) 
                 raise DamagedCheckpointError(f"{error}; {_remedy(path, older, folder)}") from error
             damaged[path] = error
             continue
-        _require_origin(path, checkpoint.state.progress, session, folder)
+        _require_unchanged(path, checkpoint.state.progress, session, folder)
         if is_first():
             for each, problem in damaged.items():
-                log_rank0(f"warning: {problem}; it is now {set_aside(each)}, and the run goes on from {path}")
+                log_rank0(
+                    f"warning: {problem}; it was renamed to {set_aside(each)}, and the run continues from {path}"
+                )
         return checkpoint
     return None
 
@@ -66,28 +69,28 @@ def require_unchanged_sources(path: Path, before: Progress, session: Session) ->
     """Raise ValueError if the configuration, documents or models are not those that the run began with."""
     if before.configuration != configuration_hash(session.config):
         raise ValueError(
-            f"the configuration has changed since {path} was written: config.yaml in out was edited; put it back, or "
+            f"the configuration has changed since {path} was written: config.yaml in out was edited; restore it, or "
             "choose another folder as out"
         )
     changed = [f"data.{which}" for which, each in session.data_hashes.items() if before.data.get(which) != each]
     if changed:
         raise ValueError(
-            f"{' and '.join(changed)}: the documents have changed since {path} was written; go on with those of then "
-            "or choose another folder as out"
+            f"{' and '.join(changed)}: the documents have changed since {path} was written; restore "
+            "them, or choose another folder as out"
         )
     if changed := changed_models(before, session):
         raise ValueError(
-            f"{' and '.join(changed)}: its files have changed since {path} was written; go on with those of then, or "
-            "choose another folder as out"
+            f"{' and '.join(changed)}: its files have changed since {path} was written; restore them, or choose "
+            "another folder as out"
         )
 
 
 def changed_models(before: Progress, session: Session) -> list[str]:
-    """Which of student, teacher and tokenizer have other files now than when the checkpoint was written."""
+    """Those of student, teacher and tokenizer whose files have changed since the checkpoint was written."""
     return [which for which, each in session.model_hashes.items() if before.models.get(which) != each]
 
 
-def _require_origin(path: Path, before: Progress, session: Session, folder: RunFolder) -> None:
+def _require_unchanged(path: Path, before: Progress, session: Session, folder: RunFolder) -> None:
     """Raise ValueError for a checkpoint of this run if its configuration, data, models or log have changed.
 
     For a checkpoint of another run, only warn if it has an adapter that was trained on another base model.
@@ -98,7 +101,7 @@ def _require_origin(path: Path, before: Progress, session: Session, folder: RunF
             _require_same_log(path, folder.metrics, before)
     elif session.student.lora is not None and "student" in changed_models(before, session):
         base = session.config.student.model
-        log_rank0(f"warning: the adapter in {path} was trained on another base than {base}")
+        log_rank0(f"warning: the adapter in {path} was trained on another base model than {base}")
 
 
 def _require_same_log(path: Path, metrics: Path, before: Progress) -> None:
@@ -110,39 +113,39 @@ def _require_same_log(path: Path, metrics: Path, before: Progress) -> None:
     if hashlib.sha256(beginning).hexdigest() != before.log_sha256:
         raise ValueError(
             f"{metrics} is damaged: its first {before.log_bytes:,} bytes are not those that were there when "
-            f"{path} was written; put it back, or go on in another folder with checkpoint.resume={path}"
+            f"{path} was written; restore it, or continue in another folder with checkpoint.resume={path}"
         )
 
 
 def _remedy(path: Path, older: Path | None, folder: RunFolder) -> str:
     if not folder.owns(path):
-        return "give another one as checkpoint.resume"
+        return "name another checkpoint as checkpoint.resume"
     if older is None:
-        return "there is none before it: choose another folder as out to start again"
-    return f"checkpoint.fallback=true goes on from {older.name}, the one before it"
+        return "there is no earlier checkpoint: choose another folder as out to start again"
+    return f"with checkpoint.fallback=true the run continues from {older.name}, the checkpoint before it"
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether a process that was killed before it had written anything complete may have left this file."""
+    """Whether this file may be left over from a process that was killed before it had written anything complete."""
     return path.name == LOCK or path.name.endswith(UNFINISHED)
 
 
 def _require_same_run(folder: Path, config: RunConfig) -> None:
     path = folder / "config.yaml"
     if not path.exists():
-        raise ValueError(f"out: {folder} holds other files and no run; choose an empty or a new folder")
+        raise ValueError(f"out: {folder} contains other files and no run; choose an empty or a new folder")
     try:
         before = load_config(path)
     except ConfigError as error:
         raise ValueError(
-            f"out: {folder} holds something else: {path} is no run's configuration of this version "
-            f"({first_line(error)}); choose an empty or a new folder"
+            f"out: {folder} does not contain a run of this version of stillhouse: {path} cannot be read as a "
+            f"configuration ({first_line(error)}); choose an empty or a new folder"
         ) from error
     different = _differences(before, config)
     if different:
         raise ValueError(
-            f"out: {folder} holds another run, with a different {', '.join(different)}; choose another folder, "
-            "or the same configuration to go on with that run"
+            f"out: {folder} contains another run, with a different {', '.join(different)}; choose another folder, "
+            "or use the same configuration to continue that run"
         )
 
 
@@ -155,7 +158,7 @@ def _differences(old: RunConfig, new: RunConfig) -> list[str]:
 def _given_checkpoint(path: Path, own: list[Path]) -> list[Path]:
     """The checkpoint at `path`, which the configuration names, or the run's own checkpoints.
 
-    Its own are returned if their newest is `path`, or if the run began with `path`.
+    The run's own checkpoints are returned if the newest of them is `path`, or if the run began with `path`.
     """
     if own and (own[0].resolve() == path.resolve() or _started_from(own) == str(path.resolve())):
         return own
@@ -168,8 +171,8 @@ def _given_checkpoint(path: Path, own: list[Path]) -> list[Path]:
         return [path]
     raise ConfigError(
         "checkpoint.resume",
-        f"got {path}, but out already holds the run's own {own[0]}; checkpoint.resume=auto goes on from there, "
-        "and a new folder as out starts from yours",
+        f"got {path}, but out already contains this run's own checkpoint {own[0]}; checkpoint.resume=auto continues "
+        "from that one, and a run with a new folder as out starts from the one that you named",
     )
 
 

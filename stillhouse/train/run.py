@@ -23,28 +23,36 @@ from stillhouse.train.integrity import RESUME, IntactCheckpoint
 from stillhouse.train.off_policy import train
 from stillhouse.train.progress import Progress, folder_name
 from stillhouse.train.resume import candidates, open_checkpoint
-from stillhouse.train.session import Session, adapter_in_words, data_reports, in_words, meet, objective_spec, prepare
+from stillhouse.train.session import (
+    Session,
+    adapter_in_words,
+    connect_ranks,
+    data_reports,
+    in_words,
+    objective_spec,
+    prepare,
+)
 
 
 def distill(config: RunConfig) -> Path:
     """Start or resume the run of a configuration; returns the run's folder. A complete run is left as it is.
 
     Raises ConfigError for a mistake in the configuration and ValueError for one in the data or models that it names.
-    Apart from the folder itself and its lock file, nothing is written before everything has been checked.
+    Before everything has been checked, only the folder itself and its lock file are written.
     """
     objective_spec(config)  # first, so that a misspelt loss is reported even if the folder is occupied, too
     folder = RunFolder(Path(config.out))
     candidates(config)  # reports an occupied folder before the models are loaded
-    device, _ = meet(config)
+    device, _ = connect_ranks(config)
     if all(from_all_ranks(folder.complete, device)):
-        return _leave_complete(folder)
+        return _report_complete(folder)
     session = prepare(config, announce=is_first())
     require_shared_folder(folder.path, device)
     with folder_lock(folder) if is_first() else nullcontext():
         # another process may have written to the folder while this one loaded its models
         paths = candidates(config) if is_first() else []
         if any(from_all_ranks(folder.complete, device)):
-            return _leave_complete(folder)
+            return _report_complete(folder)
         checkpoint = open_checkpoint(session, folder, paths)
         if is_first():
             init_run_dir(folder, config)
@@ -52,12 +60,12 @@ def distill(config: RunConfig) -> Path:
     return folder.path
 
 
-def _leave_complete(folder: RunFolder) -> Path:
+def _report_complete(folder: RunFolder) -> Path:
     if is_first():
         finding = require_intact_model(folder)
         log_rank0(
-            f"{folder.path} holds this run, complete: {folder.model} ({finding}). Nothing to do; another run needs "
-            "another out"
+            f"{folder.path} contains this run, which is complete: {folder.model} ({finding}). There is nothing to "
+            "do; another run needs another folder as out"
         )
     destroy_process_group()
     return folder.path
@@ -117,6 +125,6 @@ def _require_same_base(session: Session) -> None:
     name = session.config.student.model
     if model_fingerprints(session.config)["student"] != session.model_hashes["student"]:
         raise ValueError(
-            f"student: the files of {name} have changed since this run was started; put them back, and the same "
-            "command adds the adapter to them"
+            f"student: the files of {name} have changed since this run was started; restore them, and the same "
+            "command merges the adapter into them"
         )

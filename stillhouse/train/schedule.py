@@ -1,4 +1,4 @@
-"""The number of steps, and the sequences and the learning rate of each step, which follow from its number alone.
+"""The number of steps, and for each step its sequences and its learning rate, which depend on the step's number only.
 
 So a resumed run continues exactly as before: there is no state of a sampler or a scheduler to restore.
 """
@@ -14,8 +14,8 @@ WSD_DECAY = 0.2
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How training is cut into steps of `sequences_per_step` packed sequences, and each step into micro-batches."""
+class StepSchedule:
+    """How the training data are divided into steps of packed sequences, and each step into micro-batches."""
 
     steps: int
     total_sequences: int
@@ -29,21 +29,22 @@ class Plan:
         return sequences.micro_batches([chosen[start : start + self.rows_per_micro_batch] for start in starts])
 
 
-def make_plan(train: TrainConfig, sequences: int, max_tokens: int, parts: int = 1, least: int = 1) -> Plan:
-    """The plan for a number of packed sequences of at most `max_tokens` tokens.
+def make_step_schedule(
+    train: TrainConfig, sequences: int, max_tokens: int, data_ranks: int = 1, stages: int = 1
+) -> StepSchedule:
+    """The step schedule for a number of packed sequences of at most `max_tokens` tokens.
 
-    parts: the number of data ranks, over which each step's micro-batches are distributed. least: the smallest number
-    of micro-batches that each of them should get, which is the number of pipeline stages. If a step has enough
-    sequences for that, micro-batches are made smaller where needed.
+    Each data rank should get at least as many micro-batches of a step as there are pipeline stages. If a step has
+    enough sequences for that, its micro-batches are made smaller than `train.micro_batch_tokens` where needed.
     """
     per_step = max(1, train.tokens_per_step // max_tokens)
-    rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step // (parts * least)))
+    rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step // (data_ranks * stages)))
     if train.steps is not None:
         total = train.steps * per_step
     else:
         assert train.epochs is not None
         total = max(1, round(train.epochs * sequences))
-    return Plan(math.ceil(total / per_step), total, per_step, rows)
+    return StepSchedule(math.ceil(total / per_step), total, per_step, rows)
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
@@ -58,6 +59,7 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
 
 
 def _height(schedule: str, progress: float) -> float:
+    """The height of the learning rate between its minimum (0) and its peak (1)."""
     match schedule:
         case "constant":
             return 1.0

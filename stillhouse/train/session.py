@@ -36,7 +36,7 @@ from stillhouse.train.engine import Engine
 from stillhouse.train.inputs import load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
-from stillhouse.train.schedule import Plan, make_plan
+from stillhouse.train.schedule import StepSchedule, make_step_schedule
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Session:
     tokenizer_hash: str
     train: PackedSequences
     evaluation: PackedSequences | None
-    plan: Plan
+    step_schedule: StepSchedule
     engine: Engine
     source: SignalSource
     data_hashes: dict[str, str]
@@ -92,7 +92,7 @@ class Session:
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     """Load and check everything that the run needs.
 
-    Raises ConfigError for a mistake in the configuration, ValueError for one in the data or models that it names.
+    Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     announce: print the resolved objective first, before anything is loaded.
     """
     spec = objective_spec(config)
@@ -101,7 +101,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     require_trackers(config.track)
     require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
-    device, warnings = meet(config)
+    device, warnings = connect_ranks(config)
     watchdog.enter("reading the data", timed=False)
     torch.manual_seed(config.seed)
     data = load_run_data(config)
@@ -119,7 +119,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         tokenizer_hash=models["tokenizer"],
         train=data.train,
         evaluation=data.evaluation,
-        plan=make_plan(config.train, sequences, config.data.max_tokens, layout.degrees.data, layout.stages),
+        step_schedule=make_step_schedule(
+            config.train, sequences, config.data.max_tokens, layout.degrees.data, layout.stages
+        ),
         engine=engine,
         source=source,
         data_hashes=data.hashes,
@@ -148,12 +150,12 @@ def check_models(session: Session) -> list[str]:
     return warnings
 
 
-def meet(config: RunConfig) -> tuple[torch.device, list[str]]:
+def connect_ranks(config: RunConfig) -> tuple[torch.device, list[str]]:
     """Check the layout, then connect the ranks of a job and compare their configurations.
 
     If the ranks are connected already, a second call only checks and compares again. Returns this rank's device and
     a warning for each library whose version differs between ranks. Raises ConfigError for an impossible layout, and
-    where the ranks were started with different configurations.
+    if the ranks were started with different configurations.
     """
     layout, separate_layout = layout_of(config.parallel, process_count()), teacher_layout(config)
     device = choose_device(config.device)
@@ -187,7 +189,11 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
 
 
 def adapter_in_words(session: Session) -> str:
-    teacher = "; the teacher is the same model without it, held once" if teacher_is_base(session.config) else ""
+    teacher = (
+        "; the teacher is the same model without the adapter, so only one model is in memory"
+        if teacher_is_base(session.config)
+        else ""
+    )
     return f"{session.student.lora}{teacher}"
 
 
@@ -212,10 +218,13 @@ def choose_device(name: str) -> torch.device:
     device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and process_count() > 1:
         if device.index is not None and name != f"cuda:{local_rank()}":
-            raise ConfigError("device", f"got {name} for {process_count()} processes: expected cuda, one for each")
+            raise ConfigError(
+                "device",
+                f"got {name} for {process_count()} processes: expected cuda, so that each process gets another GPU",
+            )
         device = torch.device("cuda", local_rank())
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError("device", f"got {name}, and this machine has {count} CUDA devices; expected auto or cpu")
+        raise ConfigError("device", f"got {name}, but this machine has {count} CUDA devices; expected auto or cpu")
     return device
 
 

@@ -1,4 +1,4 @@
-"""A campaign of random faults: after each, the run ends bit-equal to the undisturbed one, or it was refused by name.
+"""A campaign of random faults: after each, the run ends bit-equal to an undisturbed one, or an error names the fault.
 
     make chaos
 
@@ -29,10 +29,10 @@ from ranks import Ranks
 from runs import contents, metrics, save_model, write_run
 
 STEPS, EVERY = 12, 3
-#: seconds that no run of this size needs, and that a rank may take to answer
+#: seconds after which a run of this size hangs, and in which a rank must answer
 LIMIT, TIMEOUT = 150, 6
 DISK = 64_000_000
-#: what an error says that goes on from the checkpoint before; the run then has to end bit-equal, too
+#: the text of an error after which the run resumes from the previous checkpoint; it must end bit-equal, too
 FALLBACK = "checkpoint.fallback=true"
 
 
@@ -55,7 +55,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault and what came of it. outcome: one of `OUTCOMES`."""
+    """One fault and its outcome, one of `OUTCOMES`."""
 
     layout: str
     fault: str
@@ -82,7 +82,7 @@ def at_once() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A layout's configuration, what an undisturbed run of it gives, and how long that takes."""
+    """A layout's configuration, the results of an undisturbed run, and its duration."""
 
     name: str
     layout: Layout
@@ -113,7 +113,7 @@ def prepare(name: str, root: Path) -> Case:
 
 
 def figures(out: Path) -> list[dict[str, Any]]:
-    """What the log says of each step, without what the clock decides."""
+    """Return the log's record of each step, without the values that depend on time."""
     clock = ("seconds", "speed/tokens_per_second")
     return [{key: value for key, value in line.items() if key not in clock} for line in metrics(out)]
 
@@ -131,7 +131,7 @@ def log_lines(out: Path) -> int:
 
 
 def wait_for_moment(case: Case, ranks: Ranks, out: Path, draw: random.Random) -> str:
-    """Until a moment drawn at random: some time after the start, after a step, or within a save."""
+    """Wait for a random moment: some time after the start, after a step, or within a save."""
     kind, end = draw.choice(["time", "step", "save"]), time.monotonic() + LIMIT
     line, delay = draw.randrange(1, STEPS + 4), draw.uniform(0, 1.2 * case.seconds)
     saves, seen = draw.randrange(1, STEPS // EVERY + 1), set[str]()
@@ -154,7 +154,7 @@ def wait_for_moment(case: Case, ranks: Ranks, out: Path, draw: random.Random) ->
 
 Fault = Callable[[Case, Path, random.Random], str]
 
-# faults while the run works: each returns where it happened, after the job has ended
+# faults during a run: each function returns where the fault happened, after the job has ended
 
 
 def send(case: Case, out: Path, draw: random.Random, number: signal.Signals, everyone: bool) -> str:
@@ -207,7 +207,7 @@ def terminate_all(case: Case, out: Path, draw: random.Random) -> str:
 
 
 def full_disk(case: Case, out: Path, draw: random.Random) -> str:
-    """Some megabytes for the whole folder, and more when the run is started again."""
+    """Run on a disk that is probably too small; enlarge the disk before the run is started again."""
     whole = sum(len(each) for each in contents(case.folder / "undisturbed").values())
     size = int(draw.uniform(0.02, 1.1) * whole)
     out.mkdir()
@@ -219,11 +219,11 @@ def full_disk(case: Case, out: Path, draw: random.Random) -> str:
     return f"{size:,} bytes, exit codes {codes}"
 
 
-# faults in the folder of a run that was killed: each returns what was changed
+# faults in the folder of a killed run: each function returns what it changed
 
 
 def interrupted(case: Case, out: Path, draw: random.Random, saves: int = 1) -> None:
-    """A run that was killed after that many checkpoints at least, and before its end."""
+    """Kill a run after at least that many checkpoints and before its end."""
     line = draw.randrange((EVERY + 1) * saves + 2, STEPS + 3)
     ranks, end = case.start(out), time.monotonic() + LIMIT
     while log_lines(out) < line and time.monotonic() < end:
@@ -233,7 +233,7 @@ def interrupted(case: Case, out: Path, draw: random.Random, saves: int = 1) -> N
 
 
 def any_file(out: Path, draw: random.Random) -> Path:
-    """More often than not one that the run reads when it goes on."""
+    """Choose a file; most often one that the run reads when it resumes."""
     files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.stat().st_size]
     newest = max(path for path in (out / "checkpoints").iterdir() if path.suffix == "")
     read = [*(newest / "resume").iterdir(), newest / "state.json", out / "metrics.jsonl", out / "config.yaml"]
@@ -266,7 +266,7 @@ def cut_a_file(case: Case, out: Path, draw: random.Random) -> str:
 
 
 def stale_file(case: Case, out: Path, draw: random.Random) -> str:
-    """A file of an older checkpoint in the place of the newest one's."""
+    """Replace a file of the newest checkpoint by that of an older one."""
     interrupted(case, out, draw, saves=2)
     every = sorted(path for path in (out / "checkpoints").iterdir() if path.suffix == "")
     older, newest = every[0], every[-1]
@@ -289,7 +289,7 @@ AFTER = [flip_a_byte, delete_a_file, cut_a_file, stale_file, replaced_model]
 
 
 class Traceback(Exception):
-    """A job that printed one."""
+    """A rank of the run has printed a traceback."""
 
 
 def require_no_traceback(ranks: Ranks) -> None:
@@ -298,7 +298,7 @@ def require_no_traceback(ranks: Ranks) -> None:
 
 
 def attempt(case: Case, fault: Fault, out: Path, draw: random.Random) -> Trial:
-    """One fault, and the same command again."""
+    """Cause one fault, and run the same command again."""
     name, where = fault.__name__.replace("_", " "), ""
     try:
         where = fault(case, out, draw)
@@ -331,7 +331,7 @@ def attempt(case: Case, fault: Fault, out: Path, draw: random.Random) -> Trial:
 
 
 def campaign(faults: int, seed: int, layouts: list[str], root: Path, minutes: float) -> list[Trial]:
-    """Trials of every fault under every layout in turn, as many as `minutes` allow."""
+    """Try every fault under every layout in turn, as often as `minutes` allow."""
     draw, end = random.Random(seed), time.monotonic() + 60 * minutes
     cases = [prepare(name, root) for name in layouts]
     kinds = [fault for fault in DURING + AFTER if fault is not full_disk or os.geteuid() == 0]
@@ -349,7 +349,7 @@ def campaign(faults: int, seed: int, layouts: list[str], root: Path, minutes: fl
 
 
 def table(trials: list[Trial], by: str) -> dict[str, dict[str, int]]:
-    """The outcomes of each kind of fault, or of each layout."""
+    """Count the outcomes of each kind of fault, or of each layout."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for trial in trials:
         counts[getattr(trial, by)][trial.outcome] += 1

@@ -1,10 +1,10 @@
-"""Thousands of damaged inputs, of which each is loaded or refused by a ValueError, and nothing else.
+"""Thousands of damaged inputs: each must be loaded, or refused with a ValueError.
 
     python tests/faults/fuzz.py configurations --mutations 10000 --seed 0
     python tests/faults/fuzz.py all                                         # and write benchmarks/results/fuzz-*.json
 
-Mutation n of a seed is always the same: `--first n --mutations 1` repeats it alone. The work is done in a process
-that is started anew behind an input that ended it, by a crash or by the watchdog.
+Mutation n of a seed is always the same: `--first n --mutations 1` repeats only this one. A worker process loads the
+inputs. If an input ends it, by a crash or by the watchdog, a new worker goes on with the next input.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT)]
 
-#: of one input before it counts as a hang; a chat template's own limit is 10 of processor time
+#: seconds for one input before it counts as a hang; a chat template's own limit is 10 s of processor time
 SECONDS = 180
-#: that the process may have, so that an input that takes all memory is an error and not the machine's end
+#: memory of the worker, so that an input that takes too much memory raises an error
 MEMORY_BYTES = 12 * 2**30
 LINES, CHARACTERS = 20, 4000
 
 
 @dataclass
 class Campaign:
-    """kinds: how many inputs ended how. failures: of those that ended otherwise than they may, the first ones."""
+    """kinds: the number of inputs for each result. failures: the first inputs with a wrong result."""
 
     subject: str
     seed: int
@@ -45,7 +45,7 @@ class Campaign:
 
 
 def outcome(load: object, subject: str, seed: int, number: int) -> tuple[str, str]:
-    """How mutation `number` ends: (loaded, ConfigError, DataError, ValueError or FAILED, details of a failure)."""
+    """Return the result of mutation `number` (loaded, ConfigError, DataError, ValueError or FAILED), and details."""
     from stillhouse.config import ConfigError
     from stillhouse.data import DataError
     from stillhouse.display import escaped
@@ -68,7 +68,7 @@ def outcome(load: object, subject: str, seed: int, number: int) -> tuple[str, st
 
 
 def work(subject: str, seed: int, first: int, mutations: int) -> None:
-    """In the worker: a line of JSON to the real standard output for each input."""
+    """Run in the worker: print a line of JSON for each input to the real standard output."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
@@ -90,7 +90,7 @@ def work(subject: str, seed: int, first: int, mutations: int) -> None:
 
 
 def run(subject: str, mutations: int, seed: int = 0, first: int = 0) -> Campaign:
-    """All mutations from `first` on, in workers."""
+    """Run all mutations from `first` on in workers."""
     found = Campaign(subject, seed)
     while found.mutations < mutations:
         at = first + found.mutations

@@ -1,4 +1,4 @@
-"""Seeded damage: of bytes, of text, of JSON's structure, and of a safetensors file's header and body."""
+"""Seeded damage of bytes, text, the structure of JSON, and the header and body of a safetensors file."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-#: values that are of the wrong type or size somewhere
+#: values that have a wrong type or size for most keys
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 7, 255, 2**31, 2**63, 2**64, 10**18, 10**30),
     *(0.5, -0.0, 1e308, 1e-320, 1e400, float("nan")),
@@ -17,7 +17,7 @@ ODD: list[Any] = [
     *([], [[]], [None], [1, "a"], ["a"] * 200, [{"id": 5}], [[0, 1]]),
     *({}, {"a": 1}, {"": {}}, {"type": "BPE"}, {"type": None}),
 ]
-#: pieces of text that mean something to a parser
+#: text that has a meaning for a parser
 PIECES = [
     *("!!bool maybe", "!!int 'x'", "!!float .", "!!binary x", "!!set {a}", "!!omap []", "!!timestamp x"),
     *("!!python/object:a {}", "&a ", "*a", "<<: ", "? ", "- ", ": ", "|", ">", "%YAML 1.1\n", "---\n", "...\n"),
@@ -29,7 +29,7 @@ PIECES = [
 
 
 def damaged_bytes(draw: random.Random, content: bytes) -> bytes:
-    """One to four changes of single bytes or stretches."""
+    """Change one to four single bytes or ranges of bytes."""
     changed = bytearray(content)
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(len(changed) + 1)
@@ -51,7 +51,7 @@ def damaged_bytes(draw: random.Random, content: bytes) -> bytes:
 
 
 def damaged_text(draw: random.Random, content: bytes) -> bytes:
-    """One to four pieces put in, or lines moved, doubled or cut."""
+    """Insert one to four texts, or move, repeat or cut lines."""
     text = content.decode("utf-8", "surrogateescape")
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(len(text) + 1)
@@ -72,7 +72,7 @@ def damaged_text(draw: random.Random, content: bytes) -> bytes:
 
 
 def damaged_value(draw: random.Random, value: Any) -> Any:
-    """A copy with one to three of its parts replaced, removed, doubled or put under another key."""
+    """Return a copy with one to three of its parts replaced, removed, repeated or moved to another key."""
     copy = json.loads(json.dumps(value))
     for _ in range(draw.randint(1, 3)):
         copy = _changed(draw, copy)
@@ -83,7 +83,7 @@ def _changed(draw: random.Random, value: Any) -> Any:
     places = list(_places(value))
     if not places:
         return deepcopy(draw.choice(ODD))
-    # keys near the top are few, and decide most
+    # prefer keys near the top, which matter most
     holder, key = draw.choice(places if draw.random() < 0.5 else places[:40])
     match draw.randrange(6):
         case 0 | 1 | 2:
@@ -99,7 +99,7 @@ def _changed(draw: random.Random, value: Any) -> Any:
 
 
 def _places(value: Any) -> Any:
-    """Every (holder, key) of a nested value, the outer ones first."""
+    """Yield every (container, key) of a nested value, the outer ones first."""
     level = [value]
     while level:
         holders, level = [each for each in level if isinstance(each, dict | list)], []
@@ -111,14 +111,14 @@ def _places(value: Any) -> Any:
 
 
 def damaged_json(draw: random.Random, content: bytes) -> bytes:
-    """A JSON document, in its structure or as text."""
+    """Damage a JSON document, in its structure or as text."""
     if draw.random() < 0.3:
         return draw.choice([damaged_bytes, damaged_text])(draw, content)
     return json.dumps(damaged_value(draw, json.loads(content))).encode()
 
 
 def damaged_lines(draw: random.Random, content: bytes) -> bytes:
-    """JSON Lines: one or two records in their structure, or the file as bytes or text."""
+    """Damage JSON Lines: the structure of one or two records, or the file as bytes or text."""
     if draw.random() < 0.4:
         return draw.choice([damaged_bytes, damaged_text])(draw, content)
     lines = content.splitlines()
@@ -130,7 +130,7 @@ def damaged_lines(draw: random.Random, content: bytes) -> bytes:
 
 
 def damaged_safetensors(draw: random.Random, content: bytes) -> bytes:
-    """The header as JSON, its length, or the body as bytes."""
+    """Damage the header as JSON, its length, or the body as bytes."""
     size = int.from_bytes(content[:8], "little")
     header, body = content[8 : 8 + size], content[8 + size :]
     match draw.randrange(4):
@@ -153,7 +153,7 @@ DAMAGE: dict[str, Callable[[random.Random, bytes], bytes]] = {
 
 
 def damage_files(draw: random.Random, files: list[Path], foreign: list[Path]) -> list[Path]:
-    """Change one or two of these files by their kind; returns them. foreign: files to put in their place."""
+    """Damage one or two of these files and return them. foreign: files that may replace them."""
     chosen = draw.sample(files, k=min(len(files), draw.choice([1, 1, 1, 2])))
     for path in chosen:
         match draw.randrange(12):

@@ -1,6 +1,6 @@
-"""What is damaged and loaded: configurations, data and model folders, by the package's own way from file to use.
+"""What the campaign damages and loads: configurations, data and model folders, with the package's own functions.
 
-A subject is made in a folder of its own and gives, for a source of random numbers, one loading of damaged input.
+A subject has its own folder. Called with a source of random numbers, it damages its input and loads it once.
 """
 
 import json
@@ -150,9 +150,9 @@ def models(folder: Path) -> Load:
         if any("token" in path.name or path.suffix == ".jinja" for path in changed):
             for records in (texts, chats):
                 load_documents(records, tokenizer, max_tokens=TOKENS)
-        alone = Decoder.from_pretrained(target)
-        check(alone, len(tokenizer))
-        check_vocabulary(tokenizer, alone.vocabulary_rows, "student")
+        decoder = Decoder.from_pretrained(target)
+        check(decoder, len(tokenizer))
+        check_vocabulary(tokenizer, decoder.vocabulary_rows, "student")
         part = empty_decoder(target)
         load_weights(part, target, torch.device("cpu"))
         check(part, len(tokenizer))
@@ -166,7 +166,7 @@ def models(folder: Path) -> Load:
 
 
 def crashing(folder: Path) -> Load:
-    """For the test of the campaign itself: every third input ends the process."""
+    """Only for the test of the campaign: every third input ends the process."""
 
     def load(draw: random.Random) -> None:
         if draw.getstate() in fatal:

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, mixed up or written half: refused by name, never loaded, and how a run goes on."""
+"""Checkpoints that are damaged, exchanged or incomplete: an error names them, and a run resumes from an older one."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def at_once() -> None:
 
 
 def interrupted(whole: Path, folder: Path) -> Path:
-    """`whole`/out as if the run had been killed after step 4, in a folder of its own."""
+    """Copy `whole`/out to a new folder, in the state of a run that was killed after step 4."""
     out = folder / "out"
     shutil.copytree(whole / "out", out)
     for name in ("model", "checkpoints/step-00000006"):
@@ -42,7 +42,7 @@ def interrupted(whole: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run in one process with all of its checkpoints."""
+    """A complete run in one process, with all checkpoints kept."""
     folder = tmp_path_factory.mktemp("whole")
     write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     run("distill", folder / "run.yaml")
@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The same over two ranks."""
+    """The same run on two ranks."""
     folder, override = tmp_path_factory.mktemp(request.param), f"parallel.{request.param}=2"
     write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     assert Ranks(2, "distill", folder / "run.yaml", override).wait() == [0, 0]
@@ -92,8 +92,8 @@ def test_the_file_of_a_rank(layout: tuple[Path, str], tmp_path: Path, damage: Ca
     for command, prefix in zip(refused, ("error: ", "error on rank 1: "), strict=True):
         assert command.err == (
             f"{prefix}{out}/checkpoints/{NEWEST} is damaged: resume/{name} {problem}"
-            f"{' (its hash differs)' if damage is stale else ''}; checkpoint.fallback=true goes on from {BEFORE}, "
-            "the one before it\n"
+            f"{' (its hash differs)' if damage is stale else ''}; with checkpoint.fallback=true the run continues "
+            f"from {BEFORE}, the checkpoint before it\n"
         )
     assert contents(out) == before
     resumed = distill_on_two(folder, out, override, "checkpoint.fallback=true")
@@ -163,7 +163,9 @@ def test_damage_within_a_checkpoint(whole: Path, tmp_path: Path, damage: str) ->
     refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
     assert refused.err.startswith(f"error: {out}/checkpoints/{NEWEST} ")
     assert problem in refused.err
-    assert refused.err.endswith(f"; checkpoint.fallback=true goes on from {BEFORE}, the one before it\n")
+    assert refused.err.endswith(
+        f"; with checkpoint.fallback=true the run continues from {BEFORE}, the checkpoint before it\n"
+    )
     assert contents(out) == before
     run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true")
     assert contents(out / "model") == contents(whole / "out" / "model")
@@ -171,7 +173,7 @@ def test_damage_within_a_checkpoint(whole: Path, tmp_path: Path, damage: str) ->
 
 
 def test_a_wrong_type_with_a_right_hash(whole: Path, tmp_path: Path) -> None:
-    """As another version might write it."""
+    """The step is text, as another version might write it."""
     out = interrupted(whole, tmp_path)
     path = out / "checkpoints" / NEWEST / "state.json"
     content = json.loads(path.read_text())
@@ -187,11 +189,11 @@ def test_the_only_checkpoint_is_damaged(whole: Path, tmp_path: Path) -> None:
     shutil.rmtree(out / "checkpoints" / BEFORE)
     zeroed(out / "checkpoints" / NEWEST)
     refused = run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
-    assert "there is none before it: choose another folder as out to start again" in refused.err
+    assert "there is no earlier checkpoint: choose another folder as out to start again" in refused.err
 
 
 def test_an_older_damaged_one_is_a_warning_and_stays(whole: Path, tmp_path: Path) -> None:
-    """It is neither the best nor removed, and the run is not stopped over it."""
+    """Such a checkpoint is neither the best one nor removed, and the run does not stop."""
     out = interrupted(whole, tmp_path)
     (out / "checkpoints" / BEFORE / "state.json").write_text("{")
     ended = run("distill", whole / "run.yaml", f"out={out}", "checkpoint.keep=1")
@@ -201,17 +203,17 @@ def test_an_older_damaged_one_is_a_warning_and_stays(whole: Path, tmp_path: Path
 
 
 def test_chunks_that_overlap_by_as_much_as_they_leave_out() -> None:
-    """The volume is right."""
+    """Overlap and gap have the same size, so the number of elements is right."""
     chunks = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([4, 3])) for at in (0, 4, 6)]
     stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([12, 3]), chunks)
-    with pytest.raises(DamagedCheckpointError, match=r"the 3 chunks of 'w' hold 36 of 36 numbers, and overlap"):
+    with pytest.raises(DamagedCheckpointError, match=r"the 3 chunks of 'w' hold 36 of 36 elements, and overlap"):
         require_covered(Path("checkpoint"), {"w": stored})
     moved = [*chunks[:2], ChunkStorageMetadata(torch.Size([8, 0]), torch.Size([4, 3]))]
     require_covered(Path("checkpoint"), {"w": TensorStorageMetadata(stored.properties, stored.size, moved)})
 
 
 def test_moments_that_are_absent_though_all_hashes_are_right(whole: Path, tmp_path: Path) -> None:
-    """Only parameters that the state lists may be without."""
+    """Only the parameters that the state lists may lack optimizer state."""
     out = interrupted(whole, tmp_path)
     newest = out / "checkpoints" / NEWEST
     path = next((newest / "resume").glob("*.safetensors"))
@@ -232,12 +234,12 @@ def test_a_checkpoint_given_by_its_path_is_proven_too(whole: Path, tmp_path: Pat
     zeroed(out / "checkpoints" / NEWEST)
     given = f"checkpoint.resume={out}/checkpoints/{NEWEST}"
     refused = run("distill", whole / "run.yaml", given, f"out={tmp_path}/other", code=1)
-    assert "is not what was written (its hash differs); give another one as checkpoint.resume" in refused.err
+    assert "is not what was written (its hash differs); name another checkpoint as checkpoint.resume" in refused.err
     assert not (tmp_path / "other" / "config.yaml").exists()
 
 
 def test_chunks_cover_a_tensor_once(layout: tuple[Path, str], tmp_path: Path) -> None:
-    """By the headers alone, whatever the hashes say."""
+    """This is checked by the headers only, not by the hashes."""
     path = layout[0] / "out" / "checkpoints" / NEWEST
     stored = stored_tensors(path / "resume")
     require_covered(path, stored)
@@ -251,7 +253,7 @@ def test_chunks_cover_a_tensor_once(layout: tuple[Path, str], tmp_path: Path) ->
 
 @pytest.mark.parametrize("which", ["student", "teacher", "base of an adapter"])
 def test_a_model_that_was_replaced(tmp_path: Path, which: str) -> None:
-    """Under the same path, with the same shapes."""
+    """Another model under the same path and with the same shapes."""
     adapter = {"student.adapter": {"r": 4}} if which == "base of an adapter" else {}
     write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9}, **adapter)
     run("distill", tmp_path / "run.yaml")
@@ -300,7 +302,7 @@ def test_a_log_that_is_not_the_one_of_the_checkpoint(whole: Path, tmp_path: Path
 
 
 def test_a_complete_run_is_proven_to_be(whole: Path, tmp_path: Path) -> None:
-    """Exit code 0 says that the model is there, so it must be the one that was written."""
+    """Exit code 0 means that the model is there, so it must be the model that was written."""
     out = tmp_path / "out"
     shutil.copytree(whole / "out", out)
     weights = out / "model" / "model.safetensors"
@@ -308,7 +310,8 @@ def test_a_complete_run_is_proven_to_be(whole: Path, tmp_path: Path) -> None:
     raw[-9] ^= 1
     weights.write_bytes(raw)
     refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
-    assert f"error: {out}/model is damaged: not what was written: model/model.safetensors; remove that" in refused.err
+    problem = "these files are not what was written: model/model.safetensors; remove that"
+    assert f"error: {out}/model is damaged: {problem}" in refused.err
     shutil.rmtree(out / "model")
     run("distill", whole / "run.yaml", f"out={out}")
     assert contents(out / "model") == contents(whole / "out" / "model")
@@ -347,11 +350,11 @@ def test_verify_counts_steps(whole: Path, tmp_path: Path) -> None:
     for changed, problem in (([*lines, lines[-2]], "more than once"), (lines[:2] + lines[3:], "steps from 1 to 6")):
         log.write_text("".join(changed))
         assert problem in run("verify", out, code=1).out
-    assert "holds no run" in run("verify", tmp_path, code=1).err
+    assert "contains no run" in run("verify", tmp_path, code=1).err
 
 
 def other_state(rank: int) -> None:
-    """One rank reads nothing, or another state, where the others read the right one."""
+    """One rank cannot read the newest checkpoint, but the others can."""
     at_once()
     if int(os.environ["RANK"]) != rank:
         return
@@ -367,7 +370,7 @@ def other_state(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_finds_holds_for_all(layout: tuple[Path, str], tmp_path: Path, rank: int) -> None:
-    """None goes on from another checkpoint than the others."""
+    """No rank resumes from another checkpoint than the others."""
     folder, override = layout
     out = interrupted(folder, tmp_path)
     arguments = ["distill", folder / "run.yaml", f"out={out}", override]

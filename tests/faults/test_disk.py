@@ -1,4 +1,4 @@
-"""A full disk, a folder that is moved, removed or made read-only: one line at the next write, nothing lost."""
+"""A full disk, or a folder that is moved, removed or read-only: one line at the next write, and nothing is lost."""
 
 import errno
 import functools
@@ -20,12 +20,12 @@ from test_checkpoints import at_once
 from stillhouse.train import checkpoint
 from stillhouse.train.logging import RunLog
 
-BYTES = 2_000_000  # of the small disk: enough for one checkpoint of these runs and not for two
+BYTES = 2_000_000  # size of the small disk: enough for one checkpoint of these runs, but not for two
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with little space."""
+    """A separate file system with little space."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={BYTES}", "tmpfs", str(folder)]
@@ -36,7 +36,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Leave no byte free; returns the file that takes them."""
+    """Fill the disk, and return the file that does it."""
     path = disk / "filler"
     with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         file.writelines(itertools.repeat(bytes(1024)))
@@ -44,13 +44,13 @@ def fill(disk: Path) -> Path:
 
 
 def blind() -> None:
-    """No look at the disk beforehand: as if another process filled it while the checkpoint is written."""
+    """Skip the check of free space, as if another process filled the disk while the checkpoint is written."""
     at_once()
     checkpoint.require_space = lambda *_: None
 
 
 def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None]) -> tuple[list[int], str]:
-    """The exit codes of a run, and rank 0's errors."""
+    """Return the exit codes of a run, and rank 0's errors."""
     arguments = ["distill", folder / "run.yaml", f"out={out}"]
     if processes == 1:
         command = Command(*arguments, hook=hook)
@@ -71,7 +71,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     assert set(codes) == {1}
     unfinished = folder / "step-00000004.partial"
     path = folder / "step-00000004" if hook is blind else folder
-    figures = r"([\d,]+) bytes are free on its disk and ([\d,]+) bytes are needed; what was complete before is intact"
+    figures = r"([\d,]+) bytes are free on its disk and ([\d,]+) bytes are needed; all complete files are intact"
     found = re.fullmatch(rf"error: {path} cannot be written: {figures}.*\n", err)
     assert found is not None, err
     free, needed = (int(group.replace(",", "")) for group in found.groups())
@@ -82,7 +82,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     assert unfinished.exists() == (hook is blind)
     run("verify", out)
 
-    # what the failed one has left is removed before anything is written; then the disk is too small once more
+    # the incomplete checkpoint is removed before a new one is written; then the disk is too small again
     filler = fill(disk)
     codes, err = ended(tmp_path, out, processes, at_once)
     assert set(codes) == {1}
@@ -129,7 +129,7 @@ def remove_at(step: int, out: str) -> None:
 
 
 def protect_at(step: int, out: str) -> None:
-    """As a user to whom permissions apply."""
+    """Run as a user whose permissions are checked (not root)."""
 
     def protect() -> None:
         os.chmod(out, 0o555)
@@ -152,7 +152,7 @@ def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, f
     assert failed.wait() == 1
     reason = os.strerror(errno.EACCES if fault == "read-only" else errno.ENOENT)
     assert failed.err.startswith(f"error: {out}/metrics.jsonl cannot be written: {reason}; ")
-    if fault != "read-only":  # as that user, what these tests started the process with may not clean up
+    if fault != "read-only":  # here the user may not remove the files of the parent process, and prints more lines
         assert failed.err.count("\n") == 1
     if fault == "removed":
         assert not out.exists()
@@ -164,7 +164,7 @@ def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, f
 
 
 def test_a_full_disk_under_the_report(tmp_path: Path, disk: Path) -> None:
-    """The run is complete, and its page is not there."""
+    """The run is complete, but its report is missing."""
     write_run(tmp_path)
     run("distill", tmp_path / "run.yaml", f"out={disk}/out", "checkpoint.every=0")
     (disk / "out" / "report.html").unlink()

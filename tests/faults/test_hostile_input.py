@@ -1,4 +1,4 @@
-"""Configurations, data and models of a stranger: loaded, or refused in a few lines; none of their code runs."""
+"""Configurations, data and models from strangers: loaded, or refused in a few lines; none of their code runs."""
 
 import ast
 import contextlib
@@ -42,7 +42,7 @@ def readable(error: pytest.ExceptionInfo[ValueError]) -> str:
 
 
 def foreign(folder: Path, known: bool) -> Path:
-    """A model whose folder brings its classes along. known: its type is also one of transformers' own."""
+    """Write a model whose folder contains its classes. known: its type is also one of transformers' types."""
     save_model(folder)
     marked = f"open({str(folder / MARKER)!r}, 'a').write('x')\n"
     begin = "from transformers import"
@@ -87,13 +87,13 @@ def test_code_that_comes_with_a_model_is_not_run_by_any_way_in(
     folder = foreign(tmp_path / "foreign", known)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     for load in (Decoder.from_pretrained, empty_decoder, lambda each: load_tokenizer(str(each))):
-        with contextlib.suppress(ValueError):  # a known type is loaded as transformers' own
+        with contextlib.suppress(ValueError):  # a known type is loaded with transformers' own class
             load(folder)
     assert not (folder / MARKER).exists()
 
 
 def test_every_call_that_could_run_foreign_code_says_whether_it_may() -> None:
-    """No default of transformers decides: it is to ask."""
+    """The run must ask, whatever transformers' default is."""
     silent = []
     files = [*(ROOT / "stillhouse").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
     for path in files:
@@ -209,7 +209,7 @@ def test_a_damaged_tokenizer(tmp_path: Path, file: str, values: dict[str, Any]) 
 
 
 def test_an_id_that_the_library_would_count_up_to(tmp_path: Path) -> None:
-    """For minutes, whenever the tokenizer is saved."""
+    """With such an id, saving the tokenizer would take minutes."""
     toy_tokenizer().save_pretrained(tmp_path)
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -300,7 +300,7 @@ ENDLESS = {
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_chat_template_without_an_end(conversations: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.5)
-    for on_error in ("raise", "skip"):  # about the template: no record after it would fare better
+    for on_error in ("raise", "skip"):  # the template itself is wrong, so every record fails
         with pytest.raises(DataError, match=r"took more than 0\.5 seconds|MemoryError|GiB of memory") as error:
             load_documents(conversations, chat(template), max_tokens=32, on_error=on_error)
         assert readable(error).startswith(f"{conversations}:1: the chat template")
@@ -308,14 +308,14 @@ def test_a_chat_template_without_an_end(conversations: Path, template: str, monk
 
 def test_a_chat_template_of_endless_text(conversations: Path) -> None:
     endless = "{% for a in range(99999) %}{{ 'a' * 99 }}{% endfor %}"
-    with pytest.raises(DataError, match=r"the chat template makes of it has 9,899,901 characters; expected at most"):
+    with pytest.raises(DataError, match=r"the chat template renders has 9,899,901 characters; expected at most"):
         load_documents(conversations, chat(endless), max_tokens=32)
 
 
 def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
     template = templates.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
     template.render(json.loads(conversations.read_text().splitlines()[0]))
-    process = template.rendered._process
+    process = template.render_isolated._process
     assert process is not None
     (pid, *_) = process.end.peek()[2]
     os.kill(pid, 0)
@@ -371,7 +371,7 @@ def test_columns_and_texts_are_shown_escaped(tmp_path: Path) -> None:
         assert not {"\x1b", "\u202e", "\x07"} & set(text)
 
 
-# Line 17: a record has a stated limit
+# line 17 is longer than a record may be
 
 
 def test_a_record_of_too_many_characters_is_refused_or_skipped(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run folder with a line in its metrics that no run has written: named, with file and line."""
+"""A run folder whose metrics have a line that no run writes: the error names file and line."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ from stillhouse.parallel import Degrees, Mesh, watchdog
 from stillhouse.parallel.processes import start
 from stillhouse.train import inputs
 from stillhouse.train import run as run_module
-from stillhouse.train.logging import RunLog, Silence
+from stillhouse.train.logging import NoLog, RunLog
 
 LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]
 SECONDS, LIMIT = 5, 180
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sleep_at(step: int, seconds: float) -> None:
     """The main thread of this rank does nothing for a while, after the line of a step."""
-    for log in (RunLog, Silence):
+    for log in (RunLog, NoLog):
 
         def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
             original(own, at, *others)
@@ -48,7 +48,7 @@ def sleep_at(step: int, seconds: float) -> None:
 
 def stop_at(step: int) -> None:
     """This rank is stopped there, all of its threads."""
-    for log in (RunLog, Silence):
+    for log in (RunLog, NoLog):
 
         def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
             original(own, at, *others)
@@ -76,7 +76,7 @@ def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
     ranks = hung(folder, out, "fsdp=2", rank)
     which = "error: " if rank == 1 else "error on rank 1: "
     assert ranks[1 - rank].err.startswith(f"{which}rank {rank} (")
-    assert f", process {ranks[rank].process.pid}) has given no sign of life for {SECONDS} s" in ranks[1 - rank].err
+    assert f", process {ranks[rank].process.pid}) has sent no heartbeat for {SECONDS} s" in ranks[1 - rank].err
     assert ranks[1 - rank].err.count("\n") == 1
     if rank == 0:
         return
@@ -90,12 +90,12 @@ def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
 
 
 def test_rank_0_may_hold_the_store(folder: Path) -> None:
-    """Then the store does not answer, or the last sign of life that was read from it has become too old."""
+    """Then the store does not answer, or the last heartbeat that was read from it has become too old."""
     ranks = hung(folder, folder / "store", "fsdp=2", 0, store_in_rank_0=True)
-    silent = "rank 0 on 127.0.0.1, which holds the job's store, has not answered for", "has given no sign of life for"
+    silent = "rank 0 on 127.0.0.1, which holds the job's store, has not answered for", "has sent no heartbeat for"
     assert ranks[1].err.startswith("error on rank 1: rank 0 ")
     assert any(f"{each} {SECONDS} s (train.timeout)" in ranks[1].err for each in silent)
-    assert ranks[1].err.endswith("; a run goes on from its last checkpoint\n")
+    assert ranks[1].err.endswith("; a run continues from its last checkpoint\n")
     assert ranks[1].err.count("\n") == 1
 
 
@@ -114,7 +114,7 @@ def test_a_stopped_rank_is_named_under_every_layout(
 
 @pytest.mark.slow
 def test_a_main_thread_that_hangs_is_found_too(folder: Path) -> None:
-    """Though its process gives signs of life: what it does is still the step before the other rank's."""
+    """Though its process sends heartbeats: what it does is still the step before the other rank's."""
     out = folder / "asleep"
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", "data.eval=0", f"out={out}"]
     ranks = Ranks(2, *arguments, hook=sleep_at, hook_arguments=(5, LIMIT), hook_rank=1)
@@ -169,7 +169,7 @@ def test_a_rank_that_does_not_come(folder: Path) -> None:
 
 
 def test_a_rank_that_does_not_end_reading_its_data(folder: Path) -> None:
-    """It gives signs of life, and the others have waited for it long enough."""
+    """It sends heartbeats, and the others have waited for it long enough."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'reading'}"]
     ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(LIMIT,), hook_rank=1)
     assert ranks[0].wait(LIMIT) == 1, ranks.texts
@@ -212,7 +212,7 @@ def test_a_killed_rank_is_one_line_on_the_others(folder: Path, layout: str, rank
     (line,) = ranks[1 - rank].err.splitlines()
     assert line.startswith(f"error: {LOST}" if rank == 1 else ("error on rank 1: "))
     assert LOST in line or "rank 0 (" in line
-    assert "goes on from" in line
+    assert "continues from" in line
 
 
 def test_one_process_has_no_watchdog(folder: Path) -> None:
@@ -239,7 +239,7 @@ def test_torchrun_ends_the_job(folder: Path, rank: int) -> None:
         _, err = job.communicate(timeout=LIMIT)
     assert job.returncode == 1
     assert f"rank {rank} (" in err
-    assert f"process {children[rank]}) has given no sign of life for 10 s" in err
+    assert f"process {children[rank]}) has sent no heartbeat for 10 s" in err
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 

@@ -10,7 +10,7 @@ from ranks import Ranks
 from runs import Command, contents, metrics, run, save_model, write_run
 from test_checkpoints import BEFORE, NEWEST, at_once, interrupted, layout, whole, zeroed
 
-from stillhouse.train.logging import RunLog, Silence
+from stillhouse.train.logging import NoLog, RunLog
 
 __all__ = ["layout", "whole"]
 
@@ -19,14 +19,14 @@ def lose_folder(folder: str, step: int, to: str) -> None:
     """Rank 1 does not see the run's folder any more, as where a file system is not mounted any more."""
     at_once()
     os.chdir(folder)
-    original = Silence.train
+    original = NoLog.train
 
-    def wrapped(log: Silence, at: int, *others: Any) -> None:
+    def wrapped(log: NoLog, at: int, *others: Any) -> None:
         original(log, at, *others)
         if at == step:
             os.chdir(to)
 
-    Silence.train = wrapped  # type: ignore[method-assign]
+    NoLog.train = wrapped  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("layout_of_run", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
@@ -40,7 +40,7 @@ def test_a_folder_that_one_rank_loses(tmp_path: Path, layout_of_run: str) -> Non
     work.mkdir()
     ranks = Ranks(2, *arguments, hook=lose_folder, hook_arguments=(str(work), 3, str(elsewhere)))
     assert ranks.wait() == [1, 1], ranks.texts
-    assert "step-00000004 cannot be written: the ranks do not see one folder any more" in ranks[0].err
+    assert "step-00000004 cannot be written: the ranks no longer see the same folder" in ranks[0].err
     assert [path.name for path in (work / "runs/a/checkpoints").iterdir() if path.suffix == ""] == [BEFORE]
 
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_that_is_another_one_on_each_machine(layout: tuple[Path, st
     arguments = ["distill", folder / "run.yaml", f"out={tmp_path}/out", override, "checkpoint.resume=given"]
     ranks = Ranks(2, *arguments, hook=in_own_folder, hook_arguments=(str(tmp_path),))
     assert ranks.wait() == [1, 1], ranks.texts
-    assert "error: given is not the same for all ranks: each of them reads another state.json" in ranks[0].err
+    assert "error: given is not the same for all ranks: they read different files state.json" in ranks[0].err
 
 
 def in_own_folder(parent: str) -> None:
@@ -135,5 +135,8 @@ def test_a_configuration_with_several_faults_is_one_line(whole: Path, tmp_path: 
     text = path.read_text()
     path.write_text(text[: text.index("best: eval/cross_en") + len("best: eval/cross_en")])
     refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
-    assert refused.err.startswith(f"error: out: {out} holds something else: {path} is no run's configuration of this")
+    assert refused.err.startswith(
+        f"error: out: {out} does not contain a run of this version of stillhouse: {path} cannot be read as a "
+        "configuration"
+    )
     assert refused.err.count("\n") == 1

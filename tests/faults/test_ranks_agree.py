@@ -98,7 +98,7 @@ def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path,
     assert ranks.wait() == [1, 1], ranks.texts
     named = ranks[0].err.partition("error: ")[2].partition(":")[0]
     assert named == which
-    assert "rank 1 reads something else than rank 0 under the same name" in ranks[0].err
+    assert "rank 1 and rank 0 read different files under the same name" in ranks[0].err
     assert not (tmp_path / "out").exists()
 
 
@@ -111,7 +111,7 @@ def older(rank: int) -> None:
 def test_unlike_versions_are_a_warning(here: Path, tmp_path: Path) -> None:
     ranks = Ranks(2, "distill", here / "run.yaml", f"out={tmp_path}/out", hook=older, hook_arguments=(1,))
     assert ranks.wait() == [0, 0]
-    assert "warning: rank 1 runs transformers 5.0.0 and rank 0 5." in ranks[0].out
+    assert "warning: rank 1 runs transformers 5.0.0 and rank 0 runs transformers 5." in ranks[0].out
 
 
 def hold_before_lock(path: str) -> None:
@@ -144,7 +144,7 @@ def test_a_second_run_that_loaded_while_the_first_one_worked(whole: Path, tmp_pa
     before = contents(out)
     go.touch()
     assert other.wait() == 1
-    assert f"error: out: {out} holds another run, with a different train.learning_rate" in other.err
+    assert f"error: out: {out} contains another run, with a different train.learning_rate" in other.err
     assert contents(out) == before | {".lock": b""}
 
 

@@ -55,12 +55,12 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:
-    """It said so in one line, without a traceback or a warning, and left a checkpoint of that step and no model."""
+    """The run reported the stop in one line, without a traceback, and left a checkpoint of the step but no model."""
     checkpoint = out / "checkpoints" / f"step-{step:08d}"
     stopped = f"stopped by {name} after step {step}; checkpoint {checkpoint};"
     *before, last = command.err.splitlines()
     assert last.startswith(stopped)
-    assert last.endswith("goes on from there")
+    assert last.endswith("continues from it")
     assert len(before) == 0 or before == [
         f"{name}: finishing this step and a checkpoint of it; a second signal ends the run at once"
     ]
@@ -117,7 +117,7 @@ def test_all_ranks_stop_at_one_step(plain: Path, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rank", [1, None])
 def test_ranks_that_are_signalled_from_outside(plain: Path, layout: str, rank: int | None) -> None:
-    """At any point: rank 1 alone, or all at once, which they need not notice in the same step."""
+    """At any moment, a signal to rank 1 only, or to all ranks, which may notice it in different steps."""
     arguments = ["distill", plain / "run.yaml", f"parallel.{layout}"]
     undisturbed, out = plain / f"{layout} undisturbed", plain / f"{layout} outside {rank}"
     if not undisturbed.exists():
@@ -172,7 +172,7 @@ def test_before_the_first_step_it_ends_at_once(whole: Path, where: str, name: st
     word = "interrupted" if name == "SIGINT" else f"stopped by {name}"
     assert command.err.count("\n") == 1
     assert command.err.startswith(f"{word}; `stillhouse distill ")
-    assert "goes on from the run's last checkpoint, or from the start where there is none yet" in command.err
+    assert "continues from the run's last checkpoint, or from the start if there is none yet" in command.err
     assert "minimise" in command.out  # what was printed before is not lost
     run(*arguments)
     assert_same_run(out, whole / "whole")

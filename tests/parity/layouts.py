@@ -84,8 +84,8 @@ class Case:
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
         flags |= {"other_tokens": self.other_tokens}
-        asked = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
-        more = asked + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
+        objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
+        more = objective + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
@@ -237,7 +237,7 @@ def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
     needs = case.spec.needs_teacher and not case.top_k and case.lora != "base"
     made = ModelSource(partial(learner, student))
     if case.lora:
-        # A and B are drawn where they lie, and B too, or A would have no gradient
+        # A and B are initialised on this rank; B must not be zero, or A would have no gradient
         draw = partial(draw_lora, seed=2, fresh=False)
         made = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
     return made, ModelSource(partial(decoder, teacher, 1)) if needs else None

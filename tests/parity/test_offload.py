@@ -74,9 +74,13 @@ def test_offloaded_training_is_the_training(tmp_path: Path, mesh: Mesh, family: 
 @pytest.mark.parametrize(
     ("degrees", "device", "message"),
     [
-        (Degrees(fsdp=2), "cpu", "got true on device cpu, whose memory holds everything already"),
-        (Degrees(tensor=2), "cuda", "set under tensor 2: expected parallel.fsdp, replicate or context above 1"),
-        (Degrees(), "cuda", "set under 1 process: expected"),
+        (Degrees(fsdp=2), "cpu", "got true on a CPU, where everything is in host memory already"),
+        (
+            Degrees(tensor=2),
+            "cuda",
+            "under tensor 2, which does not use FSDP: expected parallel.fsdp",
+        ),
+        (Degrees(), "cuda", "under 1 process, which does not use FSDP: expected"),
     ],
 )
 def test_an_offload_of_nothing_is_refused(degrees: Degrees, device: str, message: str) -> None:

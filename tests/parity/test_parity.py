@@ -118,6 +118,8 @@ SLOW = [
     Case(layout("zero_bubble", fsdp=2, pipeline=2, expert=2), "qwen3_moe", micro_batches=4),
     Case(layout(fsdp=2, expert=2), "qwen3_moe", checkpointing=True),
     Case(layout(pipeline=2), "qwen3_moe", checkpointing=True),
+    Case(layout("zero_bubble", pipeline=2), "qwen3_moe", micro_batches=4, checkpointing=True),
+    Case(layout(context=2), "qwen3_moe", checkpointing=True),
     *(
         Case(layout(**ours), family, teacher=layout(**theirs))
         for family, ours, theirs in (

@@ -1,4 +1,4 @@
-// The page's two live parts: charts that share one cursor, and the read-out of a held-out token.
+// The two interactive parts of the page: charts that share one cursor, and the figures of a held-out token.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -22,7 +22,7 @@
     return String(+value.toPrecision(4));
   };
   const percent = (share) => (share !== 0 && Math.abs(share) < 0.001 ? "<0.1 %" : (100 * share).toFixed(1) + " %");
-  // Labels of one axis, in one notation.
+  // The labels of an axis, all in the same notation.
   const ticks = (chart) => (plot, values) => {
     const largest = Math.max(...values.map(Math.abs));
     const text = (value) => {
@@ -38,7 +38,7 @@
   const plots = [];
   let drawn = 0;
 
-  // Of one series, the point nearest to the cursor: series are evaluated at different steps.
+  // The point of a series that is nearest to the cursor. Each series may have values at different steps.
   const nearest = (plot, series, index, at) => {
     const [steps, values] = [plot.data[0], plot.data[series]];
     if (values[index] != null) return index;
@@ -72,8 +72,8 @@
     });
   };
 
-  // The x axis counts whole steps, the same ones in every chart. The y axis is as wide as its labels; a logarithmic
-  // one is marked at powers of ten, or also at 2 and 5 where it spans less than two of them.
+  // The x axis has whole steps, the same in every chart. The y axis is as wide as its labels. A logarithmic axis has
+  // marks at powers of ten; if it spans less than two of them, also at 2 and 5.
   const lastStep = Math.max(1, ...data.charts.flatMap((chart) => chart.series.map((series) => series.steps.at(-1))));
   const steps = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].flatMap((power) => [power, 2 * power, 5 * power]);
   const widest = (plot, labels) => 12 + Math.max(3, ...(labels || []).map((label) => label.length)) * 6.3;
@@ -97,7 +97,7 @@
         grid: { stroke: () => colour("--grid"), width: 1, ...(chart.log && { filter: marked }) },
         font: "11px system-ui, sans-serif", gap: 6, space: 28, values: ticks(chart), size: widest, ...(chart.log && { filter: marked }) },
     ],
-    // The page's own run is drawn last, over the others.
+    // The page's own run is drawn last, on top of the others.
     series: [{}, ...chart.series.map((series) => ({
       stroke: () => colour("--run-" + series.run),
       width: (series.run === 0 ? 1.75 : 1.25) - (series.steps.length > 300 ? 0.25 : 0),
@@ -119,7 +119,7 @@
       const pointed = plot.cursor.idx != null && plot.cursor.left >= 0;
       let step = null;
       values.forEach((node, index) => {
-        const column = count - index; // series are in reverse
+        const column = count - index; // series are in reverse order
         const series = chart.series[index];
         const row = pointed ? plot.cursor.idxs[column] : null;
         const value = row == null ? series.values.findLast((one) => one !== null) : plot.data[column][row];
@@ -134,8 +134,8 @@
       root.dataset.charts = String(++drawn);
     };
 
-    // A null is a gap; a step that only another series has does not cut the line. The last column only makes every
-    // chart begin at 0 and end at the last step of all.
+    // A null is a gap in the line; a step that only another series has is not a gap. The last column has no values: it
+    // makes every chart begin at 0 and end at the last step of all charts.
     const columns = [...chart.series.map((series) => [series.steps, series.values]).reverse(), [[0, lastStep], [null, null]]];
     const table = uPlot.join(columns, columns.map((column, index) => [0, index < count ? 2 : 0])).slice(0, -1);
     const plot = new uPlot(chartOptions(place, chart, onCursor, onDraw), table, place);
@@ -209,7 +209,7 @@
     readout.hidden = true;
   };
 
-  // One stop of the Tab key per document; the arrow keys walk its tokens.
+  // The Tab key goes from document to document; the arrow keys go from token to token.
   const walk = (event) => {
     const token = event.target;
     const next = {

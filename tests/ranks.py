@@ -1,12 +1,12 @@
-"""The ranks of one `stillhouse` command without torchrun: processes that a fork server starts in about a second.
+"""The ranks of one `stillhouse` command without torchrun. A fork server starts these processes in about a second.
 
     ranks = Ranks(2, "distill", folder / "run.yaml", "parallel.fsdp=2")
     ranks.send(signal.SIGSTOP, 1)
     codes = ranks.wait()
     ranks[0].err
 
-The ranks meet at a store of this test process, as those that torchrun starts meet at the store of its agent; with
-`store_in_rank_0` rank 0 holds the store, as it does where TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set.
+The ranks connect to a store of this test process, as ranks of torchrun connect to the store of torchrun's agent. With
+`store_in_rank_0` the store is in rank 0, as with TORCH_DISABLE_SHARE_RDZV_TCP_STORE.
 """
 
 import signal
@@ -24,9 +24,9 @@ HOST = "127.0.0.1"
 class Ranks:
     """`count` processes of one command.
 
-    hook: called first in each of the processes, for faults that only a test wants; with hook_rank in one of them.
-    environment: variables beside those that torchrun sets.
-    by_rank: arguments of each rank beside those of all.
+    hook: a function that causes a fault. Every process calls it first; with hook_rank, only this rank does.
+    environment: variables in addition to those that torchrun sets.
+    by_rank: for each rank, arguments in addition to the common ones.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Ranks:
         return iter(self.commands)
 
     def send(self, number: signal.Signals, rank: int | None = None) -> None:
-        """To one rank, or to all that are still there. A rank that has ended is passed over."""
+        """Send a signal to one rank, or to all. A rank that has ended is skipped."""
         for command in self.commands if rank is None else [self.commands[rank]]:
             if command.process.exitcode is None:
                 command.send(number)
 
     def wait(self, seconds: float = 120, grace: float = 20) -> list[int]:
-        """The exit code of each rank; a negative one is the signal that ended it.
+        """Return the exit code of each rank; a negative one is the signal that ended it.
 
-        As torchrun does, SIGTERM and then SIGKILL end the ranks that are left `grace` seconds after one of them has
-        failed. Raises AssertionError where no rank has failed and some still run after `seconds`.
+        If a rank has failed, the others get SIGTERM after `grace` seconds and SIGKILL later; torchrun does the same.
+        Raises AssertionError if no rank has failed and some still run after `seconds`.
         """
         end = time.monotonic() + seconds
         failed_at: float | None = None
@@ -95,7 +95,7 @@ class Ranks:
 
     @property
     def texts(self) -> str:
-        """What all ranks have printed, for messages of failed tests."""
+        """All output of all ranks, for the messages of failed tests."""
         return "".join(f"rank {rank}:\n{each.out}{each.err}" for rank, each in enumerate(self.commands))
 
     @property

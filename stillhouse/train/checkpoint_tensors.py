@@ -1,0 +1,164 @@
+"""The tensors of a checkpoint: the student's weights, the optimizer's moments and the random generators' states.
+
+    student.<parameter>                   a weight or a buffer
+    optimizer.state.<parameter>.<moment>  a moment of AdamW
+    random.<device>.<rank>                the state of a random generator (without a rank in a run of one process)
+
+Under FSDP, tensor or expert parallelism a rank has only a shard of a tensor, as a DTensor.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from stillhouse.parallel import Runner
+from stillhouse.parallel.gradients import copies, local
+from stillhouse.train.export import WEIGHT
+from stillhouse.train.files import gather_from_ranks
+
+RANDOM = "random."
+_MOMENT = "optimizer.state."
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
+
+
+def checkpoint_tensors(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All tensors of a checkpoint that this rank holds, by their names."""
+    tensors = student_weights(runner) | random_states(runner)
+    for name, parameter in _trained_parameters(runner).items():
+        # the optimizer's hyper-parameters are not saved: they come from the configuration
+        tensors |= {f"{_MOMENT}{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return tensors
+
+
+def student_weights(runner: Runner) -> dict[str, Any]:
+    """This rank's parameters and buffers of the student. A head tied to the embedding has the embedding's name.
+
+    Frozen parameters are left out: an adapter's base weights are in the files of the base model.
+    """
+    weights: dict[str, Any] = {}
+    for student in runner.students():
+        frozen = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
+        for name, value in student.state_dict().items():
+            if name not in frozen:
+                weights.setdefault(f"{WEIGHT}{runner.shared_name(name)}", value)
+    return weights
+
+
+def empty_moments(runner: Runner, without_moments: list[str]) -> dict[str, Tensor]:
+    """Zeros with the names and shapes of the optimizer's moments on this rank, into which DCP reads a checkpoint.
+
+    without_moments: parameters for which the checkpoint has no moments.
+    """
+    return {
+        f"{_MOMENT}{name}.{key}": torch.zeros_like(parameter) if key != "step" else torch.zeros(())
+        for name, parameter in _trained_parameters(runner).items()
+        for key in _MOMENTS
+        if name not in without_moments
+    }
+
+
+def parameters_without_moments(runner: Runner, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The parameters of all ranks that never had a gradient, so that the optimizer has no state for them."""
+    own = [name for name, parameter in _trained_parameters(runner).items() if parameter not in optimizer.state]
+    return sorted({name for each in gather_from_ranks(own, runner.mesh) for name in each})
+
+
+def random_states(runner: Runner) -> dict[str, Tensor]:
+    """The states of this process's random generators.
+
+    All tensor ranks of a group load the state of the first one: dropout must drop the same elements of the hidden
+    states that they all hold.
+    """
+    mesh = runner.mesh
+    own = "" if mesh is None else f".{mesh.everyone.rank() - mesh.coordinate('tensor')}"
+    device = _device(runner)
+    states = {f"{RANDOM}cpu{own}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"{RANDOM}cuda{own}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore(tensors: Mapping[str, Any], runner: Runner, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the optimizer's moments, the random generators and the second copy of a tied weight.
+
+    tensors: by name, as DCP has just read them. DCP has written all other weights into the parameters already.
+    """
+    parameters = _trained_parameters(runner)
+    for name, parameter in runner.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        shared = runner.shared_name(name)
+        found = {key: tensors.get(f"{_MOMENT}{shared}.{key}") for key in _MOMENTS}
+        if parameter is not parameters[shared]:
+            local(parameter.detach()).copy_(local(parameters[shared].detach()))
+            found = {key: None if value is None else value.clone() for key, value in found.items()}
+        optimizer.state.pop(parameter, None)
+        if found["step"] is not None:
+            optimizer.state[parameter] = found
+    for name in random_states(runner).keys() & tensors.keys():
+        if name.startswith(f"{RANDOM}cpu"):
+            torch.set_rng_state(tensors[name])
+        else:
+            torch.cuda.set_rng_state(tensors[name], _device(runner))
+
+
+def bytes_to_write(tensors: Mapping[str, Any], runner: Runner) -> int:
+    """The size of a checkpoint: all tensors, and the student's weights a second time for the folder `student`."""
+    weights = {name: each for name, each in tensors.items() if name.startswith(WEIGHT)}
+    own = sum(_share_of(each, runner) * each.element_size() for held in (tensors, weights) for each in held.values())
+    return round(sum(gather_from_ranks(own, runner.mesh)))
+
+
+def element_count(tensors: Mapping[str, Any], runner: Runner) -> int:
+    """The number of elements in the weights and moments of all ranks. Copies of an element count once."""
+    names = {name for name in tensors if not name.startswith(RANDOM)}
+    if runner.tied and runner.pipeline is not None and 0 not in runner.pairs:
+        # the head's copy of a tied embedding, which only the first stage saves
+        shared = runner.students()[0].embedding_name
+        names -= {f"{WEIGHT}{shared}", *(f"{_MOMENT}{shared}.{key}" for key in _MOMENTS)}
+    return round(sum(gather_from_ranks(sum(_share_of(tensors[name], runner) for name in names), runner.mesh)))
+
+
+def require_fit(
+    path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], whole: bool
+) -> None:
+    """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
+
+    DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
+    wanted: the tensors that this process will load. whole: this process has the whole student, so a stored tensor
+    that is not wanted is an error, too.
+    """
+    shapes = {name: tuple(each.size) for name, each in stored.items()}
+    expected = {name: tuple(value.shape) for name, value in wanted.items()}
+    names = shapes.keys() | expected.keys() if whole else expected.keys()
+    for name in sorted(name for name in names if name.startswith((WEIGHT, _MOMENT))):
+        there, here = (f"of shape {each[name]}" if name in each else "absent" for each in (shapes, expected))
+        if there != here:
+            raise ValueError(
+                f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
+                "expected the same student that wrote the checkpoint"
+            )
+
+
+def _trained_parameters(runner: Runner) -> dict[str, nn.Parameter]:
+    """This rank's trained parameters, by their names in a checkpoint; of two copies of a tied weight, the first."""
+    parameters: dict[str, nn.Parameter] = {}
+    for name, parameter in runner.named_parameters():
+        if parameter.requires_grad:
+            parameters.setdefault(runner.shared_name(name), parameter)
+    return parameters
+
+
+def _share_of(tensor: Any, runner: Runner) -> float:
+    """The number of a tensor's elements on this rank, divided by the number of ranks that hold the same elements."""
+    degrees = runner.layout.degrees
+    return local(tensor).numel() / copies(tensor, degrees.processes // degrees.pipeline)
+
+
+def _device(runner: Runner) -> torch.device:
+    """The device on which the run computes; the weights may be offloaded to host memory."""
+    return next(runner.students()[0].parameters()).device if runner.mesh is None else runner.mesh.device
