@@ -105,6 +105,7 @@ def cli(context: click.Context) -> None:
     stillhouse demo                          distill a small model, in minutes, without a download
     stillhouse check run.yaml                check everything before a long run
     stillhouse distill run.yaml train.learning_rate=2e-5
+    stillhouse cache run.yaml --out caches/a  write the teacher's signals once, for many runs
     stillhouse report runs/a
     stillhouse verify runs/a                 check the folder of a run
     """
@@ -197,6 +198,55 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     destroy_process_group()
     if not same:
         raise ValueError("under at least one layout, the step differs from the same step in one process")
+
+
+@cli.command()
+@configured
+@click.option("--signal", type=click.Choice(["hidden", "top_k"]), default="hidden", show_default=True,
+              help="hidden: exact, at any temperature. top_k: only the likeliest ids.")  # fmt: skip
+@click.option("--top-k", type=click.IntRange(1), default=64, show_default=True, help="Ids per token of top_k.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+              help="Of the stored numbers. [default: the teacher's; float32 for top_k]")  # fmt: skip
+def cache(arguments: tuple[str, ...], signal: str, top_k: int, dtype: str | None, **flags: str | None) -> None:
+    """Write a teacher's signals to disk, once, for any number of runs.
+
+    CONFIG is the configuration of a run: its data, template, lengths and teacher. `--out` is the folder of the
+    cache. The same command continues an interrupted one. `info` and `verify` look at a cache.
+
+    \b
+    stillhouse cache --teacher Qwen/Qwen3-8B --data train.jsonl --out caches/qwen3-8b
+    stillhouse cache run.yaml --out caches/qwen3-8b-top64 --signal top_k --top-k 64
+    stillhouse cache info caches/qwen3-8b
+    stillhouse cache verify caches/qwen3-8b
+    """
+    if arguments[:1] in (("info",), ("verify",)):
+        _look_at_cache(arguments)
+        return
+    if flags["out"] is None:
+        raise click.UsageError("--out is missing: expected the folder of the cache", _context())
+    out = Path(flags["out"])
+    given = {**flags, "student": flags["student"] or flags["teacher"]} if not arguments else flags
+    config = _load(arguments, given)
+    _quiet_libraries()
+    from stillhouse.parallel import destroy_process_group, is_first
+    from stillhouse.train.write_cache import write_cache
+
+    manifest = write_cache(config, out, "top_k" if signal == "top_k" else "hidden", top_k=top_k, dtype=dtype)
+    if is_first():
+        click.echo(manifest.summary(out))
+    destroy_process_group()
+
+
+def _look_at_cache(arguments: tuple[str, ...]) -> None:
+    what, *folders = arguments
+    if len(folders) != 1:
+        raise click.UsageError(f"`stillhouse cache {what}` takes the folder of one cache", _context())
+    from stillhouse.teachers import SignalCache
+
+    cache = SignalCache(Path(folders[0]))
+    if what == "verify":
+        cache.verify()
+    click.echo(cache.manifest.summary(cache.folder))
 
 
 @cli.command()
@@ -338,6 +388,8 @@ def _effect_of_repeating(arguments: Sequence[str]) -> str:
     """What the same command does when it is started again."""
     if arguments[:1] == ["distill"]:
         return "continues from the run's last checkpoint, or from the start if there is none yet"
+    if arguments[:1] == ["cache"]:
+        return "continues with the first shard that is not complete"
     return "starts again"
 
 

@@ -28,6 +28,8 @@ TOGETHER = {
     "test_demo_run": "demo",
     "test_train_adapter": "adapter",
     "test_parallel_loading": "loading",
+    "test_teacher_cache": "cache",
+    "test_teacher_cache_layouts": "cache",
     "test_checkpoints": "faults of checkpoints",
     "test_origins": "faults of checkpoints",
     "test_ranks_agree": "faults of checkpoints",

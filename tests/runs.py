@@ -69,12 +69,18 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def write_run(
-    folder: Path, *, family: str = "llama", tied: bool | None = None, teacher: bool = True, **settings: Any
+    folder: Path,
+    *,
+    family: str = "llama",
+    tied: bool | None = None,
+    teacher: bool = True,
+    cached: bool = False,
+    **settings: Any,
 ) -> RunConfig:
     """A configuration in `folder`, as `folder/run.yaml` too, and what it names and is not there yet.
 
     `settings` has dotted keys. Float32, 6 steps of 4 packed sequences of 32 tokens, two to a micro-batch; the
-    evaluation data are a file.
+    evaluation data are a file. cached: the teacher is a cache, which `settings` names.
     """
     if not (folder / "student").exists():
         save_model(folder / "student", family, tied=tied, seed=1)
@@ -96,7 +102,7 @@ def write_run(
         "train.precision": "fp32",
         "device": "cpu",
         "out": str(folder / "out"),
-    } | ({"teacher.model": str(folder / "teacher")} if teacher else {})
+    } | ({"teacher.model": str(folder / "teacher")} if teacher and not cached else {})
     layer: dict[str, Any] = {}
     for key, value in (given | settings).items():
         section, _, name = key.rpartition(".")

@@ -276,7 +276,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("function", ["save_student", "_flush"])
+@pytest.mark.parametrize("function", ["save_student", "flush"])
 def test_a_kill_while_saving_loses_only_what_came_after_the_last_one(
     tmp_path: Path, uninterrupted: Path, function: str
 ) -> None:
@@ -287,7 +287,7 @@ def test_a_kill_while_saving_loses_only_what_came_after_the_last_one(
     folder = tmp_path / "out" / "checkpoints"
     assert names(folder) == ["step-00000002", "step-00000004.partial"]
     assert (folder / "step-00000004.partial" / "resume").is_dir()
-    assert (folder / "step-00000004.partial" / "state.json").exists() == (function == "_flush")
+    assert (folder / "step-00000004.partial" / "state.json").exists() == (function == "flush")
     assert metrics(tmp_path / "out")[-1]["step"] == 4
     again = run("distill", *settings)
     assert f"resuming from {folder}/step-00000002" in again.out

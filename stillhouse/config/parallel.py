@@ -41,8 +41,8 @@ class ParallelConfig(Section):
     schedule: Literal["gpipe", "1f1b", "1f1b_ahead", "interleaved", "zero_bubble", "zbv"] = Field(
         default="1f1b",
         description="Pipeline schedule. The last three have two stages on each rank and less idle time. 1f1b_ahead"
-        " runs the next step's teacher in idle time; it needs a teacher that is not the student's base and has no"
-        " layout of its own.",
+        " runs the next step's teacher in idle time; it needs a teacher in the student's stages: not the student's"
+        " base, not in a layout of its own, not in a cache.",
     )
     gather_dtype: Literal["bfloat16"] | None = Field(
         default=None,

@@ -180,6 +180,13 @@ class StepMicroBatches(Sequence[MicroBatch]):
         """What the step's losses are divided by: the number of its target tokens, at least 1."""
         return max(1, sum(each.valid_tokens for each in self._micro_batches))
 
+    def document_tokens(self, document: int) -> np.ndarray:
+        """The token ids of a document, by its number in `MicroBatch.document_T`."""
+        for each in self._micro_batches:
+            if bool((is_of_T := each.document_T == document).any()):
+                return each.input_ids_BS.flatten()[is_of_T].cpu().numpy()
+        raise ValueError(f"no micro-batch of this step has document {document}")
+
 
 def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
     """Rows of a tensor [T, …], with `padding` where the index is -1."""

@@ -115,6 +115,9 @@ class PackedMicroBatches(StepMicroBatches):
         held = (document for each in self.rows for document in self.documents(each))
         return max(1, sum(int(documents.targets(document)[1:].sum()) for document in held))
 
+    def document_tokens(self, document: int) -> np.ndarray:
+        return self.sequences.documents.tokens(document)
+
     def documents(self, rows: np.ndarray) -> list[int]:
         """The numbers of the documents of some sequences."""
         return [document for sequence in rows for document in self.sequences.members(sequence).tolist()]

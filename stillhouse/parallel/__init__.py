@@ -16,7 +16,9 @@ from stillhouse.parallel.processes import (
     local_rank,
     log_rank0,
     process_count,
+    process_rank,
     start,
+    wait_for_all,
 )
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
@@ -48,9 +50,11 @@ __all__ = [
     "only_layers",
     "padded_shapes",
     "process_count",
+    "process_rank",
     "require_own_teacher",
     "shard_micro_batches",
     "single_process_runner",
     "start",
+    "wait_for_all",
     "watchdog",
 ]

@@ -161,7 +161,7 @@ def require_own_teacher(layout: Layout, student_source: ModelSource, *, teacher_
     """
     if layout.stages == 1 or not SCHEMES[layout.schedule].prefetch:
         return
-    why = "is the student without its adapter" if student_source.teacher_is_base else "has a layout of its own"
+    why = "is the student without its adapter" if student_source.teacher_is_base else "has no layers in its stages"
     if student_source.teacher_is_base or teacher_head_only:
         raise ValueError(
             f"schedule {layout.schedule} for a teacher that {why}: it runs a model of the teacher's own, "

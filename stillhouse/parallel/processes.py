@@ -33,6 +33,10 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def process_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes and prints."""
     return os.environ.get("RANK", "0") == "0"
@@ -69,6 +73,12 @@ def join(layout: Layout, device: torch.device, timeout: float) -> Mesh | None:
         return None
     start(device, timeout)
     return Mesh(layout.degrees, device)
+
+
+def wait_for_all() -> None:
+    """Wait until all processes of the job have called this."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def destroy_process_group() -> None:

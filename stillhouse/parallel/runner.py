@@ -102,7 +102,11 @@ class Runner:
     @property
     def has_results(self) -> bool:
         """Whether sums over ranks include this rank and it has the last stage."""
-        return self.is_counted and self.layout.stages - 1 in self.pairs
+        return self.is_counted and self.has_last_stage
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.layout.stages - 1 in self.pairs
 
     def students(self) -> list[Decoder]:
         """The student, or this rank's parts of it."""

@@ -49,12 +49,7 @@ def require_same_configuration(config: RunConfig, device: torch.device) -> list[
             f"rank 0 has {first!r} and rank {rank} has {other!r}: every rank must be started with the same command "
             "and the same file",
         )
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "stillhouse": stillhouse.__version__,
-    }
+    versions = library_versions()
     first, *others = from_all_ranks(versions, device)
     return [
         f"rank {rank} runs {name} {each[name]} and rank 0 runs {name} {first[name]}: their results may differ"
@@ -62,6 +57,16 @@ def require_same_configuration(config: RunConfig, device: torch.device) -> list[
         for name in versions
         if each[name] != first[name]
     ]
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of what decides a result's last digits."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "stillhouse": stillhouse.__version__,
+    }
 
 
 def require_same_sources(hashes: Mapping[str, str], device: torch.device) -> None:

@@ -26,42 +26,62 @@ from stillhouse.parallel import (
     require_own_teacher,
     single_process_runner,
 )
-from stillhouse.teachers import InStageTeacher, NoTeacher, SeparateTeacher, SignalSource
+from stillhouse.teachers import CachedTeacher, InStageTeacher, NoTeacher, SeparateTeacher, SignalCache, SignalSource
 from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.layouts import layout_of
 
 
 def build_engine(
-    config: RunConfig, objective: ObjectiveSpec, layout: Layout, device: torch.device
+    config: RunConfig,
+    objective: ObjectiveSpec,
+    layout: Layout,
+    device: torch.device,
+    cache: SignalCache | None = None,
 ) -> tuple[Engine, SignalSource]:
-    """A run's engine and the source of the teacher's signals. Each rank reads its own part of the weights."""
+    """A run's engine and the source of the teacher's signals. Each rank reads its own part of the weights.
+
+    cache: the teacher's signals, if the configuration names a cache (`open_cache`).
+    """
     mesh = join(layout, device, config.train.timeout)
     if mesh is None:
-        return single_process_engine(config, objective, device)
-    engine, teacher = distributed_engine(config, objective, layout, mesh, device)
+        return single_process_engine(config, objective, device, cache)
+    engine, teacher = distributed_engine(config, objective, layout, mesh, device, cache)
     # ranks with different tokens draw different dropout; tensor ranks, which share tokens, draw the same dropout
     torch.manual_seed(config.seed + mesh.everyone.rank() - mesh.coordinate("tensor"))
     return engine, teacher
 
 
 def single_process_engine(
-    config: RunConfig, objective: ObjectiveSpec, device: torch.device
+    config: RunConfig, objective: ObjectiveSpec, device: torch.device, cache: SignalCache | None = None
 ) -> tuple[Engine, SignalSource]:
     """`build_engine` for one process, which holds both models completely."""
-    student, teacher = load_models(config, device)
-    runner = single_process_runner(student, teacher, teacher_is_base=teacher_is_base(config))
-    return _engine(config, objective, runner, device), _in_stage(config, runner)
+    student = load_student(config, device)
+    if cache is not None:
+        head = _cached_head(config, cache, device)
+        runner = build_runner(Layout(), None, ModelSource(lambda: student), head, teacher_head_only=True)
+    elif config.teacher is None or teacher_is_base(config):
+        runner = single_process_runner(student, None, teacher_is_base=teacher_is_base(config))
+    else:
+        runner = single_process_runner(student, load_teacher(config, device))
+    return _engine(config, objective, runner, device), _source(config, runner, cache)
 
 
 def distributed_engine(
-    config: RunConfig, objective: ObjectiveSpec, layout: Layout, mesh: Mesh, device: torch.device
+    config: RunConfig,
+    objective: ObjectiveSpec,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    cache: SignalCache | None = None,
 ) -> tuple[Engine, SignalSource]:
     """`build_engine` for several processes. Raises ConfigError for a model that the layout does not fit."""
     student = _model_source("student", config.student, device, layout.offload, config.seed)
     build = student.build
     student = replace(student, build=lambda: _trained(build(), config), teacher_is_base=teacher_is_base(config))
     teacher = None
-    if config.teacher is not None and not student.teacher_is_base:
+    if cache is not None:
+        teacher = _cached_head(config, cache, device)
+    elif config.teacher is not None and not student.teacher_is_base:
         teacher = _model_source("teacher", config.teacher, device, layout.offload, config.seed)
     separate_layout, separate = teacher_layout(config), None
     try:
@@ -69,12 +89,13 @@ def distributed_engine(
             separate_mesh = Mesh(separate_layout.degrees, device)
             require_own_teacher(layout, student, teacher_head_only=True)
             separate = _separate_teacher(teacher, separate_layout, separate_mesh, layout, mesh)
-        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
+        head_only = separate is not None or cache is not None
+        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=head_only)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError("parallel", str(error)) from error
-    return _engine(config, objective, runner, device), separate or _in_stage(config, runner)
+    return _engine(config, objective, runner, device), separate or _source(config, runner, cache)
 
 
 def _separate_teacher(
@@ -103,14 +124,38 @@ def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device:
     )
 
 
-def _in_stage(config: RunConfig, runner: Runner) -> SignalSource:
-    return NoTeacher() if config.teacher is None else InStageTeacher(runner)
+def _source(config: RunConfig, runner: Runner, cache: SignalCache | None) -> SignalSource:
+    if config.teacher is None:
+        return NoTeacher()
+    return InStageTeacher(runner) if cache is None else CachedTeacher(cache, runner, config.teacher.tail)
 
 
-def model_fingerprints(config: RunConfig) -> dict[str, str]:
-    """For student and teacher, a hash of the model's files; for a model of the hub, the commit."""
-    models = {"student": config.student, "teacher": config.teacher}
-    return {which: _fingerprint(model) for which, model in models.items() if model is not None}
+def open_cache(config: RunConfig) -> SignalCache | None:
+    """The cache of the teacher's signals, if the configuration names one. Raises ConfigError if it cannot be used."""
+    if config.teacher is None or config.teacher.cache is None:
+        return None
+    try:
+        return SignalCache(Path(config.teacher.cache))
+    except ValueError as error:
+        raise ConfigError("teacher.cache", str(error)) from error
+
+
+def _cached_head(config: RunConfig, cache: SignalCache, device: torch.device) -> ModelSource | None:
+    """The teacher's output head, if the cache has hidden states."""
+    if cache.manifest.signal.kind != "hidden":
+        return None
+    assert config.teacher is not None
+    return _model_source("teacher", config.teacher, device, config.parallel.offload, config.seed)
+
+
+def model_fingerprints(config: RunConfig, cache: SignalCache | None = None) -> dict[str, str]:
+    """For student and teacher, a hash of the model's files; for a model of the hub, the commit; for a cache, its
+    identity.
+    """
+    hashes = {"student": _fingerprint(config.student)}
+    if config.teacher is not None:
+        hashes["teacher"] = _fingerprint(config.teacher) if cache is None else cache.manifest.identity
+    return hashes
 
 
 def require_adapters(student: StudentConfig) -> None:
@@ -128,16 +173,17 @@ def teacher_is_base(config: RunConfig) -> bool:
     return same and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
 
 
-def load_models(config: RunConfig, device: torch.device) -> tuple[Decoder, Decoder | None]:
-    """Load student and teacher onto the device and check that their weights are finite.
-
-    The teacher is None if there is none, or if it is the student's base.
-    """
+def load_student(config: RunConfig, device: torch.device) -> Decoder:
+    """Load the student onto the device, prepare it for training, and check that its weights are finite."""
     student = _trained(_load("student", config.student, device), config)
     draw_lora(student, config.seed)
-    if config.teacher is None or teacher_is_base(config):
-        return student, None
-    return student, _load("teacher", config.teacher, device)
+    return student
+
+
+def load_teacher(config: RunConfig, device: torch.device) -> Decoder:
+    """Load the teacher onto the device and check that its weights are finite."""
+    assert config.teacher is not None
+    return _load("teacher", config.teacher, device)
 
 
 def teacher_layout(config: RunConfig) -> Layout | None:

@@ -24,7 +24,7 @@ def replace_text(path: Path, content: str) -> None:
     partial = path.with_name(f".{path.name}{UNFINISHED}")
     with explained_write_errors(path):
         partial.write_text(content, encoding="utf-8")
-        _flush(partial)
+        flush(partial)
         os.replace(partial, path)
 
 
@@ -41,11 +41,11 @@ def atomic_folder(final: Path, needed_bytes: int | None = None) -> Iterator[Path
         partial.mkdir(parents=True)
         yield partial
         for path in [*partial.rglob("*"), partial]:
-            _flush(path)
+            flush(path)
         if final.exists():
             shutil.rmtree(final)
         os.rename(partial, final)
-        _flush(final.parent)
+        flush(final.parent)
 
 
 @contextmanager
@@ -156,7 +156,8 @@ def _partial(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Write what the operating system holds of a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

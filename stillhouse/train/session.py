@@ -29,11 +29,18 @@ from stillhouse.parallel import (
     start,
     watchdog,
 )
-from stillhouse.teachers import NoTeacher, SeparateTeacher, SignalSource
+from stillhouse.teachers import CachedTeacher, NoTeacher, SeparateTeacher, SignalCache, SignalSource
 from stillhouse.train.agreement import require_same_configuration, require_same_sources
-from stillhouse.train.build import build_engine, model_fingerprints, require_adapters, teacher_is_base, teacher_layout
+from stillhouse.train.build import (
+    build_engine,
+    model_fingerprints,
+    open_cache,
+    require_adapters,
+    teacher_is_base,
+    teacher_layout,
+)
 from stillhouse.train.engine import Engine
-from stillhouse.train.inputs import load_run_data
+from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import StepSchedule, make_step_schedule
@@ -79,6 +86,17 @@ class Session:
         """
         return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.runner.teacher
 
+    @property
+    def cache(self) -> SignalCache | None:
+        """The cache from which the teacher's signals come, if they come from one."""
+        return self.source.cache if isinstance(self.source, CachedTeacher) else None
+
+    @property
+    def has_exact_teacher(self) -> bool:
+        """Whether the teacher's signals give the whole distribution, and not only some ids."""
+        is_sparse = self.cache is not None and self.cache.manifest.signal.top_k is not None
+        return self.config.teacher is not None and not is_sparse
+
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
         uniform_shapes = training and self.runner.layout.stages > 1
@@ -95,9 +113,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     announce: print the resolved objective first, before anything is loaded.
     """
-    spec = objective_spec(config)
+    spec, cache = objective_spec(config), open_cache(config)
     if announce:
-        print(in_words(config, spec), flush=True)
+        print(in_words(config, spec, cache), flush=True)
     require_trackers(config.track)
     require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
@@ -105,11 +123,13 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     watchdog.enter("reading the data", timed=False)
     torch.manual_seed(config.seed)
     data = load_run_data(config)
-    models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config)}
+    if cache is not None:
+        require_cached(config, data, cache)
+    models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, cache)}
     watchdog.enter("comparing data and models")
     require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, device)
     watchdog.enter("loading the models", timed=False)
-    engine, source = build_engine(config, spec, layout, device)
+    engine, source = build_engine(config, spec, layout, device, cache)
     sequences = len(data.train)
     session = Session(
         config=config,
@@ -130,6 +150,23 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     warnings += [*data.warnings, *check_models(session)]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
+
+
+def require_cached(config: RunConfig, data: RunData, cache: SignalCache) -> None:
+    """Raise ConfigError if the cache of the teacher's signals does not fit the data or the objective."""
+    signal = cache.manifest.signal
+    if signal.temperature not in (None, config.objective.temperature):
+        raise ConfigError(
+            "objective.temperature",
+            f"got {config.objective.temperature:g}, but {cache.folder} holds {signal}: expected the same "
+            "temperature, or a cache of hidden states, which gives every temperature",
+        )
+    for key, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
+        if sequences is not None:
+            try:
+                cache.require(sequences.documents, key)
+            except ValueError as error:
+                raise ConfigError("teacher.cache", str(error)) from error
 
 
 def check_models(session: Session) -> list[str]:
@@ -197,10 +234,13 @@ def adapter_in_words(session: Session) -> str:
     return f"{session.student.lora}{teacher}"
 
 
-def in_words(config: RunConfig, spec: ObjectiveSpec) -> str:
+def in_words(config: RunConfig, spec: ObjectiveSpec, cache: SignalCache | None) -> str:
     """The resolved objective as a sentence: the first line that a run prints."""
-    teacher = f" ← {config.teacher.model}" if config.teacher and spec.needs_teacher else ""
-    over = "over the full vocabulary, " if spec.needs_teacher else ""
+    teacher = f" ← {config.teacher.cache or config.teacher.model}" if config.teacher and spec.needs_teacher else ""
+    over = ""
+    if spec.needs_teacher:
+        signal = None if cache is None else cache.manifest.signal
+        over = "over the full vocabulary, " if signal is None or signal.top_k is None else f"over {signal}, "
     return (
         f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
         f"mean over {config.objective.tokens} tokens of each step: "

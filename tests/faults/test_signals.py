@@ -158,7 +158,7 @@ def signal_when(module: str, name: str, number: signal.Signals) -> None:
 
 BEFORE_TRAINING = {
     "preparing": ("stillhouse.train.inputs", "load_data"),
-    "loading": ("stillhouse.train.build", "load_models"),
+    "loading": ("stillhouse.train.build", "load_student"),
     "first evaluation": ("stillhouse.train.off_policy", "evaluate"),
 }
 

@@ -94,5 +94,5 @@ def test_a_teacher_that_cannot_run_ahead_is_refused() -> None:
     base = ModelSource(student.build, teacher_is_base=True)
     with pytest.raises(ValueError, match="without its adapter"):
         build_runner(layout, None, base, None)
-    with pytest.raises(ValueError, match="a layout of its own"):
+    with pytest.raises(ValueError, match="has no layers in its stages"):
         build_runner(layout, None, student, teacher, teacher_head_only=True)

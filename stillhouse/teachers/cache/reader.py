@@ -1,0 +1,189 @@
+"""Opens a cache, proves that it is whole, and reads the rows of single documents.
+
+Nothing of a cache is trusted: the description, the index and every shard are compared with the hashes that were
+written last. The content of a shard is hashed when its first row is read, since a cache may be larger than memory.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from stillhouse.data import Documents
+from stillhouse.libraries import reading
+from stillhouse.teachers.cache.format import (
+    CACHE_KEY,
+    ID_BYTES,
+    INDEX,
+    MANIFEST,
+    TEACHER,
+    Manifest,
+    document_id,
+    documents_hash,
+    shard_identity,
+    shard_name,
+    target_rows,
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a document is: its shard, the rows of the document that are stored, and where they start in the shard."""
+
+    shard: int
+    rows: range
+    start: int
+
+
+class SignalCache:
+    """An opened cache.
+
+    Raises ValueError, naming the file, for a folder that is not a complete cache, and for a file that is missing,
+    truncated, of another cache or changed since it was written.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.hashes = _index(folder)
+        self.manifest = Manifest.from_json(self._checked(MANIFEST).decode(), folder / MANIFEST)
+        for name in self.hashes:
+            if name.startswith(f"{TEACHER}/"):
+                self._checked(name)
+        self._files: list[Any] = [self._open(number) for number in range(self.manifest.shards)]
+        self._verified: set[int] = set()
+        self._lock = Lock()
+        self._documents = {
+            each: where for number, file in enumerate(self._files) for each, where in self._table(number, file)
+        }
+        found = documents_hash((document, each.rows) for document, each in self._documents.items())
+        if found != self.manifest.documents_hash:
+            raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
+
+    @property
+    def teacher_folder(self) -> Path:
+        """The teacher's configuration and tokenizer, and with hidden states its output head."""
+        return self.folder / TEACHER
+
+    def require(self, documents: Documents, what: str) -> None:
+        """Raise ValueError unless the cache has every row of these documents that predicts a target.
+
+        what: the documents' name in the error message.
+        """
+        missing = [number for number in range(len(documents)) if not self._covers(documents, number)]
+        if missing:
+            known = document_id(documents.tokens(missing[0])) in self._documents
+            why = "rows of it are missing; was it written with other objective.tokens?" if known else "it is absent"
+            raise ValueError(
+                f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}, the first is "
+                f"{documents.sources[missing[0]]} ({why}); expected a cache of this data, with the same tokenizer, "
+                "template and data.max_tokens"
+            )
+
+    def read(self, document: bytes, rows: range) -> dict[str, Tensor]:
+        """The tensors of `SignalSpec.tensors` for a document's rows.
+
+        Raises ValueError for rows that the cache lacks, for a shard whose content has changed, and for NaN.
+        """
+        stored = self._documents.get(document)
+        if stored is None or rows.start < stored.rows.start or rows.stop > stored.rows.stop:
+            raise ValueError(
+                f"{self.folder} has no rows {rows.start} to {rows.stop - 1} of document {document.hex()}"
+            )
+        self._verify(stored.shard)
+        start = stored.start + rows.start - stored.rows.start
+        found: dict[str, Tensor] = {}
+        for name in self.manifest.signal.tensors(self.manifest.width):
+            found[name] = self._files[stored.shard].get_slice(name)[start : start + len(rows)]
+            if found[name].isnan().any():
+                raise ValueError(f"{self.folder / shard_name(stored.shard)} has NaN in '{name}': write it again")
+        return found
+
+    def verify(self) -> None:
+        """Compare every shard with its hash. Raises ValueError for the first one that differs."""
+        for number in range(self.manifest.shards):
+            self._verify(number)
+
+    def _covers(self, documents: Documents, number: int) -> bool:
+        rows, stored = (
+            target_rows(documents.targets(number)),
+            self._documents.get(document_id(documents.tokens(number))),
+        )
+        return stored is not None and stored.rows.start <= rows.start and rows.stop <= stored.rows.stop
+
+    def _checked(self, name: str) -> bytes:
+        """The content of a file of the cache."""
+        path = self.folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the cache is not whole")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != self.hashes.get(name):
+            raise ValueError(f"{path} was changed after the cache was written: write the cache again")
+        return content
+
+    def _open(self, number: int) -> Any:
+        path = self.folder / shard_name(number)
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the cache is not whole")
+        with reading(f"{path} is damaged: write the cache again"):
+            file = safe_open(path, framework="pt")
+            identity = (file.metadata() or {}).get(CACHE_KEY)
+            shapes = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in _slices(file)}
+        if identity != shard_identity(self.manifest, number):
+            raise ValueError(f"{path} is not shard {number} of this cache: write the cache again")
+        rows = shapes["ids" if "ids" in shapes else "hidden"][0][0]
+        for name, (shape, dtype) in self.manifest.signal.tensors(self.manifest.width).items():
+            found = shapes.get(name)
+            if found is None or found != ((rows, *shape), _CODES[dtype]):
+                raise ValueError(f"{path}: '{name}' is {found}, expected {(rows, *shape)} of {dtype}")
+        return file
+
+    def _table(self, number: int, file: Any) -> list[tuple[bytes, Stored]]:
+        ids, first, offsets = (file.get_tensor(name) for name in ("document", "first_row", "offsets"))
+        raw, starts, borders = ids.numpy().tobytes(), first.tolist(), offsets.tolist()
+        return [
+            (
+                raw[at * ID_BYTES : (at + 1) * ID_BYTES],
+                Stored(number, range(starts[at], starts[at] + borders[at + 1] - borders[at]), borders[at]),
+            )
+            for at in range(len(starts))
+        ]
+
+    def _verify(self, number: int) -> None:
+        """Compare a shard's content with its hash, once."""
+        with self._lock:
+            if number in self._verified:
+                return
+            path = self.folder / shard_name(number)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self.hashes.get(shard_name(number)):
+                raise ValueError(f"{path} was changed after the cache was written: write the cache again")
+            self._verified.add(number)
+
+
+#: names of dtypes in safetensors files
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
+
+
+def _slices(file: Any) -> list[tuple[str, Any]]:
+    return [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 (a safetensors file is no dict)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """The hash of every file of a cache."""
+    path = folder / INDEX
+    if not path.is_file():
+        unfinished = (folder / MANIFEST).is_file()
+        what = "is unfinished: the command that wrote it continues it" if unfinished else "is not a cache"
+        raise ValueError(f"{folder} {what}; expected a folder that `stillhouse cache` has written")
+    try:
+        hashes = json.loads(path.read_text(encoding="utf-8"))["sha256"]
+        return {str(name): str(digest) for name, digest in hashes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: write the cache again ({error})") from error
