@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # by the environment, so that it also holds for what builds the package
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # one thread for each of two test workers: two cores are what a small machine has
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --junitxml=.results/quick.xml
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
 .PHONY: demo test test-slow test-all proofs gpu wheels chaos fuzz lint format docs clean
 

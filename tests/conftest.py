@@ -37,6 +37,9 @@ TOGETHER = {
     "test_hung_rank": "faults of ranks",
 }
 
+#: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
+LONGEST = ("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_hung_rank", "test_signals")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_rest() -> Iterator[None]:
@@ -50,3 +53,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if group := TOGETHER.get(item.path.stem):
             item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))

@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
     started, first, second = time.monotonic(), Outcome(), Outcome()
     RESULTS[1].unlink(missing_ok=True)
     results = f"--junitxml={RESULTS[0]}"
-    code = pytest.main(["-m", "slow", "-n", "2", "--dist", "loadgroup", results, *arguments], plugins=[first])
+    workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    code = pytest.main(["-m", "slow", *workers, results, *arguments], plugins=[first])
     if code != pytest.ExitCode.TESTS_FAILED or len(first.failed) > MOST_AGAIN:
         return code
     code = pytest.main(["-m", "slow", "-n", "0", f"--junitxml={RESULTS[1]}", *first.failed], plugins=[second])

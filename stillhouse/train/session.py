@@ -240,7 +240,9 @@ def in_words(config: RunConfig, spec: ObjectiveSpec, cache: SignalCache | None) 
     over = ""
     if spec.needs_teacher:
         signal = None if cache is None else cache.manifest.signal
-        over = "over the full vocabulary, " if signal is None or signal.top_k is None else f"over {signal}, "
+        over = "over the full vocabulary, "
+        if signal is not None and signal.top_k is not None and config.teacher is not None:
+            over = f"over the teacher's {signal.top_k} likeliest tokens (tail: {config.teacher.tail}), "
     return (
         f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
         f"mean over {config.objective.tokens} tokens of each step: "

@@ -127,8 +127,8 @@ class Manifest:
         per_token = self.signal.bytes_per_token(self.width)
         return (
             f"{folder}: {self.signal} of {self.teacher} for {self.documents:,} documents\n"
-            f"{self.rows:,} tokens in {self.shards:,} shards, {per_token:,} bytes per token, "
-            f"{self.rows * per_token / 2**20:,.1f} MiB"
+            f"{self.rows:,} tokens, {per_token:,} bytes each, {self.rows * per_token / 2**20:,.1f} MiB in "
+            f"{self.shards:,} shard{'s' * (self.shards != 1)}"
         )
 
     def differences(self, other: "Manifest") -> list[tuple[str, Any, Any]]:
