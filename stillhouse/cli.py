@@ -205,23 +205,20 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
 @click.option("--signal", type=click.Choice(["hidden", "top_k"]), default="hidden", show_default=True,
               help="hidden: exact, at any temperature. top_k: only the likeliest ids.")  # fmt: skip
 @click.option("--top-k", type=click.IntRange(1), default=64, show_default=True, help="Ids per token of top_k.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
-              help="Of the stored numbers. [default: the teacher's; float32 for top_k]")  # fmt: skip
+@click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
 def cache(arguments: tuple[str, ...], signal: str, top_k: int, dtype: str | None, **flags: str | None) -> None:
     """Write a teacher's signals to disk, once, for any number of runs.
 
     CONFIG is the configuration of a run: its data, template, lengths and teacher. `--out` is the folder of the
-    cache. The same command continues an interrupted one. `info` and `verify` look at a cache.
+    cache. The same command continues an interrupted one.
 
     \b
-    stillhouse cache --teacher Qwen/Qwen3-8B --data train.jsonl --out caches/qwen3-8b
-    stillhouse cache run.yaml --out caches/qwen3-8b-top64 --signal top_k --top-k 64
-    stillhouse cache info caches/qwen3-8b
-    stillhouse cache verify caches/qwen3-8b
+    stillhouse cache run.yaml --out caches/a --signal top_k --top-k 64
+    stillhouse cache info caches/a           what it holds
+    stillhouse cache verify caches/a         compare every shard with its hash
     """
     if arguments[:1] in (("info",), ("verify",)):
-        _look_at_cache(arguments)
-        return
+        return _look_at_cache(arguments)
     if flags["out"] is None:
         raise click.UsageError("--out is missing: expected the folder of the cache", _context())
     out = Path(flags["out"])

@@ -16,6 +16,7 @@ from stillhouse.objective import OutputHead, TopK
 from stillhouse.teachers import SignalCache
 from stillhouse.teachers.cache.format import shard_name
 from stillhouse.teachers.extract import top_k_log_probs
+from stillhouse.train.folder import folder_lock
 from stillhouse.train.write_cache import write_cache
 
 SHARD_BYTES = 5000
@@ -159,6 +160,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "cache.json was changed",
     ),
+    "weights that were added": (
+        lambda cache: shutil.copy(cache / "teacher/model.safetensors", cache / "teacher/more.safetensors"),
+        "more.safetensors was changed or added",
+    ),
     "a lost index": (lambda cache: (cache / "index.json").unlink(), "is unfinished"),
     "a damaged index": (lambda cache: (cache / "index.json").write_text("{"), "index.json is damaged"),
 }
@@ -205,6 +210,21 @@ def test_a_folder_with_another_cache_is_not_continued(folder: Path, copied: Path
     (tmp_path / "full" / "notes.txt").touch()
     with pytest.raises(ValueError, match="is not empty and has no cache"):
         write_cache(write_run(folder), tmp_path / "full", "hidden")
+
+
+def test_two_commands_do_not_write_to_one_folder(folder: Path, copied: Path) -> None:
+    with folder_lock(copied), pytest.raises(ValueError, match="another process is writing to"):
+        write_cache(write_run(folder), copied, "hidden", shard_bytes=SHARD_BYTES)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 1e-2), ("float16", 1e-3)])
+def test_rounded_hidden_states_change_gradients_by_their_rounding(
+    folder: Path, tmp_path: Path, dtype: str, error: float
+) -> None:
+    write_cache(write_run(folder), tmp_path / "cache", "hidden", dtype=dtype)
+    found, exact = gradients(folder, tmp_path / "cache")[1], gradients(folder, None)[1]
+    for name, gradient in exact.items():
+        assert 0 < (found[name] - gradient).norm() < error * gradient.norm(), name
 
 
 def test_nan_of_the_teacher_is_refused_by_the_writer(

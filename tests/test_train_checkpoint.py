@@ -21,7 +21,7 @@ from stillhouse.models import Decoder
 from stillhouse.parallel import empty_decoder, single_process_runner
 from stillhouse.train import checkpoint, checkpoint_folder, files
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
-from stillhouse.train.checkpoint_folder import best_checkpoint, checkpoints, prune
+from stillhouse.train.checkpoint_folder import checkpoints, prune
 from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.export import save_from_checkpoint
 from stillhouse.train.files import atomic_folder, remove_unfinished
@@ -181,14 +181,16 @@ def test_one_file_is_in_memory_at_a_time(tmp_path: Path) -> None:
     assert layer < peak < 0.75 * whole
 
 
-def test_the_best_is_the_lowest_but_of_agreement_the_highest(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("metric", "kept"), [("eval/cross_entropy", [2, 5]), ("eval/agreement", [3, 5]), ("eval/forward_kl", [5])]
+)
+def test_the_best_is_the_lowest_but_of_agreement_the_highest(tmp_path: Path, metric: str, kept: list[int]) -> None:
     figures = [(3.0, 0.1), (1.0, 0.3), (2.0, 0.5), (1.0, 0.5)]
     for step, (loss, agreement) in enumerate(figures, start=1):
         fake(tmp_path, step, cross_entropy=loss, agreement=agreement)
     fake(tmp_path, 5)
-    for metric, best in (("eval/cross_entropy", 2), ("eval/agreement", 3), ("eval/forward_kl", None)):
-        found = best_checkpoint(tmp_path, metric)
-        assert found == (None if best is None else tmp_path / f"step-{best:08d}")
+    prune(tmp_path, keep=1, best=metric)
+    assert [path.name for path in checkpoints(tmp_path)] == [f"step-{step:08d}" for step in kept]
 
 
 @pytest.mark.parametrize(

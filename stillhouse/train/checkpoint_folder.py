@@ -37,14 +37,6 @@ def prune(folder: Path, keep: int, best: str | None) -> list[str]:
     return damage
 
 
-def best_checkpoint(folder: Path, metric: str) -> Path | None:
-    """The checkpoint with the lowest value of a metric (the highest, for an agreement).
-
-    If several have the same value, it is the earliest one. None if no checkpoint has the metric.
-    """
-    return _best(_evaluations(checkpoints(folder))[0], metric)
-
-
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it no longer counts as a checkpoint but is kept; returns its new path."""
     names = (f"{path.name}{DAMAGED}{number or ''}" for number in itertools.count())
@@ -53,6 +45,10 @@ def set_aside(path: Path) -> Path:
 
 
 def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str) -> Path | None:
+    """The checkpoint with the lowest value of a metric (the highest, for an agreement).
+
+    If several have the same value, it is the earliest one. None if no checkpoint has the metric.
+    """
     sign = -1.0 if metric.endswith("agreement") else 1.0
     values = [(sign * each[metric], path) for path, each in metrics.items() if metric in each]
     return min(values)[1] if values else None

@@ -78,15 +78,15 @@ def init_run_dir(folder: RunFolder, config: RunConfig) -> None:
 
 
 @contextmanager
-def folder_lock(folder: RunFolder) -> Iterator[None]:
-    """Lock the folder for this process until the block ends. Raises ValueError if another process has locked it."""
-    with explained_write_errors(folder.path):
-        folder.path.mkdir(parents=True, exist_ok=True)
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process until the block ends. Raises ValueError if another process has locked it."""
+    with explained_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = FileLock(folder.path / LOCK).acquire(timeout=0)
+            lock = FileLock(folder / LOCK).acquire(timeout=0)
         except Timeout as error:
             raise ValueError(
-                f"out: another process is writing to {folder.path}; wait until it ends, or choose another folder"
+                f"out: another process is writing to {folder}; wait until it ends, or choose another folder"
             ) from error
     with lock:
         yield

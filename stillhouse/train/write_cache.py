@@ -7,6 +7,7 @@ says what is being written (`cache.json`) before the first shard, so that anothe
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from stillhouse.config import ConfigError, RunConfig
 from stillhouse.data import Documents, PackedSequences, tokenizer_fingerprint
 from stillhouse.models import Decoder
 from stillhouse.models.head import Head
-from stillhouse.parallel import is_first, process_count, process_rank, wait_for_all
+from stillhouse.parallel import is_first, process_count, process_rank, wait_for_all, watchdog
 from stillhouse.parallel.loading import checkpoint_names
 from stillhouse.teachers.cache.format import (
     CACHE_KEY,
@@ -51,6 +52,7 @@ from stillhouse.train.files import (
     replace_text,
     require_space,
 )
+from stillhouse.train.folder import LOCK, folder_lock
 from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.session import connect_ranks
 
@@ -110,9 +112,11 @@ def write_cache(
         library_versions(),
     )
     writer = _Writer(out, manifest, teacher, config, device)
-    writer.begin(data.tokenizer)
-    writer.write(shards)
-    writer.finish()
+    with folder_lock(out) if is_first() else nullcontext():
+        watchdog.enter("writing the cache", timed=False)
+        writer.begin(data.tokenizer)
+        writer.write(shards)
+        writer.finish()
     return manifest
 
 
@@ -128,8 +132,6 @@ class _Writer:
         """Create the folder, or check that an existing one has a part of the same cache."""
         if is_first():
             self._require_own_folder()
-            with explained_write_errors(self.out):
-                self.out.mkdir(parents=True, exist_ok=True)
             replace_text(self.out / MANIFEST, self.manifest.to_json())
             with explained_write_errors(self.out):
                 (self.out / SHARDS).mkdir(exist_ok=True)
@@ -174,7 +176,7 @@ class _Writer:
             ]
             if different:
                 raise ValueError(f"{self.out} has another cache: {'; '.join(different)}; expected another folder")
-        elif self.out.is_dir() and any(not each.name.endswith(UNFINISHED) for each in self.out.iterdir()):
+        elif any(each.name != LOCK and not each.name.endswith(UNFINISHED) for each in self.out.iterdir()):
             raise ValueError(f"{self.out} is not empty and has no cache: expected a new folder")
 
     def _missing_bytes(self) -> int:

@@ -52,9 +52,10 @@ class SignalCache:
         self.folder = folder
         self.hashes = _index(folder)
         self.manifest = Manifest.from_json(self._checked(MANIFEST).decode(), folder / MANIFEST)
-        for name in self.hashes:
-            if name.startswith(f"{TEACHER}/"):
-                self._checked(name)
+        # files that were added count, too: a model folder's weights are found by their names' ending
+        present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
+        for name in sorted(present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
+            self._checked(name)
         self._files: list[Any] = [self._open(number) for number in range(self.manifest.shards)]
         self._verified: set[int] = set()
         self._lock = Lock()
@@ -110,10 +111,8 @@ class SignalCache:
             self._verify(number)
 
     def _covers(self, documents: Documents, number: int) -> bool:
-        rows, stored = (
-            target_rows(documents.targets(number)),
-            self._documents.get(document_id(documents.tokens(number))),
-        )
+        rows = target_rows(documents.targets(number))
+        stored = self._documents.get(document_id(documents.tokens(number)))
         return stored is not None and stored.rows.start <= rows.start and rows.stop <= stored.rows.stop
 
     def _checked(self, name: str) -> bytes:
@@ -123,7 +122,7 @@ class SignalCache:
             raise ValueError(f"{path} is missing: the cache is not whole")
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != self.hashes.get(name):
-            raise ValueError(f"{path} was changed after the cache was written: write the cache again")
+            raise ValueError(f"{path} was changed or added after the cache was written: write the cache again")
         return content
 
     def _open(self, number: int) -> Any:
@@ -136,15 +135,15 @@ class SignalCache:
             shapes = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in _slices(file)}
         if identity != shard_identity(self.manifest, number):
             raise ValueError(f"{path} is not shard {number} of this cache: write the cache again")
-        rows = shapes["ids" if "ids" in shapes else "hidden"][0][0]
         for name, (shape, dtype) in self.manifest.signal.tensors(self.manifest.width).items():
-            found = shapes.get(name)
-            if found is None or found != ((rows, *shape), _CODES[dtype]):
-                raise ValueError(f"{path}: '{name}' is {found}, expected {(rows, *shape)} of {dtype}")
+            found, code = shapes.get(name, ((), "absent"))
+            if (found[1:], code) != (shape, _CODES[dtype]):
+                raise ValueError(f"{path}: '{name}' is {code} of shape {found}: expected [rows, *{shape}] of {dtype}")
         return file
 
     def _table(self, number: int, file: Any) -> list[tuple[bytes, Stored]]:
-        ids, first, offsets = (file.get_tensor(name) for name in ("document", "first_row", "offsets"))
+        with reading(f"{self.folder / shard_name(number)} is damaged: write the cache again"):
+            ids, first, offsets = (file.get_tensor(name) for name in ("document", "first_row", "offsets"))
         raw, starts, borders = ids.numpy().tobytes(), first.tolist(), offsets.tolist()
         return [
             (
