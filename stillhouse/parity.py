@@ -31,7 +31,7 @@ from stillhouse.parallel import (
 )
 from stillhouse.parallel.expert_parallel import dispatched_experts
 from stillhouse.teachers import NoTeacher, SignalSource
-from stillhouse.train.build import distributed_engine, open_cache, require_adapters, single_process_engine
+from stillhouse.train.build import distributed_engine, open_store, require_adapters, single_process_engine
 from stillhouse.train.engine import Engine
 from stillhouse.train.inputs import load_data, load_tokenizers
 from stillhouse.train.session import choose_device, objective_spec
@@ -93,7 +93,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
             "teacher": config.teacher and config.teacher.model_copy(update={"dtype": "float32"}),
         }
     )
-    spec, cache = objective_spec(config), open_cache(config)
+    spec, store = objective_spec(config), open_store(config)
     require_adapters(config.student)
     device, processes = choose_device(config.device), process_count()
     tokenizer, _ = load_tokenizers(config)
@@ -102,7 +102,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     numbers = sequences.order(0)[: MICRO_BATCHES * processes]
     step = sequences.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
     start(device, config.train.timeout)
-    reference, source = single_process_engine(config, spec, device, cache)
+    reference, source = single_process_engine(config, spec, device, store)
     expected = _gradient(config, reference, source, step)
     named = reference.runner.named_parameters()
     gradients = {name: each.grad.cpu() for name, each in named if each.grad is not None}
@@ -113,7 +113,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     for layout in layouts(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
-            engine, source = distributed_engine(config, spec, layout, mesh, device, cache)
+            engine, source = distributed_engine(config, spec, layout, mesh, device, store)
             found = _gradient(config, engine, source, step)
         except ValueError as error:
             yield Row(str(layout), refused=str(error))

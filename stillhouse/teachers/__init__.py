@@ -1,12 +1,13 @@
 """Sources of the teacher's signals (see `source.py`)."""
 
-from stillhouse.teachers.cache import CachedTeacher, SignalCache
+from stillhouse.teachers.cache import SignalCache
 from stillhouse.teachers.in_stage import InStageTeacher, NoTeacher
 from stillhouse.teachers.separate import SeparateTeacher
 from stillhouse.teachers.source import PendingSignals, ReadySignals, SignalSource, request_ahead
+from stillhouse.teachers.spec import SignalSpec
+from stillhouse.teachers.stored import SignalsLostError, SignalStore, StoredTeacher
 
 __all__ = [
-    "CachedTeacher",
     "InStageTeacher",
     "NoTeacher",
     "PendingSignals",
@@ -14,5 +15,9 @@ __all__ = [
     "SeparateTeacher",
     "SignalCache",
     "SignalSource",
+    "SignalSpec",
+    "SignalStore",
+    "SignalsLostError",
+    "StoredTeacher",
     "request_ahead",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from stillhouse.objective import OutputHead
 from stillhouse.objective.head import Projection, operand_dtype
 from stillhouse.objective.stable import log_sum_exp
-from stillhouse.teachers.cache.format import DTYPES, SignalSpec
+from stillhouse.teachers.spec import DTYPES, SignalSpec
 
 #: rows whose logits are in memory at a time
 ROWS = 256

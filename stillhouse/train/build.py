@@ -26,7 +26,15 @@ from stillhouse.parallel import (
     require_own_teacher,
     single_process_runner,
 )
-from stillhouse.teachers import CachedTeacher, InStageTeacher, NoTeacher, SeparateTeacher, SignalCache, SignalSource
+from stillhouse.teachers import (
+    InStageTeacher,
+    NoTeacher,
+    SeparateTeacher,
+    SignalCache,
+    SignalSource,
+    SignalStore,
+    StoredTeacher,
+)
 from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.layouts import layout_of
 
@@ -36,34 +44,34 @@ def build_engine(
     objective: ObjectiveSpec,
     layout: Layout,
     device: torch.device,
-    cache: SignalCache | None = None,
+    store: SignalStore | None = None,
 ) -> tuple[Engine, SignalSource]:
     """A run's engine and the source of the teacher's signals. Each rank reads its own part of the weights.
 
-    cache: the teacher's signals, if the configuration names a cache (`open_cache`).
+    store: the teacher's signals, if the configuration names a cache (`open_store`).
     """
     mesh = join(layout, device, config.train.timeout)
     if mesh is None:
-        return single_process_engine(config, objective, device, cache)
-    engine, teacher = distributed_engine(config, objective, layout, mesh, device, cache)
+        return single_process_engine(config, objective, device, store)
+    engine, teacher = distributed_engine(config, objective, layout, mesh, device, store)
     # ranks with different tokens draw different dropout; tensor ranks, which share tokens, draw the same dropout
     torch.manual_seed(config.seed + mesh.everyone.rank() - mesh.coordinate("tensor"))
     return engine, teacher
 
 
 def single_process_engine(
-    config: RunConfig, objective: ObjectiveSpec, device: torch.device, cache: SignalCache | None = None
+    config: RunConfig, objective: ObjectiveSpec, device: torch.device, store: SignalStore | None = None
 ) -> tuple[Engine, SignalSource]:
     """`build_engine` for one process, which holds both models completely."""
     student = load_student(config, device)
-    if cache is not None:
-        head = _cached_head(config, cache, device)
+    if store is not None:
+        head = _stored_head(config, store, device)
         runner = build_runner(Layout(), None, ModelSource(lambda: student), head, teacher_head_only=True)
     elif config.teacher is None or teacher_is_base(config):
         runner = single_process_runner(student, None, teacher_is_base=teacher_is_base(config))
     else:
         runner = single_process_runner(student, load_teacher(config, device))
-    return _engine(config, objective, runner, device), _source(config, runner, cache)
+    return _engine(config, objective, runner, device), _source(config, runner, store)
 
 
 def distributed_engine(
@@ -72,15 +80,15 @@ def distributed_engine(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
-    cache: SignalCache | None = None,
+    store: SignalStore | None = None,
 ) -> tuple[Engine, SignalSource]:
     """`build_engine` for several processes. Raises ConfigError for a model that the layout does not fit."""
     student = _model_source("student", config.student, device, layout.offload, config.seed)
     build = student.build
     student = replace(student, build=lambda: _trained(build(), config), teacher_is_base=teacher_is_base(config))
     teacher = None
-    if cache is not None:
-        teacher = _cached_head(config, cache, device)
+    if store is not None:
+        teacher = _stored_head(config, store, device)
     elif config.teacher is not None and not student.teacher_is_base:
         teacher = _model_source("teacher", config.teacher, device, layout.offload, config.seed)
     separate_layout, separate = teacher_layout(config), None
@@ -89,13 +97,13 @@ def distributed_engine(
             separate_mesh = Mesh(separate_layout.degrees, device)
             require_own_teacher(layout, student, teacher_head_only=True)
             separate = _separate_teacher(teacher, separate_layout, separate_mesh, layout, mesh)
-        head_only = separate is not None or cache is not None
+        head_only = separate is not None or store is not None
         runner = build_runner(layout, mesh, student, teacher, teacher_head_only=head_only)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError("parallel", str(error)) from error
-    return _engine(config, objective, runner, device), separate or _source(config, runner, cache)
+    return _engine(config, objective, runner, device), separate or _source(config, runner, store)
 
 
 def _separate_teacher(
@@ -124,14 +132,14 @@ def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device:
     )
 
 
-def _source(config: RunConfig, runner: Runner, cache: SignalCache | None) -> SignalSource:
+def _source(config: RunConfig, runner: Runner, store: SignalStore | None) -> SignalSource:
     if config.teacher is None:
         return NoTeacher()
-    return InStageTeacher(runner) if cache is None else CachedTeacher(cache, runner, config.teacher.tail)
+    return InStageTeacher(runner) if store is None else StoredTeacher(store, runner, config.teacher.tail)
 
 
-def open_cache(config: RunConfig) -> SignalCache | None:
-    """The cache of the teacher's signals, if the configuration names one. Raises ConfigError if it cannot be used."""
+def open_store(config: RunConfig) -> SignalStore | None:
+    """The store of the teacher's signals, if the configuration names one. Raises ConfigError if it cannot be used."""
     if config.teacher is None or config.teacher.cache is None:
         return None
     try:
@@ -140,21 +148,21 @@ def open_cache(config: RunConfig) -> SignalCache | None:
         raise ConfigError("teacher.cache", str(error)) from error
 
 
-def _cached_head(config: RunConfig, cache: SignalCache, device: torch.device) -> ModelSource | None:
-    """The teacher's output head, if the cache has hidden states."""
-    if cache.manifest.signal.kind != "hidden":
+def _stored_head(config: RunConfig, store: SignalStore, device: torch.device) -> ModelSource | None:
+    """The teacher's output head, if the store has hidden states."""
+    if not store.signal.is_exact:
         return None
     assert config.teacher is not None
     return _model_source("teacher", config.teacher, device, config.parallel.offload, config.seed)
 
 
-def model_fingerprints(config: RunConfig, cache: SignalCache | None = None) -> dict[str, str]:
-    """For student and teacher, a hash of the model's files; for a model of the hub, the commit; for a cache, its
+def model_fingerprints(config: RunConfig, store: SignalStore | None = None) -> dict[str, str]:
+    """For student and teacher, a hash of the model's files; for a model of the hub, the commit; for a store, its
     identity.
     """
     hashes = {"student": _fingerprint(config.student)}
     if config.teacher is not None:
-        hashes["teacher"] = _fingerprint(config.teacher) if cache is None else cache.manifest.identity
+        hashes["teacher"] = _fingerprint(config.teacher) if store is None else store.identity
     return hashes
 
 

@@ -62,8 +62,8 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     yield _row("student", _model_line(session.student))
     if session.teacher is not None:
         yield _row("teacher", _model_line(session.teacher))
-    if session.cache is not None:
-        yield _row("signals", f"{session.cache.manifest.signal}, from {session.cache.folder}")
+    if session.store is not None:
+        yield _row("signals", f"{session.store.signal}, from {session.store.name}")
     if session.student.lora is not None:
         yield _row("adapter", adapter_in_words(session))
     same = ", the same for both" if session.config.teacher is not None else ""

@@ -85,7 +85,7 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
     if checkpoint is not None:
         log_rank0(f"resuming from {checkpoint.path}")
     if is_first():
-        words = in_words(config, session.spec, session.cache)
+        words = in_words(config, session.spec, session.store)
         folder.write_json("environment.json", environment(words, config.seed, session.device))
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
     progress = train(session, folder, checkpoint)
@@ -123,7 +123,7 @@ def _require_same_base(session: Session) -> None:
     The adapter was trained on those files, and will be merged into them.
     """
     name = session.config.student.model
-    if model_fingerprints(session.config, session.cache)["student"] != session.model_hashes["student"]:
+    if model_fingerprints(session.config, session.store)["student"] != session.model_hashes["student"]:
         raise ValueError(
             f"student: the files of {name} have changed since this run was started; restore them, and the same "
             "command merges the adapter into them"

@@ -29,12 +29,12 @@ from stillhouse.parallel import (
     start,
     watchdog,
 )
-from stillhouse.teachers import CachedTeacher, NoTeacher, SeparateTeacher, SignalCache, SignalSource
+from stillhouse.teachers import NoTeacher, SeparateTeacher, SignalSource, SignalStore, StoredTeacher
 from stillhouse.train.agreement import require_same_configuration, require_same_sources
 from stillhouse.train.build import (
     build_engine,
     model_fingerprints,
-    open_cache,
+    open_store,
     require_adapters,
     teacher_is_base,
     teacher_layout,
@@ -87,15 +87,14 @@ class Session:
         return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.runner.teacher
 
     @property
-    def cache(self) -> SignalCache | None:
-        """The cache from which the teacher's signals come, if they come from one."""
-        return self.source.cache if isinstance(self.source, CachedTeacher) else None
+    def store(self) -> SignalStore | None:
+        """The store from which the teacher's signals come, if they come from one."""
+        return self.source.store if isinstance(self.source, StoredTeacher) else None
 
     @property
     def has_exact_teacher(self) -> bool:
         """Whether the teacher's signals give the whole distribution, and not only some ids."""
-        is_sparse = self.cache is not None and self.cache.manifest.signal.top_k is not None
-        return self.config.teacher is not None and not is_sparse
+        return self.config.teacher is not None and (self.store is None or self.store.signal.is_exact)
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
@@ -113,9 +112,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     announce: print the resolved objective first, before anything is loaded.
     """
-    spec, cache = objective_spec(config), open_cache(config)
+    spec, store = objective_spec(config), open_store(config)
     if announce:
-        print(in_words(config, spec, cache), flush=True)
+        print(in_words(config, spec, store), flush=True)
     require_trackers(config.track)
     require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
@@ -123,13 +122,13 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     watchdog.enter("reading the data", timed=False)
     torch.manual_seed(config.seed)
     data = load_run_data(config)
-    if cache is not None:
-        require_cached(config, data, cache)
-    models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, cache)}
+    if store is not None:
+        require_signals(config, data, store)
+    models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, store)}
     watchdog.enter("comparing data and models")
     require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, device)
     watchdog.enter("loading the models", timed=False)
-    engine, source = build_engine(config, spec, layout, device, cache)
+    engine, source = build_engine(config, spec, layout, device, store)
     sequences = len(data.train)
     session = Session(
         config=config,
@@ -152,19 +151,19 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     return session
 
 
-def require_cached(config: RunConfig, data: RunData, cache: SignalCache) -> None:
-    """Raise ConfigError if the cache of the teacher's signals does not fit the data or the objective."""
-    signal = cache.manifest.signal
+def require_signals(config: RunConfig, data: RunData, store: SignalStore) -> None:
+    """Raise ConfigError if the store of the teacher's signals does not fit the data or the objective."""
+    signal = store.signal
     if signal.temperature not in (None, config.objective.temperature):
         raise ConfigError(
             "objective.temperature",
-            f"got {config.objective.temperature:g}, but {cache.folder} holds {signal}: expected the same "
-            "temperature, or a cache of hidden states, which gives every temperature",
+            f"got {config.objective.temperature:g}, but {store.name} holds {signal}: expected the same "
+            "temperature, or hidden states, which give every temperature",
         )
     for key, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
         if sequences is not None:
             try:
-                cache.require(sequences.documents, key)
+                store.require(sequences.documents, key)
             except ValueError as error:
                 raise ConfigError("teacher.cache", str(error)) from error
 
@@ -234,15 +233,14 @@ def adapter_in_words(session: Session) -> str:
     return f"{session.student.lora}{teacher}"
 
 
-def in_words(config: RunConfig, spec: ObjectiveSpec, cache: SignalCache | None) -> str:
+def in_words(config: RunConfig, spec: ObjectiveSpec, store: SignalStore | None) -> str:
     """The resolved objective as a sentence: the first line that a run prints."""
-    teacher = f" ← {config.teacher.cache or config.teacher.model}" if config.teacher and spec.needs_teacher else ""
-    over = ""
-    if spec.needs_teacher:
-        signal = None if cache is None else cache.manifest.signal
+    teacher, over = "", ""
+    if config.teacher is not None and spec.needs_teacher:
+        teacher = f" ← {config.teacher.model if store is None else store.name}"
         over = "over the full vocabulary, "
-        if signal is not None and signal.top_k is not None and config.teacher is not None:
-            over = f"over the teacher's {signal.top_k} likeliest tokens (tail: {config.teacher.tail}), "
+        if store is not None and not store.signal.is_exact:
+            over = f"over {store.signal} of the teacher (tail: {config.teacher.tail}), "
     return (
         f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
         f"mean over {config.objective.tokens} tokens of each step: "

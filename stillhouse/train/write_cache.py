@@ -31,8 +31,6 @@ from stillhouse.teachers.cache.format import (
     SHARDS,
     TEACHER,
     Manifest,
-    SignalKind,
-    SignalSpec,
     document_id,
     documents_hash,
     record_name,
@@ -41,6 +39,7 @@ from stillhouse.teachers.cache.format import (
     target_rows,
 )
 from stillhouse.teachers.extract import Extract
+from stillhouse.teachers.spec import SignalKind, SignalSpec
 from stillhouse.train.agreement import library_versions, require_shared_folder
 from stillhouse.train.build import load_teacher, model_fingerprints
 from stillhouse.train.files import (

@@ -12,10 +12,7 @@ A shard is one safetensors file. Its tensors are, for D documents with N rows to
     document        [D, 16] uint8       the document's id (`document_id`)
     first_row       [D] int32           the first row of the document that is stored
     offsets         [D+1] int64         the rows of document d are offsets[d]:offsets[d+1] of the following tensors
-    hidden          [N, E]              "hidden": the teacher's hidden states after its last norm
-    ids             [N, K] int32        "top_k": the teacher's K likeliest ids, the likeliest first
-    log_probs       [N, K]              their log-probabilities over the whole vocabulary
-    tail_log_prob   [N] float32         the log of the teacher's mass outside these ids
+    hidden, ids, …  [N, …]              the tensors of the signal (`SignalSpec.tensors`)
 
 Row t of a document is the teacher's distribution of token t + 1. Rows are stored from the first to the last one that
 predicts a target. A document is found by its tokens, so the order, the packing and the number of epochs of a run do
@@ -24,74 +21,20 @@ not matter, and neither does the position of the document in its file.
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
-import torch
 
 from stillhouse.config.teacher import CACHED
+from stillhouse.teachers.spec import SignalSpec
 
 FORMAT = 1
 MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", CACHED, "shards"
 ID_BYTES = 16
 CACHE_KEY = "cache"
-
-SignalKind = Literal["hidden", "top_k"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class SignalSpec:
-    """What is stored for every token.
-
-    kind: "hidden" gives the exact distribution at any temperature; "top_k" the K likeliest ids.
-    dtype: of the hidden states or of the log-probabilities.
-    temperature: divides the teacher's logits before the log-probabilities of "top_k" are taken.
-    """
-
-    kind: SignalKind
-    dtype: str
-    top_k: int | None = None
-    temperature: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(SignalKind):
-            raise ValueError(f"signal '{self.kind}': expected one of {', '.join(get_args(SignalKind))}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype '{self.dtype}' of a cache: expected one of {', '.join(DTYPES)}")
-        if self.kind == "top_k" and (self.top_k is None or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k}: expected 1 or more ids per token")
-        if self.kind == "top_k" and not (self.temperature is not None and 0 < self.temperature < math.inf):
-            raise ValueError(f"temperature={self.temperature} of a cache of top-k ids: expected a positive number")
-        if self.kind == "hidden" and (self.top_k, self.temperature) != (None, None):
-            raise ValueError("hidden states have neither top_k nor a temperature: they give every temperature")
-
-    def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """For each tensor of a shard that has a row per token: the shape of a row, and the dtype.
-
-        width: E, the teacher's width.
-        """
-        dtype = DTYPES[self.dtype]
-        if self.kind == "hidden":
-            return {"hidden": ((width,), dtype)}
-        assert self.top_k is not None
-        return {
-            "ids": ((self.top_k,), torch.int32),
-            "log_probs": ((self.top_k,), dtype),
-            "tail_log_prob": ((), torch.float32),
-        }
-
-    def bytes_per_token(self, width: int) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(width).values())
-
-    def __str__(self) -> str:
-        if self.kind == "hidden":
-            return f"hidden states in {self.dtype}"
-        return f"top {self.top_k} log-probabilities in {self.dtype} at temperature {self.temperature:g}"
 
 
 @dataclass(frozen=True)

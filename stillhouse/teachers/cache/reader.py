@@ -6,6 +6,7 @@ written last. The content of a shard is hashed when its first row is read, since
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -30,6 +31,7 @@ from stillhouse.teachers.cache.format import (
     shard_name,
     target_rows,
 )
+from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,22 @@ class SignalCache:
             raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
 
     @property
+    def signal(self) -> SignalSpec:
+        return self.manifest.signal
+
+    @property
+    def width(self) -> int:
+        return self.manifest.width
+
+    @property
+    def identity(self) -> str:
+        return self.manifest.identity
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
     def teacher_folder(self) -> Path:
         """The teacher's configuration and tokenizer, and with hidden states its output head."""
         return self.folder / TEACHER
@@ -86,11 +104,19 @@ class SignalCache:
                 "template and data.max_tokens"
             )
 
-    def read(self, document: bytes, rows: range) -> dict[str, Tensor]:
-        """The tensors of `SignalSpec.tensors` for a document's rows.
+    def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
+        """For each of these, the tensors of `SignalSpec.tensors`.
 
         Raises ValueError for rows that the cache lacks, for a shard whose content has changed, and for NaN.
         """
+        return [self._rows(document_id(each.tokens), each.rows) for each in wanted]
+
+    def verify(self) -> None:
+        """Compare every shard with its hash. Raises ValueError for the first one that differs."""
+        for number in range(self.manifest.shards):
+            self._verify(number)
+
+    def _rows(self, document: bytes, rows: range) -> dict[str, Tensor]:
         stored = self._documents.get(document)
         if stored is None or rows.start < stored.rows.start or rows.stop > stored.rows.stop:
             raise ValueError(
@@ -99,16 +125,11 @@ class SignalCache:
         self._verify(stored.shard)
         start = stored.start + rows.start - stored.rows.start
         found: dict[str, Tensor] = {}
-        for name in self.manifest.signal.tensors(self.manifest.width):
+        for name in self.signal.tensors(self.width):
             found[name] = self._files[stored.shard].get_slice(name)[start : start + len(rows)]
             if found[name].isnan().any():
                 raise ValueError(f"{self.folder / shard_name(stored.shard)} has NaN in '{name}': write it again")
         return found
-
-    def verify(self) -> None:
-        """Compare every shard with its hash. Raises ValueError for the first one that differs."""
-        for number in range(self.manifest.shards):
-            self._verify(number)
 
     def _covers(self, documents: Documents, number: int) -> bool:
         rows = target_rows(documents.targets(number))
@@ -135,7 +156,7 @@ class SignalCache:
             shapes = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in _slices(file)}
         if identity != shard_identity(self.manifest, number):
             raise ValueError(f"{path} is not shard {number} of this cache: write the cache again")
-        for name, (shape, dtype) in self.manifest.signal.tensors(self.manifest.width).items():
+        for name, (shape, dtype) in self.signal.tensors(self.width).items():
             found, code = shapes.get(name, ((), "absent"))
             if (found[1:], code) != (shape, _CODES[dtype]):
                 raise ValueError(f"{path}: '{name}' is {code} of shape {found}: expected [rows, *{shape}] of {dtype}")
@@ -167,7 +188,7 @@ class SignalCache:
 
 
 #: names of dtypes in safetensors files
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
 
 
 def _slices(file: Any) -> list[tuple[str, Any]]:

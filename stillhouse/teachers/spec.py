@@ -1,0 +1,115 @@
+"""What a teacher outside of the job says of every token: hidden states, or log-probabilities of some ids.
+
+N rows, E the teacher's width, K ids per row, M draws per row. Row t of a document is the teacher's distribution of
+token t + 1. The tensors of a signal, in memory, in a cache and on the wire, are:
+
+    hidden          [N, E]              "hidden": the teacher's hidden states after its last norm
+    ids             [N, K] int32        "top_k": the teacher's K likeliest ids, the likeliest first
+                                        "chosen": ids that the caller has named
+    log_probs       [N, K]              their log-probabilities over the whole vocabulary
+    tail_log_prob   [N] float32         the log of the teacher's mass outside these ids
+    ids             [N, M] int32        "sampled": the different ids among M draws from the teacher, then -1
+    counts          [N, M] uint8        how often each of them was drawn, then 0
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stillhouse.objective import Chosen, Sampled, Signal, TopK
+from stillhouse.objective.signals import Tail
+
+SignalKind = Literal["hidden", "top_k", "chosen", "sampled"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: the most draws per token: a count has one byte
+MOST_DRAWS = 255
+
+
+@dataclass(frozen=True)
+class SignalSpec:
+    """What there is for every token.
+
+    kind: "hidden" gives the exact distribution at any temperature; "top_k" the K likeliest ids; "chosen" K ids that
+        the caller names; "sampled" draws (random sampling distillation, arXiv 2503.16870).
+    dtype: of the hidden states or of the log-probabilities; "float32" for "sampled", which has neither.
+    top_k: K of "top_k" and "chosen"; M, the number of draws, of "sampled".
+    temperature: divides the teacher's logits before log-probabilities are taken or ids are drawn.
+
+    Raises ValueError for a combination that does not exist.
+    """
+
+    kind: SignalKind
+    dtype: str
+    top_k: int | None = None
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(SignalKind):
+            raise ValueError(f"signal '{self.kind}': expected one of {', '.join(get_args(SignalKind))}")
+        if self.dtype not in DTYPES or (self.kind == "sampled" and self.dtype != "float32"):
+            raise ValueError(f"dtype '{self.dtype}' of {self.kind}: expected one of {', '.join(DTYPES)}")
+        if self.kind == "hidden":
+            if (self.top_k, self.temperature) != (None, None):
+                raise ValueError("hidden states have neither top_k nor a temperature: they give every temperature")
+            return
+        if self.top_k is None or self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: expected 1 or more ids per token")
+        if self.kind == "sampled" and self.top_k > MOST_DRAWS:
+            raise ValueError(f"top_k={self.top_k} draws per token: expected at most {MOST_DRAWS}")
+        if not (self.temperature is not None and 0 < self.temperature < math.inf):
+            raise ValueError(f"temperature={self.temperature} of {self.kind}: expected a positive number")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the signal gives the whole distribution, at every temperature."""
+        return self.kind == "hidden"
+
+    def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """For each tensor: the shape of a row, and the dtype. width: E, the teacher's width."""
+        dtype = DTYPES[self.dtype]
+        if self.kind == "hidden":
+            return {"hidden": ((width,), dtype)}
+        assert self.top_k is not None
+        if self.kind == "sampled":
+            return {"ids": ((self.top_k,), torch.int32), "counts": ((self.top_k,), torch.uint8)}
+        return {
+            "ids": ((self.top_k,), torch.int32),
+            "log_probs": ((self.top_k,), dtype),
+            "tail_log_prob": ((), torch.float32),
+        }
+
+    def bytes_per_token(self, width: int) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(width).values())
+
+    def as_signal(self, found: dict[str, Tensor], tail: Tail) -> Signal:
+        """The objective's signal from the tensors of "top_k", "chosen" or "sampled"."""
+        if self.kind == "sampled":
+            assert self.top_k is not None
+            return Sampled(found["ids"], found["counts"].to(torch.float32) / self.top_k)
+        kind = TopK if self.kind == "top_k" else Chosen
+        log_probs_TK = found["log_probs"].to(torch.float32)
+        return kind(found["ids"], log_probs_TK, tail, found["tail_log_prob"], self.temperature)
+
+    def __str__(self) -> str:
+        if self.kind == "hidden":
+            return f"hidden states in {self.dtype}"
+        if self.kind == "sampled":
+            return f"{self.top_k} draws at temperature {self.temperature:g}"
+        which = "top" if self.kind == "top_k" else "the student's"
+        return f"{which} {self.top_k} log-probabilities in {self.dtype} at temperature {self.temperature:g}"
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentRows:
+    """Some rows of a document, of which signals are wanted.
+
+    tokens: all ids of the document. ids_NK: with "chosen", the K ids of each of these rows; -1 is none.
+    """
+
+    tokens: np.ndarray
+    rows: range
+    ids_NK: Tensor | None = None
