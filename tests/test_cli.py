@@ -11,6 +11,7 @@ import pytest
 
 import stillhouse
 from stillhouse import cli
+from stillhouse.cli.arguments import settings_layer
 from stillhouse.config import load_config
 
 HEAVY = ["torch", "transformers", "datasets", "numpy", "pydantic", "ruamel.yaml", "stillhouse.config"]
@@ -155,18 +156,18 @@ def test_options_come_over_the_file_and_overrides_over_both(tmp_path: Path) -> N
     path = tmp_path / "run.yaml"
     path.write_text("student: {model: file, revision: main}\nout: file\nseed: 1\ndata: {train: file, eval: 0}\n")
     flags = {name: f"flag-{name}" for name in ("teacher", "student", "data", "out", "loss")} | {"eval": "0.25"}
-    config = load_config(path, ["out=override", "teacher.dtype=float32"], settings=cli._settings(flags))
+    config = load_config(path, ["out=override", "teacher.dtype=float32"], settings=settings_layer(flags))
     assert config.teacher is not None
     assert (config.student.model, config.student.revision, config.seed) == ("flag-student", "main", 1)
     assert (config.teacher.model, config.teacher.dtype) == ("flag-teacher", "float32")
     assert (config.data.train, config.data.eval, config.out) == ("flag-data", 0.25, "override")
     assert config.objective.loss == "flag-loss"
-    assert load_config(path, settings=cli._settings({"eval": "held.jsonl"})).data.eval == "held.jsonl"
+    assert load_config(path, settings=settings_layer({"eval": "held.jsonl"})).data.eval == "held.jsonl"
 
 
 def test_options_are_text_and_not_yaml() -> None:
     flags = {"student": "1e5", "data": "a: b", "out": "null"}
-    config = load_config(None, settings=cli._settings(flags))
+    config = load_config(None, settings=settings_layer(flags))
     assert (config.student.model, config.data.train, config.out) == ("1e5", "a: b", "null")
 
 

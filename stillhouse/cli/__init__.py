@@ -11,32 +11,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from stillhouse import __version__
+from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries
+from stillhouse.cli.cache import cache
 from stillhouse.display import message as brief
 from stillhouse.ending import error_line
 from stillhouse.preemption import Preempted, handling
 
-if TYPE_CHECKING:
-    from stillhouse.config import RunConfig
-
 FAILED, USAGE = 1, 2
 #: how long ranks other than 0 wait before they print an error, since rank 0 may print the same one first
 SECONDS_FOR_FIRST = 10.0
-FLAGS = {
-    "student.model": "--student",
-    "teacher.model": "--teacher",
-    "data.train": "--data",
-    "data.eval": "--eval",
-    "objective.loss": "--loss",
-    "out": "--out",
-}
-EXAMPLE = "stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
 
 OUT_OF_MEMORY = (
     "Lower train.micro_batch_tokens (no result depends on it) or data.max_tokens, or set "
@@ -44,8 +33,6 @@ OUT_OF_MEMORY = (
 )
 LOST_CONTACT = "lost contact with another rank, which has ended or hangs and may have printed an error of its own"
 RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def main() -> None:
@@ -113,21 +100,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def configured(command: Command) -> Command:
-    """Add the arguments of a command that takes a run's configuration: a file, options and overrides."""
-    for parameter in reversed(
-        [
-            click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]..."),
-            click.option("--teacher", metavar="MODEL", help="Model to imitate: hub id or folder (teacher.model)."),
-            click.option("--student", metavar="MODEL", help="Model to train: hub id or folder (student.model)."),
-            click.option("--data", metavar="SOURCE", help="JSONL, Parquet, folder or hub id (data.train)."),
-            click.option("--eval", metavar="SOURCE|SHARE", help="Held-out data, or a share of --data (data.eval)."),
-            click.option("--loss", metavar="SUM", help="Such as 0.3*cross_entropy + 0.7*jsd(0.5) (objective.loss)."),
-            click.option("--out", metavar="DIR", help="Folder of the run (out)."),
-        ]
-    ):
-        command = parameter(command)
-    return command
+cli.add_command(cache)
 
 
 @cli.command()
@@ -143,8 +116,8 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
         --data train.jsonl --out runs/a
     stillhouse distill run.yaml train.learning_rate=2e-5 train.steps=200
     """
-    config = _load(arguments, flags)
-    _quiet_libraries()
+    config = load(arguments, flags)
+    quiet_libraries()
     from stillhouse.parallel import is_first
     from stillhouse.report import write_report
     from stillhouse.train.run import distill
@@ -165,8 +138,8 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     stillhouse check run.yaml
     stillhouse check run.yaml train.micro_batch_tokens=16384
     """
-    config = _load(arguments, flags)
-    _quiet_libraries()
+    config = load(arguments, flags)
+    quiet_libraries()
     from stillhouse.train.check import check
 
     check(config)
@@ -183,8 +156,8 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     \b
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
     """
-    config = _load(arguments, flags)
-    _quiet_libraries()
+    config = load(arguments, flags)
+    quiet_libraries()
     from stillhouse.parallel import destroy_process_group, is_first
     from stillhouse.parity import HEADER, line, parity
 
@@ -198,52 +171,6 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     destroy_process_group()
     if not same:
         raise ValueError("under at least one layout, the step differs from the same step in one process")
-
-
-@cli.command()
-@configured
-@click.option("--signal", type=click.Choice(["hidden", "top_k"]), default="hidden", show_default=True,
-              help="hidden: exact, at any temperature. top_k: only the likeliest ids.")  # fmt: skip
-@click.option("--top-k", type=click.IntRange(1), default=64, show_default=True, help="Ids per token of top_k.")
-@click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
-def cache(arguments: tuple[str, ...], signal: str, top_k: int, dtype: str | None, **flags: str | None) -> None:
-    """Write a teacher's signals to disk, once, for any number of runs.
-
-    CONFIG is the configuration of a run: its data, template, lengths and teacher. `--out` is the folder of the
-    cache. The same command continues an interrupted one.
-
-    \b
-    stillhouse cache run.yaml --out caches/a --signal top_k --top-k 64
-    stillhouse cache info caches/a           what it holds
-    stillhouse cache verify caches/a         compare every shard with its hash
-    """
-    if arguments[:1] in (("info",), ("verify",)):
-        return _look_at_cache(arguments)
-    if flags["out"] is None:
-        raise click.UsageError("--out is missing: expected the folder of the cache", _context())
-    out = Path(flags["out"])
-    given = {**flags, "student": flags["student"] or flags["teacher"]} if not arguments else flags
-    config = _load(arguments, given)
-    _quiet_libraries()
-    from stillhouse.parallel import destroy_process_group, is_first
-    from stillhouse.train.write_cache import write_cache
-
-    manifest = write_cache(config, out, "top_k" if signal == "top_k" else "hidden", top_k=top_k, dtype=dtype)
-    if is_first():
-        click.echo(manifest.summary(out))
-    destroy_process_group()
-
-
-def _look_at_cache(arguments: tuple[str, ...]) -> None:
-    what, *folders = arguments
-    if len(folders) != 1:
-        raise click.UsageError(f"`stillhouse cache {what}` takes the folder of one cache", _context())
-    from stillhouse.teachers import SignalCache
-
-    cache = SignalCache(Path(folders[0]))
-    if what == "verify":
-        cache.verify()
-    click.echo(cache.manifest.summary(cache.folder))
 
 
 @cli.command()
@@ -296,69 +223,10 @@ def demo(out: Path) -> None:
     \b
     stillhouse demo --out runs/demo
     """
-    _quiet_libraries()
+    quiet_libraries()
     from stillhouse.demo.run import demo
 
     demo(out)
-
-
-def _quiet_libraries() -> None:
-    """Disable the progress bars of transformers and the warnings of torch's C++ code.
-
-    The bars, which are shown while weights are read and written, would break a run's live line. If a rank dies,
-    torch's C++ code prints a warning with a stack trace on all other ranks.
-    """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-
-def _load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
-    """The configuration from a command's file, options and overrides."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    if not arguments and not given:
-        raise click.UsageError(f"a configuration file or options are needed, for example\n  {EXAMPLE}", _context())
-    files = [argument for argument in arguments if not _is_override(argument)]
-    if len(files) > 1:
-        raise click.UsageError(f"got {len(files)} configuration files, expected one: {', '.join(files)}", _context())
-    if files and not Path(files[0]).exists():
-        raise click.UsageError(
-            f"{files[0]!r} is neither a file nor an override: expected a YAML file or key=value", _context()
-        )
-    from stillhouse.config import load_config
-
-    overrides = [argument for argument in arguments if _is_override(argument)]
-    return load_config(files[0] if files else None, overrides, settings=_settings(given))
-
-
-def _is_override(argument: str) -> bool:
-    """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path."""
-    key, sign, _ = argument.partition("=")
-    return bool(sign) and "/" not in key and os.sep not in key
-
-
-def _settings(given: dict[str, str]) -> dict[str, Any]:
-    """The options as a layer of the configuration. Values are text; only `--eval` may be a number, a share."""
-    settings: dict[str, Any] = {}
-    for key, flag in FLAGS.items():
-        name = flag.removeprefix("--")
-        if name in given:
-            section, _, field = key.rpartition(".")
-            target = settings.setdefault(section, {}) if section else settings
-            target[field] = _number_or_text(given[name]) if name == "eval" else given[name]
-    return settings
-
-
-def _number_or_text(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _context() -> click.Context:
-    return click.get_current_context()
 
 
 def _usage(error: click.ClickException) -> str:

@@ -1,0 +1,98 @@
+"""The arguments of commands that take a run's configuration: a file, options and overrides."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from stillhouse.config import RunConfig
+
+FLAGS = {
+    "student.model": "--student",
+    "teacher.model": "--teacher",
+    "data.train": "--data",
+    "data.eval": "--eval",
+    "objective.loss": "--loss",
+    "out": "--out",
+}
+EXAMPLE = "stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def configured(command: Command) -> Command:
+    """Add the arguments of a command that takes a run's configuration: a file, options and overrides."""
+    for parameter in reversed(
+        [
+            click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]..."),
+            click.option("--teacher", metavar="MODEL", help="Model to imitate: hub id or folder (teacher.model)."),
+            click.option("--student", metavar="MODEL", help="Model to train: hub id or folder (student.model)."),
+            click.option("--data", metavar="SOURCE", help="JSONL, Parquet, folder or hub id (data.train)."),
+            click.option("--eval", metavar="SOURCE|SHARE", help="Held-out data, or a share of --data (data.eval)."),
+            click.option("--loss", metavar="SUM", help="Such as 0.3*cross_entropy + 0.7*jsd(0.5) (objective.loss)."),
+            click.option("--out", metavar="DIR", help="Folder of the run (out)."),
+        ]
+    ):
+        command = parameter(command)
+    return command
+
+
+def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
+    """The configuration from a command's file, options and overrides."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    if not arguments and not given:
+        raise misused(f"a configuration file or options are needed, for example\n  {EXAMPLE}")
+    files = [argument for argument in arguments if not _is_override(argument)]
+    if len(files) > 1:
+        raise misused(f"got {len(files)} configuration files, expected one: {', '.join(files)}")
+    if files and not Path(files[0]).exists():
+        raise misused(f"{files[0]!r} is neither a file nor an override: expected a YAML file or key=value")
+    from stillhouse.config import load_config
+
+    overrides = [argument for argument in arguments if _is_override(argument)]
+    return load_config(files[0] if files else None, overrides, settings=settings_layer(given))
+
+
+def _is_override(argument: str) -> bool:
+    """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path."""
+    key, sign, _ = argument.partition("=")
+    return bool(sign) and "/" not in key and os.sep not in key
+
+
+def settings_layer(given: dict[str, str]) -> dict[str, Any]:
+    """The options as a layer of the configuration. Values are text; only `--eval` may be a number, a share."""
+    settings: dict[str, Any] = {}
+    for key, flag in FLAGS.items():
+        name = flag.removeprefix("--")
+        if name in given:
+            section, _, field = key.rpartition(".")
+            target = settings.setdefault(section, {}) if section else settings
+            target[field] = _number_or_text(given[name]) if name == "eval" else given[name]
+    return settings
+
+
+def _number_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def misused(message: str) -> click.UsageError:
+    """An error about the command's own arguments."""
+    return click.UsageError(message, click.get_current_context())
+
+
+def quiet_libraries() -> None:
+    """Disable the progress bars of transformers and the warnings of torch's C++ code.
+
+    The bars, which are shown while weights are read and written, would break a run's live line. If a rank dies,
+    torch's C++ code prints a warning with a stack trace on all other ranks.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
