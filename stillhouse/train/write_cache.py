@@ -21,9 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.data import Documents, PackedSequences, tokenizer_fingerprint
 from stillhouse.models import Decoder
-from stillhouse.models.head import Head
 from stillhouse.parallel import is_first, process_count, process_rank, wait_for_all, watchdog
-from stillhouse.parallel.loading import checkpoint_names
 from stillhouse.teachers.cache.format import (
     CACHE_KEY,
     INDEX,
@@ -40,6 +38,7 @@ from stillhouse.teachers.cache.format import (
 )
 from stillhouse.teachers.extract import Extract
 from stillhouse.teachers.spec import SignalKind, SignalSpec
+from stillhouse.teachers.teacher_folder import save_teacher
 from stillhouse.train.agreement import library_versions, require_shared_folder
 from stillhouse.train.build import load_teacher, model_fingerprints
 from stillhouse.train.files import (
@@ -242,21 +241,6 @@ class _Writer:
                         "near it: nothing of this shard is written; expected a teacher that can run in this dtype"
                     )
                 tensors[name][into_C] = value
-
-
-def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerBase, *, with_head: bool) -> None:
-    """Save a teacher's configuration and tokenizer, and its output head with the name that transformers gives it."""
-    folder.mkdir(exist_ok=True)
-    teacher.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if with_head:
-        head = teacher.head
-        assert isinstance(head, Head)
-        own = {
-            checkpoint_names(teacher, f"head.linear.{name}")[0]: value.detach().cpu().contiguous()
-            for name, value in head.linear.named_parameters()
-        }
-        save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _entries(data: RunData) -> Iterator[Entry]:
