@@ -31,10 +31,11 @@ from stillhouse.parallel import (
 )
 from stillhouse.parallel.expert_parallel import dispatched_experts
 from stillhouse.teachers import NoTeacher, SignalSource
-from stillhouse.train.build import distributed_engine, open_store, require_adapters, single_process_engine
+from stillhouse.train.build import distributed_engine, require_adapters, single_process_engine
 from stillhouse.train.engine import Engine
 from stillhouse.train.inputs import load_data, load_tokenizers
 from stillhouse.train.session import choose_device, objective_spec
+from stillhouse.train.stores import open_store
 
 #: two float32 gradients count as the same up to this relative difference
 SAME = 1e-4
@@ -96,7 +97,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     spec, store = objective_spec(config), open_store(config)
     require_adapters(config.student)
     device, processes = choose_device(config.device), process_count()
-    tokenizer, _ = load_tokenizers(config)
+    tokenizer, _ = load_tokenizers(config, store)
     documents, _ = load_data(config.data, config.objective, tokenizer)
     sequences = PackedSequences(documents, max_tokens=config.data.max_tokens, seed=config.seed)
     numbers = sequences.order(0)[: MICRO_BATCHES * processes]

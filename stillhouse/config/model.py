@@ -8,10 +8,7 @@ from stillhouse.config.section import PathText, Section, Text
 class ModelConfig(Section):
     """A causal language model in Hugging Face's format."""
 
-    model: PathText = Field(
-        description="Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer.",
-        examples=["Qwen/Qwen3-0.6B"],
-    )
+    model: PathText | None
     revision: Text | None = Field(
         default=None,
         description="Branch, tag or commit of the model on the hub; null: the default branch. No effect on a folder.",

@@ -6,11 +6,16 @@ from pydantic import Field
 
 from stillhouse.config.adapter import AdapterConfig
 from stillhouse.config.model import ModelConfig
+from stillhouse.config.section import PathText
 
 
 class StudentConfig(ModelConfig):
     """The model that is trained."""
 
+    model: PathText = Field(
+        description="Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer.",
+        examples=["Qwen/Qwen3-0.6B"],
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
         description="The dtype of the trained weights and of the optimizer's state; train.precision sets the dtype in"

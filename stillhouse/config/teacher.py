@@ -1,14 +1,13 @@
-"""The model that is imitated."""
+"""The model that is imitated, and where its signals come from."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from stillhouse.config.errors import ConfigError
+from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.model import ModelConfig
 from stillhouse.config.parallel import ParallelConfig
-from stillhouse.config.section import PathText, expand_home
+from stillhouse.config.section import PathText, Text
 
 #: the folder of a cache with its teacher's configuration, tokenizer and output head
 CACHED = "teacher"
@@ -17,23 +16,69 @@ CACHED = "teacher"
 class TeacherConfig(ModelConfig):
     """The model that is imitated; it is frozen. It may be absent (null) if the loss has no divergence.
 
-    With `cache`, `model` is the cache's own copy of the teacher's configuration, tokenizer and output head.
+    One of `model` (it runs in this job), `cache` and `url` says where its signals come from.
     """
 
+    model: PathText | None = Field(
+        default=None,
+        description="Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer. With url,"
+        " it is needed for hidden states from vLLM or SGLang: the tokenizer and the output head are read from it.",
+        examples=["Qwen/Qwen3-8B"],
+    )
     cache: PathText | None = Field(
         default=None,
         description="A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no"
-        " teacher runs; teacher.model is then left out. null: the teacher runs in this job.",
+        " teacher runs; teacher.model is then left out.",
+    )
+    url: Text | list[Text] | None = Field(
+        default=None,
+        description="The address of a server of the teacher (`stillhouse serve`, vLLM or SGLang), or a list of"
+        " addresses. The environment variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token.",
+        examples=["http://10.0.0.7:8000"],
+    )
+    api: Literal["auto", "stillhouse", "vllm", "sglang"] = Field(
+        default="auto", description="What the server at url speaks. auto: the server is asked."
+    )
+    signal: Literal["hidden", "top_k", "chosen", "sampled"] = Field(
+        default="hidden",
+        description="What the server is asked for. hidden: hidden states, which give the exact distribution at every"
+        " temperature. top_k: the likeliest ids. chosen: the ids that are likeliest for the student. sampled: draws"
+        " from the teacher.",
+    )
+    top_k: int = Field(
+        default=64, ge=1, description="Ids per token of top_k and chosen, and draws per token of sampled."
     )
     tail: Literal["bucket", "renormalize", "drop"] = Field(
         default="bucket",
-        description="How the mass outside of a cache's top-k ids counts. bucket: as one more outcome. renormalize:"
-        " not at all, both sides are conditioned on the ids. drop: the sum over the ids only.",
+        description="How the mass outside of the ids of top_k and chosen counts. bucket: as one more outcome."
+        " renormalize: not at all, both sides are conditioned on the ids. drop: the sum over the ids only.",
     )
-
+    timeout: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds without an answer of any server, after which the run saves a checkpoint and stops.",
+    )
+    prove: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether the server's teacher is compared with the same model in this process before the first"
+        " step. auto: if teacher.model is a folder with at most 1 GiB of weights. always: teacher.model is loaded"
+        " whatever its size. The other checks of a server are always made.",
+    )
+    prove_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between two checks that the server still gives the signals that it gave at the start."
+        " 0: it is only checked at the start.",
+    )
+    accept: list[Literal["chat_template", "eos"]] = Field(
+        default=[],
+        description="Differences between the server's tokenizer and the student's that are accepted: another chat"
+        " template, another end-of-sequence token.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
         default="auto",
-        description="The dtype of the weights; the layers compute in it, too. auto: the dtype of the saved weights.",
+        description="The dtype of the weights; the layers compute in it, too. auto: the dtype of the saved weights."
+        " With url: the dtype of the output head and of hidden states on the wire.",
     )
     parallel: ParallelConfig | None = Field(
         default=None,
@@ -41,19 +86,38 @@ class TeacherConfig(ModelConfig):
         " hidden states are then sent to the student's processes. null: the student's layout.",
     )
 
+    @property
+    def urls(self) -> list[str]:
+        if self.url is None:
+            return []
+        return [self.url] if isinstance(self.url, str) else self.url
+
     @model_validator(mode="before")
     @classmethod
-    def _of_cache(cls, given: Any) -> Any:
-        """With a cache, the model's files are those in the cache."""
-        if not isinstance(given, dict) or not isinstance(given.get("cache"), str):
+    def _has_a_source(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
             return given
-        own = str(Path(expand_home(given["cache"])) / CACHED)
-        if given.get("model", own) != own:
-            raise ConfigError("teacher.model", "expected either teacher.model or teacher.cache, got both")
-        return {**given, "model": own}
+        named = [name for name in ("model", "cache", "url") if given.get(name) is not None]
+        if not named:
+            raise MissingKeyError(
+                "teacher.model",
+                "required, but not given; expected: the model, teacher.cache or teacher.url, such as Qwen/Qwen3-8B",
+            )
+        if "cache" in named and len(named) > 1:
+            raise ConfigError("teacher.cache", f"expected one source of signals, got {' and '.join(named)}")
+        return given
 
     @model_validator(mode="after")
-    def _no_layout_of_a_cache(self) -> "TeacherConfig":
-        if self.cache is not None and self.parallel is not None:
-            raise ConfigError("teacher.parallel", "expected null with teacher.cache: no teacher runs")
+    def _fits_its_source(self) -> "TeacherConfig":
+        if self.url == []:
+            raise ConfigError("teacher.url", "expected one address or more")
+        source = "cache" if self.cache is not None else "url"
+        if self.parallel is not None and getattr(self, source) is not None:
+            raise ConfigError("teacher.parallel", f"expected null with teacher.{source}: no teacher runs in this job")
+        if self.url is not None and self.trust_remote_code:
+            raise ConfigError("teacher.trust_remote_code", "expected false with teacher.url")
+        if self.url is None:
+            for key in ("api", "signal", "top_k", "timeout", "prove", "prove_every", "accept"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ConfigError(f"teacher.{key}", "has an effect only with teacher.url")
         return self

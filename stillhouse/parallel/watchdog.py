@@ -19,6 +19,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch.distributed import Store
@@ -65,6 +67,18 @@ def progress() -> None:
     if _watchdog is not None:
         _watchdog.own.since = time.monotonic()
         _watchdog.own.begun += 1
+
+
+@contextmanager
+def untimed(phase: str) -> Iterator[None]:
+    """A phase within a phase, for a wait that has a time limit of its own. All ranks go through it."""
+    before = None if _watchdog is None else _watchdog.own
+    enter(phase, timed=False)
+    try:
+        yield
+    finally:
+        if before is not None:
+            enter(before.phase, timed=before.timed)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Sources of the teacher's signals (see `source.py`)."""
 
 from stillhouse.teachers.cache import SignalCache
+from stillhouse.teachers.client import RemoteSignals
 from stillhouse.teachers.in_stage import InStageTeacher, NoTeacher
 from stillhouse.teachers.separate import SeparateTeacher
 from stillhouse.teachers.source import PendingSignals, ReadySignals, SignalSource, request_ahead
@@ -12,6 +13,7 @@ __all__ = [
     "NoTeacher",
     "PendingSignals",
     "ReadySignals",
+    "RemoteSignals",
     "SeparateTeacher",
     "SignalCache",
     "SignalSource",

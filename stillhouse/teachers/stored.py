@@ -8,6 +8,7 @@ B rows of S tokens, T = B·S, E the teacher's width, K ids per token.
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import PairSignal, Runner, ShardedMicroBatches, TeacherHidden, gathered
+from stillhouse.parallel import PairSignal, Runner, ShardedMicroBatches, TeacherHidden, gathered, watchdog
 from stillhouse.teachers.source import PendingSignals
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
@@ -49,6 +50,11 @@ class SignalStore(Protocol):
         ...
 
     @property
+    def has_timeout(self) -> bool:
+        """Whether `read` ends with an error by itself if it takes too long."""
+        ...
+
+    @property
     def teacher_folder(self) -> Path | None:
         """The teacher's configuration and tokenizer, and with hidden states its output head; None if unknown."""
         ...
@@ -62,6 +68,10 @@ class SignalStore(Protocol):
 
         Raises ValueError or OSError if they cannot be had.
         """
+        ...
+
+    def close(self) -> None:
+        """Give up what is under way; `read` then raises."""
         ...
 
 
@@ -93,6 +103,17 @@ class StoredTeacher:
 
         Raises SignalsLostError on all processes if one of them could not read.
         """
+        with watchdog.untimed("the teacher's signals") if self.store.has_timeout else nullcontext():
+            found = self._waited(reading)
+        if not self._runner.has_last_stage:
+            return [None] * len(micro_batches)
+        return [
+            self._as_signal(self._shared(found[at] if found else None, each), each)
+            for at, each in enumerate(micro_batches)
+        ]
+
+    def _waited(self, reading: "Future[StepTensors] | None") -> StepTensors:
+        """What the thread has read, after all processes have it; empty on a process that does not read."""
         error, found = "", StepTensors()
         if reading is not None:
             try:
@@ -103,12 +124,12 @@ class StoredTeacher:
         errors = [error] if mesh is None else gathered(error, mesh.everyone, mesh.device)
         if any(errors):
             raise SignalsLostError(next(each for each in errors if each))
-        if not self._runner.has_last_stage:
-            return [None] * len(micro_batches)
-        return [
-            self._as_signal(self._shared(found[at] if found else None, each), each)
-            for at, each in enumerate(micro_batches)
-        ]
+        return found
+
+    def close(self) -> None:
+        """Give up the requests that are under way, so that the process can end."""
+        self.store.close()
+        self._threads.shutdown(cancel_futures=True)
 
     def _read(self, step: ShardedMicroBatches) -> StepTensors:
         """The tensors of a step's micro-batches on the CPU; rows without a weight are 0."""

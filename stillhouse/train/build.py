@@ -30,7 +30,6 @@ from stillhouse.teachers import (
     InStageTeacher,
     NoTeacher,
     SeparateTeacher,
-    SignalCache,
     SignalSource,
     SignalStore,
     StoredTeacher,
@@ -48,7 +47,7 @@ def build_engine(
 ) -> tuple[Engine, SignalSource]:
     """A run's engine and the source of the teacher's signals. Each rank reads its own part of the weights.
 
-    store: the teacher's signals, if the configuration names a cache (`open_store`).
+    store: the teacher's signals, if they are in a store (`open_store`).
     """
     mesh = join(layout, device, config.train.timeout)
     if mesh is None:
@@ -83,14 +82,16 @@ def distributed_engine(
     store: SignalStore | None = None,
 ) -> tuple[Engine, SignalSource]:
     """`build_engine` for several processes. Raises ConfigError for a model that the layout does not fit."""
-    student = _model_source("student", config.student, device, layout.offload, config.seed)
+    name = config.student.model
+    student = _model_source("student", name, config.student, device, layout.offload, config.seed)
     build = student.build
     student = replace(student, build=lambda: _trained(build(), config), teacher_is_base=teacher_is_base(config))
     teacher = None
     if store is not None:
         teacher = _stored_head(config, store, device)
     elif config.teacher is not None and not student.teacher_is_base:
-        teacher = _model_source("teacher", config.teacher, device, layout.offload, config.seed)
+        name = _name_of(config.teacher)
+        teacher = _model_source("teacher", name, config.teacher, device, layout.offload, config.seed)
     separate_layout, separate = teacher_layout(config), None
     try:
         if teacher is not None and separate_layout is not None:
@@ -138,31 +139,25 @@ def _source(config: RunConfig, runner: Runner, store: SignalStore | None) -> Sig
     return InStageTeacher(runner) if store is None else StoredTeacher(store, runner, config.teacher.tail)
 
 
-def open_store(config: RunConfig) -> SignalStore | None:
-    """The store of the teacher's signals, if the configuration names one. Raises ConfigError if it cannot be used."""
-    if config.teacher is None or config.teacher.cache is None:
-        return None
-    try:
-        return SignalCache(Path(config.teacher.cache))
-    except ValueError as error:
-        raise ConfigError("teacher.cache", str(error)) from error
-
-
 def _stored_head(config: RunConfig, store: SignalStore, device: torch.device) -> ModelSource | None:
     """The teacher's output head, if the store has hidden states."""
     if not store.signal.is_exact:
         return None
     assert config.teacher is not None
-    return _model_source("teacher", config.teacher, device, config.parallel.offload, config.seed)
+    assert store.teacher_folder is not None
+    folder = store.teacher_folder
+    return _model_source("teacher", str(folder), config.teacher, device, config.parallel.offload, config.seed)
 
 
 def model_fingerprints(config: RunConfig, store: SignalStore | None = None) -> dict[str, str]:
     """For student and teacher, a hash of the model's files; for a model of the hub, the commit; for a store, its
     identity.
     """
-    hashes = {"student": _fingerprint(config.student)}
+    hashes = {"student": _fingerprint(config.student.model, config.student.revision)}
     if config.teacher is not None:
-        hashes["teacher"] = _fingerprint(config.teacher) if store is None else store.identity
+        hashes["teacher"] = (
+            store.identity if store is not None else _fingerprint(_name_of(config.teacher), config.teacher.revision)
+        )
     return hashes
 
 
@@ -175,7 +170,7 @@ def require_adapters(student: StudentConfig) -> None:
 def teacher_is_base(config: RunConfig) -> bool:
     """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
     student, teacher = config.student, config.teacher
-    if student.adapter is None or teacher is None:
+    if student.adapter is None or teacher is None or teacher.url is not None:
         return False
     same = all(getattr(student, key) == getattr(teacher, key) for key in ("model", "revision", "attention"))
     return same and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
@@ -183,7 +178,7 @@ def teacher_is_base(config: RunConfig) -> bool:
 
 def load_student(config: RunConfig, device: torch.device) -> Decoder:
     """Load the student onto the device, prepare it for training, and check that its weights are finite."""
-    student = _trained(_load("student", config.student, device), config)
+    student = _trained(_load("student", config.student.model, config.student, device), config)
     draw_lora(student, config.seed)
     return student
 
@@ -191,7 +186,7 @@ def load_student(config: RunConfig, device: torch.device) -> Decoder:
 def load_teacher(config: RunConfig, device: torch.device) -> Decoder:
     """Load the teacher onto the device and check that its weights are finite."""
     assert config.teacher is not None
-    return _load("teacher", config.teacher, device)
+    return _load("teacher", _name_of(config.teacher), config.teacher, device)
 
 
 def teacher_layout(config: RunConfig) -> Layout | None:
@@ -205,20 +200,27 @@ def teacher_layout(config: RunConfig) -> Layout | None:
     return replace(layout, offload=config.parallel.offload)
 
 
-def _fingerprint(model: StudentConfig | TeacherConfig) -> str:
-    if os.path.isdir(model.model):
-        return model_fingerprint(model.model)
-    return Path(snapshot_download(model.model, revision=model.revision, allow_patterns=["config.json"])).name
+def _name_of(teacher: TeacherConfig) -> str:
+    """The model of a teacher that runs in this job."""
+    assert teacher.model is not None
+    return teacher.model
+
+
+def _fingerprint(name: str, revision: str | None) -> str:
+    if os.path.isdir(name):
+        return model_fingerprint(name)
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
 
 
 def _model_source(
-    which: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
+    which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
 ) -> ModelSource:
+    """name: the hub id or folder of the model."""
     if model.trust_remote_code:
         raise ConfigError(
             f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
         )
-    folder = local_folder(model.model, model.revision)
+    folder = local_folder(name, model.revision)
 
     def weights(decoder: Decoder) -> None:
         load_weights(decoder, folder, device, offload=offload)
@@ -247,10 +249,10 @@ def _trained(student: Decoder, config: RunConfig) -> Decoder:
     return student.train()
 
 
-def _load(which: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
+def _load(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
     try:
         decoder = Decoder.from_pretrained(
-            model.model,
+            name,
             revision=model.revision,
             dtype=model.dtype,
             attention=model.attention,

@@ -6,6 +6,7 @@ changes no weight and writes no file.
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,17 +33,17 @@ _SAMPLE = 600
 
 def check(config: RunConfig) -> None:
     """Print the findings. Raises the errors that the run itself would raise; an error about its folder comes last."""
-    session = prepare(config, announce=is_first())
-    occupied: ValueError | None = None
-    try:
-        state = _state(session)
-    except ValueError as error:
-        state, occupied = "cannot be used, see the error below", error
-    for line in _lines(session, state):
-        if is_first():
-            print(line, flush=True)
-    if occupied is not None:
-        raise occupied
+    with closing(prepare(config, announce=is_first())) as session:
+        occupied: ValueError | None = None
+        try:
+            state = _state(session)
+        except ValueError as error:
+            state, occupied = "cannot be used, see the error below", error
+        for line in _lines(session, state):
+            if is_first():
+                print(line, flush=True)
+        if occupied is not None:
+            raise occupied
 
 
 def _state(session: Session) -> str:

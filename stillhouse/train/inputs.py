@@ -8,10 +8,12 @@ from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfi
 from stillhouse.data import (
     Documents,
     PackedSequences,
+    check_same_conversation,
     check_same_tokenizer,
     load_documents,
     load_tokenizer,
 )
+from stillhouse.teachers import SignalStore
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,12 @@ class RunData:
     warnings: list[str]
 
 
-def load_run_data(config: RunConfig) -> RunData:
-    """Load tokenizers and data. Raises ConfigError for a mistake in the configuration, ValueError for one in the data
-    or the tokenizers.
+def load_run_data(config: RunConfig, store: SignalStore | None = None) -> RunData:
+    """Load tokenizers and data. store: of the teacher's signals, if the teacher does not run in this job.
+
+    Raises ConfigError for a mistake in the configuration, ValueError for one in the data or the tokenizers.
     """
-    tokenizer, warnings = load_tokenizers(config)
+    tokenizer, warnings = load_tokenizers(config, store)
     train, held_out = load_data(config.data, config.objective, tokenizer)
     splits = {"train": train} | ({} if held_out is None else {"eval": held_out})
     for documents in splits.values():
@@ -52,15 +55,26 @@ def load_run_data(config: RunConfig) -> RunData:
     )
 
 
-def load_tokenizers(config: RunConfig) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """The student's tokenizer, and warnings. Raises ValueError if the teacher's tokenizer is a different one."""
-    student = config.student
+def load_tokenizers(config: RunConfig, store: SignalStore | None = None) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """The student's tokenizer, and warnings. Raises ValueError if the teacher's tokenizer is a different one.
+
+    If a store of signals has no tokenizer, there is nothing to compare here.
+    """
+    student, teacher = config.student, config.teacher
     tokenizer = load_tokenizer(student.model, student.revision, student.trust_remote_code)
-    if config.teacher is None:
+    if teacher is None:
         return tokenizer, []
-    teacher = config.teacher
-    other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
-    return tokenizer, check_same_tokenizer(tokenizer, other)
+    if store is None:
+        assert teacher.model is not None
+        other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
+        return tokenizer, check_same_tokenizer(tokenizer, other)
+    if store.teacher_folder is None:
+        return tokenizer, []
+    other = load_tokenizer(str(store.teacher_folder))
+    warnings = check_same_tokenizer(tokenizer, other)
+    if teacher.url is not None:
+        check_same_conversation(tokenizer, other, teacher.accept)
+    return tokenizer, warnings
 
 
 def load_data(

@@ -4,14 +4,16 @@
 """
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.parallel import destroy_process_group, is_first, watchdog
 from stillhouse.preemption import Preempted, finishing
-from stillhouse.teachers import request_ahead
+from stillhouse.teachers import SignalsLostError, request_ahead
+from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.checkpoint_folder import prune
 from stillhouse.train.engine import ROUTER_LOSS
@@ -21,7 +23,7 @@ from stillhouse.train.folder import RunFolder
 from stillhouse.train.identity import configuration_hash
 from stillhouse.train.integrity import IntactCheckpoint
 from stillhouse.train.logging import NoLog, RunLog, open_log
-from stillhouse.train.progress import Progress
+from stillhouse.train.progress import Progress, folder_name
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
 from stillhouse.train.stopping import agreed_signal
@@ -41,6 +43,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             progress.metrics = evaluate(session)
             log.evaluation(0, 0, progress.metrics)
         stack.enter_context(finishing("this step and a checkpoint of it"))
+        stack.enter_context(_saving_when_signals_are_lost(session, folder, progress, log))
         steps = range(progress.step, step_schedule.steps)
         sharded = (session.shard(step_schedule.micro_batches(session.train, step)) for step in steps)
         requests = request_ahead(session.source_for(session.spec), sharded)
@@ -94,6 +97,21 @@ def _progress(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint 
         models=session.model_hashes,
         configuration=configuration_hash(session.config),
     )
+
+
+@contextmanager
+def _saving_when_signals_are_lost(
+    session: Session, folder: RunFolder, progress: Progress, log: RunLog | NoLog
+) -> Iterator[None]:
+    """If the teacher's signals cannot be had, save the steps that are done. All processes raise that error."""
+    try:
+        yield
+    except SignalsLostError as error:
+        path = folder.checkpoints / folder_name(progress.step)
+        if progress.step == 0 or from_all_ranks(path.exists(), session.device)[0]:
+            raise
+        saved = _save(session, folder, progress, log)
+        raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
 
 
 def _save(session: Session, folder: RunFolder, progress: Progress, log: RunLog | NoLog) -> Path:

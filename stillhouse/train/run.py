@@ -1,6 +1,6 @@
 """A whole run: prepare everything, lock the run folder, train, write the model."""
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from stillhouse.config import RunConfig
@@ -48,7 +48,7 @@ def distill(config: RunConfig) -> Path:
         return _report_complete(folder)
     session = prepare(config, announce=is_first())
     require_shared_folder(folder.path, device)
-    with folder_lock(folder.path) if is_first() else nullcontext():
+    with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
         # another process may have written to the folder while this one loaded its models
         paths = candidates(config) if is_first() else []
         if any(from_all_ranks(folder.complete, device)):

@@ -34,16 +34,16 @@ from stillhouse.train.agreement import require_same_configuration, require_same_
 from stillhouse.train.build import (
     build_engine,
     model_fingerprints,
-    open_store,
     require_adapters,
     teacher_is_base,
     teacher_layout,
 )
 from stillhouse.train.engine import Engine
-from stillhouse.train.inputs import RunData, load_run_data
+from stillhouse.train.inputs import load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.schedule import StepSchedule, make_step_schedule
+from stillhouse.train.stores import open_store, require_signals
 
 
 @dataclass
@@ -101,6 +101,11 @@ class Session:
         uniform_shapes = training and self.runner.layout.stages > 1
         return shard_micro_batches(micro_batches, self.runner.mesh, self.device, uniform_shapes=uniform_shapes)
 
+    def close(self) -> None:
+        """Give up requests for signals that are under way."""
+        if isinstance(self.source, StoredTeacher):
+            self.source.close()
+
     def source_for(self, objective: ObjectiveSpec) -> SignalSource:
         """The source of the signals that an objective needs."""
         return self.source if objective.needs_teacher else NoTeacher()
@@ -121,9 +126,9 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     device, warnings = connect_ranks(config)
     watchdog.enter("reading the data", timed=False)
     torch.manual_seed(config.seed)
-    data = load_run_data(config)
+    data = load_run_data(config, store)
     if store is not None:
-        require_signals(config, data, store)
+        require_signals(config, data, store, device)
     models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, store)}
     watchdog.enter("comparing data and models")
     require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, device)
@@ -149,23 +154,6 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     warnings += [*data.warnings, *check_models(session)]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
-
-
-def require_signals(config: RunConfig, data: RunData, store: SignalStore) -> None:
-    """Raise ConfigError if the store of the teacher's signals does not fit the data or the objective."""
-    signal = store.signal
-    if signal.temperature not in (None, config.objective.temperature):
-        raise ConfigError(
-            "objective.temperature",
-            f"got {config.objective.temperature:g}, but {store.name} holds {signal}: expected the same "
-            "temperature, or hidden states, which give every temperature",
-        )
-    for key, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
-        if sequences is not None:
-            try:
-                store.require(sequences.documents, key)
-            except ValueError as error:
-                raise ConfigError("teacher.cache", str(error)) from error
 
 
 def check_models(session: Session) -> list[str]:

@@ -84,7 +84,7 @@ def write_cache(
     A collective of all processes of a job. Raises ConfigError for a configuration without a teacher, and ValueError
     for a folder in which something else was written, and for a teacher whose signals are not finite.
     """
-    if config.teacher is None or config.teacher.cache is not None:
+    if config.teacher is None or config.teacher.model is None or config.teacher.url is not None:
         raise ConfigError("teacher.model", "is missing: a cache is written by a teacher that is in this job")
     device, _ = connect_ranks(config)
     data = load_run_data(config)

@@ -81,6 +81,10 @@ class SignalCache:
         return self.manifest.identity
 
     @property
+    def has_timeout(self) -> bool:
+        return False
+
+    @property
     def name(self) -> str:
         return str(self.folder)
 
@@ -110,6 +114,9 @@ class SignalCache:
         Raises ValueError for rows that the cache lacks, for a shard whose content has changed, and for NaN.
         """
         return [self._rows(document_id(each.tokens), each.rows) for each in wanted]
+
+    def close(self) -> None:
+        self._files.clear()
 
     def verify(self) -> None:
         """Compare every shard with its hash. Raises ValueError for the first one that differs."""

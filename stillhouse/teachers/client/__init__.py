@@ -1,0 +1,11 @@
+"""The client of a teacher's servers: `stillhouse serve`, vLLM and SGLang.
+
+`pool.py`: sends requests, and repeats them. `api.py` and `*_api.py`: what each engine speaks. `remote.py`: the store
+of signals. `download.py`: the teacher's tokenizer and head. `proof.py`: what is proven before the first step.
+"""
+
+from stillhouse.teachers.client.pool import ServerError
+from stillhouse.teachers.client.proof import Proof, prove
+from stillhouse.teachers.client.remote import RemoteSignals, Wanted, connect
+
+__all__ = ["Proof", "RemoteSignals", "ServerError", "Wanted", "connect", "prove"]

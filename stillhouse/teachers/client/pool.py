@@ -1,0 +1,249 @@
+"""Sends requests to the servers of one teacher: bounded, balanced by tokens, repeated until one of them answers.
+
+A request that cannot be answered by one server is sent to another. A server that fails is left alone for a while,
+longer each time. Nothing is ever skipped: a request ends with its answer, or with an error.
+"""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import httpx2
+
+from stillhouse.display import first_line
+
+T = TypeVar("T")
+
+#: requests that a server has at a time; engines batch them
+IN_FLIGHT = 16
+#: seconds for which a failing server is left alone: at first, and at most
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+#: how often a request is repeated whose answers are damaged, or which the server cannot process
+MOST_BAD_ANSWERS = 8
+#: answers that another attempt may change: the server is overloaded, restarting, or has lost its own backend
+_BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
+
+
+class ServerError(OSError):
+    """No server has answered for too long, or the servers' answers are damaged again and again."""
+
+
+class RefusedError(ValueError):
+    """A server has answered that the request is wrong, so that no repetition can help."""
+
+
+class _TryAgainError(Exception):
+    """An attempt has failed. damaged: the server did answer. pause: the seconds that it asks for, if it is busy."""
+
+    def __init__(self, message: str, *, damaged: bool = False, pause: float | None = None):
+        super().__init__(message)
+        self.damaged, self.pause = damaged, pause
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """One request. parse: turns an answer into a result; raises ValueError for a damaged answer. tokens: its size."""
+
+    path: str
+    content: bytes
+    content_type: str
+    parse: Callable[[httpx2.Response], T]
+    tokens: int
+
+
+@dataclass
+class Server:
+    url: str
+    calls: int = 0
+    tokens: int = 0
+    failures: int = 0
+    paused_until: float = 0.0
+    warned: bool = False
+
+    def pause(self, seconds: float | None) -> None:
+        """Leave the server alone for a while: twice as long after every failure, or as long as it has asked for."""
+        now = time.monotonic()
+        if now < self.paused_until:  # another request has found the same failure
+            return
+        doubled = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures, 20))
+        self.failures += 1
+        self.paused_until = now + max(seconds or 0.0, doubled * random.uniform(0.5, 1.0))
+
+
+class ServerPool:
+    """The servers of one teacher.
+
+    timeout: seconds without an answer of any server after which requests fail. token: the bearer token, if any. warn:
+    is called with a line when a server fails or comes back.
+
+    All methods may be called from several threads. `close` ends requests that are under way.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout: float,
+        token: str | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+    ):
+        self.servers = [Server(url.rstrip("/")) for url in urls]
+        self.timeout, self._warn = timeout, warn
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._last_answer = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="teacher client", daemon=True)
+        self._thread.start()
+        self._client = httpx2.AsyncClient(
+            headers=self._headers,
+            timeout=httpx2.Timeout(timeout / 4, connect=min(10.0, timeout / 4)),
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=False,
+        )
+
+    def score(self, calls: Sequence[Call[T]], url: str | None = None) -> list[T]:
+        """The results of several requests, in their order. url: send them only to this server.
+
+        Raises ServerError if the servers cannot answer, RefusedError if one of them refuses a request.
+        """
+        servers = [each for each in self.servers if url in (None, each.url)]
+        return self._wait(self._all(calls, servers))
+
+    def ask(self, url: str, path: str, body: Any = None) -> httpx2.Response:
+        """One answer of one server, whatever its status. body: JSON to post; None: a GET. Not repeated, except until
+        a server that is just starting accepts connections.
+        """
+        return self._wait(self._ask(f"{url.rstrip('/')}{path}", body))
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, coroutine: Any) -> Any:
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        except CancelledError as error:
+            raise ServerError("the request was given up, because the run ends") from error
+
+    async def _cancel(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _all(self, calls: Sequence[Call[T]], servers: Sequence[Server]) -> list[T]:
+        tasks = [asyncio.create_task(self._answered(call, servers)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _ask(self, url: str, body: Any) -> httpx2.Response:
+        end = time.monotonic() + self.timeout
+        while True:
+            try:
+                response = await self._client.request("GET" if body is None else "POST", url, json=body)
+                if response.status_code not in _BUSY:
+                    return response
+                problem = f"{response.status_code} {_message(response)}"
+            except httpx2.InvalidURL as error:
+                raise ValueError(f"{url} is no address: {error}") from error
+            except httpx2.HTTPError as error:
+                problem = first_line(error)
+            if time.monotonic() > end:
+                raise ServerError(f"{url} has not answered for {self.timeout:g} seconds ({problem})")
+            await asyncio.sleep(min(1.0, self.timeout / 10))
+
+    async def _answered(self, call: Call[T], servers: Sequence[Server]) -> T:
+        """The result of a request, from whichever server gives it."""
+        started, damaged = 0.0, 0
+        while True:
+            server = await _free_server(servers)
+            started = started or time.monotonic()
+            server.calls, server.tokens = server.calls + 1, server.tokens + call.tokens
+            try:
+                result = await self._attempt(server, call)
+            except _TryAgainError as error:
+                problem = error
+            else:
+                self._last_answer = time.monotonic()
+                self._announce(server, "")
+                server.failures = 0
+                return result
+            finally:
+                server.calls, server.tokens = server.calls - 1, server.tokens - call.tokens
+            server.pause(problem.pause)
+            if problem.pause is None:
+                self._announce(server, str(problem))
+            damaged += problem.damaged
+            if damaged >= MOST_BAD_ANSWERS:
+                raise ServerError(f"{server.url}: {damaged} answers could not be used; the last one: {problem}")
+            if time.monotonic() - max(started, self._last_answer) > self.timeout:
+                raise ServerError(
+                    f"no server of the teacher has answered for {self.timeout:g} seconds; {server.url}: {problem}"
+                )
+
+    async def _attempt(self, server: Server, call: Call[T]) -> T:
+        try:
+            response = await self._client.post(
+                server.url + call.path, content=call.content, headers={"Content-Type": call.content_type}
+            )
+        except httpx2.HTTPError as error:
+            raise _TryAgainError(first_line(error)) from error
+        status = response.status_code
+        if status in _BUSY:
+            raise _TryAgainError(f"{status} {_message(response)}", pause=_seconds(response))
+        if status == _BROKEN:
+            raise _TryAgainError(f"{status} {_message(response)}", damaged=True)
+        if status != 200:
+            raise RefusedError(f"{server.url}{call.path}: {status} {_message(response)}")
+        try:
+            return await asyncio.to_thread(call.parse, response)
+        except RefusedError:
+            raise
+        except ValueError as error:
+            raise _TryAgainError(str(error), damaged=True) from error
+
+    def _announce(self, server: Server, problem: str) -> None:
+        """Warn once when a server fails (`problem`), and once when it answers again ("")."""
+        if problem and not server.warned:
+            self._warn(f"the teacher's server {server.url} fails, and is asked again: {problem}")
+        elif not problem and server.warned:
+            self._warn(f"the teacher's server {server.url} answers again")
+        server.warned = bool(problem)
+
+
+async def _free_server(servers: Sequence[Server]) -> Server:
+    """The server with the fewest outstanding tokens, of those that have not failed and are not full."""
+    while True:
+        now = time.monotonic()
+        free = [each for each in servers if each.calls < IN_FLIGHT and each.paused_until <= now]
+        if free:
+            return min(free, key=lambda each: each.tokens)
+        waits = [each.paused_until - now for each in servers if each.paused_until > now]
+        await asyncio.sleep(min([0.02, *waits]))
+
+
+def _message(response: httpx2.Response) -> str:
+    """The server's own words, from an error in OpenAI's form or from any text."""
+    try:
+        found = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        found = response.text
+    return str(found).strip()[:500]
+
+
+def _seconds(response: httpx2.Response) -> float:
+    """The seconds of the Retry-After header, at most a minute; 0 for a date or for nonsense."""
+    text = response.headers.get("retry-after", "")
+    return min(60.0, float(text)) if text.isdecimal() else 0.0
