@@ -26,6 +26,9 @@ from stillhouse.parallel.stages import (
 )
 from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
 
+#: the first version whose pipelines do not send gradients of inputs that need none
+PIPELINE_TORCH = "2.13"
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -62,6 +65,11 @@ def build_runner(
     Raises ValueError for a model that the layout does not fit.
     """
     require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
+    if layout.stages > 1 and torch.__version__ < PIPELINE_TORCH:
+        raise ValueError(
+            f"a pipeline needs torch {PIPELINE_TORCH} or later, this is {torch.__version__}: earlier versions send a "
+            "gradient of every input of a stage, and the teacher's hidden states have none; expected pipeline=1"
+        )
     if teacher_source is not None and teacher_head_only:
         teacher_source = ModelSource(only_head(teacher_source.build), teacher_source.load_weights)
     sources = student_source, teacher_source

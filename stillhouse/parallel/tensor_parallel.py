@@ -72,7 +72,8 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers: expected tensor=1"
         )
     # experts are not sharded but distributed as a whole (expert_parallel.py)
-    plan = {name: style for name, style in plan.items() if ".experts" not in name}
+    # the embedding is sharded with the head, by rows, also where a plan (transformers 5.17) names it
+    plan = {name: style for name, style in plan.items() if ".experts" not in name and style != "embedding_rowwise"}
     if unknown := sorted(set(plan.values()) - STYLES.keys()):
         raise ValueError(
             f"the tensor-parallel plan of model type '{config.model_type}' uses {', '.join(unknown)}, which is not "

@@ -47,13 +47,17 @@ class _TryAgainError(Exception):
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One request. parse: turns an answer into a result; raises ValueError for a damaged answer. tokens: its size."""
+    """One request. parse: turns an answer into a result; raises ValueError for a damaged answer. tokens: its size.
+
+    absent: what to do if the server does not know the path.
+    """
 
     path: str
     content: bytes
     content_type: str
     parse: Callable[[httpx2.Response], T]
     tokens: int
+    absent: str = ""
 
 
 @dataclass
@@ -206,7 +210,8 @@ class ServerPool:
         if status == _BROKEN:
             raise _TryAgainError(f"{status} {_message(response)}", damaged=True)
         if status != 200:
-            raise RefusedError(f"{server.url}{call.path}: {status} {_message(response)}")
+            hint = f"; {call.absent}" if status == 404 and call.absent else ""
+            raise RefusedError(f"{server.url}{call.path}: {status} {_message(response)}{hint}")
         try:
             return await asyncio.to_thread(call.parse, response)
         except RefusedError:

@@ -20,6 +20,12 @@ from stillhouse.teachers.client.pool import Call, ServerPool
 from stillhouse.teachers.spec import DTYPES, DocumentRows, SignalSpec
 from stillhouse.teachers.wire import JSON
 
+_NO_POOLING = (
+    "this vLLM generates text; expected one that was started with --runner pooling --convert embed --pooler-config "
+    """'{"task":"token_embed","use_activation":false}'"""
+)
+_NO_COMPLETIONS = "this vLLM pools; expected one that generates text, or teacher.signal=hidden"
+
 
 class _Model(BaseModel):
     id: str
@@ -107,7 +113,7 @@ def _pooling(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentR
         "endianness": "little",
     }
     parse = partial(_hidden_states, spec=spec, width=width, document=document)
-    return Call("/pooling", json.dumps(body).encode(), JSON, parse, len(tokens))
+    return Call("/pooling", json.dumps(body).encode(), JSON, parse, len(tokens), _NO_POOLING)
 
 
 def _hidden_states(response: httpx2.Response, spec: SignalSpec, width: int, document: DocumentRows) -> Scores:
@@ -138,7 +144,7 @@ def _completion(info: ServerInfo, spec: SignalSpec, width: int, document: Docume
         "return_tokens_as_token_ids": True,
     }
     parse = partial(_likeliest, spec=spec, document=document)
-    return Call("/v1/completions", json.dumps(body).encode(), JSON, parse, len(tokens))
+    return Call("/v1/completions", json.dumps(body).encode(), JSON, parse, len(tokens), _NO_COMPLETIONS)
 
 
 def _likeliest(response: httpx2.Response, spec: SignalSpec, document: DocumentRows) -> Scores:
