@@ -20,7 +20,8 @@ class Limits:
     """What clients may send.
 
     vocabulary: rows of the teacher's head. max_tokens: of a sequence. max_request_tokens, max_sequences: of a
-    request. max_top_k: ids per token. json_bytes, binary_bytes: of a body. bodies_bytes: of all bodies that are being read.
+    request. max_top_k: ids per token. json_bytes, binary_bytes: of a body. bodies_bytes: of all bodies that are being
+    read.
     """
 
     vocabulary: int

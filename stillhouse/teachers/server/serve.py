@@ -1,10 +1,11 @@
 """Serves a teacher's exact signals over HTTP: the command `stillhouse serve`.
 
-The model runs in the main thread, which takes batches from the queue. HTTP runs in a thread of its own. Under
-torchrun, the ranks share the model (tensor parallel); rank 0 speaks HTTP, and the other ranks compute the same batches.
+The model runs in the main thread, which takes batches from the queue. HTTP runs in a thread of its own.
+Under torchrun, the ranks share the model (tensor parallel); rank 0 speaks HTTP, and the other ranks compute the same
+batches.
 
-The first SIGTERM or Ctrl-C: accept nothing more, answer what was accepted, end with exit code 0. A second one ends the
-process at once.
+The first SIGTERM or Ctrl-C: accept nothing more, answer what was accepted, end with exit code 0. The second one ends
+the process at once.
 """
 
 import gc
