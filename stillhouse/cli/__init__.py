@@ -19,6 +19,7 @@ import click
 from stillhouse import __version__
 from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries
 from stillhouse.cli.cache import cache
+from stillhouse.cli.serve import serve
 from stillhouse.display import message as brief
 from stillhouse.ending import error_line
 from stillhouse.preemption import Preempted, handling
@@ -93,6 +94,7 @@ def cli(context: click.Context) -> None:
     stillhouse check run.yaml                check everything before a long run
     stillhouse distill run.yaml train.learning_rate=2e-5
     stillhouse cache run.yaml --out caches/a  write the teacher's signals once, for many runs
+    stillhouse serve Qwen/Qwen3-8B           answer requests for a teacher's signals
     stillhouse report runs/a
     stillhouse verify runs/a                 check the folder of a run
     """
@@ -101,6 +103,7 @@ def cli(context: click.Context) -> None:
 
 
 cli.add_command(cache)
+cli.add_command(serve)
 
 
 @cli.command()

@@ -1,0 +1,80 @@
+"""`stillhouse serve`: answers requests for a teacher's signals over HTTP."""
+
+import importlib.util
+
+import click
+
+from stillhouse.cli.arguments import quiet_libraries
+
+
+@click.command()
+@click.argument("teacher", metavar="TEACHER")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. One that other machines can reach needs a token, or --no-token.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="0: a free one, which the ready line names.",
+)
+@click.option(
+    "--token",
+    envvar="STILLHOUSE_TOKEN",
+    show_envvar=True,
+    metavar="TEXT",
+    help="Bearer token of all routes but /healthz. Other users of the machine can read an option; "
+    "the variable is safer.",
+)
+@click.option("--no-token", is_flag=True, help="Allow an address that other machines can reach without a token.")
+@click.option(
+    "--dtype",
+    default="auto",
+    show_default=True,
+    help="float32, bfloat16 or float16 of the model. auto: as it was saved.",
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N. auto: a GPU if there is one.")
+@click.option("--attention", metavar="NAME", help="transformers' attn_implementation, such as sdpa.")
+@click.option("--revision", metavar="NAME", help="Revision of a hub id.")
+@click.option(
+    "--batch-tokens",
+    type=click.IntRange(1),
+    default=16384,
+    show_default=True,
+    help="Tokens of a forward pass, and the longest sequence. Memory and speed only.",
+)
+@click.option(
+    "--queue-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Tokens of all requests at a time; more get 429. [default: 16 batches]",
+)
+@click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
+              help="Most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
+def serve(teacher: str, *, no_token: bool, **options: object) -> None:
+    """Serve a teacher's exact signals over HTTP.
+
+    TEACHER is a hub id or a folder. Students then train with teacher.url. POST /v1/score gives hidden states or
+    log-probabilities of token ids, GET /v1/head the output head, GET /v1/info what the teacher is, and POST
+    /v1/completions answers prompt_logprobs as vLLM does. GET /healthz and GET /metrics are for operators.
+
+    The server listens on this machine alone unless --host says otherwise, and then it needs a token. SIGTERM and
+    Ctrl-C end it after the accepted requests are answered. Under torchrun, the model is divided over all processes
+    (tensor parallel).
+
+    \b
+    stillhouse serve Qwen/Qwen3-8B
+    STILLHOUSE_TOKEN=... stillhouse serve Qwen/Qwen3-8B --host 0.0.0.0 --port 8000
+    torchrun --nproc-per-node 2 -m stillhouse serve Qwen/Qwen3-8B
+    """
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not installed; pip install 'stillhouse[serve]'")
+    quiet_libraries()
+    from stillhouse.teachers.server import serve as run_server
+
+    run_server(teacher, require_token=not no_token, **options)  # type: ignore[arg-type]

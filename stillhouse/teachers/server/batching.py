@@ -1,0 +1,166 @@
+"""The queue between the HTTP server and the model: bounded, and divided into batches by a token budget.
+
+A request is one or more documents. The model's thread takes documents from the front of the queue until the budget of
+a batch is filled, so the documents of a large request may be in several batches and those of small requests share
+one. Tokens count against the queue's limit from the moment a request is accepted until its answer has been sent, so
+that answers which clients read slowly are bounded, too.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+
+from torch import Tensor
+
+from stillhouse.teachers.server.scorer import NotFiniteError, Outcome, Part
+
+
+class QueueFullError(Exception):
+    """The queue has no room for a request. seconds: after how long there will probably be room."""
+
+    def __init__(self, seconds: int):
+        super().__init__(f"the queue is full: try again in {seconds} s")
+        self.seconds = seconds
+
+
+class DrainingError(Exception):
+    """The server ends: it answers what it has accepted and accepts nothing more."""
+
+
+class ScoringFailedError(Exception):
+    """The forward pass of a batch has failed."""
+
+
+class Ticket:
+    """An accepted request. answer: the tensors of each of its documents, once all have been computed."""
+
+    def __init__(self, parts: Sequence[Part]):
+        self.parts = parts
+        self.tokens = sum(part.tokens for part in parts)
+        self.answer: Future[list[dict[str, Tensor]]] = Future()
+        self._found: dict[int, dict[str, Tensor]] = {}
+        self.is_released = False
+
+    def finish(self, number: int, outcome: Outcome) -> None:
+        """Record the outcome of one document. The first error is the answer."""
+        if isinstance(outcome, NotFiniteError):
+            self.fail(outcome)
+            return
+        self._found[number] = outcome
+        if len(self._found) == len(self.parts) and not self.answer.done():
+            self._set(lambda: self.answer.set_result([self._found[at] for at in range(len(self.parts))]))
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self._set(lambda: self.answer.set_exception(error))
+
+    def _set(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except InvalidStateError:
+            # the client has gone at this very moment, and its handler has cancelled the answer
+            return
+
+
+#: a document of a request, by its number there
+Item = tuple[Ticket, int]
+
+
+class RequestQueue:
+    """Requests that wait for the model. All methods may be called from any thread.
+
+    batch_tokens: the most tokens of a batch; a document that has more is a batch of its own. queue_tokens: the most
+    tokens of all requests that are accepted and not answered completely.
+    """
+
+    def __init__(self, batch_tokens: int, queue_tokens: int):
+        self.batch_tokens, self.queue_tokens = batch_tokens, queue_tokens
+        self._items: deque[Item] = deque()
+        self._changed = threading.Condition()
+        self._held = 0
+        self._closed = False
+        self._tokens_per_second = 0.0
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of requests that are accepted and not answered completely."""
+        return self._held
+
+    @property
+    def waiting(self) -> int:
+        """Documents that wait for the model."""
+        return len(self._items)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._closed
+
+    def submit(self, parts: Sequence[Part]) -> Ticket:
+        """Accept a request, or raise QueueFullError or DrainingError. The caller releases the ticket at the end.
+
+        A request is always accepted if there is no other one, so that its size alone cannot shut it out.
+        """
+        ticket = Ticket(parts)
+        with self._changed:
+            if self._closed:
+                raise DrainingError("the server is about to end and accepts no more requests")
+            if self._held and self._held + ticket.tokens > self.queue_tokens:
+                raise QueueFullError(self._seconds_until_room(ticket.tokens))
+            self._held += ticket.tokens
+            self._items.extend((ticket, number) for number in range(len(parts)))
+            self._changed.notify_all()
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        """The answer has been sent, or nobody waits for it any more: what is not computed yet will not be."""
+        with self._changed:
+            ticket.answer.cancel()
+            if not ticket.is_released:
+                ticket.is_released = True
+                self._held -= ticket.tokens
+                self._changed.notify_all()
+
+    def next_batch(self, seconds: float) -> list[Item]:
+        """Documents for one batch; empty if none has come after so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items, timeout=seconds)
+            batch: list[Item] = []
+            tokens = 0
+            while self._items:
+                ticket, number = self._items[0]
+                if not ticket.answer.done():
+                    tokens += ticket.parts[number].tokens
+                    if batch and tokens > self.batch_tokens:
+                        break
+                    batch.append((ticket, number))
+                self._items.popleft()
+            return batch
+
+    def record_speed(self, tokens: int, seconds: float) -> None:
+        """The speed of a batch, from which the time is estimated until there is room."""
+        speed = tokens / max(seconds, 1e-6)
+        self._tokens_per_second = 0.8 * self._tokens_per_second + 0.2 * speed if self._tokens_per_second else speed
+
+    def drain(self) -> None:
+        """Accept nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait_until_answered(self, seconds: float) -> bool:
+        """Wait until every accepted request has been answered; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._held, timeout=seconds)
+
+    def fail_all(self, error: Exception) -> None:
+        """Answer every request that still waits with an error."""
+        with self._changed:
+            for ticket, _ in self._items:
+                ticket.fail(error)
+            self._items.clear()
+
+    def _seconds_until_room(self, tokens: int) -> int:
+        too_many = self._held + tokens - self.queue_tokens
+        speed = self._tokens_per_second or float(self.batch_tokens)
+        return max(1, min(60, round(too_many / speed)))

@@ -1,0 +1,172 @@
+"""The teacher of a server: its model over the ranks of the job, its files for clients, and what identifies it."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse import __version__
+from stillhouse.data import check_vocabulary, load_tokenizer, tokenizer_fingerprint
+from stillhouse.models import Decoder, check_document_length, check_finite_weights, model_fingerprint
+from stillhouse.parallel import (
+    Degrees,
+    Layout,
+    Mesh,
+    ModelSource,
+    Runner,
+    build_runner,
+    empty_decoder,
+    is_first,
+    join,
+    load_weights,
+    local_folder,
+    local_rank,
+    process_count,
+)
+from stillhouse.parallel.build import only_head
+from stillhouse.teachers.server.limits import SIGNALS, Limits
+from stillhouse.teachers.teacher_folder import save_teacher
+
+HEAD = "model.safetensors"
+#: after so many seconds without a sign of life, a rank counts as hung
+RANK_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class ServedTeacher:
+    """A loaded teacher. folder: what clients can get: configuration, tokenizer, output head. info: `GET /v1/info`."""
+
+    name: str
+    runner: Runner
+    mesh: Mesh | None
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+    identity: str
+    info: dict[str, Any]
+
+
+def load_teacher(
+    name: str,
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str | None = None,
+    revision: str | None = None,
+) -> ServedTeacher:
+    """Load a model over all processes that torchrun started, and write what clients can get to `folder`.
+
+    name: a folder or a hub id. folder: empty; only the first process writes to it. Raises ValueError for a model that
+    cannot be loaded, is damaged, or cannot be divided over so many processes.
+    """
+    chosen = _device(device)
+    source = local_folder(name, revision)
+    tokenizer = load_tokenizer(source)
+    layout = Layout(Degrees(tensor=process_count()))
+    mesh = join(layout, chosen, RANK_SECONDS)
+    if mesh is None:
+        decoder = Decoder.from_pretrained(source, dtype=dtype, attention=attention, device=chosen)
+        decoder.requires_grad_(False).eval()
+        check_finite_weights(decoder, "teacher")
+        runner = build_runner(layout, None, ModelSource(lambda: decoder), None)
+        with_head = decoder
+    else:
+        build = partial(empty_decoder, source, dtype=dtype, attention=attention)
+        runner = build_runner(layout, mesh, _source(build, source, chosen), None)
+        with_head = _head_alone(build, source) if is_first() else runner.students()[0]
+    decoder = runner.students()[0]
+    check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
+    if is_first():
+        save_teacher(folder, with_head, tokenizer, with_head=True)
+    identity = model_fingerprint(source)
+    return ServedTeacher(
+        name, runner, mesh, chosen, tokenizer, folder, identity, _info(name, identity, decoder, tokenizer, folder)
+    )
+
+
+def longest_sequence(decoder: Decoder, batch_tokens: int) -> int:
+    """The most tokens of a sequence: the model's positions, and those of a batch."""
+    reach = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
+    longest = batch_tokens if reach is None else min(int(reach), batch_tokens)
+    check_document_length(decoder.pretrained, longest, "teacher")
+    return longest
+
+
+def with_limits(info: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """The answer of `GET /v1/info`."""
+    return {
+        **info,
+        "max_tokens": limits.max_tokens,
+        "max_request_tokens": limits.max_request_tokens,
+        "max_sequences": limits.max_sequences,
+        "max_top_k": min(limits.max_top_k, limits.vocabulary),
+    }
+
+
+def _info(
+    name: str, identity: str, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> dict[str, Any]:
+    template = tokenizer.chat_template
+    text = template if isinstance(template, str) or template is None else repr(sorted(template.items()))
+    return {
+        "stillhouse": __version__,
+        "model": name,
+        "teacher": identity,
+        "vocabulary": decoder.vocabulary_rows,
+        "width": int(decoder.config.get_text_config().hidden_size),
+        "dtype": str(next(decoder.parameters()).dtype).removeprefix("torch."),
+        "signals": list(SIGNALS),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "chat_template": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+        "eos_token_ids": _eos_token_ids(decoder, tokenizer),
+        "files": {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file()},
+    }
+
+
+def _eos_token_ids(decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that end a sequence, as the model's generation has them; otherwise the tokenizer's."""
+    found = getattr(decoder.pretrained.generation_config, "eos_token_id", None)
+    if found is None:
+        found = tokenizer.eos_token_id
+    return [] if found is None else [int(each) for each in (found if isinstance(found, list) else [found])]
+
+
+def _source(build: Any, folder: str, device: torch.device) -> ModelSource:
+    def weights(decoder: Decoder) -> None:
+        load_weights(decoder, folder, device)
+        check_finite_weights(decoder, "teacher")
+
+    def frozen() -> Decoder:
+        decoder: Decoder = build().requires_grad_(False)
+        return decoder
+
+    return ModelSource(frozen, weights)
+
+
+def _head_alone(build: Any, folder: str) -> Decoder:
+    """The whole head on the CPU, for the file that clients get; it is not kept."""
+    decoder = only_head(build)()
+    load_weights(decoder, folder, torch.device("cpu"))
+    return decoder
+
+
+def _device(device: str) -> torch.device:
+    """The device of this process. Raises ValueError for one that is not there."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device '{device}': there is no GPU here; expected cpu or auto")
+        chosen = torch.device("cuda", local_rank() if chosen.index is None else chosen.index)
+    return chosen
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
