@@ -25,14 +25,15 @@ class Proxy:
     def __init__(self, upstream: str):
         self.upstream, self.faults, self.scored = upstream, list[Fault](), 0
         self.change: Callable[[bytes], bytes] = bytes
-        self.paths: list[str] = []
-        self.bodies: list[bytes] = []
         self.lock = threading.Lock()
         self.client = httpx2.Client(timeout=60, trust_env=False)
 
+    def after(self, requests: int, faults: list[Fault]) -> None:
+        """Begin with faults after some requests, such as those of the proof at a run's start."""
+        self.faults = [*[_true] * requests, *faults]
+
     def next_fault(self, path: str) -> Fault | None:
         with self.lock:
-            self.paths.append(path)
             if not path.startswith(("/v1/score", "/pooling", "/v1/completions", "/generate")):
                 return None
             self.scored += 1
@@ -50,6 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         self._forward(self.rfile.read(int(self.headers.get("content-length", 0))))
 
     def _forward(self, body: bytes | None) -> None:
+        self.body = body
         fault = self.proxy.next_fault(self.path)
         headers = {
             name: value for name, value in self.headers.items() if name.lower() in ("content-type", "authorization")
@@ -78,6 +80,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         pass
+
+
+def _true(handler: Handler, answer: httpx2.Response) -> None:
+    handler.answer(answer.status_code, answer.content, answer)
 
 
 def busy(handler: Handler, answer: httpx2.Response) -> None:

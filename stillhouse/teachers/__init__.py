@@ -1,6 +1,7 @@
 """Sources of the teacher's signals (see `source.py`)."""
 
 from stillhouse.teachers.cache import SignalCache
+from stillhouse.teachers.chosen import ChosenTeacher
 from stillhouse.teachers.client import RemoteSignals
 from stillhouse.teachers.in_stage import InStageTeacher, NoTeacher
 from stillhouse.teachers.separate import SeparateTeacher
@@ -9,6 +10,7 @@ from stillhouse.teachers.spec import SignalSpec
 from stillhouse.teachers.stored import SignalsLostError, SignalStore, StoredTeacher
 
 __all__ = [
+    "ChosenTeacher",
     "InStageTeacher",
     "NoTeacher",
     "PendingSignals",

@@ -91,12 +91,17 @@ class StoredTeacher:
     steps_ahead = 2
 
     def __init__(self, store: SignalStore, runner: Runner, tail: Tail = "bucket"):
-        self.store, self._runner, self._tail = store, runner, tail
+        self.store, self.runner, self._tail = store, runner, tail
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        reads = self._runner.has_results
-        return _Reading(self._threads.submit(self._read, micro_batches) if reads else None, self, micro_batches)
+        return self._request(micro_batches)
+
+    def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> PendingSignals:
+        """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU."""
+        reads = self.runner.has_results
+        future = self._threads.submit(self._read, micro_batches, ids) if reads else None
+        return _Reading(future, self, micro_batches)
 
     def received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[PairSignal]:
         """Wait for what the threads read, and move it to the devices. A collective of all processes.
@@ -105,7 +110,7 @@ class StoredTeacher:
         """
         with watchdog.untimed("the teacher's signals") if self.store.has_timeout else nullcontext():
             found = self._waited(reading)
-        if not self._runner.has_last_stage:
+        if not self.runner.has_last_stage:
             return [None] * len(micro_batches)
         return [
             self._as_signal(self._shared(found[at] if found else None, each), each)
@@ -120,7 +125,7 @@ class StoredTeacher:
                 found = reading.result()
             except (ValueError, OSError) as problem:
                 error = str(problem) or type(problem).__name__
-        mesh = self._runner.mesh
+        mesh = self.runner.mesh
         errors = [error] if mesh is None else gathered(error, mesh.everyone, mesh.device)
         if any(errors):
             raise SignalsLostError(next(each for each in errors if each))
@@ -131,20 +136,25 @@ class StoredTeacher:
         self.store.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _read(self, step: ShardedMicroBatches) -> StepTensors:
+    def _read(self, step: ShardedMicroBatches, ids: Sequence[Tensor]) -> StepTensors:
         """The tensors of a step's micro-batches on the CPU; rows without a weight are 0."""
         wanted: list[DocumentRows] = []
         places: list[tuple[dict[str, Tensor], Tensor, np.ndarray]] = []
         step_tensors = [self._empty(each, pinned=True) for each in step]
-        for micro_batch, tensors in zip(step, step_tensors, strict=True):
+        for number, (micro_batch, tensors) in enumerate(zip(step, step_tensors, strict=True)):
             valid_index = micro_batch.valid_index.cpu()
             document_C = micro_batch.document_T.cpu()[valid_index].numpy()
             position_C = micro_batch.position_ids_BS.cpu().flatten()[valid_index].numpy()
             for document in np.unique(document_C).tolist():
                 chosen = np.flatnonzero(document_C == document)
                 first, last = int(position_C[chosen].min()), int(position_C[chosen].max())
-                wanted.append(DocumentRows(step.whole.document_tokens(document), range(first, last + 1)))
-                places.append((tensors, valid_index[chosen], position_C[chosen] - first))
+                rows_C, ids_NK = position_C[chosen] - first, None
+                if ids:
+                    ids_NK = torch.full((last + 1 - first, ids[number].shape[1]), -1, dtype=torch.int32)
+                    ids_NK[rows_C] = ids[number][chosen]
+                tokens = step.whole.document_tokens(document)
+                wanted.append(DocumentRows(tokens, range(first, last + 1), ids_NK))
+                places.append((tensors, valid_index[chosen], rows_C))
         for (tensors, index_C, rows_C), stored in zip(places, self.store.read(wanted), strict=True):
             for name, value in stored.items():
                 tensors[name][index_C] = value[rows_C]
@@ -159,7 +169,7 @@ class StoredTeacher:
 
     def _shared(self, found: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """One micro-batch's tensors on the device, sent to all processes that share its tokens."""
-        device, mesh = micro_batch.labels_T.device, self._runner.mesh
+        device, mesh = micro_batch.labels_T.device, self.runner.mesh
         own = self._empty(micro_batch, pinned=False) if found is None else found
         moved = {name: each.to(device, non_blocking=True) for name, each in own.items()}
         if mesh is not None and mesh.degrees.tensor > 1:

@@ -27,8 +27,10 @@ from stillhouse.parallel import (
     single_process_runner,
 )
 from stillhouse.teachers import (
+    ChosenTeacher,
     InStageTeacher,
     NoTeacher,
+    RemoteSignals,
     SeparateTeacher,
     SignalSource,
     SignalStore,
@@ -70,7 +72,8 @@ def single_process_engine(
         runner = single_process_runner(student, None, teacher_is_base=teacher_is_base(config))
     else:
         runner = single_process_runner(student, load_teacher(config, device))
-    return _engine(config, objective, runner, device), _source(config, runner, store)
+    engine = _engine(config, objective, runner, device)
+    return engine, _source(config, engine, store)
 
 
 def distributed_engine(
@@ -104,7 +107,8 @@ def distributed_engine(
         raise
     except ValueError as error:
         raise ConfigError("parallel", str(error)) from error
-    return _engine(config, objective, runner, device), separate or _source(config, runner, store)
+    engine = _engine(config, objective, runner, device)
+    return engine, separate or _source(config, engine, store)
 
 
 def _separate_teacher(
@@ -133,10 +137,15 @@ def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device:
     )
 
 
-def _source(config: RunConfig, runner: Runner, store: SignalStore | None) -> SignalSource:
+def _source(config: RunConfig, engine: Engine, store: SignalStore | None) -> SignalSource:
     if config.teacher is None:
         return NoTeacher()
-    return InStageTeacher(runner) if store is None else StoredTeacher(store, runner, config.teacher.tail)
+    if store is None:
+        return InStageTeacher(engine.runner)
+    if isinstance(store, RemoteSignals) and store.signal.kind == "chosen":
+        assert store.vocabulary is not None
+        return ChosenTeacher(store, engine.runner, store.vocabulary, engine.precision, config.teacher.tail)
+    return StoredTeacher(store, engine.runner, config.teacher.tail)
 
 
 def _stored_head(config: RunConfig, store: SignalStore, device: torch.device) -> ModelSource | None:

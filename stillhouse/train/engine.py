@@ -165,9 +165,9 @@ class Engine:
         context: Callable[[MicroBatch, Signal | None], Any],
         routers: "RouterAuxLosses | None" = None,
     ) -> Computation:
-        return Computation(processor, context, self._precision, None if routers is None else routers.start)
+        return Computation(processor, context, self.precision, None if routers is None else routers.start)
 
-    def _precision(self) -> torch.autocast:
+    def precision(self) -> torch.autocast:
         """The student's autocast. Every forward calls this, so it also tells the watchdog of the run's progress."""
         watchdog.progress()
         # The cache would keep bfloat16 copies of all layers' weights, also of gathered ones, until a forward ends.

@@ -70,13 +70,14 @@ class Server:
     warned: bool = False
 
     def pause(self, seconds: float | None) -> None:
-        """Leave the server alone for a while: twice as long after every failure, or as long as it has asked for."""
+        """Leave the server alone for a while: as long as it has asked for, or twice as long after every failure."""
         now = time.monotonic()
         if now < self.paused_until:  # another request has found the same failure
             return
-        doubled = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures, 20))
-        self.failures += 1
-        self.paused_until = now + max(seconds or 0.0, doubled * random.uniform(0.5, 1.0))
+        if seconds is None:
+            seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures, 20))
+            self.failures += 1
+        self.paused_until = now + max(FIRST_PAUSE, seconds) * random.uniform(1.0, 1.5)
 
 
 class ServerPool:

@@ -1,0 +1,175 @@
+"""vLLM and SGLang as teachers: recorded answers of a real vLLM, and servers that answer in the same forms."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+from runs import forward_backward, save_model, session_of, write_run
+from stub_engines import Engine, Handler, Sglang, Vllm, serving
+from torch import Tensor
+
+from stillhouse.config import ConfigError
+from stillhouse.objective import TopK
+from stillhouse.teachers.client.api import ServerInfo
+from stillhouse.teachers.client.vllm_api import VllmApi
+from stillhouse.teachers.spec import DocumentRows, SignalSpec
+
+RECORDED = Path(__file__).parent / "engines"
+TOKENS = np.array([5, 17, 250, 999, 3, 42])
+KINDS: dict[str, type[Handler]] = {"vllm": Vllm, "sglang": Sglang}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    write_run(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine(folder / "teacher")
+
+
+def gradients(folder: Path, **settings: Any) -> tuple[float, dict[str, Tensor]]:
+    session = session_of(folder, cached="teacher.url" in settings, **settings)
+    loss = forward_backward(session).sums["loss"]
+    found = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+    session.close()
+    return loss, found
+
+
+def assert_close(first: tuple[float, dict[str, Tensor]], second: tuple[float, dict[str, Tensor]]) -> None:
+    assert first[0] == pytest.approx(second[0], rel=1e-6)
+    assert first[1].keys() == second[1].keys()
+    for name, gradient in first[1].items():
+        torch.testing.assert_close(gradient, second[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_recorded_answer_of_vllms_pooling_is_read() -> None:
+    document = DocumentRows(TOKENS, range(2, 6))
+    [(_, call)] = VllmApi().calls(ServerInfo("", "t"), SignalSpec("hidden", "bfloat16"), 128, [document])
+    headers = json.loads((RECORDED / "pool_bytes.headers.json").read_text())
+    headers["metadata"] = headers["metadata"].replace('"native"', '"little"')  # what the client asks for
+    content = (RECORDED / "pool_bytes.bin").read_bytes()
+    [found] = call.parse(httpx2.Response(200, headers={"metadata": headers["metadata"]}, content=content))
+    whole_SE = torch.frombuffer(bytearray(content), dtype=torch.bfloat16).view(6, 128)
+    assert torch.equal(found["hidden"], whole_SE[2:6])
+    for damaged in (content[:-2], content[:-2] + b"\xff\x7f"):
+        with pytest.raises(ValueError, match=r"bytes for|not finite"):
+            call.parse(httpx2.Response(200, headers={"metadata": headers["metadata"]}, content=damaged))
+
+
+def test_a_recorded_answer_of_vllms_prompt_logprobs_is_read() -> None:
+    recorded = json.loads((RECORDED / "compl_prompt_logprobs.json").read_text())
+    spec = SignalSpec("top_k", "float32", 2, 1.0)
+    document = DocumentRows(TOKENS, range(1, 5))
+    [(_, call)] = VllmApi().calls(ServerInfo("", "t"), spec, 0, [document])
+    answer = httpx2.Response(200, content=json.dumps(recorded["response"]).encode())
+    [found] = call.parse(answer)
+    # row 1 is the distribution of token 2, which is entry 2 of the answer; the actual token 250 is not among the best
+    assert found["ids"][0].tolist() == [130, 276]
+    assert found["log_probs"][0].tolist() == pytest.approx([-2.802788734436035, -2.859649181365967])
+    tail = np.log(1 - np.exp(-2.802788734436035) - np.exp(-2.859649181365967))
+    assert found["tail_log_prob"][0].item() == pytest.approx(tail, abs=1e-6)
+    shifted = DocumentRows(np.roll(TOKENS, 1), range(1, 5))
+    [(_, call)] = VllmApi().calls(ServerInfo("", "t"), spec, 0, [shifted])
+    with pytest.raises(ValueError, match="row 1 lacks token 17, which follows it: the rows are shifted"):
+        call.parse(answer)
+
+
+def test_the_stub_answers_in_the_recorded_forms(engine: Engine) -> None:
+    def names(value: Any) -> Any:
+        """The structure of what the client reads."""
+        choice = value["choices"][0]
+        return [None if row is None else sorted(next(iter(row.values()))) for row in choice["prompt_logprobs"][:2]]
+
+    with serving(Vllm, engine) as url:
+        body = {"prompt": TOKENS.clip(max=200).tolist(), "prompt_logprobs": 2}
+        completion = httpx2.post(f"{url}/v1/completions", json=body).json()
+        recorded = json.loads((RECORDED / "compl_prompt_logprobs.json").read_text())["response"]
+        assert names(completion) == names(recorded)
+        model = httpx2.get(f"{url}/v1/models").json()["data"][0]
+        assert model.keys() <= json.loads((RECORDED / "models.json").read_text())["response"]["data"][0].keys()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_hidden_states_give_the_gradients_of_the_teacher_in_the_job(
+    folder: Path, engine: Engine, kind: str, temperature: float
+) -> None:
+    with serving(KINDS[kind], engine) as url:
+        served = {"teacher.url": url, "teacher.model": str(folder / "teacher")}
+        found = gradients(folder, **served, **{"objective.temperature": temperature})
+    assert_close(found, gradients(folder, **{"objective.temperature": temperature}))
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_likeliest_ids_give_the_gradients_of_the_teachers_own(folder: Path, engine: Engine, kind: str) -> None:
+    with serving(KINDS[kind], engine) as url:
+        served = {"teacher.url": url, "teacher.signal": "top_k", "teacher.top_k": 7}
+        if kind == "sglang":
+            served["teacher.model"] = str(folder / "teacher")
+        found = gradients(folder, **served)
+    live = session_of(folder)
+    own = live.shard(live.step_schedule.micro_batches(live.train, 0))
+    signals = []
+    for each in own:
+        exact = live.teacher.double().signal(**each.inputs)
+        log_p_TV = (exact.hidden_TE @ exact.head.weight_VD.T).log_softmax(1)
+        best_TK, ids_TK = log_p_TV.topk(7)
+        outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1)
+        signals.append(TopK(ids_TK, best_TK.float(), "bucket", outside_T.float(), 1.0))
+    loss = live.engine.forward_backward(own, signals, own.whole.normalizer).sums["loss"]
+    parameters = live.runner.named_parameters()
+    assert_close(found, (loss, {name: each.grad for name, each in parameters if each.grad is not None}))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a temperature that the engine ignores": (
+        {"teacher.signal": "top_k", "objective.temperature": 2.0},
+        "gives top_k only at temperature 1, whatever it is asked for; the objective has temperature 2",
+    ),
+    "a cap below K": ({"teacher.signal": "top_k", "teacher.top_k": 65}, "greater than max allowed: 64"),
+    "hidden states without the head": ({}, "need the teacher's output head: expected teacher.model"),
+    "chosen ids": ({"teacher.signal": "chosen"}, "vllm cannot give the signal chosen: expected hidden or top_k"),
+    "another engine than is said": ({"teacher.api": "stillhouse"}, "/v1/info answers 404"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_vllm_cannot_give_is_refused(folder: Path, engine: Engine, case: str) -> None:
+    settings, message = REFUSED[case]
+    with serving(Vllm, engine) as url, pytest.raises(ConfigError, match=re.escape(message)):
+        session_of(folder, cached=True, **{"teacher.url": url, "teacher.timeout": 5.0}, **settings)
+
+
+def test_an_engine_without_a_tokenizer_needs_the_model(folder: Path) -> None:
+    with serving(Vllm, Engine(folder / "teacher", has_tokenizer=False)) as url:
+        settings = {"teacher.url": url, "teacher.signal": "top_k", "teacher.top_k": 7}
+        with pytest.raises(ConfigError, match=r"teacher.url: .* does not tell its tokenizer"):
+            session_of(folder, cached=True, **settings)
+        session_of(folder, cached=True, **settings, **{"teacher.model": str(folder / "teacher")}).close()
+
+
+def test_an_engine_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", "qwen3", text=["zebra quagga zebra quagga okapi okapi"] * 9)
+    with serving(Vllm, Engine(other)) as url:
+        settings = {"teacher.url": url, "teacher.signal": "top_k", "teacher.top_k": 7}
+        with pytest.raises(ConfigError, match="has another tokenizer than the student"):
+            session_of(folder, cached=True, **settings)
+
+
+def test_another_model_than_the_named_one_is_refused(folder: Path, tmp_path: Path) -> None:
+    """The weights of teacher.model are here, so the server is compared with them."""
+    save_model(tmp_path / "other", "qwen3", seed=9)
+    with serving(Vllm, Engine(tmp_path / "other")) as url:
+        settings = {"teacher.url": url, "teacher.model": str(folder / "teacher")}
+        with pytest.raises(ConfigError, match="and the model in this process give different signals"):
+            session_of(folder, cached=True, **settings)
+        session_of(folder, cached=True, **settings, **{"teacher.prove": "never"}).close()
