@@ -1,4 +1,4 @@
-"""What terms request of a pass, and what they may read."""
+"""The quantities that terms request from a pass; a term may read only those it has requested."""
 
 import pytest
 import torch

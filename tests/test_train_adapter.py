@@ -1,4 +1,4 @@
-"""Runs that train a LoRA: what they leave behind, in peft's and transformers' own hands, and what they refuse."""
+"""Runs that train a LoRA: peft and transformers can load their results, and wrong settings are refused."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def teacher_is_base(folder: Path, **settings: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run, its checkpoints all kept."""
+    """A complete run with all its checkpoints."""
     folder = tmp_path_factory.mktemp("adapter")
     write_run(folder, tied=True, **LORA, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     ended = run("distill", folder / "run.yaml")
@@ -98,7 +98,7 @@ def test_a_killed_end_is_made_up_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attention", [None, "eager"])
 def test_the_own_base_is_held_once(tmp_path: Path, attention: str | None) -> None:
-    """Another attention is another model, with weights of its own."""
+    """A teacher with another attention implementation is another model and has separate weights."""
     other = {} if attention is None else {"teacher.attention": attention}
     session = session_of(tmp_path, **teacher_is_base(tmp_path, **other))
     (pair,) = session.runner.pairs.values()
@@ -110,10 +110,10 @@ def test_the_own_base_is_held_once(tmp_path: Path, attention: str | None) -> Non
 
 
 def test_the_own_base_teaches_as_a_copy_of_it_does(tmp_path: Path) -> None:
-    """Gradients and held-out metrics of a trained adapter, with dropout only in the student."""
+    """The gradients and held-out metrics of a trained adapter are equal. Only the student has dropout."""
     save_model(tmp_path / "student", "llama", seed=1)
     found: list[tuple[TeacherStudentPair, dict[str, Tensor], float]] = []
-    for attention in (None, "sdpa"):  # which is what null means for these models, but held for itself
+    for attention in (None, "sdpa"):  # for these models null means sdpa, but an explicit sdpa loads a second model
         settings = teacher_is_base(tmp_path, **{"teacher.attention": attention, "train.precision": "fp32"})
         session = session_of(tmp_path, **settings)
         for name, parameter in session.student.named_parameters():
@@ -169,7 +169,7 @@ def test_check_shows_the_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2"])
 @pytest.mark.parametrize("teacher", ["another", "own base"])
 def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -> None:
-    """The same run under a layout from its start, and from a checkpoint of one process."""
+    """A run under a layout, from the start or from a checkpoint of one process, gives the same adapter."""
     settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
     write_run(tmp_path, tied=True, **settings, **{"checkpoint.every": 3, "checkpoint.keep": 9})
     middle = tmp_path / "one process" / "checkpoints" / "step-00000003"

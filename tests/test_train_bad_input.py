@@ -1,4 +1,4 @@
-"""What a user can get wrong: one short error, the right exit code, no traceback, and nothing lost or left behind."""
+"""Mistakes of a user give one short error, the right exit code and no traceback; the folder does not change."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def fails(folder: Path, *arguments: str, code: int, command: str = "distill") -> str:
-    """The error of a command on the folder's run.yaml; the folder is afterwards what it was."""
+    """Run a failing command on the folder's run.yaml, check that the folder did not change, and return the error."""
     before = contents(folder)
     failed = run(command, folder / "run.yaml", *arguments, code=code)
     assert contents(folder) == before
@@ -156,7 +156,7 @@ def test_more_tokens_than_the_model_has_positions(here: Path) -> None:
 
 @pytest.mark.parametrize("which", ["student", "teacher"])
 def test_a_held_out_token_without_a_row(here: Path, which: str) -> None:
-    """Added tokens beyond the head are fine until a text holds them, also one that is only evaluated on."""
+    """Added tokens beyond the head's rows are accepted until a training or evaluation text contains one."""
     from transformers import AutoTokenizer
 
     for folder in ("student", "teacher"):
@@ -214,7 +214,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_goes_on(here: Path) -> None:
     command.send(signal.SIGINT)
     assert command.wait() == 130
     assert "Traceback" not in command.err
-    assert "stopped by SIGINT after step " in command.err  # and not at the last checkpoint, which was some steps ago
+    assert "stopped by SIGINT after step " in command.err  # the run writes a checkpoint when it is stopped
     assert f"; `stillhouse {' '.join(arguments)}` continues from it" in command.err
     assert not (here / "out" / "model").exists()
     again = run(*arguments)
@@ -229,7 +229,7 @@ def test_a_learning_rate_in_scientific_notation_is_a_number(here: Path) -> None:
 
 
 def test_the_installed_module_does_it_too(here: Path) -> None:
-    """Everything above runs in forked processes; here is one from nothing, as a shell starts it."""
+    """The other tests fork processes; this one starts the module in a new process, as a shell does."""
     command = [sys.executable, "-m", "stillhouse", "distill", str(here / "run.yaml"), "train.steps=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -247,7 +247,7 @@ def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:
     first.send(signal.SIGKILL)
     first.wait()
     again = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", "train.steps=2", code=FAILED)
-    # the lock died with its process; what is left is the first run's folder
+    # the lock ended with its process; the folder still contains the first run
     assert "contains another run" in again.err
 
 
@@ -264,7 +264,7 @@ def test_processes_that_the_layout_does_not_make(here: Path) -> None:
 
 
 def run_out_of_memory() -> None:
-    """There is no GPU here to fill: the allocator's own error, from where it comes most often."""
+    """Raise the GPU allocator's error in backward, where it is most frequent; this test needs no GPU."""
     import torch
 
     def backward(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run that was killed and started again by the same command is the run that was never interrupted."""
+"""A run that was killed and started again by the same command equals a run that was never interrupted."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ def evaluations(out: Path) -> list[list[float]]:
 
 
 def last_step(out: Path) -> int:
-    """The step of the last whole line, while a run is writing."""
+    """Return the step of the log's last complete line, while a run is writing."""
     if not (out / "metrics.jsonl").exists():
         return -1
     lines = (out / "metrics.jsonl").read_text().split("\n")[:-1]
@@ -34,7 +34,7 @@ def last_step(out: Path) -> int:
 
 
 def signal_at(step: int, number: signal.Signals) -> None:
-    """The process sends itself a signal once the line of `step` is written, before anything else happens."""
+    """Make the process send itself a signal right after it has written the line of `step`."""
     original = RunLog.train
 
     @functools.wraps(original)
@@ -47,14 +47,14 @@ def signal_at(step: int, number: signal.Signals) -> None:
 
 
 def kill_at(step: int, out: Path, *arguments: str | Path) -> None:
-    """A run that ends with SIGKILL at a step, whose line is its last."""
+    """Run until the process kills itself at a step; the last line of the log is that step's."""
     command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGKILL))
     assert command.wait() == -signal.SIGKILL, command.err
     assert last_step(out) == step
 
 
 def kill_from_outside(step: int, out: Path, *arguments: str | Path) -> None:
-    """The same, but the run only stops there, and it is this process that ends it."""
+    """Run until the process stops itself at a step, and kill it from this process."""
     command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGSTOP))
     wait_for(lambda: last_step(out) == step)
     command.send(signal.SIGKILL)
@@ -185,7 +185,7 @@ def test_never_and_a_path(half: Path) -> None:
 
 
 def test_a_run_that_began_with_a_path_goes_on_by_the_same_command(half: Path) -> None:
-    """From its own newest checkpoint, as torchrun's --max-restarts needs; another path throws nothing away."""
+    """The run resumes from its newest checkpoint, as torchrun's --max-restarts needs; another path is refused."""
     start = sorted((half / "out" / "checkpoints").iterdir())[0]
     newest = half / "elsewhere" / "checkpoints" / start.name
     given = f"checkpoint.resume={start}"
@@ -222,7 +222,7 @@ def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert f"{tmp_path}/out contains this run, which is complete: {tmp_path}/out/model" in again.out
     after = contents(tmp_path / "out")
     for files in (before, after):
-        files.pop("report.html")  # written anew from the same figures
+        files.pop("report.html")  # the report is written again from the same metrics
     assert after == before
 
 
