@@ -25,7 +25,7 @@ LAYOUTS = ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("te
 
 
 def at_once() -> None:
-    """No rank waits for rank 0 to print its error first."""
+    """Let every rank print its error at once, without waiting for rank 0."""
     cli.SECONDS_FOR_FIRST = 0.0
 
 
@@ -42,7 +42,7 @@ def interrupted(whole: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run in one process, with all checkpoints kept."""
+    """A complete run in one process with all its checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
     write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     run("distill", folder / "run.yaml")
@@ -173,7 +173,7 @@ def test_damage_within_a_checkpoint(whole: Path, tmp_path: Path, damage: str) ->
 
 
 def test_a_wrong_type_with_a_right_hash(whole: Path, tmp_path: Path) -> None:
-    """The step is text, as another version might write it."""
+    """The step is text, as another version of the package could write it."""
     out = interrupted(whole, tmp_path)
     path = out / "checkpoints" / NEWEST / "state.json"
     content = json.loads(path.read_text())
@@ -193,7 +193,7 @@ def test_the_only_checkpoint_is_damaged(whole: Path, tmp_path: Path) -> None:
 
 
 def test_an_older_damaged_one_is_a_warning_and_stays(whole: Path, tmp_path: Path) -> None:
-    """Such a checkpoint is neither the best one nor removed, and the run does not stop."""
+    """A damaged checkpoint is not the best one and is not removed, and the run does not stop."""
     out = interrupted(whole, tmp_path)
     (out / "checkpoints" / BEFORE / "state.json").write_text("{")
     ended = run("distill", whole / "run.yaml", f"out={out}", "checkpoint.keep=1")

@@ -1,4 +1,4 @@
-"""A full disk, or a folder that is moved, removed or read-only: one line at the next write, and nothing is lost."""
+"""A full disk, or a folder that is moved, removed or read-only, gives one line at the next write; nothing is lost."""
 
 import errno
 import functools
@@ -152,7 +152,8 @@ def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, f
     assert failed.wait() == 1
     reason = os.strerror(errno.EACCES if fault == "read-only" else errno.ENOENT)
     assert failed.err.startswith(f"error: {out}/metrics.jsonl cannot be written: {reason}; ")
-    if fault != "read-only":  # here the user may not remove the files of the parent process, and prints more lines
+    # the user of the read-only case may not remove the parent's files, so the process prints more lines
+    if fault != "read-only":
         assert failed.err.count("\n") == 1
     if fault == "removed":
         assert not out.exists()
