@@ -82,7 +82,7 @@ def compare_tap(rank: Rank, layout: Layout) -> float:
 
 
 def half(rank: Rank, layout: Layout) -> tuple[str, str, float]:
-    """A job: what Megatron's wrapper of bfloat16 models returns, and how far it is from plain logits."""
+    """A job: run Megatron's wrapper of bfloat16 models. Return the result's dtype and difference from logits."""
     batch = micro_batch(0, False)
     with laid_out(layout):
         model = build(layout, 0)

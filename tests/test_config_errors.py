@@ -1,4 +1,4 @@
-"""Every fault of a configuration is one line that names the key."""
+"""Every mistake in a configuration gives one line that names the key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""From columns to tokens: which ids, which of them are targets, and what is refused with which reason."""
+"""From columns to tokens: the ids, the targets among them, and the reasons of refused records."""
 
 import json
 from typing import Any
@@ -51,7 +51,8 @@ def test_text_gets_the_tokenizers_special_tokens_and_the_end(tokens: Tokens) -> 
 def test_the_end_is_there_exactly_once(adds_eos: bool, text: str) -> None:
     ids = encode({"text": text}, toy_tokenizer(adds_eos=adds_eos)).ids.tolist()
     written_and_added = adds_eos and text.endswith("</s>")
-    assert ids.count(EOS) == 1 + written_and_added  # what stands in the text and what the tokenizer adds stay
+    # if the text ends with the token and the tokenizer adds one, both stay
+    assert ids.count(EOS) == 1 + written_and_added
     assert ids[-1] == EOS
 
 
@@ -129,7 +130,7 @@ def test_the_space_after_the_last_turn_stays_a_target_where_no_marker_ends_the_t
         "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
-    # The second answer's first token also holds the space before it: a token that overlaps is a target.
+    # The second answer's first token also contains the space before the answer. A token that overlaps is a target.
     assert targets_text(encode({"messages": CHAT}, tokenizer), tokenizer) == " Paris is\n four\n"
 
 
@@ -147,8 +148,8 @@ def test_a_template_that_drops_earlier_thoughts() -> None:
 def test_the_thoughts_that_are_shown_are_targets(inline: bool, opener: str) -> None:
     tokenizer = toy_tokenizer(chat="reasoning")
     assert isinstance(tokenizer.chat_template, str)
-    # Where the generation prompt opens the thoughts, an earlier turn has no such text to begin behind. Its
-    # content begins like it, but is the assistant's from the first character on.
+    # If the generation prompt opens the thoughts, it is longer than the heading of an earlier turn without
+    # thoughts. The content of that turn begins with the same character, and all of it is a target.
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ '" + opener.replace("\n", "\\n") + "' }}{% endif %}"
     answers = {2: ("Of cheese.", "<table>"), 4: ("Two, then two.", "four")}
     messages: list[dict[str, Any]] = list(CHAT)
@@ -187,13 +188,14 @@ def test_an_end_that_only_the_last_turn_has() -> None:
     tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     targets = targets_text(encode({"messages": CHAT}, tokenizer), tokenizer)
     assert targets == " Paris is<|im_end|>four<|im_end|>\n</s>"
-    called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]  # the token might open the call
+    # the template may write the call before the eos token
+    called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]
     with pytest.raises(RecordError, match="renders the first 3 messages by themselves differently"):
         encode({"messages": called}, tokenizer)
 
 
 def turns(content: str, prompt: str = "<|im_start|>assistant\\n", heading: str = "'\\n'") -> str:
-    """A template for tests: Jinja expressions for a turn's content and what stands before it."""
+    """Return a template for tests. The arguments are Jinja expressions for a turn's content and heading."""
     return (
         "{% for message in messages %}{% set last = loop.last %}{% set assistant = message.role == 'assistant' %}"
         "{{ '<|im_start|>' + message.role + " + heading + " + (" + content + ") + '<|im_end|>\\n' }}{% endfor %}"
@@ -211,13 +213,13 @@ THINKS = "('<think></think>' if last and assistant else '') + message.content"
         (turns("message.content + (' /think' if last else '')"), "first 2 messages and the generation prompt"),
         (turns("message.content + (message.content if last else '')"), "first 2 messages and the generation prompt"),
         (turns("message.content", prompt="<|im_start|>model\\n"), "first 2 messages and the generation prompt"),
-        # The last turn shows no thoughts although the prompt opens them: the record's own were dropped.
+        # The last turn has no thoughts although the prompt opens them: the template dropped the record's thoughts.
         (turns("message.content.split('</think>')[-1]", prompt=OPENS), "first 4 messages and the generation"),
-        # The heading depends on the content, so the anchor's heading is not that of the message.
+        # The heading depends on the content, so the anchor has another heading than the message.
         (turns(THINKS, OPENS, "('' if message.content[0] == ' ' else '\\n')"), "first 2 messages and the gen"),
-        # The generation prompt already holds the answer.
+        # The generation prompt already contains the answer.
         (turns("message.content", "<|im_start|>assistant\\n Paris is<|im_end|>\\n<|im_start|>"), "first 3 messages"),
-        # The anchor is dropped, or it changes what stands elsewhere: in the whole, or in the beginning.
+        # The template drops the anchor, or the anchor changes other text: in the whole or in its beginning.
         (turns("'gone' if assistant and not messages[4:] else message.content"), "first 3 messages"),
         (turns(THINKS) + "{% if messages[4:] %}{{ messages[2].content | length }}{% endif %}", "first 3 messages"),
         (turns(THINKS) + "{% if messages[-1].content == ' Paris is' %}{{ '!' }}{% endif %}", "first 3 messages"),
@@ -266,7 +268,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
 
 
 def toolful(chat: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer whose template writes the tools first."""
+    """Return a tokenizer whose template writes the tools first."""
     tokenizer = toy_tokenizer(chat=chat)
     written = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
     tokenizer.chat_template = f"{written}{tokenizer.chat_template}"

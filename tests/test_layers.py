@@ -1,4 +1,4 @@
-"""What import-linter cannot say: which file knows torch.distributed, and that nothing reads or writes pickle.
+"""Rules that import-linter cannot express: the files that may import torch.distributed, and no use of pickle.
 
 The layers themselves are checked by `lint-imports` in `make lint`.
 """
@@ -41,7 +41,7 @@ def test_no_pickle(path: Path) -> None:
 
 
 def imports_within(package: Path) -> dict[str, set[str]]:
-    """Of each module of a package, the others that it imports; for types and inside functions, too."""
+    """Return each module's imports from its own package, including those for types and inside functions."""
     within = f"stillhouse.{package.name}"
     modules = {path.stem: path for path in package.glob("*.py") if path.stem != "__init__"}
     found = {}
@@ -52,7 +52,7 @@ def imports_within(package: Path) -> dict[str, set[str]]:
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle, if there are any: what is left when all others are taken away."""
+    """Return the modules that import each other in a circle: those left after all others have been removed."""
     left = dict(imports)
     while free := [name for name, imported in left.items() if not imported & left.keys()]:
         for name in free:

@@ -1,4 +1,4 @@
-"""Output processors in megatron-core's own GPTModel: gradients of every layout against one rank's logits."""
+"""Output processors in megatron-core's GPTModel: gradients under every layout against those of one rank's logits."""
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -105,7 +105,7 @@ def test_log_probs_of_chosen_tokens_are_those_of_logits(ranks: RankPool, layout:
 
 def test_a_model_that_would_not_call_the_processor_is_refused() -> None:
     class Silent(nn.Module):
-        """Takes a processor and has no use for it."""
+        """A model that accepts a processor but never calls it."""
 
         def forward(self, input_ids: Any, output_processor: Any = None, **_: Any) -> None: ...
 
