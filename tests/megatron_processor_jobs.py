@@ -151,11 +151,11 @@ def refusals(rank: Rank, _: None) -> list[str]:
             model.config.defer_embedding_wgrad_compute = True
             MegatronProcessor(model, processors.hidden_states)
 
-        def dealt_out() -> None:
+        def dtensor_weight() -> None:
             model.output_layer.weight = nn.Parameter(weight)
             model(*inputs, output_processor=hook)
 
-        for mistake in (lambda: model(*inputs, output_processor=print), dealt_out, deferred):
+        for mistake in (lambda: model(*inputs, output_processor=print), dtensor_weight, deferred):
             try:
                 mistake()
             except ValueError as error:

@@ -148,7 +148,7 @@ def test_targets_are_ends_of_names(targets: list[str], placed: set[str]) -> None
 
 
 def test_a_head_that_is_not_the_embedding_is_named_alone() -> None:
-    with pytest.raises(ValueError, match=r"'lm_head' is the output head \('lm_head'\), which stays as it is"):
+    with pytest.raises(ValueError, match=r"'lm_head' is the output head \('lm_head'\), which cannot have a LoRA"):
         adapted(tied=False, targets=["lm_head"])
 
 
@@ -168,7 +168,7 @@ def test_a_name_is_the_files_without_the_adapter() -> None:
 def test_a_stage_that_trains_nothing_is_refused() -> None:
     decoder = adapted(targets=["layers.0.mlp.up_proj"])
     stages = [Stage(number, 2, range(number, number + 1), range(0)) for number in range(2)]
-    with pytest.raises(ValueError, match="nothing trains on stage 2 of 2, layers 1 to 1 of the student"):
+    with pytest.raises(ValueError, match="no parameter is trained on stage 2 of 2, layers 1 to 1 of the student"):
         require_training(decoder, stages)
     require_training(adapted(targets=["mlp.up_proj"]), stages)
 

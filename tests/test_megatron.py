@@ -161,7 +161,7 @@ def test_weights_on_their_way_are_waited_for(ranks: RankPool) -> None:
 
 
 def test_what_would_go_wrong_later_is_refused(ranks: RankPool) -> None:
-    for bare, dealt_out, deferred in ranks.call(refusals, limit=120):
-        assert "expected a MegatronProcessor, for its depths" in bare
+    for bare, dtensor_weight, deferred in ranks.call(refusals, limit=120):
+        assert "expected a MegatronProcessor with its depths" in bare
         assert deferred.startswith("defer_embedding_wgrad_compute=True")
-        assert dealt_out.startswith("the output layer's weight is a DTensor")
+        assert dtensor_weight.startswith("the output layer's weight is a DTensor")

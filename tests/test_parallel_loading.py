@@ -118,7 +118,7 @@ def test_families_that_can_be_cut(family: str) -> None:
 
 
 def test_a_scaled_embedding_would_be_scaled_on_every_stage() -> None:
-    with pytest.raises(ValueError, match="changes its embeddings on the way to its first layer"):
+    with pytest.raises(ValueError, match="changes its embeddings before its first layer"):
         require_cuttable(build("granite").config)
 
 

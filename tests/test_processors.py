@@ -320,7 +320,7 @@ DISTILLATION = distillation(parse_objective("forward_kl"))
     [
         (
             lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS), 0),
-            "signal is missing: expected what a teacher says",
+            "signal is missing: expected a teacher's signal",
         ),
         (
             lambda: at_depth(

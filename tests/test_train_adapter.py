@@ -210,16 +210,19 @@ def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
     targets = "student.adapter.targets=[layers.0.mlp.up_proj]"
     ended = distill(tmp_path, "refused", 2, "parallel.pipeline=2", targets)
     assert ended.returncode != 0
-    assert "parallel: nothing trains on stage 2 of 2, layers 1 to 1 of the student" in ended.stderr
+    assert "parallel: no parameter is trained on stage 2 of 2, layers 1 to 1 of the student" in ended.stderr
     assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        ("[lm_head]", "'lm_head' is the output head ('lm_head', one weight with the other), which stays as it is"),
-        ("[embed_tokens]", "'embed_tokens' is the input embedding ('model.embed_tokens', one weight"),
-        ("[q_proj, qproj]", "no module is called 'qproj': expected all-linear, or of its linear layers down_proj, "),
+        ("[lm_head]", "'lm_head' is the output head ('lm_head', tied to the other one), which cannot have a LoRA"),
+        ("[embed_tokens]", "'embed_tokens' is the input embedding ('model.embed_tokens', tied"),
+        (
+            "[q_proj, qproj]",
+            "no module is called 'qproj': expected all-linear, or some of the linear layers down_proj",
+        ),
         ("[self_attn]", "'self_attn' is a LlamaAttention ('model.layers.0.self_attn'): expected linear layers"),
     ],
 )
