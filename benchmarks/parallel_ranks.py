@@ -119,7 +119,7 @@ def run_cases(cases: list[Case]) -> dict[str, Any]:
 
 def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     """Run one step in which the ranks exchange shapes, one to count traffic, and some to measure memory."""
-    before = alive()
+    before = live_bytes()
     single_process = case.layout.degrees.processes == 1
     runner = build_runner(case.layout, None if single_process else mesh, *model_sources(case))
     for student in runner.students():
@@ -138,7 +138,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     step()
     with Traffic(runner, mesh) as traffic, order_of_stages() as order:
         step()
-    held = alive() - before
+    held = live_bytes() - before
     peaks = [allocations(runner, forward_backward) for _ in range(MEMORY_STEPS)]
     return {
         "pipeline_rank": mesh.coordinate("pipeline"),
@@ -294,7 +294,7 @@ def byte_count(value: Any) -> int:
 # held bytes
 
 
-def alive() -> int:
+def live_bytes() -> int:
     """Return the bytes of all tensors that Python can reach; each storage counts once."""
     gc.collect()
     storages: dict[int, int] = {}
@@ -309,14 +309,14 @@ def alive() -> int:
 def allocations(runner: Runner, forward_backward: Callable[[], Any]) -> tuple[int, int]:
     """Run forward and backward. Return the peak of the bytes allocated during it, and the largest allocation."""
     runner.zero_grad()
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile, Patience():
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile, WaitAfterCollectives():
         forward_backward()
     events = [each for each in profile.kineto_results.events() if each.name() == "[memory]"]
     sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
     return max(itertools.accumulate(sizes)), max(sizes)
 
 
-class Patience(TorchDispatchMode):
+class WaitAfterCollectives(TorchDispatchMode):
     """Waits after every collective until gloo's threads have released its tensors. The profiler does not see memory
     that these threads free. It still happens sometimes, so the smallest peak of several steps is the right one.
     """

@@ -95,7 +95,7 @@ def test_training_leaves_the_rest_as_it_was_to_the_byte(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_fresh_one_changes_nothing_and_is_drawn_as_peft_draws(dtype: torch.dtype) -> None:
+def test_a_fresh_adapter_changes_nothing_and_is_initialised_like_pefts(dtype: torch.dtype) -> None:
     model = build("llama", dtype=dtype)
     before = model(IDS, use_cache=False).logits
     decoder = adapted(fresh=True, dtype=dtype, r=16)
@@ -117,7 +117,7 @@ def test_a_fresh_one_changes_nothing_and_is_drawn_as_peft_draws(dtype: torch.dty
     assert not torch.equal(*(matrices[name][:, :48] for name in initial[:2]))  # modules have different matrices
 
 
-def test_switched_off_it_is_the_base_and_comes_back_as_it_was() -> None:
+def test_an_adapter_that_is_switched_off_leaves_the_base_and_can_be_switched_on() -> None:
     decoder, base = adapted(), build("llama")
     with_it = decoder(IDS)
     with torch.no_grad(), without_lora(decoder):

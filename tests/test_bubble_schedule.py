@@ -27,7 +27,7 @@ def steps(ranks: int, counts: list[int], teacher: float) -> Iterator[tuple[int, 
 
 @pytest.mark.parametrize("teacher", [0.0, 0.5, 4.0, 9.7])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_nobody_waits_for_ever_and_nothing_is_run_twice(ranks: int, teacher: float) -> None:
+def test_no_rank_waits_forever_and_no_action_runs_twice(ranks: int, teacher: float) -> None:
     for count in range(ranks, 4 * ranks + 1):
         run: Counter[Action] = Counter()
         for step, (micro_batches, _, order) in enumerate(steps(ranks, [count, count, ranks, count, count], teacher)):
@@ -63,7 +63,7 @@ def needed(action: Action, ranks: int) -> set[Action]:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 5), (4, 4), (4, 10)])
-def test_the_student_goes_by_torchs_order(ranks: int, micro_batches: int) -> None:
+def test_the_student_follows_torchs_order(ranks: int, micro_batches: int) -> None:
     for rank, own in enumerate(bubble_schedule(micro_batches, micro_batches, 4.0, (0,) * ranks).ranks):
         stage = SimpleNamespace(stage_index=rank, num_stages=ranks, is_first=not rank, submod=nn.Identity())
         stage.is_last = rank + 1 == ranks

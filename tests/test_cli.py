@@ -197,7 +197,7 @@ def test_a_traceback_is_shown_only_where_asked_for(shown: bool) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_says_how_to_continue(tmp_path: Path) -> None:
     pipe = tmp_path / "run config.yaml"
     os.mkfifo(pipe)
     process = start("distill", str(pipe), "seed=1")

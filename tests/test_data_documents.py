@@ -195,7 +195,7 @@ def test_pieces_of_one_text_stay_together(tmp_path: Path) -> None:
     assert len(lines[0]) + len(lines[1]) == 50
 
 
-def test_of_few_documents_each_side_gets_one(tmp_path: Path) -> None:
+def test_each_side_of_a_split_gets_a_document(tmp_path: Path) -> None:
     two = load(tmp_path, numbered(2))
     for share in (1e-9, 0.02, 0.98, 1 - 1e-12):
         train, held_out = two.split(share)

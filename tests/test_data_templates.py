@@ -267,7 +267,7 @@ def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "take")]
 
 
-def toolful(chat: Any) -> PreTrainedTokenizerFast:
+def tokenizer_with_tools(chat: Any) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose template writes the tools first."""
     tokenizer = toy_tokenizer(chat=chat)
     written = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
@@ -279,7 +279,7 @@ def toolful(chat: Any) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("form", [{"messages": CHAT}, {"prompt": CHAT[:4], "completion": CHAT[4:]}])
 @pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
 def test_tools_reach_the_template(chat: Any, form: dict[str, Any], tokens: Tokens) -> None:
-    tokenizer = toolful(chat)
+    tokenizer = tokenizer_with_tools(chat)
     filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet hands it out
     expected = tokenizer.apply_chat_template(CHAT, tools=TOOLS, return_dict=True)["input_ids"]
     without = encode(form, tokenizer, tokens)
@@ -302,7 +302,10 @@ def test_turns_that_tools_change_are_found(chat: Any) -> None:
 
 def test_a_template_of_its_own_for_tools() -> None:
     tokenizer = toy_tokenizer(chat="generation")
-    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": toolful("plain").chat_template}
+    tokenizer.chat_template = {
+        "default": tokenizer.chat_template,
+        "tool_use": tokenizer_with_tools("plain").chat_template,
+    }
     encoded = encode({"messages": CHAT, "tools": TOOLS}, tokenizer)
     assert tokenizer.decode(encoded.ids).startswith("<tools>")
     assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
@@ -320,7 +323,7 @@ def test_a_template_of_its_own_for_tools() -> None:
 )
 def test_bad_tools(tools: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
-        encode({"messages": CHAT, "tools": tools}, toolful("plain"))
+        encode({"messages": CHAT, "tools": tools}, tokenizer_with_tools("plain"))
 
 
 def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
@@ -395,7 +398,7 @@ def test_bad_messages(messages: Any, message: str) -> None:
         template.render({"messages": messages})
 
 
-def test_what_the_tokenizer_lacks() -> None:
+def test_a_tokenizer_without_template_or_end_is_refused() -> None:
     with pytest.raises(ValueError, match="has no chat template"):
         template_for({"messages": CHAT}, toy_tokenizer(), "completion")
     with pytest.raises(ValueError, match="has no end-of-sequence token"):

@@ -201,7 +201,7 @@ def test_documents_beyond_a_switch_of_rotary_angles() -> None:
 
 
 @pytest.mark.parametrize("name", ["someone/some-model", "./runs/a", "a folder/with spaces"])
-def test_the_name_goes_on_untouched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_is_passed_on_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Any] = []
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
@@ -226,7 +226,7 @@ def test_the_name_goes_on_untouched(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["nobody-here/no-such-model", "/no/such/folder", "no_such_folder", "a/b/c"])
-def test_what_does_not_exist_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_exist_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=f"model '{name}' is not a folder here") as caught:
         Decoder.from_pretrained(name)

@@ -83,14 +83,14 @@ def test_cross_entropy_at_every_depth_is_megatrons_own(ranks: RankPool, layout: 
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(depths=2, experts=2)], ids=lambda layout: layout.name)
-def test_a_schedule_plan_takes_the_flat_result_and_hands_its_gradient_back(ranks: RankPool, layout: Layout) -> None:
+def test_a_schedule_plan_takes_the_flat_result_and_returns_its_gradient(ranks: RankPool, layout: Layout) -> None:
     found = ranks.call(plan, Case(layout, "cross_entropy + jsd(0.5)"), limit=120)
     assert worst(enumerate(found))[1] < 1e-6
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_schedule_plans_last_node_goes_back_on_a_gpu(tmp_path: Path) -> None:
+def test_the_last_node_of_a_schedule_plan_runs_backward_on_a_gpu(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         case = Case(Layout(), "cross_entropy + jsd(0.5)")
         assert pool.submit(plan_on_a_gpu, case, str(tmp_path / "store")).result() < 1e-5
@@ -154,13 +154,13 @@ def test_log_probs_come_through_megatrons_wrapper_of_half_precision(ranks: RankP
         assert distance < 0.05
 
 
-def test_weights_on_their_way_are_waited_for(ranks: RankPool) -> None:
+def test_weights_that_are_still_gathered_are_waited_for(ranks: RankPool) -> None:
     for waited, distance in ranks.call(gather_of_weights, Layout(), limit=120):
         assert waited
         assert distance < 1e-5
 
 
-def test_what_would_go_wrong_later_is_refused(ranks: RankPool) -> None:
+def test_settings_that_would_fail_later_are_refused(ranks: RankPool) -> None:
     for bare, dtensor_weight, deferred in ranks.call(refusals, limit=120):
         assert "expected a MegatronProcessor with its depths" in bare
         assert deferred.startswith("defer_embedding_wgrad_compute=True")

@@ -253,7 +253,7 @@ def test_oracle_conversion_keeps_terms_whole() -> None:
     assert all(term.signal.heads()[0].weight_VD.dtype == torch.float64 for term in double[1:3])
 
 
-def test_the_two_ways_of_the_documentation_agree() -> None:
+def test_the_two_losses_of_the_documentation_are_equal() -> None:
     """docs/objective.md shows a loss from plain logits and one from the package: values and gradients are equal."""
     page = (Path(__file__).parents[1] / "docs" / "objective.md").read_text(encoding="utf-8")
     before, after = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

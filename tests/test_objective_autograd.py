@@ -280,7 +280,7 @@ def test_loss_scaling_saves_gradients_that_float16_would_lose(small: str) -> Non
     assert distance(scaled, exact_gradient()) < 2e-3
 
 
-def test_a_second_backward_has_to_be_announced() -> None:
+def test_a_second_backward_needs_retain_graph() -> None:
     """Without retain_graph the first backward releases the gradients, so a second one raises an error."""
     leaves = make_leaves()
     hidden = leaves.hidden.requires_grad_()

@@ -124,7 +124,7 @@ def test_over_the_largest_vocabulary(expression: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_compiled_and_over_every_size(expression: str) -> None:
+def test_every_size_compiled(expression: str) -> None:
     for size in SIZES:
         for student in STUDENTS:
             for halves in (False, True):
@@ -164,7 +164,7 @@ def test_through_two_heads(expression: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_a_teacher_of_some_ids(expression: str, tail: str) -> None:
+def test_a_sparse_teacher(expression: str, tail: str) -> None:
     """The log-probabilities are a float64 teacher's, rounded; the likeliest token's log-probability is −1e-6."""
     for student in STUDENTS:
         teacher_TV, student_TV = logits_of(512, 1 - 1e-6, student)

@@ -94,7 +94,7 @@ def test_heads_against_float64(head: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_as_uncompiled(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_results_equal_uncompiled_ones(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = run(linear_objective, leaves_of(), PLANS[plan]())
     monkeypatch.setattr(compiled, "COMPILED_FROM", 1 << 60)
     assert_close(fast, run(linear_objective, leaves_of(), PLANS[plan]()))

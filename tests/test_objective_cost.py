@@ -31,7 +31,7 @@ def flops(**options: Any) -> int:
     return counter.get_total_flops()
 
 
-def test_under_a_dispatch_mode() -> None:
+def test_results_are_the_same_under_a_dispatch_mode() -> None:
     """Under a dispatch mode, which counts operations or memory, torch compiles nothing; the results are the same."""
     expected = run(linear_objective, leaves_of(), full_terms())
     with FlopCounterMode(display=False):
@@ -67,7 +67,7 @@ def peak(bytes_taken: list[int]) -> int:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_holds_a_few_tiles(plan: str) -> None:
+def test_a_pass_holds_a_few_tiles(plan: str) -> None:
     """2,048 tokens in chunks of 128 need one tile for each model, but neither all logits nor log-probabilities."""
     tokens, width, rows = 2048, 32, 128
     leaves = make_leaves(tokens, V, width, dtype=torch.float32, bias=False)

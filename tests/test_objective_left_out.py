@@ -83,7 +83,7 @@ POLICY: dict[str, Callable[[float, Any], Term]] = {
 @OBJECTIVES
 @pytest.mark.parametrize("by", ["valid_index", "weights_T", "own weights"])
 @pytest.mark.parametrize("term", POLICY)
-def test_log_probabilities_far_off(term: str, by: str, objective: Any) -> None:
+def test_log_probabilities_far_from_the_students(term: str, by: str, objective: Any) -> None:
     """A log-probability far from the student's gives an infinite ratio e^1000, and 0·inf would be NaN."""
     every_row = {"valid_index": torch.arange(T)}
     if by == "own weights":

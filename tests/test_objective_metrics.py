@@ -230,7 +230,7 @@ def test_a_label_that_is_absent_has_no_cross_entropy() -> None:
     assert torch.equal(value_T != 0, labels_T >= 0)
 
 
-def test_a_term_of_scale_zero_is_watched_only() -> None:
+def test_a_term_of_scale_zero_is_only_reported() -> None:
     """The term does not change the loss, even if its value is infinite."""
     watched = Distill(
         DenseLogits(torch.full((T, V), 0.0).index_fill(1, torch.tensor([7]), -math.inf)), reverse_kl(), 0.0

@@ -198,7 +198,7 @@ def test_log_probs_are_those_of_logits(head: str, temperature: float, monkeypatc
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_bfloat16_they_are_as_exact_as_plain_ones(autocast: bool) -> None:
+def test_log_probs_in_bfloat16_are_as_exact_as_plain_ones(autocast: bool) -> None:
     """The reference is float64 on the same numbers. Backward computes in the dtype of forward."""
     dtype = torch.float32 if autocast else torch.bfloat16
     leaves, labels_T = make_leaves(dtype=dtype, bias=False), make_labels()

@@ -172,7 +172,7 @@ def test_top_k_ids_anywhere(pool: RankPool, tail: str) -> None:
     check(pool, over(Layout(FOUR), named))
 
 
-def test_tokens_that_all_live_in_one_shard(pool: RankPool) -> None:
+def test_tokens_that_are_all_in_one_shard(pool: RankPool) -> None:
     ranges = [*((start, stop - 1) for start, stop in FOUR), *((start - 1, start) for start, _ in FOUR[1:]), (63, 63)]
     named = {f"labels {first} to {last}": partial(problems.labelled, first, last) for first, last in ranges}
     check(pool, over(Layout(FOUR), named))
@@ -190,7 +190,7 @@ def test_weights_valid_index_and_chunks(pool: RankPool, chunk_tokens: int | None
 
 
 @pytest.mark.parametrize("borders", [cut(0, 3, V), cut(0, 0, 100, V)], ids=str)
-def test_chunks_of_which_each_rank_would_choose_another_number(pool: RankPool, borders: Borders) -> None:
+def test_ranks_that_would_choose_different_chunk_sizes(pool: RankPool, borders: Borders) -> None:
     """By its memory budget, a rank with few rows of the head could choose larger chunks than the others."""
     problem = partial(problems.of_tokens, 150)
     case = Case("small tiles", problem, Layout(borders), chunk_tokens=None, counts_collectives=True)

@@ -146,7 +146,7 @@ def test_at_most_two_collectives_per_chunk(pool: RankPool) -> None:
         assert in_one.backward == in_four.backward == Counter({SUM: 1}), name
 
 
-def test_values_alone_take_no_more(pool: RankPool) -> None:
+def test_values_alone_need_no_more_collectives(pool: RankPool) -> None:
     named = {each: partial(problems.counted, each) for each in ("one round", "all")}
     outcomes = counted_passes(pool, named, jobs.values_only)
     for name, most in (("one round", 1), ("all", 2)):
@@ -168,7 +168,7 @@ def test_no_collective_carries_a_vocabulary(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("teacher", [cut(0, 7, 77, 177, V), "whole"], ids=["other borders", "whole"])
-def test_a_teachers_rows_travel_once(pool: RankPool, teacher: Any) -> None:
+def test_a_teachers_rows_are_sent_once(pool: RankPool, teacher: Any) -> None:
     """The first pass exchanges the borders and moves the rows; the second pass reuses both."""
     layout = Layout(cut(0, 9, 99, 199, V), teacher)
     case = Case("teacher", partial(problems.heads_of, V, V, None, None), layout, None, True)
@@ -182,7 +182,7 @@ def test_a_teachers_rows_travel_once(pool: RankPool, teacher: Any) -> None:
         assert once[EXCHANGE] == (0 if teacher == "whole" else 3)
 
 
-def test_a_teacher_that_has_been_written_to_travels_again(pool: RankPool) -> None:
+def test_the_rows_of_a_changed_teacher_are_sent_again(pool: RankPool) -> None:
     case = Case("written to", partial(problems.heads_of, V, V, None, None), Layout(FOUR, cut(0, 1, 64, 200, V)))
     outcomes, problem = pool.call(jobs.after_writing, case), case.problem()
     jobs.double_teachers(problem.terms)
@@ -285,7 +285,7 @@ def test_collectives_are_counted_wherever_they_come_from(pool: RankPool) -> None
         assert largest == 12
 
 
-def test_a_rank_that_fails_or_hangs_fails_its_job_alone(pool: RankPool) -> None:
+def test_a_rank_that_fails_or_hangs_fails_only_its_job(pool: RankPool) -> None:
     good, raised, hung, again = pool.run(jobs.failing_on_one_rank, ["not", "raises", "waits", "not"], limit=4.0)
     assert good == again == [4.0] * 4
     assert isinstance(raised, Failure)

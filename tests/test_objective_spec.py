@@ -154,7 +154,7 @@ def test_several_divergences_are_one_term() -> None:
         ),
     ],
 )
-def test_in_words(text: str, options: dict[str, Any], words: str) -> None:
+def test_an_objective_in_words(text: str, options: dict[str, Any], words: str) -> None:
     assert parse_objective(text, **options).in_words() == words
 
 
@@ -203,6 +203,6 @@ def test_in_words(text: str, options: dict[str, Any], words: str) -> None:
         ("cross_entropy(smoothing=0.1)", "cross_entropy: .*smoothing"),
     ],
 )
-def test_what_is_refused(text: str, message: str) -> None:
+def test_expressions_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_objective(text)

@@ -97,7 +97,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_of_one_sequence_and_layer_it_is_the_family_s_own(family: str) -> None:
+def test_the_loss_of_one_sequence_and_layer_is_transformers_own(family: str) -> None:
     """transformers computes its loss over all tokens and layers; for one sequence and layer it equals ours."""
     batch, reference = Batch.whole(), decoder(FAMILIES[family])
     outputs = reference.pretrained(batch.ids_BS, output_router_logits=True, use_cache=False)
@@ -180,7 +180,7 @@ def test_two_backward_passes_recompute_twice() -> None:
     assert balance.losses == losses
 
 
-def test_beside_a_lora() -> None:
+def test_router_balance_beside_a_lora() -> None:
     """The adapter's gradient through the frozen routers equals the formula's."""
     found = []
     for formula in (True, False):

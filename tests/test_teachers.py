@@ -178,7 +178,7 @@ def test_models_get_every_input_of_a_micro_batch() -> None:
         assert (found[name] - each).norm() <= 1e-5 * each.norm(), name
 
 
-def test_an_objective_without_a_teacher_never_asks_one(tmp_path: Path) -> None:
+def test_an_objective_without_a_teacher_requests_no_signals(tmp_path: Path) -> None:
     session = session_of(tmp_path)
     session.source = None  # type: ignore[assignment]
     assert forward_backward(session, objective=parse_objective("cross_entropy")).sums["loss"] > 0

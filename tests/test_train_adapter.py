@@ -87,7 +87,7 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, teacher: str)
     assert (tmp_path / "killed" / "tokens.json").read_bytes() == (tmp_path / "out" / "tokens.json").read_bytes()
 
 
-def test_a_killed_end_is_made_up_for(tmp_path: Path) -> None:
+def test_a_missing_final_model_is_written_by_the_same_command(tmp_path: Path) -> None:
     write_run(tmp_path, **LORA)
     run("distill", tmp_path / "run.yaml")
     before = contents(tmp_path / "out" / "model")
@@ -97,7 +97,7 @@ def test_a_killed_end_is_made_up_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", [None, "eager"])
-def test_the_own_base_is_held_once(tmp_path: Path, attention: str | None) -> None:
+def test_a_base_that_teaches_is_in_memory_once(tmp_path: Path, attention: str | None) -> None:
     """A teacher with another attention implementation is another model and has separate weights."""
     other = {} if attention is None else {"teacher.attention": attention}
     session = session_of(tmp_path, **teacher_is_base(tmp_path, **other))
@@ -109,7 +109,7 @@ def test_the_own_base_is_held_once(tmp_path: Path, attention: str | None) -> Non
     assert (session.teacher is None) == pair.teacher_is_base == (attention is None)
 
 
-def test_the_own_base_teaches_as_a_copy_of_it_does(tmp_path: Path) -> None:
+def test_a_base_that_teaches_equals_a_copy_of_it(tmp_path: Path) -> None:
     """The gradients and held-out metrics of a trained adapter are equal. Only the student has dropout."""
     save_model(tmp_path / "student", "llama", seed=1)
     found: list[tuple[TeacherStudentPair, dict[str, Tensor], float]] = []
@@ -168,7 +168,7 @@ def test_check_shows_the_adapter(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2"])
 @pytest.mark.parametrize("teacher", ["another", "own base"])
-def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -> None:
+def test_every_layout_gives_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -> None:
     """A run under a layout, from the start or from a checkpoint of one process, gives the same adapter."""
     settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
     write_run(tmp_path, tied=True, **settings, **{"checkpoint.every": 3, "checkpoint.keep": 9})
@@ -226,7 +226,7 @@ def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
         ("[self_attn]", "'self_attn' is a LlamaAttention ('model.layers.0.self_attn'): expected linear layers"),
     ],
 )
-def test_targets_that_cannot_have_one(tmp_path: Path, targets: str, message: str) -> None:
+def test_targets_that_cannot_have_an_adapter(tmp_path: Path, targets: str, message: str) -> None:
     write_run(tmp_path, tied=True, **LORA)
     failed = run("distill", tmp_path / "run.yaml", f"student.adapter.targets={targets}", code=2)
     assert f"error: student.adapter.targets: {message}" in failed.err

@@ -63,7 +63,7 @@ def test_check_fails_as_the_run_would(here: Path) -> None:
     assert error == fails(here, f"data.train={here}/nowhere.jsonl", code=FAILED)
 
 
-def test_best_by_a_metric_that_there_will_not_be(here: Path) -> None:
+def test_best_by_a_metric_that_does_not_exist(here: Path) -> None:
     changes = ["objective.loss=cross_entropy", "teacher=null", "checkpoint.best=eval/forward_kl"]
     assert fails(here, *changes, code=USAGE).startswith("checkpoint.best: got eval/forward_kl without a teacher")
     run("check", here / "run.yaml", *changes, "data.eval=0")
@@ -104,7 +104,7 @@ def test_a_teacher_of_another_tokenizer(here: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["train", "eval"])
-def test_data_of_which_nothing_is_left(here: Path, which: str) -> None:
+def test_data_without_a_target(here: Path, which: str) -> None:
     path = here / "x.jsonl"
     path.write_text("")
     assert fails(here, f"data.{which}={path}", code=FAILED).startswith(f"{path}: the dataset is empty")
@@ -179,7 +179,7 @@ def save_wider(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def test_an_out_that_is_something_else(here: Path) -> None:
+def test_an_out_that_is_no_run_folder(here: Path) -> None:
     for name, message in (
         ("train.jsonl", "is a file; expected a folder for the run"),
         ("student", "contains other files and no run; choose an empty or a new folder"),
@@ -207,7 +207,7 @@ def test_an_empty_folder_is_fine(here: Path) -> None:
     run("distill", here / "run.yaml", "train.steps=1")
 
 
-def test_ctrl_c_says_how_to_go_on_and_that_goes_on(here: Path) -> None:
+def test_ctrl_c_prints_the_command_that_continues_the_run(here: Path) -> None:
     arguments = ["distill", str(here / "run.yaml"), "train.steps=60", "checkpoint.every=5"]
     command = Command(*arguments)
     wait_for(lambda: (here / "out" / "checkpoints" / "step-00000005").exists())
@@ -255,7 +255,7 @@ def pretend_torchrun() -> None:
     os.environ["WORLD_SIZE"] = "8"
 
 
-def test_processes_that_the_layout_does_not_make(here: Path) -> None:
+def test_more_processes_than_the_layout_needs(here: Path) -> None:
     before = contents(here)
     command = Command("distill", here / "run.yaml", "parallel.tensor=3", hook=pretend_torchrun)
     assert command.wait() == USAGE
@@ -273,7 +273,7 @@ def run_out_of_memory() -> None:
     torch.Tensor.backward = backward  # type: ignore[method-assign]
 
 
-def test_out_of_memory_names_what_to_turn(here: Path) -> None:
+def test_out_of_memory_names_the_key_to_lower(here: Path) -> None:
     command = Command("distill", here / "run.yaml", hook=run_out_of_memory)
     assert command.wait() == FAILED
     assert "Traceback" not in command.err

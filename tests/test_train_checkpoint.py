@@ -54,7 +54,7 @@ def fresh_optimizer(session: Session) -> torch.optim.AdamW:
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)])
-def test_it_brings_back_weights_optimizer_and_random_state(tmp_path: Path, family: str, tied: bool) -> None:
+def test_a_checkpoint_restores_weights_optimizer_and_random_state(tmp_path: Path, family: str, tied: bool) -> None:
     session = session_of(tmp_path, family=family, tied=tied)
     assert session.student.tied == tied
     optimizer = stepped(session)
@@ -224,13 +224,13 @@ def test_a_run_keeps_its_best(tmp_path: Path, metric: str) -> None:
     assert names(tmp_path / "out" / "checkpoints") == [f"step-{step:08d}" for step in expected]
 
 
-def test_every_zero_is_at_the_end_only(tmp_path: Path) -> None:
+def test_checkpoint_every_0_saves_only_at_the_end(tmp_path: Path) -> None:
     write_run(tmp_path, **{"checkpoint.every": 0})
     run("distill", tmp_path / "run.yaml")
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000006"]
 
 
-def test_unfinished_ones_are_none_and_are_removed(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_do_not_count_and_are_removed(tmp_path: Path) -> None:
     whole = fake(tmp_path, 1)
     (tmp_path / "step-00000002.partial" / "resume").mkdir(parents=True)
     assert checkpoints(tmp_path) == [whole]
@@ -323,7 +323,7 @@ def test_a_kill_while_an_old_one_is_removed_does_not_leave_half_of_it_behind(
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "state"])
-def test_a_damaged_one_is_an_error_that_names_it(tmp_path: Path, uninterrupted: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, uninterrupted: Path, damage: str) -> None:
     shutil.copytree(uninterrupted / "out", tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "model")
     newest = tmp_path / "out" / "checkpoints" / "step-00000006"
@@ -339,7 +339,7 @@ def test_a_damaged_one_is_an_error_that_names_it(tmp_path: Path, uninterrupted: 
 
 
 @pytest.mark.parametrize("settings", [{"family": "gpt2"}, {"tied": True}], ids=["family", "tie"])
-def test_one_of_another_model_is_an_error_that_says_so(
+def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, uninterrupted: Path, settings: dict[str, Any]
 ) -> None:
     write_run(tmp_path, **settings)

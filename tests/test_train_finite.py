@@ -75,7 +75,7 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
     assert metrics(tmp_path / "out")[-1]["step"] == step - 1
 
 
-def test_the_checkpoint_before_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
     session = odd_session(tmp_path, out=str(tmp_path / "whole"))
     train_in(session)
     expected = weights(session)
@@ -122,7 +122,7 @@ def huge(model: Any) -> None:
     model.get_input_embeddings().weight[odd_id()] = 3e38
 
 
-def test_the_command_fails_with_1_and_the_run_can_be_taken_on_elsewhere(tmp_path: Path) -> None:
+def test_the_command_fails_with_1_and_the_run_can_continue_in_another_folder(tmp_path: Path) -> None:
     save_model(tmp_path / "student", "gpt2", tied=False, seed=1, change=huge)
     write_records(tmp_path / "eval.jsonl", [{"text": "the heads"}])
     session = odd_session(tmp_path)

@@ -215,7 +215,7 @@ REFUSED_TOO = {
     ],
     ids=[*REFUSED, *REFUSED_TOO],
 )
-def test_a_layout_that_cannot_be_ends_with_one_error(workspace: Path, overrides: list[str], message: str) -> None:
+def test_an_impossible_layout_ends_with_one_error(workspace: Path, overrides: list[str], message: str) -> None:
     run = under_torchrun("distill", workspace / "run.yaml", f"out={workspace / 'refused'}", *overrides)
     assert run.returncode != 0
     assert sum(line.startswith("error") for line in run.stderr.splitlines()) == 1, run.stderr
@@ -268,7 +268,7 @@ def failing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_what_is_not_finite_is_found_as_in_one_process(failing_runs: Path, what: str, layout: str) -> None:
+def test_a_value_that_is_not_finite_is_found_as_in_one_process(failing_runs: Path, what: str, layout: str) -> None:
     """The error names the same term or parameter, and the same line of the data."""
     found = []
     keys = [f"parallel.{each}" for each in layout.split()]
@@ -298,7 +298,7 @@ def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "killed"), [("fsdp", 1), ("pipeline", 0)])
-def test_a_job_that_torchrun_restarts_goes_on(workspace: Path, layout: str, killed: int) -> None:
+def test_a_job_that_torchrun_restarts_continues(workspace: Path, layout: str, killed: int) -> None:
     """It resumes from its last checkpoint and ends with the model of an undisturbed job. Rank 0 is the writer."""
     quiet, disturbed = workspace / f"quiet {layout}", workspace / f"disturbed {layout}"
     overrides = [f"parallel.{layout}=2", "train.steps=20", "checkpoint.every=5", "checkpoint.keep=1"]

@@ -209,7 +209,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
         assert re.search(r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB", shown.out, re.MULTILINE)
 
 
-def test_checks_figures_are_the_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_the_numbers_of_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_run(tmp_path)
     check(config)
     shown = capsys.readouterr().out
@@ -223,7 +223,7 @@ def test_checks_figures_are_the_first_steps(tmp_path: Path, capsys: pytest.Captu
     assert first["train/gradient_norm"] == pytest.approx(norm)
 
 
-def test_check_says_that_a_run_would_go_on_or_is_done(tmp_path: Path) -> None:
+def test_check_says_that_a_run_would_continue_or_is_complete(tmp_path: Path) -> None:
     write_run(tmp_path)
     run("distill", tmp_path / "run.yaml")
     assert "complete" in run("check", tmp_path / "run.yaml").out

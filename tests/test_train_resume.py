@@ -113,7 +113,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, k
     assert [row[0] for row in evaluations(tmp_path / "out")] == [0, 20]
 
 
-def test_what_decides_no_weight_may_change(half: Path) -> None:
+def test_keys_that_change_no_weight_may_change(half: Path) -> None:
     free = [
         "eval.every=3",
         "checkpoint.every=5",
@@ -144,7 +144,7 @@ def test_what_decides_no_weight_may_change(half: Path) -> None:
         ("data.max_tokens=16", "data.max_tokens"),
     ],
 )
-def test_what_decides_weights_may_not(half: Path, change: str, key: str) -> None:
+def test_keys_that_change_weights_may_not_change(half: Path, change: str, key: str) -> None:
     extra = ["objective.loss=cross_entropy"] if change == "teacher=null" else []
     before = contents(half / "out")
     failed = run("distill", half / "run.yaml", change, *extra, code=1)
@@ -163,7 +163,7 @@ def test_other_data_under_the_same_name_are_noticed(half: Path, which: str) -> N
 
 
 @pytest.mark.slow
-def test_never_and_a_path(half: Path) -> None:
+def test_resume_never_and_resume_from_a_path(half: Path) -> None:
     out, newest = half / "out", sorted((half / "out" / "checkpoints").iterdir())[-1]
     before = contents(out)
     failed = run("distill", half / "run.yaml", "checkpoint.resume=never", code=1)
@@ -184,7 +184,7 @@ def test_never_and_a_path(half: Path) -> None:
     assert contents(half / "fresh" / "model") == contents(out / "model")
 
 
-def test_a_run_that_began_with_a_path_goes_on_by_the_same_command(half: Path) -> None:
+def test_a_run_that_started_from_a_path_is_continued_by_the_same_command(half: Path) -> None:
     """The run resumes from its newest checkpoint, as torchrun's --max-restarts needs; another path is refused."""
     start = sorted((half / "out" / "checkpoints").iterdir())[0]
     newest = half / "elsewhere" / "checkpoints" / start.name
@@ -206,7 +206,7 @@ def test_a_run_that_began_with_a_path_goes_on_by_the_same_command(half: Path) ->
     assert contents(half / "other" / "model") == contents(half / "whole" / "model")
 
 
-def test_a_path_to_a_checkpoint_behind_the_runs_end(half: Path) -> None:
+def test_a_path_to_a_checkpoint_after_the_end_of_the_run(half: Path) -> None:
     newest = sorted((half / "out" / "checkpoints").iterdir())[-1]
     failed = run(
         "distill", half / "run.yaml", f"checkpoint.resume={newest}", f"out={half}/short", "train.steps=2", code=1

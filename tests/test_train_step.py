@@ -100,7 +100,7 @@ def test_a_steps_gradient_is_the_plain_one(tmp_path: Path, micro: int, tied: boo
 
 
 @pytest.mark.parametrize("micro", [1, 4])
-def test_in_float32_it_is_so_to_float32s_precision(tmp_path: Path, micro: int) -> None:
+def test_a_float32_gradient_is_the_plain_one_to_float32s_precision(tmp_path: Path, micro: int) -> None:
     narrow = {"student.dtype": "float32", "teacher.dtype": "float32", "train.micro_batch_tokens": micro * MAX_TOKENS}
     session = prompted(tmp_path, **narrow)
     loss, given = gradients_of(session, step_batches(session))

@@ -46,7 +46,7 @@ def test_any_other_end_is_a_failure(error: BaseException) -> None:
 
 
 @pytest.mark.slow
-def test_a_campaign_goes_on_behind_what_ends_its_process() -> None:
+def test_a_campaign_continues_after_an_input_that_ends_its_process() -> None:
     found = run("crashing", 9)
     assert found.mutations == 9
     assert found.kinds == {"loaded": 6, "FAILED": 3}

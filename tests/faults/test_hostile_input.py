@@ -107,7 +107,7 @@ def test_every_call_that_could_run_foreign_code_passes_trust_remote_code() -> No
     assert not silent
 
 
-class Harm:
+class HarmfulPickle:
     """An object that creates the marker file when it is unpickled."""
 
     def __init__(self, path: Path):
@@ -140,7 +140,7 @@ def pickle_by_adapter(folder: Path) -> None:
 @pytest.mark.parametrize("how", [only_pickle, pickle_by_index, pickle_by_configuration, pickle_by_adapter])
 def test_no_pickle_is_read(tmp_path: Path, how: Callable[[Path], None], harmful: bool) -> None:
     folder = save_model(tmp_path / "model")
-    content = Harm(tmp_path / MARKER) if harmful else Decoder.from_pretrained(folder).pretrained.state_dict()
+    content = HarmfulPickle(tmp_path / MARKER) if harmful else Decoder.from_pretrained(folder).pretrained.state_dict()
     if harmful:
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps(content))
     else:

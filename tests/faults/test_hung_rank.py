@@ -129,7 +129,7 @@ def test_a_main_thread_that_hangs_is_found_too(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_only_slow_goes_on(folder: Path) -> None:
+def test_a_rank_that_is_only_slow_is_not_ended(folder: Path) -> None:
     """A pause shorter than the limit is accepted, and so is a long stop of all ranks, as of a suspended job."""
     out = folder / "slow"
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={out}"]
@@ -161,7 +161,7 @@ def hang_before_meeting() -> None:
     run_module.candidates = lambda *_: time.sleep(LIMIT)
 
 
-def test_a_rank_that_does_not_come(folder: Path) -> None:
+def test_a_rank_that_does_not_join(folder: Path) -> None:
     """One rank hangs before it joins the others."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'absent'}"]
     ranks = Ranks(2, *arguments, hook=hang_before_meeting, hook_rank=1)

@@ -102,7 +102,7 @@ def test_an_edited_configuration_is_another_run(whole: Path, tmp_path: Path) -> 
     assert f"error: the configuration has changed since {out}/checkpoints/{NEWEST} was written" in refused.err
 
 
-def test_a_start_that_is_gone_or_damaged(whole: Path, tmp_path: Path) -> None:
+def test_a_run_whose_initial_checkpoint_is_gone_or_damaged(whole: Path, tmp_path: Path) -> None:
     """The run resumes from its own checkpoints, so it needs the first one no longer."""
     start = tmp_path / "start" / BEFORE
     shutil.copytree(whole / "out" / "checkpoints" / BEFORE, start)
@@ -119,7 +119,7 @@ def test_a_start_that_is_gone_or_damaged(whole: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "out" / "model") == contents(whole / "out" / "model")
 
 
-def test_two_damaged_ones_stay_where_they_are(whole: Path, tmp_path: Path) -> None:
+def test_two_damaged_checkpoints_are_not_moved(whole: Path, tmp_path: Path) -> None:
     out = interrupted(whole, tmp_path)
     for name in (BEFORE, NEWEST):
         zeroed(out / "checkpoints" / name)

@@ -144,7 +144,7 @@ BEFORE_TRAINING = {
 
 
 @pytest.mark.parametrize(("where", "name"), [*zip(BEFORE_TRAINING, ("SIGINT", "SIGTERM", "SIGINT"), strict=True)])
-def test_before_the_first_step_it_ends_at_once(whole: Path, where: str, name: str) -> None:
+def test_a_signal_before_the_first_step_ends_the_run_at_once(whole: Path, where: str, name: str) -> None:
     out = whole / f"{where} {name}"
     arguments = ["distill", str(whole / "run.yaml"), f"out={out}"]
     command = Command(*arguments, hook=signal_when, hook_arguments=(*BEFORE_TRAINING[where], signal.Signals[name]))
@@ -202,7 +202,7 @@ def test_a_signal_in_an_evaluation_or_a_save_waits_for_its_end(whole: Path) -> N
         assert_same_run(out, whole / "whole")
 
 
-def test_a_run_that_is_at_its_end_ends_well(whole: Path) -> None:
+def test_a_signal_at_the_end_of_a_run_does_not_stop_it(whole: Path) -> None:
     """The signal comes in the last step, or while the final model is written; the run still completes."""
     hooks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         (signal_at, (12, signal.SIGTERM)),
@@ -248,7 +248,7 @@ def test_a_signal_that_torchrun_repeats_counts_once(whole: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_ignored_stays_ignored(whole: Path) -> None:
+def test_a_signal_that_was_ignored_stays_ignored(whole: Path) -> None:
     """`nohup` ignores SIGHUP, so the run continues after its terminal is closed."""
     out = whole / "nohup"
 

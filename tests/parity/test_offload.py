@@ -52,7 +52,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mesh]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_offloaded_training_is_the_training(tmp_path: Path, mesh: Mesh, family: str) -> None:
+def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh: Mesh, family: str) -> None:
     for name, config in zip(("student", "teacher"), configurations(family), strict=True):
         decoder(config, len(name)).save_pretrained(tmp_path / name)
     engines = [offloaded(tmp_path, mesh, offload) for offload in (False, True)]

@@ -190,13 +190,13 @@ def pool() -> RankPool:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_as_in_one_process(pool: RankPool, case: Case) -> None:
+def test_training_equals_one_process(pool: RankPool, case: Case) -> None:
     check(pool, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
-def test_as_in_one_process_further_layouts(pool: RankPool, case: Case) -> None:
+def test_training_equals_one_process_under_further_layouts(pool: RankPool, case: Case) -> None:
     check(pool, case)
 
 

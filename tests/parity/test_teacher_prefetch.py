@@ -78,7 +78,7 @@ def micro_batches_of(step: int) -> list[MicroBatch]:
     "announced",
     ["right", pytest.param("wrong", marks=pytest.mark.slow), pytest.param("nothing", marks=pytest.mark.slow)],
 )
-def test_the_same_weights_whatever_was_announced(announced: str) -> None:
+def test_announcements_do_not_change_the_weights(announced: str) -> None:
     ranks = [each for each in shared_pool(8).call(train, announced, limit=LIMIT) if each is not None]
     assert len(ranks) == CASE.layout.degrees.processes
     counts = [4, 4, 2, 4]
