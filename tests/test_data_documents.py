@@ -81,7 +81,7 @@ def test_long_texts_are_cut_into_pieces_and_lose_nothing(tmp_path: Path, max_tok
 def test_long_completions_are_cut_and_counted(tmp_path: Path) -> None:
     records = [
         {"prompt": "000", "completion": "1" * 10},  # bos + 3 + 10 + eos = 15
-        {"prompt": "0" * 20, "completion": "1"},  # the whole completion lies beyond the limit
+        {"prompt": "0" * 20, "completion": "1"},  # the whole completion is beyond the limit
         {"prompt": "0", "completion": "1"},
     ]
     documents = load(tmp_path, records, 12)

@@ -51,8 +51,7 @@ def test_text_gets_the_tokenizers_special_tokens_and_the_end(tokens: Tokens) -> 
 def test_the_end_is_there_exactly_once(adds_eos: bool, text: str) -> None:
     ids = encode({"text": text}, toy_tokenizer(adds_eos=adds_eos)).ids.tolist()
     written_and_added = adds_eos and text.endswith("</s>")
-    # if the text ends with the token and the tokenizer adds one, both stay
-    assert ids.count(EOS) == 1 + written_and_added
+    assert ids.count(EOS) == 1 + written_and_added  # the text's and the added one
     assert ids[-1] == EOS
 
 
@@ -149,7 +148,7 @@ def test_the_thoughts_that_are_shown_are_targets(inline: bool, opener: str) -> N
     tokenizer = toy_tokenizer(chat="reasoning")
     assert isinstance(tokenizer.chat_template, str)
     # If the generation prompt opens the thoughts, it is longer than the heading of an earlier turn without
-    # thoughts. The content of that turn begins with the same character, and all of it is a target.
+    # thoughts. The content of that turn begins with the same characters, and all of it is a target.
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ '" + opener.replace("\n", "\\n") + "' }}{% endif %}"
     answers = {2: ("Of cheese.", "<table>"), 4: ("Two, then two.", "four")}
     messages: list[dict[str, Any]] = list(CHAT)
@@ -188,8 +187,7 @@ def test_an_end_that_only_the_last_turn_has() -> None:
     tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     targets = targets_text(encode({"messages": CHAT}, tokenizer), tokenizer)
     assert targets == " Paris is<|im_end|>four<|im_end|>\n</s>"
-    # the template may write the call before the eos token
-    called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]
+    called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]  # the call may follow the token
     with pytest.raises(RecordError, match="renders the first 3 messages by themselves differently"):
         encode({"messages": called}, tokenizer)
 
@@ -259,7 +257,7 @@ def test_a_conversation_without_an_answer_has_no_target() -> None:
 def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
     tokenizer = toy_tokenizer(chat=chat)
     tokenizer.chat_template += "{% if messages[0].name is defined %}named {{ messages[0].name }}{% endif %}"
-    filled = [message | {"name": None, "tool_calls": None} for message in CHAT]  # as Parquet hands it out
+    filled = [message | {"name": None, "tool_calls": None} for message in CHAT]  # as Parquet returns it
     expected = encode({"messages": CHAT}, tokenizer)
     assert encode({"messages": filled}, tokenizer).ids.tolist() == expected.ids.tolist()
 
@@ -267,7 +265,7 @@ def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "take")]
 
 
-def tokenizer_with_tools(chat: Any) -> PreTrainedTokenizerFast:
+def with_tools(chat: Any) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose template writes the tools first."""
     tokenizer = toy_tokenizer(chat=chat)
     written = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
@@ -279,8 +277,8 @@ def tokenizer_with_tools(chat: Any) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("form", [{"messages": CHAT}, {"prompt": CHAT[:4], "completion": CHAT[4:]}])
 @pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
 def test_tools_reach_the_template(chat: Any, form: dict[str, Any], tokens: Tokens) -> None:
-    tokenizer = tokenizer_with_tools(chat)
-    filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet hands it out
+    tokenizer = with_tools(chat)
+    filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet returns it
     expected = tokenizer.apply_chat_template(CHAT, tools=TOOLS, return_dict=True)["input_ids"]
     without = encode(form, tokenizer, tokens)
     for given in (TOOLS, filled, json.dumps(TOOLS)):
@@ -302,10 +300,7 @@ def test_turns_that_tools_change_are_found(chat: Any) -> None:
 
 def test_a_template_of_its_own_for_tools() -> None:
     tokenizer = toy_tokenizer(chat="generation")
-    tokenizer.chat_template = {
-        "default": tokenizer.chat_template,
-        "tool_use": tokenizer_with_tools("plain").chat_template,
-    }
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": with_tools("plain").chat_template}
     encoded = encode({"messages": CHAT, "tools": TOOLS}, tokenizer)
     assert tokenizer.decode(encoded.ids).startswith("<tools>")
     assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
@@ -323,7 +318,7 @@ def test_a_template_of_its_own_for_tools() -> None:
 )
 def test_bad_tools(tools: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
-        encode({"messages": CHAT, "tools": tools}, tokenizer_with_tools("plain"))
+        encode({"messages": CHAT, "tools": tools}, with_tools("plain"))
 
 
 def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:

@@ -62,7 +62,7 @@ def outcome(load: object, subject: str, seed: int, number: int) -> tuple[str, st
             return "FAILED", traceback.format_exc()[-3000:]
         names = {ConfigError: "ConfigError", DataError: "DataError"}
         return next((name for kind, name in names.items() if isinstance(error, kind)), "ValueError"), ""
-    except BaseException:  # noqa: BLE001 (whatever it is, it is what is looked for)
+    except BaseException:  # noqa: BLE001 (the campaign looks for any such exception)
         return "FAILED", traceback.format_exc()[-3000:]
     return "loaded", ""
 
