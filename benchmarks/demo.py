@@ -1,9 +1,9 @@
-"""The demo over several seeds: does the distilled student beat the one that was trained only on the text?
+"""The demo over several seeds: is the distilled student better than the one that was trained only on the text?
 
     python -m benchmarks.demo --seeds 0 1 2
 
-Both students have the same start, data, order, tokens, schedule and learning rate; `--sweep` tries other rates for
-both, so that the control is seen not to be held down by it. Writes benchmarks/results/demo-<date>.json.
+Both students have the same initial weights, data, order, tokens, schedule and learning rate. `--sweep` tries other
+rates for both, to check that the control has a good one. Writes benchmarks/results/demo-<date>.json.
 """
 
 import argparse
@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def rows_at(seed: int, steps: int, rate: float = demo_run.LEARNING_RATE) -> list[dict[str, Any]]:
-    """The demo's table for one seed and learning rate."""
+    """Return the demo's table for one seed and learning rate."""
     with tempfile.TemporaryDirectory() as folder:
         return demo_run.demo(Path(folder), seed=seed, steps=steps, learning_rate=rate)
 
 
 def gain(rows: list[dict[str, Any]]) -> float:
-    """Nats per token by which the distilled student's held-out cross-entropy is lower."""
+    """Return by how many nats per token the distilled student's held-out cross-entropy is lower."""
     text_only, distilled = (next(row for row in rows if row["run"] == run) for run in ("cross_entropy", "distilled"))
     return text_only["cross_entropy"] - distilled["cross_entropy"]
 

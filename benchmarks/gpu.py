@@ -1,12 +1,13 @@
-"""Everything that waits for a GPU, most important first, within a limit of minutes: tests, then benchmarks.
+"""Runs everything that needs a GPU within a time limit in minutes: first the tests, then the benchmarks.
 
     make gpu                                    on a machine with one NVIDIA GPU
-    make wheels                                 elsewhere, before: what that machine lacks, if it has no network
-    python -m benchmarks.gpu --rehearse         on a CPU, with tiny sizes: to see that every stage starts and ends
+    make wheels                                 before, on another machine: the packages, if the first has no network
+    python -m benchmarks.gpu --rehearse         on a CPU with tiny sizes, to test that every stage starts and ends
 
-It needs Python 3.11 or later, torch and transformers. Every stage is a process of its own. The stage that runs when
-the time is over is stopped; what earlier stages have written stays. Result files are written to benchmarks/results,
-and copied to --out after each stage. The summary, gpu-<date>.json, says how each stage ended.
+It needs Python 3.11 or later, torch and transformers. Every stage is a separate process, the most important ones
+first. When the time is over, the running stage is stopped; the results of earlier stages stay. Result files are
+written to benchmarks/results, and copied to --out after each stage. The summary, gpu-<date>.json, contains the
+outcome of each stage.
 """
 
 import argparse
@@ -26,7 +27,7 @@ LARGE = ["--width", "2048", "--teacher-width", "4096"]
 
 @dataclass(frozen=True)
 class Stage:
-    """A command of Python; `small` is added when it is only rehearsed on a CPU."""
+    """A Python command. small: arguments that are added for a rehearsal on a CPU."""
 
     name: str
     arguments: list[str]
@@ -37,7 +38,7 @@ def stages(device: str) -> list[Stage]:
     on = ["--device", device]
     bf16 = [*on, "--dtype", "bf16"]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu or not slow"]
-    # the last --dtype counts; bf16 is only for a GPU
+    # the last --dtype is used, because bf16 needs a GPU
     tiny = ["--dtype", "fp32", "--tokens", "64", "--width", "64", "--vocabulary", "2048", "--rounds", "1"]
     tiny_objective = [*tiny, "--teacher-width", "64", "--peer-rounds", "1", "--floor-rounds", "1", "--skip", "memory"]
     tiny_objective += ["first_call", "--floor-rows", "64"]
@@ -73,7 +74,7 @@ def stages(device: str) -> list[Stage]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--out", type=Path, help="a folder that result files are copied to")
+    parser.add_argument("--out", type=Path, help="a folder to which result files are copied")
     parser.add_argument("--rehearse", action="store_true")
     arguments = parser.parse_args()
     device, ends = "cpu" if arguments.rehearse else "cuda", time.monotonic() + 60 * arguments.minutes
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def run_stage(stage: Stage, seconds: float, *, rehearse: bool) -> str:
-    """How it ended."""
+    """Run a stage and return its outcome in words."""
     if seconds < 5:
         return "no time left"
     command = [sys.executable, *stage.arguments, *(stage.small if rehearse else [])]
@@ -105,7 +106,7 @@ def run_stage(stage: Stage, seconds: float, *, rehearse: bool) -> str:
 
 
 def copy_results(folder: Path | None) -> None:
-    """Those of today."""
+    """Copy today's result files."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for path in RESULTS.glob(f"*{result_file('').stem}.json"):

@@ -38,7 +38,7 @@ from stillhouse.models.targets import PolicyTargets, Targets
 from stillhouse.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: of the time and the memory of logits
+#: the targets, relative to the time and the memory of logits
 AIMS = {"time": 1.1, "memory": 1 / 6}
 CASES = ("log-probs, forward", "log-probs, forward and backward", "policy gradient, forward and backward")
 
@@ -103,7 +103,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def compare(kind: str, case: str, subject: Subject, sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
     tasks = {path: partial(run_pass, losses[case], subject) for path, losses in PATHS.items()}
-    # both once before the clock runs: that compiles, and says whether they are the same
+    # run both paths once before timing, which compiles them and shows whether their results are equal
     (theirs, their_gradients), (ours, our_gradients) = ((tasks[path](), subject.gradients()) for path in PATHS)
     distances = [relative_distance(a, b) for a, b in zip(our_gradients, their_gradients, strict=True)]
     subject.clear_gradients()
@@ -165,7 +165,7 @@ def forward_only(log_probs: Callable[[Subject], Tensor], subject: Subject) -> Te
 
 
 def ratio_to_old(log_probs: Callable[[Subject], Tensor], subject: Subject) -> Tensor:
-    """A loss that needs log-probabilities as they are: the mean over a sequence comes before the exponential."""
+    """A loss that is not a sum over tokens: it takes the mean over a sequence before the exponential."""
     return (log_probs(subject) - subject.old_BS).mean(1).exp().sum()
 
 
@@ -264,7 +264,7 @@ def megatron(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Subject:
 
 
 class _Attention(nn.Module):
-    """Megatron's own allocates on CUDA."""
+    """Replaces Megatron's attention, which allocates memory on CUDA."""
 
     def __init__(self, *_: Any, **__: Any):
         super().__init__()
@@ -282,7 +282,7 @@ def _ids(sizes: Sizes, device: torch.device) -> Tensor:
 def _subject(model: nn.Module, call: Callable[..., Any], sizes: Sizes, device: torch.device) -> Subject:
     shape_BS = (1, sizes.tokens)
     tokens_BS = torch.randint(sizes.vocabulary, shape_BS, device=device)
-    # near enough to the model's own for a ratio that is neither 0 nor clipped everywhere
+    # close to the model's log-probabilities, so that ratios are not 0 and not all clipped
     old_BS = -torch.tensor(float(sizes.vocabulary)).log() + 0.3 * torch.randn(shape_BS)
     return Subject(model, call, tokens_BS, torch.randn(shape_BS, device=device), old_BS.to(device))
 

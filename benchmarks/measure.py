@@ -1,13 +1,13 @@
-"""Time and memory of a loss, forward and backward, with the gradients of the student's hidden states and weight.
+"""Measures time and memory of a loss, forward and backward, with gradients of the student's hidden states and weight.
 
-Time: everyone takes turns in one process, the order turned round every other time, so that a change of the machine's
-speed meets all of them.
+Time: all contestants take turns in one process, and the order is reversed in every second round. So a change of the
+machine's speed affects all of them.
 
-Memory: peak extra bytes over one pass, beside the inputs and beside the gradients that it leaves in the leaves.
-On a GPU the allocator knows. On a CPU it is the peak of resident memory (VmHWM) of a process of its own, after a pass
-that has loaded and compiled what is needed. That counts every byte whoever asked for it: compiled kernels, BLAS and
-C++ temporaries, which a count of PyTorch's own allocations does not see. glibc is told to map each larger block by
-itself, so that what is freed is really given back and cannot stand ready, uncounted, for the pass that is measured.
+Memory: the peak of the bytes that one pass needs beside its inputs and the gradients of the leaves. On a GPU it is
+read from the allocator. On a CPU it is the peak of resident memory (VmHWM) of a new process, after a first pass that
+has loaded and compiled everything. So memory of compiled kernels, BLAS and C++ temporaries counts too, which
+PyTorch's allocator does not see. glibc is set to map each larger block separately: freed memory then returns to the
+system, and the measured pass cannot reuse it without being counted.
 """
 
 import ctypes
@@ -26,14 +26,14 @@ import torch
 
 from benchmarks.peers import CASES, Inputs, Loss, Sizes, contestants, make_inputs
 
-#: of the pass before the one whose memory is read
+#: tokens of the first pass, before the measured one
 WARM_UP_TOKENS = 2048
-#: glibc: blocks from this size on are mapped each by itself, whatever was freed before
+#: glibc's setting: blocks of this size or larger are mapped separately
 MAP_BLOCKS = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
 
 
 def run_pass(loss: Loss, inputs: Inputs) -> torch.Tensor:
-    """Forward and backward, without the gradients of the pass before; the loss."""
+    """Clear the gradients, run forward and backward, and return the loss."""
     inputs.clear_gradients()
     value = loss(inputs)
     value.backward()
@@ -41,7 +41,7 @@ def run_pass(loss: Loss, inputs: Inputs) -> torch.Tensor:
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Seconds until the device is done, and what the work gave."""
+    """Return the seconds until the device has finished the work, and the work's result."""
     synchronize(device)
     started = time.perf_counter()
     result = work()
@@ -59,7 +59,7 @@ def relative_distance(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def take_turns(tasks: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Each one's seconds, round by round."""
+    """Return the seconds of each task in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for turn in range(rounds):
         names = list(tasks) if turn % 2 == 0 else list(reversed(tasks))
@@ -69,7 +69,7 @@ def take_turns(tasks: dict[str, Callable[[], Any]], rounds: int, device: torch.d
 
 
 def extra_bytes(case: str, contestant: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> int:
-    """Peak extra memory of one pass, as the head of this file says."""
+    """Return the peak extra memory of one pass; the docstring of this file describes it."""
     if device.type == "cuda":
         return _allocated(case, contestant, sizes, device, dtype)
     threads = torch.get_num_threads()
@@ -77,7 +77,7 @@ def extra_bytes(case: str, contestant: str, sizes: Sizes, device: torch.device, 
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any, environment: dict[str, str]) -> Any:
-    """What a function of a module gives in a new Python, started under these environment variables."""
+    """Call a module's function in a new Python process with these environment variables, and return its result."""
     with (
         changed_environment(environment),
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
@@ -121,12 +121,12 @@ def _resident(case: str, contestant: str, sizes: Sizes, dtype: torch.dtype, thre
 
 
 def resident_extra(loss: Loss, inputs: Inputs) -> int:
-    """Of this process, which has run a pass before, under `MAP_BLOCKS`."""
+    """Return the extra memory of a pass in this process, which has run a first pass under `MAP_BLOCKS`."""
     inputs.clear_gradients()
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = _resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the peak to the resident size
     run_pass(loss, inputs)
     return _resident_bytes("VmHWM") - before - gradient_bytes(inputs)
 

@@ -1,21 +1,22 @@
-"""Speed and memory of the objective beside its peers, and beside the matrix products that no exact loss can avoid.
+"""Compares speed and memory of the objective with its peers, and with the products that every exact loss needs.
 
     python -m benchmarks.objective --threads 2
     python -m benchmarks.objective --device cuda --dtype bf16 --tokens 8192 --width 2048 --teacher-width 4096 \
         --vocabulary 128256
 
-Every contestant (benchmarks/peers.py) computes the same loss from the same inputs, forward and backward; how far its
-loss and gradients are from ours is measured first and stands beside its time. benchmarks/measure.py says how time and
-memory are taken. Ratios are of neighbours in the same round, since a shared machine's speed drifts, and the median
-over rounds counts; ratios of minima are in the result as well.
+Every contestant (benchmarks/peers.py) computes the same loss from the same inputs, forward and backward. First, the
+distance of its loss and gradients from ours is measured; the result contains it beside the time.
+benchmarks/measure.py describes the measurement of time and memory. Ratios compare neighbouring passes of the same
+round, because the speed of a shared machine drifts. The result is the median over rounds; it also contains the ratios
+of minima.
 
-The floor is the time of the same matrix products with nothing between them: of several chunk sizes, and of products
-for logits that are whole or in panels of the vocabulary, the fastest counts. On a GPU the aims are held against a
-lower one still, 2TV(3D + E) operations at the rate of a large square product. A loss without a dense teacher is held
-against the floor without the teacher's product.
+The floor is the time of the same matrix products without other work. It is the fastest of several chunk sizes, with
+logits that are whole or split into panels of the vocabulary. On a GPU, the targets use an even lower floor: 2TV(3D +
+E) operations at the rate of a large square product. A loss without a dense teacher is compared with the floor without
+the teacher's product.
 
-The first call in this process is timed apart. On a CPU it is timed once more in a process without compiled code on
-disk, and in one without a C++ compiler, whose numbers have to be the same.
+The first call in this process is timed separately. On a CPU, two new processes time it again: one without compiled
+code on disk, and one without a C++ compiler, which must give the same numbers.
 Writes benchmarks/results/objective-<date>.json, on a GPU objective-cuda-<vocabulary>-<date>.json.
 """
 
@@ -38,10 +39,10 @@ from benchmarks.peers import CASES, TOP_K, Inputs, Loss, Products, Sizes, contes
 from stillhouse.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: relative distance of a gradient from ours above which a contestant computes something else
+#: a contestant whose gradient has a larger relative distance from ours computes another loss
 SAME = {"fp32": 1e-3, "bf16": 3e-2}
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "jsd+0.3*cross_entropy")
-#: over T, the largest memory divided by the smallest: above it, memory is not flat
+#: memory is constant over T if the largest value divided by the smallest is at most this
 FLAT = 1.25
 #: the products of a case with a dense teacher, and those of the student only
 FLOORS = ("floor", "student_floor")
@@ -122,7 +123,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def first_calls(losses: dict[str, Loss], inputs: Inputs) -> dict[str, dict[str, Any]]:
-    """Of each contestant in a case: the seconds of its first call, and its distance from ours, who come first."""
+    """Return the seconds of each contestant's first call in a case, and its distance from ours, which runs first."""
     entries: dict[str, dict[str, Any]] = {}
     ours: list[Tensor] = []
     for name, loss in losses.items():
@@ -138,14 +139,14 @@ def first_calls(losses: dict[str, Loss], inputs: Inputs) -> dict[str, dict[str, 
 
 
 def chunk_tokens(case: str, inputs: Inputs) -> float:
-    """The rows of a tile that our pass chose."""
+    """Return the number of rows of a tile that our pass chose."""
     return float(stillhouse_output(CASES[case], inputs).metrics["chunk_tokens"])
 
 
 def time_all(
     entrants: dict[str, dict[str, Loss]], inputs: Inputs, floor: dict[str, Any], arguments: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Seconds per round of `case/contestant`, and of `case/floor`, which comes beside ours."""
+    """Return the seconds per round of `case/contestant` and of `case/floor`, which runs next to ours."""
     fastest = {kind: products(inputs, kind, *floor[kind]["fastest"]) for kind in FLOORS}
     tasks: dict[str, Callable[[], Any]] = {}
     for case, losses in entrants.items():
@@ -178,7 +179,7 @@ def square_side(arguments: argparse.Namespace) -> int:
 
 
 def floors(inputs: Inputs, sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
-    """With and without the teacher: the fastest chunk and panel, seconds of all of them, and the time by flops."""
+    """Return the floors with and without the teacher: fastest chunk and panel, all seconds, and time by flops."""
     device = inputs.weight_VD.device
     ways = list(product(arguments.floor_rows, arguments.floor_panels))
     tasks: dict[str, Callable[[], Any]] = {"square": partial(torch.mm, *square_operands(arguments, device))}
@@ -205,7 +206,7 @@ def spread(seconds: list[float]) -> dict[str, Any]:
 def add_times(
     case: str, entries: dict[str, dict[str, Any]], seconds: dict[str, list[float]], floor: dict[str, Any]
 ) -> None:
-    """Seconds and, round by round, their ratios: to the floor, to the floor by flops, and to ours."""
+    """Add the seconds, and their ratios in each round to the floor, to the floor by flops, and to ours."""
     at_floor, ours = seconds[f"{case}/floor"], seconds[f"{case}/stillhouse"]
     for name, entry in entries.items():
         own = seconds[f"{case}/{name}"]
@@ -220,12 +221,12 @@ def add_times(
 
 
 def median_ratio(these: list[float], those: list[float]) -> float:
-    """Of neighbours in the rounds that both took part in, the first ones."""
+    """Return the median ratio of two contestants over the first rounds, in which both took part."""
     return statistics.median(one / other for one, other in zip(these, those, strict=False))
 
 
 def measure_memory(cases: dict[str, dict[str, Any]], sizes: Sizes, arguments: argparse.Namespace) -> dict[int, int]:
-    """Adds everyone's peak extra bytes to their entries; gives ours over T, of the case that needs most."""
+    """Add the contestants' peak extra bytes to their entries. Return ours over T, for the case that needs most."""
     device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
     for case, entries in cases.items():
         for name, entry in entries.items():
@@ -239,7 +240,7 @@ def measure_memory(cases: dict[str, dict[str, Any]], sizes: Sizes, arguments: ar
 
 
 def measure_first_call(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
-    """Ours in new processes: with no compiled code on disk, then with no C++ compiler either."""
+    """Time our first call in new processes: without compiled code on disk, then also without a C++ compiler."""
     results = {}
     for name, compiler in (("cold", {}), ("no_compiler", {"CXX": "no-such-compiler"})):
         with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +253,7 @@ def measure_first_call(cases: list[str], sizes: Sizes, threads: int) -> dict[str
 
 
 def call_twice(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
-    """Seconds of the first and the second call of each case, its loss, and what was warned of."""
+    """Return the seconds of the first and second call of each case, its loss, and the warnings."""
     torch.set_num_threads(threads)
     cpu = torch.device("cpu")
     inputs = make_inputs(sizes, cpu, torch.float32)
@@ -267,7 +268,7 @@ def call_twice(cases: list[str], sizes: Sizes, threads: int) -> dict[str, Any]:
 
 
 def aims(result: dict[str, Any], on_cpu: bool) -> list[dict[str, Any]]:
-    """The targets of this benchmark, each with its value."""
+    """Return the targets of this benchmark with their measured values."""
     cases = result["cases"]
     found = [each for case in DIVERGENCES if case in cases for each in speed_aims(case, cases[case], on_cpu)]
     if on_cpu and f"top{TOP_K}" in cases:
@@ -306,7 +307,7 @@ def first_call_aims(first_call: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def least_advantage(case: str, on_cpu: bool) -> dict[str, float]:
-    """By how much a peer's time should be longer than ours."""
+    """Return the factor by which a peer's time should be longer than ours."""
     if not on_cpu:
         return {"trl": 1.6, "liger_chunked": 1.6, "liger_fused": 1.6}
     return {"trl": 3.5, "pytorch": 1.5} if case.startswith("jsd") else {"trl": 2.5, "pytorch": 1.0}
@@ -369,7 +370,7 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
 
 
 def save(result: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """After all has been measured: where the package's other requirements are missing, the result is printed."""
+    """Save the result. If the package's other requirements are missing, print it instead."""
     kind = torch.device(arguments.device).type
     name = "objective" if kind == "cpu" else f"objective-{kind}-{arguments.vocabulary}"
     try:

@@ -1,4 +1,4 @@
-"""How the objective's time and memory grow with tokens, vocabulary and ranks, beside its peers and the floor.
+"""Measures how time and memory of the objective, its peers and the floor grow with tokens, vocabulary and ranks.
 
     python -m benchmarks.objective_scaling --threads 2
     python -m benchmarks.objective_scaling --redraw benchmarks/results/objective-scaling-<date>.json
@@ -58,9 +58,9 @@ from stillhouse.objective import VocabShard
 from stillhouse.parity import worst
 
 CPU = torch.device("cpu")
-#: float32 numbers per logit that a contestant holds at its peak, where that grows with T
+#: float32 numbers per logit that a contestant holds at its peak, if its memory grows with T
 NUMBERS_PER_LOGIT = {"pytorch": 9}
-#: of the memory that is free, what a contestant may take
+#: the share of the free memory that a contestant may need
 USABLE = 0.85
 
 
@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
         help="vocabulary rows of one of its products; 0 for all",
     )
     add("--threads", type=int, default=2)
-    add("--redraw", metavar="FILE", help="draw the picture of a result again and measure nothing")
+    add("--redraw", metavar="FILE", help="draw the figure of a result again without measuring")
     return parser.parse_args()
 
 
@@ -119,7 +119,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep(points: list[Sizes], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Median seconds and peak extra bytes of everyone at each point, and who was left out and why."""
+    """Return the contestants' median seconds and peak extra bytes at each point, and why some were left out."""
     entries: list[dict[str, Any]] = []
     for sizes in points:
         left_out = too_much(sizes, entries[-1] if entries else None, arguments)
@@ -136,7 +136,7 @@ def sweep(points: list[Sizes], arguments: argparse.Namespace) -> list[dict[str, 
 
 
 def too_much(sizes: Sizes, before: dict[str, Any] | None, arguments: argparse.Namespace) -> dict[str, str]:
-    """Who cannot go on from the point before to this one."""
+    """Return the contestants that must be left out at this point, with the reasons."""
     logits, at = sizes.tokens * sizes.vocabulary, f"T = {sizes.tokens}, V = {sizes.vocabulary}"
     reasons = dict(before["left_out"]) if before else {}
     for name, numbers in NUMBERS_PER_LOGIT.items():
@@ -156,7 +156,7 @@ def free_bytes() -> int:
 
 
 def seconds_of(names: list[str], sizes: Sizes, arguments: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of each, and of the fastest floor."""
+    """Return the median seconds of each contestant and of the fastest floor."""
     inputs = make_inputs(sizes, CPU, torch.float32)
     losses, _ = contestants(CASES[arguments.case], CPU)
     floors: dict[str, Callable[[], Any]] = {
@@ -164,7 +164,7 @@ def seconds_of(names: list[str], sizes: Sizes, arguments: argparse.Namespace) ->
         for rows, panel in product(arguments.floor_rows, arguments.floor_panels)
     }
     few = make_inputs(replace(sizes, tokens=min(sizes.tokens, WARM_UP_TOKENS)), CPU, torch.float32)
-    for name in names:  # compiles what it compiles
+    for name in names:  # the first call compiles
         run_pass(losses[name], few)
     tasks = floors | {name: partial(run_pass, losses[name], inputs) for name in names}
     seconds = take_turns(tasks, 1, CPU)
@@ -174,7 +174,7 @@ def seconds_of(names: list[str], sizes: Sizes, arguments: argparse.Namespace) ->
 
 
 def over_ranks(sizes: Sizes, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each number of ranks: seconds, efficiency, extra bytes of the rank that needs most, distance from one."""
+    """Return per number of ranks: seconds, efficiency, the largest rank's extra bytes, distance from one rank."""
     entries: list[dict[str, Any]] = []
     for ranks in arguments.ranks:
         threads = max(1, arguments.threads // ranks)
@@ -197,7 +197,7 @@ def over_ranks(sizes: Sizes, arguments: argparse.Namespace) -> list[dict[str, An
 def on_ranks(
     function: Callable[..., dict[str, Any]], ranks: int, arguments: tuple, threads: int, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """What a function of a process group gives on each of its ranks, in new processes."""
+    """Call a function on each rank of a process group, in new processes, and return the results."""
     with (
         tempfile.TemporaryDirectory() as folder,
         changed_environment(environment | {"OMP_NUM_THREADS": str(threads)}),
@@ -217,7 +217,7 @@ def run_rank(
 
 
 def time_rank(sizes: Sizes, case: str, rounds: int) -> dict[str, Any]:
-    """Seconds of each pass on this rank, and how far its results are from those of the whole heads."""
+    """Return the seconds of each pass on this rank, and the distance of its results from those of whole heads."""
     whole, own, loss = sharded(sizes, case)
     values = [run_pass(loss, own), *own.gradients()]
     expected = [run_pass(make_stillhouse(CASES[case], CPU), whole), *whole.gradients()]
@@ -239,7 +239,7 @@ def remember_rank(sizes: Sizes, case: str) -> dict[str, Any]:
 
 
 def sharded(sizes: Sizes, case: str) -> tuple[Inputs, Inputs, Loss]:
-    """The whole inputs, this rank's, and the loss on the latter: the same number on every rank."""
+    """Return the whole inputs, this rank's inputs, and the loss on these, which is the same on every rank."""
     whole = make_inputs(sizes, CPU, torch.float32)
     rows = vocabulary_rows(sizes)
     shard = VocabShard(rows.start, rows.stop, dist.group.WORLD)
@@ -254,7 +254,7 @@ def sharded(sizes: Sizes, case: str) -> tuple[Inputs, Inputs, Loss]:
 
 
 def vocabulary_rows(sizes: Sizes) -> slice:
-    """This rank's: a balanced split."""
+    """Return this rank's vocabulary rows in a balanced split."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return slice(sizes.vocabulary * rank // ranks, sizes.vocabulary * (rank + 1) // ranks)
 
@@ -269,7 +269,7 @@ LABELS = {
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Time per logit above, extra memory below; over tokens, vocabulary and ranks."""
+    """Draw time per logit (above) and extra memory (below) over tokens, vocabulary and ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -302,7 +302,7 @@ def draw_sweep(column: Any, points: list[dict[str, Any]], along: str) -> None:
 
 
 def draw_ranks(column: Any, result: dict[str, Any]) -> None:
-    """Only Stillhouse: peers gather the whole head on every rank."""
+    """Draw only Stillhouse, because the peers gather the whole head on every rank."""
     points = result["over_ranks"]
     logits = result["sizes"]["rank_tokens"] * result["sizes"]["vocabularies"][0]
     style = {"color": COLOURS["stillhouse"], "marker": "o", "markersize": 4}

@@ -1,13 +1,12 @@
-"""Speed of two versions of the objective, forward and backward, in turns: CPU seconds of the process.
+"""Compares the speed of two versions of the objective, forward and backward, in CPU seconds of the process.
 
     git worktree add ../before 8c93100
     python -m benchmarks.objective_versions --before ../before --before-commit 8c93100 --threads 2
 
-Each version runs in a process of its own, with the root of its source tree first on the path. The two take turns,
-pass by pass, since a shared machine's speed drifts: the ratio new/old is of neighbours, and the median over rounds
-counts. CPU seconds of all threads are taken, so that waiting on a loaded machine does not count. Also timed are the
-two versions' values without gradients ("values").
-Writes benchmarks/results/objective-versions-<date>.json.
+Each version runs in a separate process, with the root of its source tree first on the path. The two take turns, pass
+by pass, because a shared machine's speed drifts. The result is the median over rounds of new/old of neighbouring
+passes. Times are CPU seconds of all threads, so waiting on a loaded machine does not count. The two versions are also
+timed without gradients ("values"). Writes benchmarks/results/objective-versions-<date>.json.
 """
 
 import argparse
@@ -76,7 +75,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     for case in arguments.cases:
         for what in ("gradient", "values"):
             for process in versions.values():
-                ask(process, case, what)  # compiles
+                ask(process, case, what)  # the first call compiles
             seconds: dict[str, list[float]] = {name: [] for name in versions}
             for turn in range(arguments.rounds):
                 for name in list(versions) if turn % 2 else list(reversed(versions)):
@@ -129,7 +128,7 @@ def ask(process: "subprocess.Popen[str]", case: str, what: str) -> float:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Times one pass for each line that comes: [case, "gradient" or "values"]."""
+    """Time one pass for each line of the input: [case, "gradient" or "values"]."""
     from stillhouse.objective import OutputHead, linear_objective
 
     torch.set_num_threads(arguments.threads)

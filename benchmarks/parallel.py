@@ -1,13 +1,13 @@
-"""What layouts cost: bytes that travel and bytes that stay against their formulas, and the pipeline's idle share.
+"""The costs of layouts: sent bytes and held bytes compared with their formulas, and the pipeline's idle share.
 
     python -m benchmarks.parallel
 
-A small model of Qwen3's architecture, student and teacher of other widths and depths, takes a few steps under one
-layout after the other, in eight processes over gloo. What they send and hold (benchmarks/parallel_ranks.py) stands
-beside the formulas of benchmarks/parallel_costs.py. The idle share is simulated on the orders of torch's schedules
-(benchmarks/pipeline_idle.py), after those that ran here have been found to be the same.
+A small student and teacher of Qwen3's architecture take a few steps under one layout after another, in eight gloo
+processes. The bytes that the processes send and hold (benchmarks/parallel_ranks.py) are compared with the formulas of
+benchmarks/parallel_costs.py. The idle share is simulated with the orders of torch's schedules
+(benchmarks/pipeline_idle.py); the benchmark checks first that the schedules that ran here had the same orders.
 
-Writes benchmarks/results/parallel-<date>.json. docs/scaling.md says what follows for large models.
+Writes benchmarks/results/parallel-<date>.json. docs/scaling.md draws the conclusions for large models.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from benchmarks.record import result_file, write_result
 from stillhouse.parallel import SCHEMES, Degrees, Layout
 
 RANKS = 8
-#: without a compiler, whose time would be most of it
+#: no compiler, because compiling would take most of the time
 ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1"}
 
 
@@ -58,7 +58,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def compared(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """[measured, formula] in bytes: what the rank that sends most sends, and what each rank of the pipeline holds."""
+    """Return [measured, formula] in bytes: sent by the rank that sends most, and held by each pipeline rank."""
     formulas = [traffic(case.job, each["pipeline_rank"]) for each in ranks]
     busiest = max(range(len(ranks)), key=lambda rank: sum(ranks[rank]["sent"].values()))
     row: dict[str, Any] = {
@@ -83,7 +83,7 @@ def compared(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def held(case: Case, place: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a rank of the pipeline. The peak is what is there between steps and what comes on top within one."""
+    """Return the bytes of one rank of the pipeline. The peak is the sum of those between steps and within a step."""
     layout, most_in_flight = case.layout, 1.0
     if layout.stages > 1:
         most_in_flight = in_flight(trace(layout.schedule, layout.degrees.pipeline, case.micro_batches)[place])

@@ -1,11 +1,11 @@
-"""What a layout costs by formula: the bytes that each rank sends in a step, and those that it holds.
+"""Formulas for the costs of a layout: the bytes that each rank sends in a step, and those that it holds.
 
-benchmarks/parallel.py compares these with what runs; benchmarks/scaling.py puts large models into them. Collectives
-count as rings do: of N bytes over n ranks each sends (n − 1)/n · N for a gather, a scatter or an exchange, twice that
-for a sum.
+benchmarks/parallel.py compares the formulas with measurements; benchmarks/scaling.py applies them to large models.
+Collectives are counted as rings: for N bytes over n ranks, each rank sends (n − 1)/n · N in a gather, a scatter or an
+exchange, and twice as much in a sum.
 
-Of Qwen3's architecture. T tokens of a micro-batch on one rank, D and E widths of student and teacher, V vocabulary,
-m micro-batches of a data rank in a step.
+The models have Qwen3's architecture. T tokens of a micro-batch on one rank, D and E widths of student and teacher,
+V vocabulary, m micro-batches of a data rank in a step.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ BATCH_BYTES = 5 * 8 + 4
 
 @dataclass(frozen=True)
 class Shape:
-    """A model. `tensor` below: the part of one rank among so many, what is not cut included."""
+    """The sizes of a model. tensor: the degree; the methods count one rank's part, with all replicated weights."""
 
     layers: int
     width: int
@@ -48,7 +48,7 @@ class Shape:
         return self.key_heads * self.head_dim
 
     def layer(self, tensor: int = 1) -> int:
-        """Weights of one: four matrices of attention and three behind it; four norms, which are not cut."""
+        """Weights of one layer: four matrices of attention, three of the MLP, and four replicated norms."""
         matrices = 2 * self.width * (self.attention + self.keys) + 3 * self.width * self.intermediate
         return matrices // tensor + 2 * self.width + 2 * self.head_dim
 
@@ -57,15 +57,16 @@ class Shape:
         return self.vocabulary * self.width // tensor
 
     def root(self, first: bool, last: bool, tensor: int = 1) -> int:
-        """What FSDP gathers with the model itself: embedding and last norm."""
+        """Weights that FSDP gathers with the root module: embedding and last norm."""
         return first * self.rows(tensor) + last * self.width
 
     def weights(self, layers: int, first: bool, last: bool, tensor: int = 1) -> int:
         return layers * self.layer(tensor) + (first + last) * self.rows(tensor) + last * self.width
 
     def kept(self, tensor: int = 1) -> int:
-        """Numbers per token that a layer keeps for its backward: around two norms; queries before and after their
-        norm, after the rotation, and what attention gives; the same of keys, and values; gate twice, up, product.
+        """Numbers per token that a layer keeps for its backward: the tensors around two norms; queries before and
+        after their norm, after the rotation, and attention's output; the same of keys, and values; in the MLP the
+        gate twice, the up projection, and their product.
         """
         return 6 * self.width + (4 * self.attention + 4 * self.keys + 4 * self.intermediate) // tensor
 
@@ -75,11 +76,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """tokens: of a micro-batch, those of all context ranks. chunk: rows of the objective's tile. scratch_tiles: that
-    its pointwise part takes beside logits, none where it is compiled.
+    """Models, layout and sizes of a run.
 
-    Bytes per number, of the student's weights, gradients and hidden states; of the teacher's weights and hidden
-    states; and of what the student's matrices give, which autocast rounds.
+    tokens: per micro-batch, over all context ranks. chunk: rows of the objective's tile. scratch_tiles: temporary
+    tiles of the objective's pointwise part; none if it is compiled.
+
+    student_bytes: bytes per number of the student's weights, gradients and hidden states. teacher_bytes: of the
+    teacher's weights and hidden states. product_bytes: of the student's matrix products, which autocast rounds.
     """
 
     student: Shape
@@ -96,7 +99,7 @@ class Job:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the student's weights outside of the root, on their way."""
+        """Bytes per number in which the student's weights outside the root are gathered."""
         dtype = self.layout.gather_dtype
         return self.student_bytes if dtype is None else dtype.itemsize
 
@@ -116,11 +119,11 @@ def ring(ranks: int, whole: float) -> float:
     return (ranks - 1) / ranks * whole
 
 
-# what travels
+# sent bytes
 
 
 def traffic(job: Job, pipeline_rank: int) -> Counter[str]:
-    """Bytes that a rank sends in a step after the first, by what they are."""
+    """Return the bytes that a rank sends in a step after the first one, by their purpose."""
     sent: Counter[str] = Counter()
     for stage in job.stages(pipeline_rank):
         _weights(job, stage, sent)
@@ -132,8 +135,8 @@ def traffic(job: Job, pipeline_rank: int) -> Counter[str]:
 
 
 def _weights(job: Job, stage: Stage, sent: Counter[str]) -> None:
-    """FSDP: for every micro-batch, in a pipeline once a step. The student's layers are gathered for their backward,
-    too; its embedding and its head stay until theirs. Copies sum their gradients once a step.
+    """FSDP gathers weights for every micro-batch, in a pipeline once a step. Without a pipeline, the student's layers
+    are gathered again for backward; its embedding and head stay gathered. Replicas sum their gradients once a step.
     """
     degrees, student, teacher = job.layout.degrees, job.student, job.teacher
     times, tensor, piped = job.micro_batches, degrees.tensor, job.layout.stages > 1
@@ -155,8 +158,8 @@ def _weights(job: Job, stage: Stage, sent: Counter[str]) -> None:
 
 
 def _tensor(job: Job, stage: Stage, sent: Counter[str]) -> None:
-    """Two sums of hidden states in a layer's forward, one behind the embedding. In its backward two,
-    of what attention and what the MLP read.
+    """A layer's forward sums hidden states twice, and the embedding once. Its backward sums the gradients of the
+    inputs of attention and of the MLP.
     """
     ranks, tokens = job.layout.degrees.tensor, job.own_tokens
     student, teacher, first = job.student, job.teacher, stage.is_first
@@ -176,7 +179,7 @@ def _tensor(job: Job, stage: Stage, sent: Counter[str]) -> None:
 
 
 def _context(job: Job, stage: Stage, sent: Counter[str]) -> None:
-    """Queries, keys, values and what attention gives, each way; positions of a forward."""
+    """Queries, keys, values and attention's output are exchanged in forward and in backward, positions in forward."""
     degrees, tokens = job.layout.degrees, job.own_tokens
 
     def exchange(shape: Shape, layers: int, size: int) -> float:
@@ -191,7 +194,7 @@ def _context(job: Job, stage: Stage, sent: Counter[str]) -> None:
 
 
 def _borders(job: Job, stage: Stage, sent: Counter[str]) -> None:
-    """Hidden states of both forward, the gradient of the student's back; nothing of the size of the vocabulary."""
+    """Stages send the hidden states of both models, and back the gradient of the student's; nothing has V columns."""
     scheme, ranks = SCHEMES[job.layout.schedule], job.layout.degrees.pipeline
     numbers = job.micro_batches * job.own_tokens
 
@@ -204,11 +207,11 @@ def _borders(job: Job, stage: Stage, sent: Counter[str]) -> None:
     sent["teacher's hidden states"] += behind * numbers * job.teacher.width * job.teacher_bytes
 
 
-# what stays
+# held bytes
 
 
 def between_steps(job: Job, pipeline_rank: int) -> Counter[str]:
-    """Bytes that a rank holds between steps, without gradients."""
+    """Return the bytes that a rank holds between steps, without gradients."""
     degrees, held = job.layout.degrees, Counter[str]()
     numbers, tensor = job.micro_batches * job.own_tokens, degrees.tensor
     for stage in job.stages(pipeline_rank):
@@ -226,8 +229,8 @@ def between_steps(job: Job, pipeline_rank: int) -> Counter[str]:
 
 
 def within_step(job: Job, pipeline_rank: int, in_flight: int) -> Counter[str]:
-    """What comes on top at the peak: in the objective of the step's last micro-batch, or, on a stage without a head,
-    when the most micro-batches are in flight. One stage on each rank.
+    """Return the additional bytes at the peak within a step, with one stage per rank. The peak is in the objective of
+    the step's last micro-batch or, on a stage without a head, when the most micro-batches are in flight.
     """
     (stage,) = job.stages(pipeline_rank)
     degrees, student, teacher = job.layout.degrees, job.student, job.teacher
@@ -241,12 +244,12 @@ def within_step(job: Job, pipeline_rank: int, in_flight: int) -> Counter[str]:
     held["activations"] = in_flight * len(stage.student) * tokens * kept * 4
     if stage.is_last:
         rows = student.vocabulary // tensor
-        # over shards of the vocabulary the next chunk's tiles are there already
+        # with vocabulary shards, the next chunk's tiles already exist
         tiles = 2 * (2 if tensor > 1 else 1)
         held["tiles of logits"] = (tiles + job.scratch_tiles) * job.chunk * rows * 4
-        # made in forward, kept until backward
+        # these are computed in forward and kept until backward
         held["gradients of the head, in flight"] = in_flight * rows * student.width * 4
-        # the embedding's output, around the last norm, and its gradient; the teacher's
+        # the embedding's output, the tensors around the last norm, and a gradient; the teacher's hidden states
         held["hidden states"] = tokens * (5 * student.width * 4 + teacher.width * job.teacher_bytes)
     else:
         held["hidden states"] = in_flight * tokens * (student.width * 4 + teacher.width * job.teacher_bytes)

@@ -60,16 +60,16 @@ TEACHER = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-#: temporary tiles of jsd and cross-entropy where they are not compiled, counted once among the tensors of the peak
+#: temporary tiles of jsd and cross-entropy without compilation; the number was counted once at the peak
 SCRATCH_TILES = 15
-#: steps whose memory is looked at, and seconds behind each collective in them
+#: the number of steps whose memory is measured, and the seconds of waiting after each collective in these steps
 MEMORY_STEPS, PATIENCE = 3, 0.002
 LOSS = "0.3*cross_entropy + 0.7*jsd(0.5)"
 
 
 @dataclass(frozen=True)
 class Case:
-    """bf16: the student under autocast, the teacher's weights in it. recomputed: activation checkpointing."""
+    """bf16: autocast for the student, bfloat16 weights for the teacher. recomputed: activation checkpointing."""
 
     layout: Layout
     bf16: bool = False
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
-        """Of a data rank: in a pipeline more than it has ranks, so that it runs full."""
+        """The number per data rank. It is larger than the number of pipeline ranks, so that all of them are busy."""
         return max(4, 2 * self.layout.degrees.pipeline)
 
     @property
@@ -107,7 +107,7 @@ class Case:
 
 
 def run_cases(cases: list[Case]) -> dict[str, Any]:
-    """Every layout that counts this rank, one after the other."""
+    """Run all layouts that use this rank, one after another."""
     result = {}
     for case in cases:
         mesh = Mesh(case.layout.degrees, CPU)
@@ -118,8 +118,8 @@ def run_cases(cases: list[Case]) -> dict[str, Any]:
 
 
 def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
-    """One step in which ranks agree on shapes, one for the traffic, a few for the memory."""
-    before = alive()
+    """Run one step in which the ranks exchange shapes, one to count traffic, and some to measure memory."""
+    before = live_bytes()
     single_process = case.layout.degrees.processes == 1
     runner = build_runner(case.layout, None if single_process else mesh, *model_sources(case))
     for student in runner.students():
@@ -138,7 +138,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     step()
     with Traffic(runner, mesh) as traffic, order_of_stages() as order:
         step()
-    held = alive() - before
+    held = live_bytes() - before
     peaks = [allocations(runner, forward_backward) for _ in range(MEMORY_STEPS)]
     return {
         "pipeline_rank": mesh.coordinate("pipeline"),
@@ -168,8 +168,8 @@ def decoder(sizes: dict[str, int], dtype: torch.dtype) -> Decoder:
 
 
 def inputs(case: Case, mesh: Mesh) -> tuple[Computation, list[MicroBatch], list[Any]]:
-    """What a runner takes for a step: random tokens, each of them with a target. Not by the engine, whose sums of
-    metrics would be sent, too.
+    """Return the runner's arguments for a step of random tokens, all of which are targets. The engine is not used,
+    because its sums of metrics would be counted as traffic.
     """
     parts = [batch(seed).part(mesh.coordinate("context"), mesh.degrees.context) for seed in range(case.micro_batches)]
     normalizer = case.micro_batches * ROWS * TOKENS * mesh.degrees.data
@@ -194,22 +194,22 @@ def batch(seed: int) -> MicroBatch:
     )
 
 
-# what travels
+# sent bytes
 
-#: of the bytes that a rank puts in, what it sends: collectives as rings over n ranks
+#: the sent bytes per byte of a rank's input; collectives are counted as rings over n ranks
 SENT: dict[str, Callable[[int], float]] = {
     "allgather_base": lambda n: n - 1,
     "allgather": lambda n: n - 1,
     "reduce_scatter_base": lambda n: (n - 1) / n,
     "alltoall_base": lambda n: (n - 1) / n,
     "allreduce": lambda n: 2 * (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,  # DTensor's
+    "all_reduce": lambda n: 2 * (n - 1) / n,  # the collective of DTensor
     "send": lambda n: 1.0,
 }
-#: where what a rank receives is the first argument
+#: collectives whose first argument is the output
 GIVEN_SECOND = ("allgather_base", "allgather", "reduce_scatter_base", "alltoall_base")
 NO_SENDING = ("recv", "wait_tensor", "wrap_tensor_autograd")
-#: what a collective over an axis of the mesh is there for
+#: the purpose of a collective over an axis of the mesh
 PURPOSES = {
     ("shard", "allgather_base"): "{who} weights, {way}",
     ("shard", "reduce_scatter_base"): "gradients to their shards",
@@ -224,7 +224,7 @@ PURPOSES = {
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that this rank sends, under the names of `parallel_costs.traffic`."""
+    """Counts the bytes that this rank sends, under the names of `parallel_costs.traffic`."""
 
     def __init__(self, runner: Runner, mesh: Mesh):
         super().__init__()
@@ -240,7 +240,7 @@ class Traffic(TorchDispatchMode):
                 self._track_teacher_head(pair)
 
     def _track_teacher_head(self, pair: TeacherStudentPair) -> None:
-        """The teacher's head is gathered between the forwards of both models."""
+        """Track the gather of the teacher's head, which is between the forwards of both models."""
         gather = pair._teacher_head
 
         @contextmanager
@@ -253,7 +253,7 @@ class Traffic(TorchDispatchMode):
         pair._teacher_head = tracked  # type: ignore[method-assign]
 
     def _track_forward(self, module: nn.Module, whose: str) -> None:
-        # before FSDP's own hook, which gathers
+        # prepended, so that it runs before FSDP's hook, which gathers
         module.register_forward_pre_hook(lambda *_: self._inside.append(whose), prepend=True)
         module.register_forward_hook(lambda *_: self._inside.remove(whose))
 
@@ -280,7 +280,7 @@ class Traffic(TorchDispatchMode):
 
 
 def group_of(args: Any) -> ProcessGroup:
-    """Of a collective's arguments: a group, or its name in DTensor's."""
+    """Return the group among a collective's arguments; DTensor's collectives have the group's name."""
     for each in args:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             return ProcessGroup.unbox(each)
@@ -291,11 +291,11 @@ def byte_count(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else sum(map(byte_count, value))
 
 
-# what stays
+# held bytes
 
 
-def alive() -> int:
-    """Bytes of all tensors that Python can reach, each storage once."""
+def live_bytes() -> int:
+    """Return the bytes of all tensors that Python can reach; each storage counts once."""
     gc.collect()
     storages: dict[int, int] = {}
     for each in gc.get_objects():
@@ -307,20 +307,18 @@ def alive() -> int:
 
 
 def allocations(runner: Runner, forward_backward: Callable[[], Any]) -> tuple[int, int]:
-    """Of a forward and backward: the most bytes that were there at a time, of those allocated in it, and in one
-    allocation.
-    """
+    """Run forward and backward. Return the peak of the bytes allocated during it, and the largest allocation."""
     runner.zero_grad()
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile, Patience():
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile, WaitAfterCollectives():
         forward_backward()
     events = [each for each in profile.kineto_results.events() if each.name() == "[memory]"]
     sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
     return max(itertools.accumulate(sizes)), max(sizes)
 
 
-class Patience(TorchDispatchMode):
-    """Waits behind every collective, so that gloo's threads are done with its tensors: what they give back, as the
-    last ones that have it, the profiler does not see. It still happens: of several steps the least is right.
+class WaitAfterCollectives(TorchDispatchMode):
+    """Waits after every collective until gloo's threads have released its tensors. The profiler does not see memory
+    that these threads free. It still happens sometimes, so the smallest peak of several steps is the right one.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -332,7 +330,7 @@ class Patience(TorchDispatchMode):
 
 @contextmanager
 def order_of_stages() -> Iterator[list[tuple[int, str, int]]]:
-    """What the pipeline's stages on this rank compute, in its order, as `pipeline_idle.Move`s."""
+    """Record the computations of this rank's pipeline stages in their order, as fields of `pipeline_idle.Move`."""
     order: list[tuple[int, str, int]] = []
 
     def noting(compute: Callable[..., Any], kind: Callable[[dict[str, Any]], str]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """The contestants of the objective's benchmarks: one loss, written by each project as its users would call it.
 
-A contestant takes `Inputs` and gives the mean over tokens of a `Case`, a scalar to call backward on; peers keep their
-own chunk sizes and other defaults. The floor beneath them is `Products`: their matrix products with nothing between.
+A contestant takes `Inputs` and returns the mean over tokens of a `Case`, a scalar for backward. Peers have their
+default chunk sizes and other defaults. The floor for all of them is `Products`: the matrix products without other
+work.
 
 T tokens, C rows of a chunk, D student width, E teacher width, V vocabulary, K ids of a top-k teacher.
 """
@@ -31,7 +32,7 @@ from stillhouse.objective import (
     reverse_kl,
 )
 
-#: standard deviation of the logits, of student and teacher
+#: standard deviation of the student's and the teacher's logits
 LOGIT_SCALE = 2.0
 
 
@@ -45,13 +46,13 @@ class Sizes:
     vocabulary: int
 
     def product_flops(self, teacher: bool = True) -> int:
-        """Of the matrix products that no exact loss can do without: 2TV(3D + E), or 2TV·3D without a teacher's."""
+        """Operations of the products that every exact loss needs: 2TV(3D + E), or 2TV·3D without a teacher."""
         return 2 * self.tokens * self.vocabulary * (3 * self.width + (self.teacher_width if teacher else 0))
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What every contestant is given. `hidden_TD` and `weight_VD` are leaves that want a gradient."""
+    """The inputs of every contestant. `hidden_TD` and `weight_VD` are leaves that require a gradient."""
 
     hidden_TD: Tensor
     weight_VD: Tensor
@@ -101,11 +102,11 @@ Loss = Callable[[Inputs], Tensor]
 
 
 class Unavailable(Exception):
-    """A contestant that cannot take part, and why."""
+    """A contestant cannot take part; the message is the reason."""
 
 
 def make_inputs(sizes: Sizes, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Random ones, the same for a seed: independent student and teacher with logits of deviation `LOGIT_SCALE`."""
+    """Make random inputs from a seed: independent student and teacher whose logits have deviation `LOGIT_SCALE`."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, columns: int, deviation: float) -> Tensor:
@@ -114,7 +115,7 @@ def make_inputs(sizes: Sizes, device: torch.device, dtype: torch.dtype, seed: in
 
     tokens, vocabulary = sizes.tokens, sizes.vocabulary
     options = {"generator": generator, "device": device}
-    # ids of a row apart from each other, as a real row's are, and all different
+    # the ids of a row are all different and far from each other, as in real data
     first_T1 = torch.randint(vocabulary, (tokens, 1), **options)
     steps_K = torch.arange(TOP_K, device=device) * (vocabulary // TOP_K)
     scores_TK = torch.randn(tokens, TOP_K, **options) * LOGIT_SCALE
@@ -130,7 +131,7 @@ def make_inputs(sizes: Sizes, device: torch.device, dtype: torch.dtype, seed: in
 
 
 def contestants(case: Case, device: torch.device) -> tuple[dict[str, Loss], dict[str, str]]:
-    """Who takes part in a case, ourselves first, and of the others why not."""
+    """Return the contestants of a case, ours first, and for all others the reason why they do not take part."""
     present: dict[str, Loss] = {}
     absent: dict[str, str] = {}
     for name, make in MAKERS.items():
@@ -146,7 +147,7 @@ def make_stillhouse(case: Case, device: torch.device) -> Loss:
 
 
 def stillhouse_output(case: Case, inputs: Inputs, shard: VocabShard | None = None) -> ObjectiveOutput:
-    """`shard`: which rows of the vocabulary the two weights are; None for all of them."""
+    """Run our objective. shard: the vocabulary rows of the two weights; None: all rows."""
     terms = stillhouse_terms(case, inputs, OutputHead(inputs.teacher_weight_VE, shard=shard))
     head = OutputHead(inputs.weight_VD, shard=shard)
     return linear_objective(inputs.hidden_TD, head, terms, normalizer=len(inputs.hidden_TD))
@@ -166,7 +167,7 @@ def stillhouse_terms(case: Case, inputs: Inputs, teacher_head: OutputHead) -> li
 
 
 def make_pytorch(case: Case, device: torch.device) -> Loss:
-    """All logits at once, log-probabilities in float32, the teacher without a graph, no tensor kept for nothing."""
+    """Plain PyTorch: all logits at once, float32 log-probabilities, no graph for the teacher, no spare tensor."""
 
     def loss(inputs: Inputs) -> Tensor:
         if case.beta is None:
@@ -189,7 +190,7 @@ def log_softmax_of(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def divergence_value(beta: float, log_p_TV: Tensor, log_q_TV: Tensor) -> Tensor:
-    """Σ_v of the generalised JSD, mean over tokens: β KL(p ‖ m) + (1 − β) KL(q ‖ m), m = β p + (1 − β) q."""
+    """Return the generalised JSD, mean over tokens: β KL(p ‖ m) + (1 − β) KL(q ‖ m), m = β p + (1 − β) q."""
 
     def kl(log_of_TV: Tensor, log_from_TV: Tensor) -> Tensor:
         return F.kl_div(log_from_TV, log_of_TV, reduction="batchmean", log_target=True)
@@ -203,7 +204,7 @@ def divergence_value(beta: float, log_p_TV: Tensor, log_q_TV: Tensor) -> Tensor:
 
 
 def bucketed_forward_kl(inputs: Inputs, log_q_TV: Tensor) -> Tensor:
-    """Over the teacher's K ids and one outcome for the mass outside, mean over tokens."""
+    """Return forward KL over the teacher's K ids and one outcome for the mass outside, mean over tokens."""
 
     def with_tail(log_probs_TK: Tensor) -> Tensor:
         tail_T1 = torch.log1p(-log_probs_TK.exp().sum(1, keepdim=True))
@@ -231,7 +232,7 @@ def make_trl(case: Case, device: torch.device) -> Loss:
 
 
 def make_linear_cross_entropy(case: Case, device: torch.device) -> Loss:
-    """In its chunked form; without options it makes all logits, as plain PyTorch does."""
+    """Return torch's function in its chunked form; without options it computes all logits, like plain PyTorch."""
     if case.beta is not None:
         raise Unavailable("it has only cross-entropy")
     if not hasattr(F, "linear_cross_entropy"):
@@ -241,7 +242,7 @@ def make_linear_cross_entropy(case: Case, device: torch.device) -> Loss:
 
 
 def make_liger_chunked(case: Case, device: torch.device) -> Loss:
-    """Its JSD by torch.compile and torch.func, in chunks of 1024 rows."""
+    """Return Liger's JSD by torch.compile and torch.func, in chunks of 1024 rows."""
     require_liger(case, device)
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
@@ -252,7 +253,7 @@ def make_liger_chunked(case: Case, device: torch.device) -> Loss:
 
 
 def make_liger_fused(case: Case, device: torch.device) -> Loss:
-    """Its JSD by a Triton kernel."""
+    """Return Liger's JSD by a Triton kernel."""
     require_liger(case, device)
     if case.cross_entropy:
         raise Unavailable("its fused JSD has no cross-entropy")
@@ -284,12 +285,12 @@ MAKERS: dict[str, Callable[[Case, torch.device], Loss]] = {
 
 
 class Products:
-    """The floor: a loss's matrix products in chunks of rows, each into memory that is there already.
+    """The floor: a loss's matrix products in chunks of rows, written to preallocated memory.
 
-    `panel`: vocabulary rows of one product for logits, as far as those are done in parts; 0: all at once.
-    Student logits, teacher logits (if there is a teacher), the hidden states' gradient and the weight's, which is
-    summed over chunks in float32 by addmm. Logits are float32; half-precision operands stay as they are, and random
-    numbers of their dtype stand where the logits' gradient would be.
+    panel: vocabulary rows of one product for logits; 0: all rows at once. The products are those of the student's
+    logits, the teacher's logits (if there is a teacher), the hidden states' gradient and the weight's gradient, which
+    addmm sums over chunks in float32. Logits are float32. Half-precision operands keep their dtype, and random
+    numbers of this dtype replace the logits' gradient.
     """
 
     def __init__(self, inputs: Inputs, rows: int, teacher: bool, panel: int = 0):

@@ -3,11 +3,12 @@
     python -m benchmarks.pipeline_idle
 
 On every stage the student's forward costs 1, its backward 2 (1 for the input's gradient and 1 for the weights'
-gradients), and the teacher's forward r. Sending costs nothing. A rank runs its actions in the schedule's order, each
-as soon as the rank is free and the action's inputs are there. The student of a step waits until all ranks have ended
-the previous step, because the gradient is clipped by its global norm. A teacher waits only for its previous stage.
+gradients), and the teacher's forward r. Sending costs nothing. A rank runs its actions in the schedule's order. An
+action starts as soon as the rank is free and the action's inputs exist. The student of a step waits until all ranks
+have ended the previous step, because the gradient is clipped by its global norm. A teacher waits only for its
+previous stage.
 
-Places of the teacher:
+The teacher's forward is at one of these places:
     in_stage  in the student's forward (what Stillhouse does)
     first     all of a step's micro-batches before its student
     filled    the next step's teacher in this step's idle slots: an idle rank takes the next action of the teacher

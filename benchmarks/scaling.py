@@ -1,9 +1,9 @@
-"""The figures of docs/scaling.md: Qwen3-32B into Qwen3-8B on 256 GPUs, by formulas that parallel.py checks.
+"""Computes the numbers of docs/scaling.md: Qwen3-32B into Qwen3-8B on 256 GPUs, by formulas that parallel.py checks.
 
     python -m benchmarks.scaling
 
-A run as Stillhouse makes it by default in bf16: the student's weights, gradients and optimizer state in float32, its
-products in bfloat16, the teacher in bfloat16; layers are recomputed in backward. Nothing here is measured.
+The run has Stillhouse's defaults for bf16: the student's weights, gradients and optimizer state are in float32, its
+products in bfloat16, the teacher in bfloat16, and layers are recomputed in backward. Nothing here is measured.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from stillhouse.parallel import Degrees, Layout
 STUDENT = Shape(36, 4096, 32, 8, 128, 12288, 151936)
 TEACHER = Shape(64, 5120, 64, 8, 128, 25600, 151936)
 STEP_TOKENS = 2 << 20
-#: and the tokens of a micro-batch
+#: layouts, and the tokens of a micro-batch under each of them
 LAYOUTS = [
     (Degrees(fsdp=256), 8192),
     (Degrees(fsdp=32, tensor=8), 16384),
@@ -66,7 +66,7 @@ def held(each: Job, rank: int) -> Counter[str]:
     if degrees.pipeline > 1:
         flying = int(in_flight(trace(each.layout.schedule, degrees.pipeline, each.micro_batches)[rank]))
     found = between_steps(each, rank) + within_step(each, rank, flying)
-    # of one layer while it is recomputed; the products and what is between them in bfloat16
+    # the activations of one layer while it is recomputed; products and intermediate tensors are in bfloat16
     found["a layer, recomputed"] = each.own_tokens * STUDENT.kept(degrees.tensor) * each.product_bytes
     return found
 

@@ -1,10 +1,10 @@
-"""What the training loop costs beside the work itself: tokens per second of a run against the sum of its parts.
+"""The overhead of the training loop: tokens per second of a run, compared with the sum of its parts.
 
     python -m benchmarks.training --threads 2
 
-The run is the real one, `train()` on a session, read from its own log. The parts are called by hand on the same
-micro-batches: teacher forward, student forward, objective with its gradient, student backward, clipped update.
-Both take turns in one process, so that a change of the machine's speed meets both, and the medians are compared.
+The run is a real one, `train()` on a session; its times are read from its log. The parts are called separately on the
+same micro-batches: teacher forward, student forward, objective with its gradient, student backward, clipped update.
+Both take turns in one process, so that a change of the machine's speed affects both. The medians are compared.
 Models are random; data are random tokens in full sequences. Writes benchmarks/results/training-<date>.json.
 """
 
@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Turns of run and parts; the first step of each is not counted."""
+    """Let the run and the parts take turns. The first step of each turn is not counted."""
     tokens = session.config.train.tokens_per_step
     run_seconds: list[float] = []
     part_seconds: list[dict[str, float]] = []
@@ -97,7 +97,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def steps_of_a_run(session: Session, turn: int) -> list[float]:
-    """Seconds from one line of the run's log to the next."""
+    """Return the seconds between consecutive lines of the run's log."""
     folder = RunFolder(Path(session.config.out) / str(turn))
     init_run_dir(folder, session.config)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -107,7 +107,7 @@ def steps_of_a_run(session: Session, turn: int) -> list[float]:
 
 
 def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
-    """The same steps' parts, each timed by itself, on micro-batches that are there already."""
+    """Time each part of the same steps separately, on micro-batches that have been built before."""
     for step in range(session.step_schedule.steps):
         micro_batches = session.shard(session.step_schedule.micro_batches(session.train, step))
         seconds = dict.fromkeys(PARTS, 0.0)
@@ -169,7 +169,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
-    """A session as `prepare` makes it, from random models and data instead of files."""
+    """Return a session like that of `prepare`, but with random models and data instead of files."""
     config = make_config(arguments, folder)
     sequences = (arguments.steps + 1) * config.train.tokens_per_step // arguments.max_tokens
     packed = PackedSequences(random_documents(arguments, sequences), max_tokens=arguments.max_tokens, seed=0)
@@ -214,7 +214,7 @@ def make_config(arguments: argparse.Namespace, folder: Path) -> RunConfig:
 
 
 def random_documents(arguments: argparse.Namespace, sequences: int) -> Documents:
-    """One document per sequence, as long as it may be, all of it to be predicted."""
+    """Return one document of the largest length per sequence; all of its tokens are targets."""
     count = sequences * arguments.max_tokens
     starts = np.arange(0, count + 1, arguments.max_tokens, dtype=np.int64)
     targets_N = np.ones(count, dtype=bool)

@@ -4,9 +4,9 @@
 
 The teacher is a second GPTModel in the same pipeline stages. Megatron's own schedule runs its forward, and its hidden
 states stay on the last stage, where the student's output processor compares teacher and student. Instead of a teacher
-model, a file can give the teacher's top-k log-probabilities. The objective section is Stillhouse's own. The weights
-of both models are random: load yours where `build` is called. Megatron-Core needs CUDA devices (tests/cuda_is_cpu.py
-replaces them in this repository's tests).
+model, a file can give the teacher's top-k log-probabilities. The section `objective` has Stillhouse's keys. The
+weights of both models are random: load yours where `build` is called. Megatron-Core needs CUDA devices
+(tests/cuda_is_cpu.py replaces them in this repository's tests).
 
 `data` and `teacher.top_k` are safetensors files of the same N rows: input_ids [N, S + 1]; ids and log_probs
 [N, S, K], tail_log_prob [N, S]. B rows of a micro-batch, S tokens, K entries.
@@ -156,17 +156,17 @@ def schedule(
     contexts: Sequence[Any],
     **options: bool,
 ) -> list[Any]:
-    """Run Megatron's schedule. On the last stage, return what `finish` keeps of each micro-batch."""
+    """Run Megatron's schedule. On the last stage, return the logged values of each micro-batch (see `finish`)."""
 
     def forward_step(data: Iterator[tuple[MicroBatch, Any]], model: torch.nn.Module) -> tuple[Any, Any]:
         batch, context = next(data)
         positions_BS = torch.arange(batch.input_ids_BS.shape[1], device=batch.input_ids_BS.device)[None]
         processor = {"output_processor": hook, "output_processor_context": context}
-        # no attention mask: causal attention makes its own
+        # no attention mask is needed, because Megatron's causal attention creates its mask
         return model(batch.input_ids_BS, positions_BS, None, **processor), finish
 
     def finish(output: Any, non_loss_data: bool = False) -> Any:
-        """Return the summed loss, its number of tokens, and what to log.
+        """Return the summed loss, its number of tokens, and the values to log.
 
         Megatron divides the gradient by the number of tokens of all micro-batches and data ranks.
         """

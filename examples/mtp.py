@@ -83,7 +83,7 @@ def train(decoder: MultiTokenDecoder, tokens_T: torch.Tensor, loss: str, steps: 
 
 
 class Accepted(BaseStreamer):
-    """Counts the tokens that the main model accepts of each draft: `put` gets these and one token of its own."""
+    """Counts the tokens that the main model accepts of each draft. `put` gets them and one more token."""
 
     def __init__(self) -> None:
         self.puts: list[int] = []
@@ -95,7 +95,7 @@ class Accepted(BaseStreamer):
         pass
 
     def of_drafts(self) -> list[int]:
-        """Leave out the prompt, the token before the first draft, and the last draft, which may have been cut."""
+        """Return the counts without the prompt, the token before the first draft, and the last draft."""
         return [put - 1 for put in self.puts[2:-1]]
 
 
@@ -152,6 +152,7 @@ if __name__ == "__main__":
     parser.add_argument("--new-tokens", type=int, default=48, help="tokens generated after each prompt")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    logging.set_verbosity_error()  # each load warns about the MTP layers, which a plain model does not have
+    # transformers warns about the MTP layers at each load, because a plain model does not have them
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     main(**vars(arguments))

@@ -1,9 +1,9 @@
-"""The objective in a training loop of your own: no logits, any Hugging Face causal language model.
+"""The objective in your own training loop, without logits, for any Hugging Face causal language model.
 
     python examples/own_loop.py TEACHER STUDENT "some text to learn from"
 
-The difference from a loop with `log_softmax` and `kl_div`: the models return hidden states, and the divergence over
-the full vocabulary is computed from them and the two heads, one chunk of tokens at a time.
+A loop with `log_softmax` and `kl_div` needs the logits of both models. Here the models return hidden states. The
+divergence over the full vocabulary is computed from them and the two heads, one chunk of tokens at a time.
 """
 
 import sys

@@ -1,9 +1,9 @@
 #!/bin/bash
 # sbatch examples/slurm.sh run.yaml parallel.tensor=8
 #
-# One torchrun on each node; they meet at the first one. The same job goes on where it stopped after a requeue: the run
-# resumes from its newest checkpoint. Five minutes before its time is up, SLURM sends SIGTERM to the ranks, which finish
-# their step and write a checkpoint; what preempts the job does the same for as long as the partition's GraceTime.
+# One torchrun runs on each node, and all of them connect to the first node. After a requeue, the job resumes from
+# its newest checkpoint. Five minutes before the job's time limit, SLURM sends SIGTERM to the ranks, which finish
+# their step and write a checkpoint. A preempted job gets SIGTERM too; the ranks then have the partition's GraceTime.
 #SBATCH --job-name=stillhouse
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
@@ -14,12 +14,12 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
-# processes that are started again must not get the addresses of the dead ones (pytorch#135712)
+# without this, restarted processes get the addresses of dead ones from the store (pytorch#135712)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# seconds in which the ranks may finish their step and write a checkpoint; torchrun's own default is 30
+# seconds for the ranks to finish their step and write a checkpoint; torchrun's default is 30
 shutdown_timeout=280
-# a run's data are packed alike on every node: the tokenizer and the files must be the same everywhere
+# every node packs the data itself, so the tokenizer and all files must be the same on every node
 srun torchrun \
     --nnodes "$SLURM_NNODES" \
     --nproc-per-node 8 \

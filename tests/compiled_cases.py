@@ -38,7 +38,7 @@ def leaves_of(tokens: int = T, dtype: torch.dtype = torch.float32, **options: An
 
 
 def plain_terms(tokens: int = T, dtype: torch.dtype = torch.float32) -> list[Term]:
-    """Return the plan that most tests share. Its objects are new, and equal to those of every other call."""
+    """Return the terms that most tests share. The objects are new, but equal to those of every other call."""
     return [Distill(make_full(tokens, V, dtype=dtype), forward_kl())]
 
 
@@ -66,7 +66,7 @@ def exact(leaves: Leaves, terms: list[Term], **options: Any) -> Result:
 
 
 def assert_close(actual: Result, expected: Result) -> None:
-    """Compare up to a few units in the last place of float32."""
+    """Assert that two results differ by at most a few units in the last place of float32."""
     for name, gradient in expected.gradients.items():
         assert distance(actual.gradients[name], gradient) <= 4 * torch.finfo(torch.float32).eps, name
     # a small divergence is a difference of large sums

@@ -1,4 +1,4 @@
-"""Replaces the CUDA devices that Megatron-Core requests by the CPU. Only for its tests.
+"""Replaces the CUDA devices that Megatron-Core requests by the CPU, for the tests of Megatron-Core only.
 
 python tests/cuda_is_cpu.py script.py arguments…
 """

@@ -1,8 +1,8 @@
 """Small models of every supported family, built from the real configuration classes.
 
-Each is a few thousand parameters: two layers (three where layers differ), an odd vocabulary of 251, and
-weights large enough for a mistake to show. Norms and biases are not at their initial ones and zeros,
-attention is far from uniform, windows are shorter than the test sequences, softcaps are reached, scales are
+Each has a few thousand parameters: two layers (three where layers differ) and an odd vocabulary of 251. The values
+are chosen so that a mistake changes the result: weights are large, norms and biases are not ones and zeros,
+attention is far from uniform, windows are shorter than the test sequences, softcaps are reached, and scales are
 not 1.
 """
 
@@ -124,10 +124,10 @@ def build(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """A small model of `family` in eval mode; the same seed gives the same weights in every dtype.
+    """Return a small model of `family` in eval mode. The same seed gives the same weights in every dtype.
 
-    `tied=None` leaves the tie of embedding and head to the family's own default; `attention` is Hugging
-    Face's `attn_implementation`. The global random state is left as it was.
+    `tied=None` stands for the family's default; `attention` is Hugging Face's `attn_implementation`. The global
+    random state does not change.
     """
     options: dict[str, Any] = {"vocab_size": vocab_size}
     if tied is not None:
@@ -135,9 +135,9 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(FAMILIES[family](**options), attn_implementation=attention)
-        if dtype == torch.float64:  # the grouped product of experts knows no float64
+        if dtype == torch.float64:  # the grouped product of experts does not support float64
             model.set_experts_implementation("eager")
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases: away from their initial ones and zeros
+            if parameter.ndim == 1:  # give norms and biases other values than ones and zeros
                 parameter.data += 0.2 * torch.randn_like(parameter)
     return model.to(dtype).eval()

@@ -11,7 +11,7 @@ PRELOAD = ["__main__", "stillhouse.train.run", "stillhouse.train.check", "stillh
 
 
 def fork_server() -> ForkServerContext:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line does before it imports torch
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the command line sets this, too, before it imports torch
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

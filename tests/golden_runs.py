@@ -1,9 +1,9 @@
-"""Six short runs whose losses, gradient norms and final weights are kept in `golden.json`.
+"""Six short runs whose losses, gradient norms and final weights are stored in `golden.json`.
 
-    python tests/golden_runs.py            writes them
-    python tests/golden_runs.py --check    compares: to the bit for one process, to 1e-6 for layouts
+    python tests/golden_runs.py            writes the file
+    python tests/golden_runs.py --check    compares: bitwise for one process, within 1e-6 for layouts
 
-The bits hold for the machine and the torch version that the file names; elsewhere everything is compared to 1e-5.
+Bitwise equality holds on the machine and torch version that the file names; elsewhere the tolerance is 1e-5.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def machine() -> dict[str, str]:
-    """Return what the rounding of sums depends on: the processor and the torch version."""
+    """Return the processor and the torch version, because the rounding of sums depends on them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
     decisive = sorted({line for line in lines if line.startswith(("vendor_id", "model", "stepping", "flags"))})
@@ -88,7 +88,7 @@ def recorded(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def top_k_run(folder: Path) -> dict[str, Any]:
-    """Train four steps on a teacher's eight likeliest tokens, without the command line, which has no such signals."""
+    """Train four steps on top-8 signals. The command line has no such teacher, so this calls the engine directly."""
     torch.set_num_threads(1)
     student, teacher = (
         Decoder.from_pretrained(save_model(folder / family, family, seed=seed))

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """`numbers`: the number of elements of the largest tensor so far."""
+    """Records the largest tensor. numbers: the number of its elements."""
 
     numbers = 0
 

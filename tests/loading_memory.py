@@ -1,4 +1,4 @@
-"""How much memory a process takes while it loads its part of a model: the kernel's own count (Linux)."""
+"""Measures the memory of a process while it loads its part of a model, with the kernel's numbers (Linux only)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ SUPPORTED = Path("/proc/self/clear_refs").exists()
 
 @dataclass(frozen=True)
 class Memory:
-    """In MiB: what of the model is here, and by how much the process grew at its largest while loading."""
+    """Memory in MiB. share: this rank's weights. peak: the largest growth of the process while it loads them."""
 
     share: float
     peak: float
 
 
 def save(folder: Path, width: int) -> tuple[float, float]:
-    """A model of four layers in files of at most one layer or so; all of it and its largest part, in MiB."""
+    """Save a model of four layers in files of about one layer. Return the sizes of model and layer in MiB."""
     config = LlamaConfig(
         vocab_size=8 * width,
         hidden_size=width,
@@ -46,7 +46,7 @@ def mebibytes(module: torch.nn.Module) -> float:
 
 
 def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
-    """A job: what loading the second folder takes, after the first one's has brought in all that it needs."""
+    """A job: measure loading the large model. First load the small one, so that all libraries are in memory."""
     small, large, degrees = job
     mesh = Mesh(degrees, torch.device("cpu"))
     load(small, degrees, mesh)
@@ -56,9 +56,9 @@ def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
 
 
 def growth(function: Callable[[], Any]) -> tuple[float, Any]:
-    """By how many MiB this process is larger at its largest during a call, and what that returns."""
+    """Call the function. Return the largest growth of this process during the call in MiB, and the result."""
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the peak to the resident size
     result = function()
     return status("VmHWM") - before, result
 

@@ -27,7 +27,7 @@ def load_example() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -47,7 +47,7 @@ def run(config: str, folder: str) -> None:
 
 
 def weights(model: GPTModel) -> dict[str, tuple[Tensor, int | None]]:
-    """Weights of this rank, each with the dim along which tensor parallelism has cut it (None: it is whole).
+    """Return this rank's weights, each with the dim along which tensor parallelism splits it (None: it is whole).
 
     The names are those of a model without a pipeline: layers are numbered over all stages.
     """

@@ -193,7 +193,7 @@ def micro_batch(number: int, packed: bool) -> MicroBatch:
     if not packed:
         return MicroBatch(ids_BS, positions_BS, labels_BS)
     borders = torch.tensor([0, 5, 18, B * S], dtype=torch.int32)
-    # the position table goes on over all documents; only the borders separate them
+    # positions do not restart at documents, so only the documents' borders separate them
     tensors = (ids_BS.view(1, -1), torch.arange(B * S)[None], labels_BS.view(1, -1))
     return MicroBatch(*tensors, PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders))
 

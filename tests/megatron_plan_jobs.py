@@ -30,7 +30,7 @@ def plan(rank: Rank, case: Case) -> float:
 
 
 def plan_on_a_gpu(case: Case, store: str) -> float:
-    """The same with the node's own backward on CUDA streams, in a separate process."""
+    """Run `plan` in a separate process, with the node's backward on CUDA streams."""
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)

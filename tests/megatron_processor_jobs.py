@@ -82,7 +82,7 @@ def compare_tap(rank: Rank, layout: Layout) -> float:
 
 
 def half(rank: Rank, layout: Layout) -> tuple[str, str, float]:
-    """A job: what Megatron's wrapper of bfloat16 models returns, and how far it is from plain logits."""
+    """A job: run Megatron's wrapper of bfloat16 models. Return the result's dtype and difference from logits."""
     batch = micro_batch(0, False)
     with laid_out(layout):
         model = build(layout, 0)
@@ -151,11 +151,11 @@ def refusals(rank: Rank, _: None) -> list[str]:
             model.config.defer_embedding_wgrad_compute = True
             MegatronProcessor(model, processors.hidden_states)
 
-        def dealt_out() -> None:
+        def dtensor_weight() -> None:
             model.output_layer.weight = nn.Parameter(weight)
             model(*inputs, output_processor=hook)
 
-        for mistake in (lambda: model(*inputs, output_processor=print), dealt_out, deferred):
+        for mistake in (lambda: model(*inputs, output_processor=print), dtensor_weight, deferred):
             try:
                 mistake()
             except ValueError as error:

@@ -66,7 +66,7 @@ def make(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(MAKERS[family](**options))
-        if dtype == torch.float64:  # the grouped product of experts knows no float64
+        if dtype == torch.float64:  # the grouped product of experts does not support float64
             model.set_experts_implementation("eager")
         decoder = MultiTokenDecoder.new(Decoder(model.to(dtype).eval()), depths)
         for parameter in decoder.parameters():

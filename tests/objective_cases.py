@@ -1,4 +1,4 @@
-"""Problems for the objective's tests: leaves, teachers, terms, and what a pass over them gives.
+"""Problems for the objective's tests: leaves, teachers, terms, and functions that run a pass over them.
 
 T tokens, D student width, V vocabulary, K ids per token.
 """
@@ -52,9 +52,9 @@ ALPHA_BETAS = [
     "alpha_beta(0, 0)",
 ]
 ALL_DIVERGENCES = F_DIVERGENCES + ALPHA_BETAS
-#: without those whose (p/q)^α overflows on peaked rows, as the docstring of alpha_beta says
+#: divergences whose (p/q)^α does not overflow on peaked rows; see the docstring of alpha_beta
 DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [each for each in ALPHA_BETAS if "-0.5" not in each]
-#: the size of a problem unless a test says otherwise
+#: the default size of a problem
 T, V, D = 37, 251, 16
 TAILS = ["bucket", "renormalize", "drop"]
 SIGNALS = ["full", "dense", *TAILS]
@@ -62,7 +62,7 @@ SIGNALS = ["full", "dense", *TAILS]
 
 @dataclass(frozen=True)
 class Leaves:
-    """What receives a gradient: hidden states [T, D], the head's weight [V, D] and bias [V]."""
+    """The tensors that receive a gradient: hidden states [T, D], the head's weight [V, D] and bias [V]."""
 
     hidden: Tensor
     weight: Tensor
@@ -89,7 +89,7 @@ def make_leaves(
     bias: bool = True,
     seed: int = 0,
 ) -> Leaves:
-    """Logits of standard deviation `sharpness`."""
+    """Make leaves whose logits have the standard deviation `sharpness`."""
     random = generator(seed)
     hidden = torch.randn(tokens, width, generator=random, dtype=torch.float64)
     weight = torch.randn(vocabulary, width, generator=random, dtype=torch.float64) * sharpness / width**0.5
@@ -98,14 +98,14 @@ def make_leaves(
 
 
 def make_labels(tokens: int = T, vocabulary: int = V, *, seed: int = 1) -> Tensor:
-    """Labels with every fifth one absent."""
+    """Make labels; every fifth one is absent."""
     labels = torch.randint(0, vocabulary, (tokens,), generator=generator(seed))
     labels[::5] = -100
     return labels
 
 
 def make_full(tokens: int = T, vocabulary: int = V, *, vocab_size: int | None = None, **options: Any) -> FullVocab:
-    """A teacher of another width; the other options are those of `make_leaves`."""
+    """Make a teacher of another width. The options are those of `make_leaves`."""
     leaves = make_leaves(tokens, vocabulary, 24, bias=False, seed=2, **options)
     return FullVocab(leaves.hidden, OutputHead(leaves.weight, vocab_size=vocab_size))
 
@@ -113,7 +113,7 @@ def make_full(tokens: int = T, vocabulary: int = V, *, vocab_size: int | None = 
 def make_topk(
     log_probs_TV: Tensor, entries: int = 8, *, tail: str = "bucket", send_tail: bool = True, seed: int = 3
 ) -> TopK:
-    """The teacher's likeliest ids in random order, the last of each second row absent."""
+    """Take the teacher's likeliest ids in random order. In every second row, the last id is absent."""
     log_p_TK, ids_TK = log_probs_TV.topk(entries, dim=1)
     order = torch.randperm(entries, generator=generator(seed))
     log_p_TK, ids_TK = log_p_TK[:, order].contiguous(), ids_TK[:, order].contiguous()
@@ -134,7 +134,7 @@ def make_signal(
     temperature: float = 1.0,
     entries: int = 8,
 ) -> Signal:
-    """A signal by its name in `SIGNALS`; sparse ones carry log-probabilities at the temperature."""
+    """Make a signal by its name in `SIGNALS`. Sparse signals have log-probabilities at the temperature."""
     if kind == "full":
         return make_full(tokens, vocabulary, dtype=dtype, sharpness=sharpness)
     logits = torch.randn(tokens, vocabulary, generator=generator(4), dtype=torch.float64) * sharpness
@@ -145,7 +145,7 @@ def make_signal(
 
 
 def every_term(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> list[Term]:
-    """One term of each kind, some with a weight of their own, two that share a signal."""
+    """Make one term of each kind. Some have their own weights, and two share a signal."""
     full = make_full(tokens, vocabulary, dtype=dtype)
     own = torch.rand(tokens, generator=generator(5)).to(dtype)
     ids = torch.randint(-1, vocabulary, (tokens, 6), generator=generator(6))
@@ -160,7 +160,7 @@ def every_term(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = tor
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
-    """A term, signal or head with its floating tensors in another dtype."""
+    """Return a copy of a term, signal or head with its floating-point tensors in another dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Divergence):
@@ -180,7 +180,7 @@ def run(
     upstream: float = 1.0,
     **options: Any,
 ) -> Result:
-    """The objective and its gradients on fresh copies of the leaves."""
+    """Run the objective on copies of the leaves, and return its output and gradients."""
     fresh = {name: leaf.detach().clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
     output = objective(
         fresh["hidden"], OutputHead(fresh["weight"], fresh.get("bias"), **(head or {})), terms, **options
@@ -190,12 +190,12 @@ def run(
 
 
 def sums(output: ObjectiveOutput) -> dict[str, Tensor]:
-    """The metrics that are sums over tokens."""
+    """Return the metrics that are sums over tokens."""
     return {name: total for name, total in output.metrics.items() if name != "chunk_tokens"}
 
 
 def divergence_of(student: Tensor, signal: Signal, divergence: Divergence) -> tuple[float, Tensor]:
-    """D and its gradient in the student's logits [T, V]."""
+    """Return the divergence and its gradient with respect to the student's logits [T, V]."""
     logits = student.clone().requires_grad_()
     loss = logits_objective(logits, [Distill(signal, divergence)]).loss
     loss.backward()
@@ -210,7 +210,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_same(actual: Result, expected: Result, *, within: float = 1e-12) -> None:
-    """Loss, every gradient, and every value per token."""
+    """Assert that loss, gradients and values per token are equal."""
     assert distance(actual.output.loss, expected.output.loss) <= within
     assert actual.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():

@@ -1,4 +1,4 @@
-"""One text among 40 with a token that no other text has, and students that come to grief over it."""
+"""Forty texts, one of which has a token that no other text has, and students that fail on this token."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from runs import write_records
 from toy_tokenizer import toy_tokenizer
 
-ODD = "§"  # its first byte is a token of its own, and no other text has it
+ODD = "§"  # its first byte is a separate token, which no other text has
 LINE = 23
 
 
@@ -22,16 +22,16 @@ def odd_id() -> int:
 
 
 def vanishing(model: Any) -> None:
-    """RMS norm without its epsilon: a row of 1e-19 is normalised well, and its gradient overflows."""
+    """Set the odd token's embedding to 1e-19: RMS norm without epsilon normalises it, but the gradient overflows."""
     _without_epsilon(model, 1e-19)
 
 
 def vanished(model: Any) -> None:
-    """The same of a row of zeros: the loss is not a number."""
+    """Set the odd token's embedding to 0: RMS norm without epsilon gives NaN, and so does the loss."""
     _without_epsilon(model, 0.0)
 
 
 def _without_epsilon(model: Any, value: float) -> None:
     model.config.rms_norm_eps = 0.0
-    model.get_input_embeddings().weight[0] = 1.0  # the padding's row of zeros would be NaN at once
+    model.get_input_embeddings().weight[0] = 1.0  # otherwise the padding token's zeros would give NaN in every step
     model.get_input_embeddings().weight[odd_id()] = value

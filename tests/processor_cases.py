@@ -21,7 +21,7 @@ POSITIONS_BS = torch.stack([torch.cat([torch.arange(each) for each in lengths]) 
 
 
 def next_in_document() -> Tensor:
-    """[B, S], none at a document's end and within its prompt of three tokens."""
+    """Return labels [B, S]. A document's last token and its prompt of three tokens have no label."""
     labels_BS = IDS_BS.roll(-1, 1)
     return labels_BS.masked_fill((POSITIONS_BS.roll(-1, 1) == 0) | (POSITIONS_BS < 2), -100)
 

@@ -1,8 +1,8 @@
-"""That every test which a page names as a proof has run and passed.
+"""Checks that every test that a page names as a proof has run and passed.
 
     python tests/proofs.py results/quick.xml results/slow.xml ...
 
-Reads JUnit files of pytest. A test that failed in one file and passed in a later one (run again by itself) passed.
+Reads pytest's JUnit files. A test that failed in one file and passed in a later one counts as passed.
 """
 
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/proofs.md")
-#: reasons for which a test is skipped on a machine that lacks something; elsewhere it has to pass
+#: the reasons of tests that are skipped because the machine lacks something; on other machines they must pass
 MISSING_HERE = ("no CUDA device", "no chromium on the path")
 
 
@@ -43,7 +43,7 @@ def main(paths: list[str]) -> int:
 
 
 def proof_rows(page: str) -> list[Row]:
-    """The rows of the table whose last column is headed "proven by"."""
+    """Return the rows of the tables whose last column has the heading "proven by"."""
     rows, inside = [], False
     for line in page.splitlines():
         if line.startswith("| ") and "proven by" in line:
@@ -56,7 +56,7 @@ def proof_rows(page: str) -> list[Row]:
 
 
 def _proofs(line: str) -> Iterable[tuple[str, str]]:
-    """`test_a.py::test_one`, `::test_two` of the same file, or a file alone."""
+    """Yield the tests of a row: `test_a.py::test_one`, `::test_two` of the same file, or only a file."""
     file = ""
     for path, test in re.findall(r"`((?:\w+/)?test_\w+\.py)?(?:::(test_\w+))?`", line.rpartition("| ")[2]):
         file = path or file
@@ -64,7 +64,7 @@ def _proofs(line: str) -> Iterable[tuple[str, str]]:
 
 
 def read_outcomes(paths: Iterable[Path]) -> dict[tuple[str, str], list[str]]:
-    """By file and test, the outcome of each of its cases; the last file that has a case decides."""
+    """Return the outcomes of all cases by file and test. For each case, the last file that contains it decides."""
     cases: dict[tuple[str, str, str], str] = {}
     for path in paths:
         for case in ElementTree.parse(path).getroot().iter("testcase"):
@@ -82,13 +82,13 @@ def read_outcomes(paths: Iterable[Path]) -> dict[tuple[str, str], list[str]]:
 
 
 def without_group(name: str) -> str:
-    """The name of a test without its group, which xdist puts behind it: `test_it[case]@group`."""
+    """Return a test's name without the group that xdist appends: `test_it[case]@group`."""
     return re.sub(r"@[^@\]]*$", "", name)
 
 
 def unproven(row: Row, outcomes: dict[tuple[str, str], list[str]]) -> Iterable[str]:
-    """What is wrong with a row's proofs: each has to have a case that passed (or cannot run here), and none that
-    failed.
+    """Yield the problems of a row's proofs. Each proof needs a case that passed, or that this machine cannot run, and
+    no case that failed.
     """
     for file, test in row.proofs:
         found = [each for (path, name), each in outcomes.items() if path == file and test in ("", name)]

@@ -1,6 +1,6 @@
-"""Made-up run folders for the tests of the report, and the page as a browser's parser sees it.
+"""Artificial run folders for the tests of the report, and the page as a browser parses it.
 
-The formats are those of a run, the numbers are not from any training.
+The files have the format of a real run, but the numbers are invented.
 """
 
 import json
@@ -24,7 +24,7 @@ def load(path, *, encoding="utf-8"):
 
 
 def make_run(folder: Path, *, terms=("forward_kl",), steps=300, every=50, seed=0, documents=(TEXT, HOSTILE)) -> Path:
-    """A run folder of the given loss terms, as the trainer leaves it."""
+    """Write the folder of a complete run with the given loss terms."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     lines = []
@@ -84,7 +84,7 @@ def eval_line(step, steps, seed, rng) -> dict:
 
 
 def token_entries(text, rng) -> list[dict]:
-    """The text as tokens; the first eight are the prompt."""
+    """Return the text as tokens, of which the first eight are the prompt."""
     tokens = []
     for index, piece in enumerate(re.findall(r"\n+[ \t]*|[ ]?\w+|\s|[^\w\s]+", text)):
         tokens.append({"text": piece, "target": index >= 8, "kl": None, "teacher": [], "student": []})
@@ -97,7 +97,7 @@ def token_entries(text, rng) -> list[dict]:
 
 
 class Page(HTMLParser):
-    """A page as a browser's parser sees it: its elements with their attributes, and its text."""
+    """A parsed page: its elements with their attributes, and its text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(convert_charrefs=True)
@@ -130,7 +130,7 @@ class Page(HTMLParser):
 
     @property
     def titles(self) -> list[str]:
-        """The charts' titles, in order."""
+        """Return the charts' titles in order."""
         return re.findall(r"<h3>([^<]*)</h3>", self.source)
 
     def all(self, tag: str) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Whole small runs for tests: model folders, data, a configuration, and the command line in processes of its own.
+"""Complete small runs for tests: model folders, data, a configuration, and the command line in a new process.
 
 `write_run` writes a student, a teacher, data and a configuration to a folder. `Command` runs `stillhouse` in a
 process that the fork server starts in a tenth of a second. It is a real process with an exit code and a pid, and
@@ -44,7 +44,7 @@ def save_model(
     change: Callable[[Any], None] | None = None,
     text: list[str] | None = None,
 ) -> Path:
-    """A small model with a toy tokenizer as a Hugging Face folder. `change` edits the model before it is saved."""
+    """Save a small model with a toy tokenizer as a Hugging Face folder. `change` edits the model before that."""
     tokenizer = toy_tokenizer(backend=toy_backend(text=text))
     model = build(family, tied=tied, seed=seed, vocab_size=len(tokenizer), dtype=dtype)
     if change is not None:
@@ -56,7 +56,7 @@ def save_model(
 
 
 def write_texts(path: Path, records: int = 40, seed: int = 0) -> Path:
-    """Texts of one to eight words each, all different."""
+    """Write different texts of one to eight words."""
     draw = random.Random(seed)
     words = " ".join(TEXT).split()
     texts = [f"{number} " + " ".join(draw.choices(words, k=draw.randint(1, 8))) for number in range(records)]
@@ -77,10 +77,11 @@ def write_run(
     cached: bool = False,
     **settings: Any,
 ) -> RunConfig:
-    """A configuration in `folder`, as `folder/run.yaml` too, and what it names and is not there yet.
+    """Write `folder/run.yaml` and those models and data files that do not exist yet; return the configuration.
 
-    `settings` has dotted keys. Float32, 6 steps of 4 packed sequences of 32 tokens, two to a micro-batch; the
-    evaluation data are a file. cached: the teacher is a cache, which `settings` names.
+    settings: additional values by dotted key. The run has float32 models and 6 steps of 4 packed sequences of 32
+    tokens, two sequences per micro-batch; the evaluation data are a file. cached: the teacher is a cache, which
+    `settings` names.
     """
     if not (folder / "student").exists():
         save_model(folder / "student", family, tied=tied, seed=1)
@@ -113,14 +114,14 @@ def write_run(
 
 
 def session_of(folder: Path, **settings: Any) -> Session:
-    """A prepared run (see `write_run`)."""
+    """Write a run (see `write_run`) and return its prepared session."""
     return prepare(write_run(folder, **settings), announce=False)
 
 
 def forward_backward(
     session: Session, micro_batches: Sequence[MicroBatch] | None = None, objective: ObjectiveSpec | None = None
 ) -> StepOutput:
-    """A step of a session's engine, its first one if no micro-batches are given; the update is left out."""
+    """Run forward and backward of a step, by default of the first one, without an update."""
     if micro_batches is None:
         micro_batches = list(session.step_schedule.micro_batches(session.train, 0))
     engine = session.engine if objective is None else session.engine.with_objective(objective)
@@ -134,7 +135,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its relative path."""
+    """Return the bytes of every file below a folder by its relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -159,7 +160,7 @@ class Command:
         self.process.start()
 
     def wait(self, seconds: float = 60) -> int:
-        """The exit code; a negative one is the signal that ended it."""
+        """Wait for the end of the process. A negative exit code is the signal that ended it."""
         self.process.join(seconds)
         if self.process.exitcode is None:
             self.process.kill()
@@ -184,7 +185,7 @@ class Command:
 
 
 def run(*arguments: str | Path, code: int = 0) -> Command:
-    """A command that has ended, with the exit code that is expected of it, and without a traceback."""
+    """Run a command to its end. Assert the expected exit code, and that there is no traceback."""
     command = Command(*arguments)
     ended = command.wait()
     assert ended == code, f"exit code {ended}, expected {code}:\n{command.out}{command.err}"
@@ -196,7 +197,7 @@ def run(*arguments: str | Path, code: int = 0) -> Command:
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(0.005)
 
 

@@ -1,8 +1,8 @@
-"""Objectives over vocabulary shards: what lies on which rank, what the ranks make of it, and what they should have.
+"""Objectives over vocabulary shards: the shards of each rank, the ranks' results, and the expected results.
 
-A `Case` describes a problem and a `Layout` of its heads. The ranks make the problem for themselves, take their
-shards of it and run the engine (`on_shards`); the test makes it too and runs plain autograd in float64 over the whole
-vocabulary (`oracle`); `complaints` says where the two differ.
+A `Case` describes a problem and a `Layout` of its heads. Each rank builds the problem, takes its shards and runs the
+engine (`on_shards`). The test builds the same problem and runs plain autograd in float64 over the whole vocabulary
+(`oracle`). `complaints` lists the differences between the two.
 
 T tokens, V vocabulary.
 """
@@ -35,19 +35,21 @@ from stillhouse.objective.reference import dense_objective
 
 #: (start, stop) of every rank
 Borders = tuple[tuple[int, int], ...]
-#: the relative error that float32 may have, or twice that of plain float32 autograd over the whole vocabulary
+#: the allowed relative error; twice the error of plain float32 autograd is allowed too, if that is more
 WITHIN = 2e-5
 
 
 def cut(*points: int) -> Borders:
-    """Shards that follow one another: cut(0, 3, 5) is 0:3 and 3:5."""
+    """Return consecutive shards: cut(0, 3, 5) is 0:3 and 3:5."""
     return tuple(pairwise(points))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What lies where. teacher: the borders of its heads; "whole": every rank has all rows, or all columns of dense
-    logits; None: the student's borders, for dense logits too.
+    """The vocabulary shards of each rank.
+
+    teacher: the borders of the teacher's heads or dense logits. "whole": every rank has all of them. None: the
+    teacher has the student's borders.
     """
 
     student: Borders
@@ -57,15 +59,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class Logits:
-    """The leaf of `logits_objective`, [T, V]."""
+    """The logits that `logits_objective` takes, [T, V]."""
 
     logits: Tensor
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An objective over the whole vocabulary. head: further arguments of the student's head; options: of the
-    objective; frozen: the leaves that take no gradient; upstream: the factor between the loss and what is minimised.
+    """An objective over the whole vocabulary.
+
+    head: further arguments of the student's head. options: further arguments of the objective. frozen: the leaves
+    without a gradient. upstream: the factor by which the loss is multiplied before backward.
     """
 
     leaves: Leaves | Logits
@@ -78,20 +82,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """problem: a function of a module, with arguments that read well in a failure."""
+    """problem: a module's function with plain arguments, so that its repr names the problem and it can be sent."""
 
     name: str
     problem: "partial[Problem]"
     layout: Layout
     chunk_tokens: int | None = 16
-    #: every operation takes its time then
+    #: counting slows down every operation
     counts_collectives: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has after a pass; gradients of the leaves as they lie there; collectives where the case counts
-    them, with the elements of the largest tensor in any.
+    """One rank's results of a pass.
+
+    gradients: of the leaves on this rank. forward, backward: the number of collectives, if the case counts them.
+    largest: the number of elements of the largest tensor in a collective.
     """
 
     loss: Tensor
@@ -104,12 +110,12 @@ class Outcome:
 
 
 def on_shards(rank: Rank, case: Case) -> Outcome | None:
-    """A job: the case on this rank; None on a rank that the layout does not count."""
+    """A job: run the case on this rank. Return None if the layout does not use this rank."""
     return one_pass(rank, case, *prepared(rank, case)) if rank.number < len(case.layout.student) else None
 
 
 def prepared(rank: Rank, case: Case) -> tuple[Problem, list[Term]]:
-    """The problem, with its terms as they are on this rank."""
+    """Return the problem and its terms with this rank's part of their signals."""
     problem = case.problem()
     return problem, local_terms(rank, case.layout, problem.terms)
 
@@ -136,7 +142,7 @@ def engine(rank: Rank, case: Case, problem: Problem, leaves: dict[str, Tensor], 
 
 
 def local_leaves(rank: Rank, layout: Layout, problem: Problem) -> dict[str, Tensor]:
-    """Fresh copies of what lies here: all hidden states, the shard's rows of the head, its columns of logits."""
+    """Copy this rank's leaves: all hidden states, the shard's rows of the head, the shard's columns of the logits."""
     start, stop = layout.student[rank.number]
     here = {"logits": (slice(None), slice(start, stop)), "hidden": (slice(None),)}
     return {
@@ -147,7 +153,7 @@ def local_leaves(rank: Rank, layout: Layout, problem: Problem) -> dict[str, Tens
 
 
 def shard_of(rank: Rank, borders: Borders, reduce_hidden_grad: bool = True) -> VocabShard:
-    """This rank's shard: the same object each time, as a training run has it."""
+    """Return this rank's shard. As in a training run, it is the same object each time."""
     return _shard(rank.groups[len(borders)], rank.number, borders, reduce_hidden_grad)
 
 
@@ -157,7 +163,7 @@ def _shard(group: Any, number: int, borders: Borders, reduce_hidden_grad: bool) 
 
 
 def local_terms(rank: Rank, layout: Layout, terms: list[Term]) -> list[Term]:
-    """The terms with what this rank has of their signals; those that share a signal go on sharing it."""
+    """Return the terms with this rank's part of their signals. Terms that shared a signal still share it."""
     whole = {id(signal): signal for term in terms for signal in term.signals()}
     local = {key: _local_signal(rank, layout, signal) for key, signal in whole.items()}
     return [replace(each, signal=local[id(each.signal)]) if isinstance(each, Distill) else each for each in terms]
@@ -176,14 +182,14 @@ def _local_signal(rank: Rank, layout: Layout, signal: Signal) -> Signal:
 
 
 def oracle(problem: Problem) -> Result:
-    """Plain autograd in float64 over the whole vocabulary, on the very numbers that the ranks have."""
+    """Run plain autograd in float64 over the whole vocabulary, on exactly the ranks' float32 numbers."""
     double = [converted(each, torch.float64) for each in problem.terms]
     options = {name: converted(each, torch.float64) for name, each in problem.options.items()}
     return plain(replace(problem, leaves=converted(problem.leaves, torch.float64), terms=double, options=options))
 
 
 def plain(problem: Problem) -> Result:
-    """Plain autograd over the whole vocabulary in the problem's own dtype."""
+    """Run plain autograd over the whole vocabulary in the problem's dtype."""
     if isinstance(problem.leaves, Leaves):
         extra = {"head": problem.head, "upstream": problem.upstream, **problem.options}
         return run(dense_objective, problem.leaves, problem.terms, **extra)
@@ -195,9 +201,9 @@ def plain(problem: Problem) -> Result:
 
 
 def _plain_logits(logits_TV: Tensor, problem: Problem) -> ObjectiveOutput:
-    """An identity for a head gives the reference logits; a masked column is one whose bias is −inf."""
+    """Give the reference logits through an identity as the head; the bias of a masked column is −inf."""
     masked_TV = logits_TV.detach() == -torch.inf
-    if (masked_TV != masked_TV[:1]).any():  # masks that differ from token to token have no such head
+    if (masked_TV != masked_TV[:1]).any():  # no bias can express a mask that differs between tokens
         return logits_objective(logits_TV, problem.terms, **problem.options)
     bias_V = torch.zeros_like(logits_TV[0]).masked_fill(masked_TV[0], -torch.inf).detach()
     head = OutputHead(torch.eye(logits_TV.shape[1], dtype=logits_TV.dtype), bias_V)
@@ -205,7 +211,7 @@ def _plain_logits(logits_TV: Tensor, problem: Problem) -> ObjectiveOutput:
 
 
 def flattened(output: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Everything that can be compared. output: anything with a loss, metrics and values per token."""
+    """Return all results by name. output: any object with a loss, metrics and values per token."""
     return {
         "loss": output.loss.detach(),
         **{f"metrics[{name}]": value for name, value in output.metrics.items()},
@@ -215,7 +221,7 @@ def flattened(output: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assembled(layout: Layout, outcomes: list[Outcome]) -> list[dict[str, Tensor]]:
-    """What each rank would have over the whole vocabulary: shards put together, partial gradients summed."""
+    """Return each rank's results over the whole vocabulary: concatenate shards and sum partial gradients."""
     held = sorted(zip(layout.student, outcomes, strict=True), key=lambda each: each[0])
     together = {}
     for name in outcomes[0].gradients:
@@ -230,14 +236,14 @@ def assembled(layout: Layout, outcomes: list[Outcome]) -> list[dict[str, Tensor]
 def complaints(
     layout: Layout, outcomes: list[Outcome], problem: Problem, expected: Result, within: float = WITHIN
 ) -> list[str]:
-    """Where the ranks are further from the expected result than `within` or twice what plain autograd is."""
+    """List the results whose error is above `within` and above twice the error of plain autograd."""
     wanted = flattened(expected.output, expected.gradients)
     wanted = {name: each for name, each in wanted.items() if name.removeprefix("gradient of ") not in problem.frozen}
     ranks = assembled(layout, outcomes)
     found = [f"{name}: missing" for name in wanted for rank in ranks[:1] if name not in rank]
     found += [f"{name}: not expected" for name in ranks[0] if name.startswith("gradient") and name not in wanted]
     errors = {name: _worst(ranks, name, each) for name, each in wanted.items() if name in ranks[0]}
-    if not all(error <= within for error in errors.values()):  # NaN is no error that is small enough
+    if not all(error <= within for error in errors.values()):  # written with `not` so that a NaN counts as too large
         own = flattened(*vars(plain(problem)).values())
         own_errors = {name: distance(own[name], each) for name, each in wanted.items()}
         found += [
@@ -249,12 +255,12 @@ def complaints(
 
 
 def _worst(ranks: list[dict[str, Tensor]], name: str, wanted: Tensor) -> float:
-    """The largest error of any rank; NaN if there is one."""
+    """Return the largest error of all ranks, or NaN if one of the errors is NaN."""
     return float(torch.tensor([distance(rank[name], wanted) for rank in ranks], dtype=torch.float64).max())
 
 
 def _disagreements(layout: Layout, ranks: list[dict[str, Tensor]]) -> list[str]:
-    """What is not the same number on every rank, to the last bit: ranks that branch on it would part."""
+    """List the results that differ between ranks by a bit: ranks that branch on them would call other collectives."""
     return [
         f"{name}: differs between ranks"
         for name, value in ranks[0].items()
@@ -264,7 +270,7 @@ def _disagreements(layout: Layout, ranks: list[dict[str, Tensor]]) -> list[str]:
 
 
 def check(pool: RankPool, cases: list[Case], within: float = WITHIN) -> list[list[Outcome]]:
-    """Run the cases on the ranks, hold each against the oracle, and report all that went wrong by name."""
+    """Run the cases on the ranks, compare each with the oracle, and report all failed cases by name."""
     __tracebackhide__ = True
     answers = pool.run(on_shards, cases, limit=30.0)
     expected: dict[str, tuple[Problem, Result]] = {}

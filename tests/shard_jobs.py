@@ -1,4 +1,4 @@
-"""Jobs for ranks other than one pass over a case: consecutive passes, a layer below the objective, refusals.
+"""Jobs for ranks besides one pass over a case: consecutive passes, a layer below the objective, refusals.
 
 T tokens, D student width, V vocabulary.
 """
@@ -31,7 +31,7 @@ from stillhouse.objective import (
 
 
 def two_passes(rank: Rank, case: Case) -> tuple[Outcome, Outcome] | None:
-    """The second pass has the first one's shards and teacher heads, as the second step of a run does."""
+    """Run two passes. As in a run's second step, the second pass has the same shards and teacher heads."""
     if rank.number >= len(case.layout.student):
         return None
     ready = prepared(rank, case)
@@ -39,7 +39,7 @@ def two_passes(rank: Rank, case: Case) -> tuple[Outcome, Outcome] | None:
 
 
 def after_writing(rank: Rank, case: Case) -> Outcome:
-    """A pass, then another one with teacher heads that have been doubled in place."""
+    """Run a pass, double the teacher heads in place, and return the outcome of another pass."""
     problem, terms = prepared(rank, case)
     one_pass(rank, case, problem, terms)
     double_teachers(terms)
@@ -58,13 +58,13 @@ def values_only(rank: Rank, case: Case) -> tuple[Outcome, Outcome] | None:
 
 
 def in_small_tiles(rank: Rank, case: Case) -> Outcome | None:
-    """With memory for one token's logits at a time, but for the least that is taken anyway."""
+    """Run the case with a memory budget of one token's logits, so that tiles have their smallest size."""
     with patch.dict(fused.TILE_BYTES, cpu=V * 4):
         return on_shards(rank, case)
 
 
 def log_probs(rank: Rank, case: Case) -> dict[str, Tensor] | None:
-    """Log-probabilities and entropies of the problem's labels, and gradients of an objective over all tokens."""
+    """Return the labels' log-probabilities, the entropies, and the gradients of an objective over all tokens."""
     if rank.number >= len(case.layout.student):
         return None
     problem = case.problem()
@@ -81,7 +81,7 @@ def over_all_tokens(log_q_T: Tensor, entropy_T: Tensor) -> Tensor:
 
 
 def two_backwards(rank: Rank, case: Case) -> list[dict[str, Tensor]]:
-    """The gradients of a backward pass, and of the same one again."""
+    """Return the gradients of two backward passes through the same graph."""
     problem, terms = prepared(rank, case)
     leaves = local_leaves(rank, case.layout, problem)
     loss = engine(rank, case, problem, leaves, terms).loss
@@ -91,7 +91,10 @@ def two_backwards(rank: Rank, case: Case) -> list[dict[str, Tensor]]:
 
 
 class GatherTokens(torch.autograd.Function):
-    """A rank's tokens to all tokens, as sequence parallelism does it; backward sums over ranks and keeps the own."""
+    """Gather the tokens of all ranks, as sequence parallelism does.
+
+    Backward sums the gradient over the ranks and returns the part of this rank's tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -107,10 +110,10 @@ class GatherTokens(torch.autograd.Function):
         return grad[ctx.rows * ctx.group.rank() :][: ctx.rows], None
 
 
-def below(rank: Rank, case: Case) -> dict[str, Tensor] | None:
-    """A linear layer below the head: gradients of its input and its weight as they come out on this rank.
+def layer_below_head(rank: Rank, case: Case) -> dict[str, Tensor] | None:
+    """Return this rank's gradients of a linear layer below the head: of its input and of its weight.
 
-    Without `reduce_hidden_grad` the layer works on this rank's tokens, and its weight's gradient is of these.
+    Without `reduce_hidden_grad` the layer sees only this rank's tokens, and its weight's gradient is their sum.
     """
     if rank.number >= len(case.layout.student):
         return None
@@ -131,14 +134,14 @@ def make_layer() -> Tensor:
 
 
 def tokens_of(number: int, case: Case) -> slice:
-    """All tokens of a replicated layout; one rank's of a sequence-parallel one."""
+    """Return the tokens of a rank: all tokens if the layout replicates them, a part under sequence parallelism."""
     tokens, ranks = len(case.problem().leaves.hidden), len(case.layout.student)
     assert tokens % ranks == 0
     return slice(None) if case.layout.reduce_hidden_grad else slice(*(tokens // ranks * (number + n) for n in (0, 1)))
 
 
 def refusal(rank: Rank, mistake: str) -> str:
-    """What the engine says to a mistake, the same on every rank."""
+    """Return the engine's error for a mistake that every rank makes."""
     try:
         _MISTAKES[mistake](rank)
     except Exception as error:  # noqa: BLE001 the test says which one it should be
@@ -186,7 +189,7 @@ _HALF = _teacher(lambda rank: (20 * (rank.number % 2), 20 * (rank.number % 2) + 
 _SAME = _teacher(lambda rank: _quarter(rank.number), lambda rank: rank.groups[4])
 _GAP = _teacher(lambda rank: (11 * rank.number, 11 * rank.number + 10), lambda rank: rank.groups[4])
 
-#: every rank makes the mistake
+#: each mistake is made by every rank
 _MISTAKES: dict[str, Callable[[Rank], None]] = {
     "gap": _borders((0, 10), (10, 20), (21, 30), (30, 40)),
     "overlap": _borders((0, 10), (10, 20), (19, 30), (30, 40)),
@@ -212,7 +215,7 @@ def _columns(rank: Rank, columns: int) -> None:
 
 
 def some_collectives(rank: Rank, _: None) -> tuple[dict[str, int], int]:
-    """For the counter itself: four collectives, one of them in a backward pass."""
+    """Test the counter: call four collectives, one of them in a backward pass."""
     with Collectives() as collectives:
         own = torch.ones(3, requires_grad=True)
         GatherTokens.apply(own[:, None], rank.groups[4]).sum().backward()
@@ -222,8 +225,8 @@ def some_collectives(rank: Rank, _: None) -> tuple[dict[str, int], int]:
     return dict(collectives.counts), collectives.largest
 
 
-def breaks(rank: Rank, how: str) -> float:
-    """A job that goes wrong on one rank, while the others wait in a collective."""
+def failing_on_one_rank(rank: Rank, how: str) -> float:
+    """A job that fails on one rank, while the others wait in a collective."""
     if how == "raises" and rank.number == 2:
         raise ValueError("the second rank's own words")
     if how == "waits" and rank.number == 1:

@@ -1,4 +1,4 @@
-"""Problems for the objective over vocabulary shards. Ranks make them for themselves, by name and plain arguments.
+"""Problems for the objective over vocabulary shards. Each rank builds them from a name and plain arguments.
 
 T tokens, V vocabulary, K ids and M sampled ids per token.
 """
@@ -32,7 +32,7 @@ from stillhouse.objective import (
     total_variation,
 )
 
-#: uneven shards of 251 rows; over 4 ranks as DTensor cuts them
+#: uneven shards of 251 rows; over 4 ranks they are those of DTensor
 SHARDS = {2: cut(0, 100, V), 3: cut(0, 1, 170, V), 4: cut(0, 63, 126, 189, V)}
 FOUR = SHARDS[4]
 
@@ -86,7 +86,7 @@ OTHER_TERMS = [
 
 
 def one_token_terms(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
-    """Terms that read one token of each row."""
+    """Return terms that read one logit of each row."""
     known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)[:, : len(labels_T)]
     policy = partial(PolicyGradient, labels_T, known_NT[1] + 5.0, known_NT[2])
     return [
@@ -103,7 +103,7 @@ def through_head(head: tuple[tuple[str, float], ...], bias: bool) -> Problem:
 
 
 def heads_of(student_rows: int, teacher_rows: int, student_size: int | None, teacher_size: int | None) -> Problem:
-    """Heads of different row counts and with padding, the teacher's with a bias, in two terms and a third."""
+    """Heads with different row counts and padding. Two terms share one teacher head; a third has one with a bias."""
     vocabulary = min(each for each in (student_rows, teacher_rows, student_size, teacher_size) if each is not None)
     one = make_full(vocabulary=teacher_rows, vocab_size=teacher_size, dtype=torch.float32)
     bias_V = torch.randn(teacher_rows, generator=generator(11))
@@ -120,7 +120,7 @@ def heads_of(student_rows: int, teacher_rows: int, student_size: int | None, tea
     )
 
 
-#: ids of a token, at and around the borders of FOUR
+#: a token's ids, most of them next to the borders of FOUR
 IDS = {
     "at the borders": (62, 63, 125, 126, 188, 189, 0, 250),
     "twice": (63, 62, 63, 189, 189, 0, 0, 250),
@@ -135,7 +135,7 @@ IDS = {
 
 
 def top_k(ids: str, tail: str, expression: str, send_tail: bool, vocab_size: int | None = None) -> Problem:
-    """The same ids in another order in every token; one that comes again comes with another log-probability."""
+    """Every token has the same ids in another order. A repeated id has another log-probability than the first one."""
     logits_TV = torch.randn(T, vocab_size or V, generator=generator(4)) * 3
     log_p_TV = torch.log_softmax(logits_TV, 1)
     ids_TK = torch.stack([torch.tensor(IDS[ids]).roll(t) for t in range(T)])
@@ -146,18 +146,18 @@ def top_k(ids: str, tail: str, expression: str, send_tail: bool, vocab_size: int
             log_p_TK[t, k] -= row[:k].count(each)
             if 0 <= each < log_p_TV.shape[1]:
                 known_TV[t, each] = True
-    # of a token without a known id it is 0 to the last bit, which a sum over the vocabulary is not
+    # without a known id the tail's log-mass must be exactly 0, but a sum over the vocabulary would be rounded
     tail_T = torch.logsumexp(log_p_TV.masked_fill(known_TV, -torch.inf), 1) * known_TV.any(1) if send_tail else None
     kind = Chosen if ids == "one" else TopK
     signal = kind(ids_TK.int() if ids == "twice" else ids_TK, log_p_TK, tail, tail_T)  # type: ignore[arg-type]
     leaves = make_leaves(dtype=torch.float32)
-    # the entropy has a gradient where no id is known
+    # rows without a known id have no divergence; the entropy gives them a gradient
     terms: list[Term] = [Distill(signal, parse_divergence(expression)), Entropy(0.1)]
     return Problem(leaves, terms, head={"vocab_size": vocab_size})
 
 
 def labelled(first: int, last: int) -> Problem:
-    """All labels, and the sampled ids, from first to last."""
+    """All labels and sampled ids lie between first and last, inclusive."""
     labels_T = torch.randint(first, last + 1, (T,), generator=generator(1))
     labels_T[3] = -100
     ids_TM = torch.randint(first, last + 1, (T, 6), generator=generator(6))
@@ -171,7 +171,7 @@ def labelled(first: int, last: int) -> Problem:
 
 
 def weighted(weights: str, valid_index: bool = False) -> Problem:
-    """Terms with weights of their own under the objective's."""
+    """Terms with their own weights, which are multiplied by the objective's weights."""
     patterns = {
         "some are zero": some_weights(),
         "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
@@ -187,7 +187,7 @@ def weighted(weights: str, valid_index: bool = False) -> Problem:
 
 
 def with_nan() -> Problem:
-    """`weighted`, with anything in the rows that do not count."""
+    """Return `weighted`, with NaN in the hidden states whose weight is 0."""
     problem = weighted("some are zero")
     assert isinstance(problem.leaves, Leaves)
     hidden = problem.leaves.hidden.masked_fill((some_weights() == 0)[:, None], torch.nan)
@@ -200,7 +200,7 @@ def of_tokens(tokens: int, frozen: tuple[str, ...] = (), upstream: float = 1.0) 
 
 
 def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32) -> Problem:
-    """Logits with −inf in some columns. Labels are where there is none."""
+    """Logits with −inf in some columns. The labels are columns without −inf."""
     random = generator(12)
     logits_TV = torch.randn(T, V, generator=random, dtype=torch.float64) * 3
     teacher_TV = torch.randn(T, V, generator=random, dtype=torch.float64) * 3
@@ -237,12 +237,12 @@ TWO_ROUNDS = [
 TOKENS = 24
 
 
-#: what needs one collective for a chunk, and what may need two: `counted` by name
+#: the names of terms of `counted` that need one collective per chunk
 SUMS = ["cross_entropy", "smoothing and z-loss", "entropy", "sampled", "one token", "zero outside", "one round"]
 
 
 def counted(terms: str) -> Problem:
-    """24 tokens. terms: a name of `SUMS`, "all" for these and those of two rounds, or "divergence on signal"."""
+    """24 tokens. terms: a name of `SUMS`, "all" (these and `TWO_ROUNDS`), or "divergence on signal"."""
     return Problem(make_leaves(TOKENS, dtype=torch.float32), list(_counted(terms)))
 
 

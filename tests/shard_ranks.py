@@ -29,21 +29,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: what `Collectives` calls all_gather_into_tensor, all_reduce and all_to_all_single
+#: the names that `Collectives` counts for all_gather_into_tensor, all_reduce and all_to_all_single
 GATHER, SUM, EXCHANGE = "_allgather_base_", "allreduce_", "alltoall_base_"
 #: seconds in which the other ranks may report their errors, after the first error
 GRACE = 1.0
-#: jobs of a shared pool
+#: a shared pool starts new processes after this many jobs
 LIFETIME = 12
-#: after so many failed jobs, the rest of a batch is not tried
-MOST_BREAKDOWNS = 4
+#: after this many failed jobs, the rest of a batch is not tried
+MAX_FAILURES = 4
 
 _shared: list["RankPool"] = []
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a job runs. `groups[n]`: the first n ranks, if this rank is one of them. `pair`: 0 and 1, 2 and 3, …"""
+    """The rank that runs a job. groups[n]: the first n ranks, if this is one of them. pair: 0 and 1, 2 and 3, …"""
 
     number: int
     groups: dict[int, ProcessGroup]
@@ -58,10 +58,10 @@ class Failure:
 
 
 class RankPool:
-    """`size` processes, an even number; the ranks of `Rank.groups[size]`.
+    """A number of processes that run jobs. size: their number, which must be even.
 
-    lifetime: after so many jobs, new processes replace them. The threads of a gloo group wake a hundred times a
-    second; those of a hundred groups take half of the machine.
+    lifetime: after this many jobs, new processes replace them. The threads of a gloo group wake a hundred times a
+    second, and a hundred groups would need half of the machine.
     """
 
     def __init__(self, size: int = 4, lifetime: int | None = None):
@@ -99,10 +99,10 @@ class RankPool:
     ) -> list[list[Any] | Failure]:
         """Return for each job the ranks' results, or the failure. limit: seconds for each job."""
         answers: list[list[Any] | Failure] = []
-        for _ in range(MOST_BREAKDOWNS):
+        for _ in range(MAX_FAILURES):
             if len(answers) < len(jobs):
                 answers += self._until_failure(function, jobs[len(answers) :], limit)
-        return answers + (len(jobs) - len(answers)) * [Failure("not tried, after so many breakdowns")]
+        return answers + (len(jobs) - len(answers)) * [Failure("not tried after too many failed jobs")]
 
     def _until_failure(
         self, function: Callable[[Rank, Any], Any], jobs: Sequence[Any], limit: float
@@ -172,7 +172,7 @@ def rest() -> None:
 
 
 def _send(pipe: Connection, value: Any) -> None:
-    # by pickle itself: `send` would put every tensor into shared memory
+    # with pickle, because `Connection.send` would put every tensor into shared memory
     pipe.send_bytes(pickle.dumps(value))
 
 

@@ -1,6 +1,6 @@
-"""The slow half of the tests: one that fails runs once more by itself, and is listed as flaky where it then passes.
+"""Runs the slow half of the tests. A failing test runs a second time, and counts as flaky if it then passes.
 
-python tests/slow_half.py [what pytest takes, such as files]
+python tests/slow_half.py [arguments of pytest, such as files]
 """
 
 import sys
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from proofs import without_group
 
-#: more failures than that are no flakiness, and running them again would only take time
+#: more failures than this are not flaky, so the tests do not run again
 MOST_AGAIN = 20
-#: for `proofs.py`: of all tests, and of those that ran again
+#: results for `proofs.py`: those of all tests, and those of tests that ran again
 RESULTS = Path(".results/slow.xml"), Path(".results/slow_again.xml")
 
 
 class Outcome:
-    """A pytest plugin that keeps what became of the tests."""
+    """A pytest plugin that records the failed tests and the number of tests with each outcome."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []

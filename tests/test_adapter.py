@@ -36,7 +36,7 @@ def adapted(family: str = "llama", *, fresh: bool = False, **options: Any) -> De
     [pytest.param(each, marks=() if each in ("llama", "gpt2") else pytest.mark.slow) for each in FAMILIES],
 )
 def test_gradients_are_those_of_peft_and_plain_logits(family: str) -> None:
-    """In float64, of cross-entropy and reverse KL to the model without its adapter."""
+    """The objective is cross-entropy plus reverse KL to the model without its adapter, in float64."""
     decoder = adapted(family, dtype=torch.float64)
     with torch.no_grad(), without_lora(decoder):
         signal = decoder.signal(IDS)
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_peft_and_plain_logits(family: str) -> None:
 
 
 def peft_model(model: PreTrainedModel, like: Decoder) -> Any:
-    """peft's own, with the matrices of a decoder."""
+    """Return peft's model with the same A and B as the decoder."""
     ours = like.pretrained.peft_config["default"]
     config = LoraConfig(r=ours.r, lora_alpha=ours.lora_alpha, target_modules=ours.target_modules)
     theirs = get_peft_model(model, config)
@@ -95,7 +95,7 @@ def test_training_leaves_the_rest_as_it_was_to_the_byte(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_fresh_one_changes_nothing_and_is_drawn_as_peft_draws(dtype: torch.dtype) -> None:
+def test_a_fresh_adapter_changes_nothing_and_is_initialised_like_pefts(dtype: torch.dtype) -> None:
     model = build("llama", dtype=dtype)
     before = model(IDS, use_cache=False).logits
     decoder = adapted(fresh=True, dtype=dtype, r=16)
@@ -114,15 +114,15 @@ def test_a_fresh_one_changes_nothing_and_is_drawn_as_peft_draws(dtype: torch.dty
     initial = [name for name in matrices if ".lora_A." in name]
     assert all(torch.equal(matrices[name], again.get_parameter(name)) for name in initial)
     assert not any(torch.equal(matrices[name], other.get_parameter(name)) for name in initial)
-    assert not torch.equal(*(matrices[name][:, :48] for name in initial[:2]))  # each its own
+    assert not torch.equal(*(matrices[name][:, :48] for name in initial[:2]))  # modules have different matrices
 
 
-def test_switched_off_it_is_the_base_and_comes_back_as_it_was() -> None:
+def test_an_adapter_that_is_switched_off_leaves_the_base_and_can_be_switched_on() -> None:
     decoder, base = adapted(), build("llama")
     with_it = decoder(IDS)
     with torch.no_grad(), without_lora(decoder):
         assert torch.equal(decoder(IDS), base(IDS, use_cache=False).logits)
-        # FSDP must not find at its first forward that nothing trains
+        # at its first forward, FSDP must see which parameters are trained
         assert all(each.requires_grad == is_lora(name) for name, each in decoder.named_parameters())
     with pytest.raises(KeyError), without_lora(decoder):
         raise KeyError
@@ -148,7 +148,7 @@ def test_targets_are_ends_of_names(targets: list[str], placed: set[str]) -> None
 
 
 def test_a_head_that_is_not_the_embedding_is_named_alone() -> None:
-    with pytest.raises(ValueError, match=r"'lm_head' is the output head \('lm_head'\), which stays as it is"):
+    with pytest.raises(ValueError, match=r"'lm_head' is the output head \('lm_head'\), which cannot have a LoRA"):
         adapted(tied=False, targets=["lm_head"])
 
 
@@ -168,7 +168,7 @@ def test_a_name_is_the_files_without_the_adapter() -> None:
 def test_a_stage_that_trains_nothing_is_refused() -> None:
     decoder = adapted(targets=["layers.0.mlp.up_proj"])
     stages = [Stage(number, 2, range(number, number + 1), range(0)) for number in range(2)]
-    with pytest.raises(ValueError, match="nothing trains on stage 2 of 2, layers 1 to 1 of the student"):
+    with pytest.raises(ValueError, match="no parameter is trained on stage 2 of 2, layers 1 to 1 of the student"):
         require_training(decoder, stages)
     require_training(adapted(targets=["mlp.up_proj"]), stages)
 
@@ -204,7 +204,7 @@ def test_every_layout_starts_from_the_same_numbers(degrees: Degrees) -> None:
 
 
 def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
-    """The gradients of what every rank of a layout has, after a step with dropout."""
+    """Return the gradients of the replicated LoRA matrices after three passes with dropout."""
     mesh = Mesh(Degrees(tensor=2), torch.device("cpu"))
     if rank.number >= 2:
         return None

@@ -1,4 +1,4 @@
-"""The command line: what it imports, how it reads its arguments, and which code it exits with."""
+"""The command line: its imports, its arguments, and its exit codes."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def imported(code: str) -> list[str]:
-    """Which of the heavy modules a fresh interpreter has loaded after `code`."""
+    """Return the heavy modules that a new interpreter has loaded after `code`."""
     report = f"import atexit, sys; atexit.register(lambda: print([m for m in {HEAVY} if m in sys.modules]))\n"
     done = subprocess.run([sys.executable, "-c", report + code], capture_output=True, text=True, check=True)
     return ast.literal_eval(done.stdout.splitlines()[-1])
@@ -197,11 +197,12 @@ def test_a_traceback_is_shown_only_where_asked_for(shown: bool) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_says_how_to_continue(tmp_path: Path) -> None:
     pipe = tmp_path / "run config.yaml"
     os.mkfifo(pipe)
     process = start("distill", str(pipe), "seed=1")
-    with pipe.open("w"):  # opens once the command reads its configuration, which then never comes
+    # this returns when the command opens its configuration; the command then waits for content forever
+    with pipe.open("w"):
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130

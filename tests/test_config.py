@@ -1,4 +1,4 @@
-"""What a configuration means: YAML, overrides, layers and defaults."""
+"""The meaning of a configuration: YAML, overrides, layers and defaults."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Every fault of a configuration is one line that names the key."""
+"""Every mistake in a configuration gives one line that names the key."""
 
 from pathlib import Path
 
@@ -128,7 +128,7 @@ def test_a_packed_sequence_must_fit(overrides: list[str], key: str) -> None:
     assert "data.max_tokens=4096" in str(error)
 
 
-def test_weights_are_gathered_in_what_is_computed_in() -> None:
+def test_weights_are_gathered_in_the_computed_dtype() -> None:
     error = failure("parallel.gather_dtype=bfloat16", "train.precision=fp32")
     assert error.key == "parallel.gather_dtype"
     assert "expected null, or train.precision=bf16" in str(error)

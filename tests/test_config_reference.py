@@ -1,4 +1,4 @@
-"""What the configuration is written as: dumped runs, the reference page and the JSON schema."""
+"""Files that are written from the configuration: dumped runs, the reference page and the JSON schema."""
 
 from pathlib import Path
 from typing import Any

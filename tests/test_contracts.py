@@ -1,4 +1,4 @@
-"""The public names and signatures that are relied upon from outside: they do not change."""
+"""The public names and signatures, which must not change because other projects rely on them."""
 
 import inspect
 
@@ -44,7 +44,7 @@ CONTRACTS = {
 
 
 def shown(call: object) -> str:
-    """A signature without annotations, `self` and private markers."""
+    """Return a signature without annotations, `self` and private markers."""
     assert callable(call)
     parameters = [
         parameter.replace(annotation=inspect.Parameter.empty)

@@ -1,4 +1,4 @@
-"""Documents: limits and their account, skipping, empty datasets, the held-out share."""
+"""Documents: limits and their report, skipped records, empty datasets, the held-out share."""
 
 import json
 import subprocess
@@ -52,7 +52,8 @@ def test_documents_lie_one_after_another(tmp_path: Path) -> None:
 def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
     records = [{"messages": CHAT}, {"messages": [{**CHAT[0], "name": "ann"}, CHAT[1]]}]
     tokenizer = toy_tokenizer(chat="plain")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")  # fills name: null
+    # Parquet adds `name: null` to the messages without a name
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     lines = load(tmp_path, records, tokenizer=tokenizer)
     parquet = load_documents(tmp_path / "a.parquet", tokenizer, max_tokens=64)
     assert parquet.fingerprint() == lines.fingerprint()
@@ -80,7 +81,7 @@ def test_long_texts_are_cut_into_pieces_and_lose_nothing(tmp_path: Path, max_tok
 def test_long_completions_are_cut_and_counted(tmp_path: Path) -> None:
     records = [
         {"prompt": "000", "completion": "1" * 10},  # bos + 3 + 10 + eos = 15
-        {"prompt": "0" * 20, "completion": "1"},  # its completion lies beyond the limit
+        {"prompt": "0" * 20, "completion": "1"},  # the whole completion is beyond the limit
         {"prompt": "0", "completion": "1"},
     ]
     documents = load(tmp_path, records, 12)
@@ -169,7 +170,8 @@ def test_the_held_out_share_does_not_depend_on_the_order(tmp_path: Path) -> None
     assert 50 < len(held_out) < 110
     assert len(train) + len(held_out) == 400
     assert not contents(train) & contents(held_out)
-    reordered = load(tmp_path, records[::-1] + records[:7]).split(0.2)  # some twice: both on one side
+    # seven texts occur twice; both copies must be on the same side of the split
+    reordered = load(tmp_path, records[::-1] + records[:7]).split(0.2)
     assert contents(reordered[0]) == contents(train)
     assert contents(reordered[1]) == contents(held_out)
     larger = load(tmp_path, records).split(0.3)[1]
@@ -193,7 +195,7 @@ def test_pieces_of_one_text_stay_together(tmp_path: Path) -> None:
     assert len(lines[0]) + len(lines[1]) == 50
 
 
-def test_of_few_documents_each_side_gets_one(tmp_path: Path) -> None:
+def test_each_side_of_a_split_gets_a_document(tmp_path: Path) -> None:
     two = load(tmp_path, numbered(2))
     for share in (1e-9, 0.02, 0.98, 1 - 1e-12):
         train, held_out = two.split(share)

@@ -1,4 +1,4 @@
-"""Packing, the order of training, labels; and that a packed batch is the same to a model as separate documents."""
+"""Packing, the order of training and labels; a model gives the same results for packed and separate documents."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from stillhouse.data.packing import best_fit
 
 
 def make_documents(lengths: list[int], seed: int = 0, targets: float = 0.7) -> Documents:
-    """Random tokens below 251, of which about a share of `targets` is to be predicted."""
+    """Make documents of random tokens below 251. The share of tokens that are targets is about `targets`."""
     random = np.random.default_rng(seed)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     tokens_N = random.integers(3, 251, offsets[-1]).astype(np.int32)
@@ -43,7 +43,7 @@ def test_best_fit_keeps_within_capacity_and_leaves_no_two_bins_that_fit_in_one(
 
 
 def test_best_fit_by_hand() -> None:
-    # 9 1 | 6 4 | 5 3: the 4 goes to the 6, where it fits best, then the 3 to the 5 and the 1 to the 9
+    # 9 1 | 6 4 | 5 3: best fit puts the 4 beside the 6, then the 3 beside the 5, and the 1 beside the 9
     assert best_fit(np.array([3, 9, 4, 5, 6, 1]), 10).tolist() == [2, 0, 1, 2, 1, 0]
 
 
@@ -97,7 +97,7 @@ def lengths_of(packed: PackedSequences, documents: Documents) -> list[int]:
 
 
 def test_labels_are_shifted_once() -> None:
-    """Prompt 5 6 7, completion 8 9 2 (eos): the row of the 7 predicts the 8, the row of the 9 the eos."""
+    """The prompt is 5 6 7, the completion 8 9 2 (eos): token 7's row predicts 8, and token 9's row predicts eos."""
     documents = Documents(
         np.array([5, 6, 7, 8, 9, 2, 10, 11, 2], dtype=np.int32),
         np.array([0, 0, 0, 1, 1, 1, 0, 1, 1], dtype=bool),
@@ -137,7 +137,7 @@ def test_types_and_moving() -> None:
 
 
 def odd_micro_batch() -> MicroBatch:
-    """Two rows of 6 tokens, with everything that a micro-batch may hold."""
+    """Return two rows of 6 tokens with every field that a micro-batch can have."""
     batch = make_micro_batch(make_documents([4, 6, 2]), [[0, 2], [1]])
     rows_T = torch.arange(12)
     return replace(
@@ -149,7 +149,7 @@ def odd_micro_batch() -> MicroBatch:
 
 
 def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
-    """Each value of a row says the row's number, so that the parts can be put together by hand."""
+    """Each value contains the number of its row, so that the test can put the parts together by hand."""
     batch = odd_micro_batch()
     padded = batch.padded(3, 8)
     rows_T = torch.tensor([[0, 1, 2, 3, 4, 5, -1, -1], [6, 7, 8, 9, 10, 11, -1, -1], [-1] * 8])
@@ -273,7 +273,7 @@ def test_packed_equals_separate(family: str) -> None:
     documents = make_documents([9, 1, 7, 12, 3, 16, 5, 2])
     packed = PackedSequences(documents, max_tokens=20, seed=0)
     batch = packed.micro_batch(range(len(packed)))
-    assert (batch.document_T == -1).any()  # rows with padding are part of it
+    assert (batch.document_T == -1).any()  # some rows have padding
     model = build(family)
     with torch.no_grad():
         together_TD = model.base_model(

@@ -1,4 +1,4 @@
-"""Reading records: every kind of source, and errors that say which line of which file."""
+"""Reading records from every kind of source, and errors that name the file and line."""
 
 import json
 from pathlib import Path
@@ -149,7 +149,8 @@ def test_a_hub_id_is_passed_on_untouched(
 ) -> None:
     requests = []
 
-    def load_dataset(name: str, config: str | None, *, split: str) -> datasets.Dataset:  # the network is not real
+    # the test replaces the network
+    def load_dataset(name: str, config: str | None, *, split: str) -> datasets.Dataset:
         requests.append((name, config, split))
         return datasets.Dataset.from_list([{"text": "far"}])
 
@@ -161,7 +162,7 @@ def test_a_hub_id_is_passed_on_untouched(
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A dataset's repository where `datasets` looks first: below the current folder, under its whole name."""
+    """Make a dataset's repository below the current folder under its whole name, where `datasets` looks first."""
     folder = tmp_path / "org" / "name"
     parts = [(config, split) for config in ("de", "en") for split in ("train", "validation")]
     head = ["---", "configs:"]

@@ -1,4 +1,4 @@
-"""From columns to tokens: which ids, which of them are targets, and what is refused with which reason."""
+"""From columns to tokens: the ids, the targets among them, and the reasons of refused records."""
 
 import json
 from typing import Any
@@ -51,7 +51,7 @@ def test_text_gets_the_tokenizers_special_tokens_and_the_end(tokens: Tokens) -> 
 def test_the_end_is_there_exactly_once(adds_eos: bool, text: str) -> None:
     ids = encode({"text": text}, toy_tokenizer(adds_eos=adds_eos)).ids.tolist()
     written_and_added = adds_eos and text.endswith("</s>")
-    assert ids.count(EOS) == 1 + written_and_added  # what stands in the text and what the tokenizer adds stay
+    assert ids.count(EOS) == 1 + written_and_added  # the text's and the added one
     assert ids[-1] == EOS
 
 
@@ -129,7 +129,7 @@ def test_the_space_after_the_last_turn_stays_a_target_where_no_marker_ends_the_t
         "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
-    # The second answer's first token also holds the space before it: a token that overlaps is a target.
+    # The second answer's first token also contains the space before the answer. A token that overlaps is a target.
     assert targets_text(encode({"messages": CHAT}, tokenizer), tokenizer) == " Paris is\n four\n"
 
 
@@ -147,8 +147,8 @@ def test_a_template_that_drops_earlier_thoughts() -> None:
 def test_the_thoughts_that_are_shown_are_targets(inline: bool, opener: str) -> None:
     tokenizer = toy_tokenizer(chat="reasoning")
     assert isinstance(tokenizer.chat_template, str)
-    # Where the generation prompt opens the thoughts, an earlier turn has no such text to begin behind. Its
-    # content begins like it, but is the assistant's from the first character on.
+    # If the generation prompt opens the thoughts, it is longer than the heading of an earlier turn without
+    # thoughts. The content of that turn begins with the same characters, and all of it is a target.
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ '" + opener.replace("\n", "\\n") + "' }}{% endif %}"
     answers = {2: ("Of cheese.", "<table>"), 4: ("Two, then two.", "four")}
     messages: list[dict[str, Any]] = list(CHAT)
@@ -187,13 +187,13 @@ def test_an_end_that_only_the_last_turn_has() -> None:
     tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     targets = targets_text(encode({"messages": CHAT}, tokenizer), tokenizer)
     assert targets == " Paris is<|im_end|>four<|im_end|>\n</s>"
-    called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]  # the token might open the call
+    called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]  # the call may follow the token
     with pytest.raises(RecordError, match="renders the first 3 messages by themselves differently"):
         encode({"messages": called}, tokenizer)
 
 
 def turns(content: str, prompt: str = "<|im_start|>assistant\\n", heading: str = "'\\n'") -> str:
-    """A template for tests: Jinja expressions for a turn's content and what stands before it."""
+    """Return a template for tests. The arguments are Jinja expressions for a turn's content and heading."""
     return (
         "{% for message in messages %}{% set last = loop.last %}{% set assistant = message.role == 'assistant' %}"
         "{{ '<|im_start|>' + message.role + " + heading + " + (" + content + ") + '<|im_end|>\\n' }}{% endfor %}"
@@ -211,13 +211,13 @@ THINKS = "('<think></think>' if last and assistant else '') + message.content"
         (turns("message.content + (' /think' if last else '')"), "first 2 messages and the generation prompt"),
         (turns("message.content + (message.content if last else '')"), "first 2 messages and the generation prompt"),
         (turns("message.content", prompt="<|im_start|>model\\n"), "first 2 messages and the generation prompt"),
-        # The last turn shows no thoughts although the prompt opens them: the record's own were dropped.
+        # The last turn has no thoughts although the prompt opens them: the template dropped the record's thoughts.
         (turns("message.content.split('</think>')[-1]", prompt=OPENS), "first 4 messages and the generation"),
-        # The heading depends on the content, so the anchor's heading is not that of the message.
+        # The heading depends on the content, so the anchor has another heading than the message.
         (turns(THINKS, OPENS, "('' if message.content[0] == ' ' else '\\n')"), "first 2 messages and the gen"),
-        # The generation prompt already holds the answer.
+        # The generation prompt already contains the answer.
         (turns("message.content", "<|im_start|>assistant\\n Paris is<|im_end|>\\n<|im_start|>"), "first 3 messages"),
-        # The anchor is dropped, or it changes what stands elsewhere: in the whole, or in the beginning.
+        # The template drops the anchor, or the anchor changes other text: in the whole or in its beginning.
         (turns("'gone' if assistant and not messages[4:] else message.content"), "first 3 messages"),
         (turns(THINKS) + "{% if messages[4:] %}{{ messages[2].content | length }}{% endif %}", "first 3 messages"),
         (turns(THINKS) + "{% if messages[-1].content == ' Paris is' %}{{ '!' }}{% endif %}", "first 3 messages"),
@@ -257,7 +257,7 @@ def test_a_conversation_without_an_answer_has_no_target() -> None:
 def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
     tokenizer = toy_tokenizer(chat=chat)
     tokenizer.chat_template += "{% if messages[0].name is defined %}named {{ messages[0].name }}{% endif %}"
-    filled = [message | {"name": None, "tool_calls": None} for message in CHAT]  # as Parquet hands it out
+    filled = [message | {"name": None, "tool_calls": None} for message in CHAT]  # as Parquet returns it
     expected = encode({"messages": CHAT}, tokenizer)
     assert encode({"messages": filled}, tokenizer).ids.tolist() == expected.ids.tolist()
 
@@ -265,8 +265,8 @@ def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "take")]
 
 
-def toolful(chat: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer whose template writes the tools first."""
+def with_tools(chat: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose template writes the tools first."""
     tokenizer = toy_tokenizer(chat=chat)
     written = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
     tokenizer.chat_template = f"{written}{tokenizer.chat_template}"
@@ -277,8 +277,8 @@ def toolful(chat: Any) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("form", [{"messages": CHAT}, {"prompt": CHAT[:4], "completion": CHAT[4:]}])
 @pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
 def test_tools_reach_the_template(chat: Any, form: dict[str, Any], tokens: Tokens) -> None:
-    tokenizer = toolful(chat)
-    filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet hands it out
+    tokenizer = with_tools(chat)
+    filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet returns it
     expected = tokenizer.apply_chat_template(CHAT, tools=TOOLS, return_dict=True)["input_ids"]
     without = encode(form, tokenizer, tokens)
     for given in (TOOLS, filled, json.dumps(TOOLS)):
@@ -300,7 +300,7 @@ def test_turns_that_tools_change_are_found(chat: Any) -> None:
 
 def test_a_template_of_its_own_for_tools() -> None:
     tokenizer = toy_tokenizer(chat="generation")
-    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": toolful("plain").chat_template}
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": with_tools("plain").chat_template}
     encoded = encode({"messages": CHAT, "tools": TOOLS}, tokenizer)
     assert tokenizer.decode(encoded.ids).startswith("<tools>")
     assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
@@ -318,7 +318,7 @@ def test_a_template_of_its_own_for_tools() -> None:
 )
 def test_bad_tools(tools: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
-        encode({"messages": CHAT, "tools": tools}, toolful("plain"))
+        encode({"messages": CHAT, "tools": tools}, with_tools("plain"))
 
 
 def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
@@ -393,7 +393,7 @@ def test_bad_messages(messages: Any, message: str) -> None:
         template.render({"messages": messages})
 
 
-def test_what_the_tokenizer_lacks() -> None:
+def test_a_tokenizer_without_template_or_end_is_refused() -> None:
     with pytest.raises(ValueError, match="has no chat template"):
         template_for({"messages": CHAT}, toy_tokenizer(), "completion")
     with pytest.raises(ValueError, match="has no end-of-sequence token"):

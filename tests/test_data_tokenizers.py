@@ -1,4 +1,4 @@
-"""Which tokenizers count as the same, and how a difference is named."""
+"""Tokenizers that count as the same, and errors that name a difference."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from stillhouse.data.tokenizers import (
 
 
 def changed(change: Callable[[dict[str, Any]], None]) -> PreTrainedTokenizerFast:
-    """The toy tokenizer after an edit of its serialised form."""
+    """Return the toy tokenizer after an edit of its serialised form."""
     state = json.loads(toy_backend().to_str())
     change(state)
     return toy_tokenizer(backend=Tokenizer.from_str(json.dumps(state)))

@@ -1,5 +1,4 @@
-"""The decoder against the model it wraps: logits, loss, gradients, files, packing, checkpointing, teacher's
-signal."""
+"""The decoder against the model that it wraps: logits, loss, gradients, files, packing, checkpointing, signal."""
 
 import copy
 import itertools
@@ -30,7 +29,7 @@ def token_ids(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 def pack(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """One row [1, S] of documents, and its position ids."""
+    """Pack documents into one row [1, S]; return the row and its position ids."""
     positions = [torch.arange(len(each)) for each in documents]
     return torch.cat(documents)[None], torch.cat(positions)[None]
 
@@ -40,7 +39,7 @@ def hidden_states_of(*, hidden_states: Tensor, head: OutputHead, context: Any, d
 
 
 def mean_cross_entropy(*, hidden_states: Tensor, head: OutputHead, context: Tensor, depth: int = 0) -> Tensor:
-    """Next-token cross-entropy of `context` [B, S] from hidden states and head, in operations of its own."""
+    """Compute the next-token cross-entropy of `context` [B, S] from hidden states and head, in plain operations."""
     logits = hidden_states @ head.weight_VD.T
     logits = (logits if head.bias is None else logits + head.bias) * head.scale
     if head.softcap is not None:
@@ -59,7 +58,7 @@ def engine_cross_entropy(*, hidden_states: Tensor, head: OutputHead, context: Te
 
 
 def gradients(module: nn.Module, loss: Tensor) -> dict[int, Tensor]:
-    """By the parameter's identity: the model and its decoder call the same parameter by different names."""
+    """Return gradients by the parameter's id(), because the model and its decoder use different names."""
     module.zero_grad()
     loss.backward()
     found = {id(each): each.grad.clone() for each in module.parameters() if each.grad is not None}
@@ -80,12 +79,12 @@ def test_logits_are_the_models_own(family: str, tied: bool) -> None:
     decoder, ids = Decoder(model), token_ids(2, 17)
     with torch.no_grad():
         given, expected = decoder(ids), model(ids).logits
-    if family == "granite":  # it divides by 3.0 where the head multiplies by 1/3: one rounding
+    if family == "granite":  # it divides by 3.0 and the head multiplies by 1/3, which differ by one rounding
         torch.testing.assert_close(given, expected, rtol=2.4e-7, atol=0)
     else:
         assert torch.equal(given, expected)
     if family.startswith("gemma"):
-        assert expected.abs().max() > 0.9 * SOFTCAP, "the cap must act, or this test shows nothing"
+        assert expected.abs().max() > 0.9 * SOFTCAP, "no logit is near the softcap"
     assert decoder.tied is tied
 
 
@@ -110,7 +109,7 @@ def test_loss_and_gradients_are_the_models_own(family: str, tied: bool) -> None:
     expected = gradients(model, own)
     assert len(expected) == len(list(model.parameters()))
 
-    # the model's own loss rounds its logits to float32: no float64 tolerance here
+    # the model's own loss rounds its logits to float32, so the tolerance is float32's
     for processor in (mean_cross_entropy, engine_cross_entropy):
         loss = decoder(ids, processor=processor, context=ids)
         assert loss.item() == pytest.approx(own.item(), rel=1e-6)
@@ -135,7 +134,7 @@ def test_saved_files_give_the_same_model(family: str, tied: bool, tmp_path: Path
     decoder, ids = Decoder(build(family, tied=tied)), token_ids(2, 9)
     optimizer = torch.optim.SGD(decoder.parameters(), lr=0.1)
     decoder(ids, processor=mean_cross_entropy, context=ids).backward()
-    optimizer.step()  # what trained is what is saved
+    optimizer.step()  # change the weights, so that the test sees that the trained weights are saved
     decoder.save_pretrained(tmp_path)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -162,10 +161,10 @@ def test_packed_equals_separate(family: str, attention: str) -> None:
     documents = list(token_ids(1, sum(LENGTHS))[0].split(LENGTHS))
     row, positions = pack(documents)
     together = torch.cat([row, row.flip(1)]), torch.cat([positions, torch.arange(row.shape[1])[None]])
-    packed = decoder(*together, processor=hidden_states_of)[0]  # beside a row that is one document
+    packed = decoder(*together, processor=hidden_states_of)[0]  # the second row is one document
     separate = torch.cat([decoder(each[None], processor=hidden_states_of)[0] for each in documents])
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
-    assert (decoder(row, processor=hidden_states_of)[0] - separate).abs().max() > 1, "a leak would be large"
+    assert (decoder(row, processor=hidden_states_of)[0] - separate).abs().max() > 1, "the test must notice a leak"
 
     probe = torch.randn(separate.shape, generator=torch.Generator().manual_seed(1))
     expected = gradients(decoder, (separate * probe).sum())
@@ -176,7 +175,8 @@ def test_a_mask_for_padding_works_and_one_over_packed_rows_is_refused() -> None:
     model = build("qwen3")
     decoder, ids = Decoder(model), token_ids(2, 10)
     left = torch.tensor([[0, 0, 0] + [1] * 7, [1] * 10])
-    positions = (left.cumsum(1) - 1).masked_fill(left == 0, 1)  # as transformers' generate makes them
+    # these are the positions that transformers' generate makes
+    positions = (left.cumsum(1) - 1).masked_fill(left == 0, 1)
     expected = model(ids, attention_mask=left, position_ids=positions).logits
     assert torch.equal(decoder(ids, positions, left), expected)
     row, restarts = pack([ids[0, :4], ids[0, 4:]])
@@ -226,7 +226,7 @@ def test_gradient_checkpointing_recomputes_layers_but_not_the_head(family: str) 
 
 
 def test_signal_is_exact_and_without_grad_whatever_the_mode() -> None:
-    model = build("phi3")  # it has dropout
+    model = build("phi3")  # this family has dropout
     decoder, ids = Decoder(model), token_ids(2, 11)
     expected = decoder(ids, processor=hidden_states_of).flatten(0, 1)
     decoder.train()
@@ -235,7 +235,7 @@ def test_signal_is_exact_and_without_grad_whatever_the_mode() -> None:
     signal = decoder.signal(ids)
     assert torch.equal(signal.hidden_TE, expected)
     assert not signal.hidden_TE.requires_grad
-    assert not signal.hidden_TE.is_inference()  # sharded training cannot take those
+    assert not signal.hidden_TE.is_inference()  # FSDP does not support inference tensors
     assert not signal.head.weight_VD.requires_grad
     assert signal.head.weight_VD.data_ptr() == model.lm_head.weight.data_ptr()
     assert [each.training for each in decoder.modules()] == modes
@@ -329,7 +329,7 @@ def test_distributed_checkpoints_restore_model_and_optimizer(tied: bool, tmp_pat
 
 @EACH_TIE
 def test_sharding_hooks_fire_around_the_processor(tied: bool) -> None:
-    """FSDP2 shows the processor the whole weight, however often it is used, and gives exact gradients."""
+    """Under FSDP2 the processor gets the whole weight at every use, and the gradients are exact."""
 
     def twice(*, head: OutputHead, **arguments: Any) -> Tensor:
         assert not isinstance(head.weight_VD, DTensor)

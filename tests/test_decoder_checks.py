@@ -1,4 +1,4 @@
-"""What the decoder refuses, and how it says so: models, folders, weights, lengths."""
+"""Models, folders, weights and lengths that the decoder refuses, and the error messages."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def t5() -> PreTrainedModel:
 
 
 class ScaledLlama(LlamaForCausalLM):
-    """Does something to its logits that no configuration names."""
+    """A model that scales its logits by a factor that its configuration does not contain."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().forward(*args, **kwargs)
@@ -88,7 +88,7 @@ def test_models_that_cannot_be_wrapped(case: str) -> None:
 
 
 def test_an_attention_that_leaks_between_documents_is_refused() -> None:
-    """transformers makes no mask for an attention that it does not know."""
+    """transformers creates no mask for an unknown attention implementation."""
     AttentionInterface.register("without_a_mask", sdpa_attention_forward)
     model = build("llama", attention="without_a_mask")
     with pytest.raises(ValueError, match="'without_a_mask' lets documents that share a row see each other"):
@@ -97,7 +97,7 @@ def test_an_attention_that_leaks_between_documents_is_refused() -> None:
 
 
 class LoraLinear(nn.Module):
-    """As peft wraps a layer: `weight` is only the frozen base."""
+    """A layer wrapped like peft's: `weight` is only the frozen base."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -177,7 +177,7 @@ def test_weights_that_are_not_finite() -> None:
 
 
 def test_documents_longer_than_the_positions_reach() -> None:
-    check_document_length(Decoder(build("llama")).pretrained, 100_000, "student")  # rotary: no end of a table
+    check_document_length(Decoder(build("llama")).pretrained, 100_000, "student")  # rotary positions have no limit
     learned = Decoder(build("gpt2"))
     check_document_length(learned.pretrained, 128, "student")
     with pytest.raises(ValueError, match=r"student has learned positions for 128 tokens: .* got 129"):
@@ -194,14 +194,14 @@ def test_documents_beyond_a_switch_of_rotary_angles() -> None:
     check_document_length(decoder.pretrained, 16, "teacher")
     with pytest.raises(ValueError, match=r"longrope.* longer than 16 tokens.* got 17"):
         check_document_length(decoder.pretrained, 17, "teacher")
-    # what the refusal is about: a short document's result changes with a long neighbour
+    # the reason of the refusal: a long document in the same row changes the result of a short one
     ids, positions = torch.arange(3, 25)[None], torch.cat([torch.arange(5), torch.arange(17)])[None]
     with torch.no_grad():
         assert not torch.allclose(decoder(ids, positions)[:, :5], decoder(ids[:, :5]), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["someone/some-model", "./runs/a", "a folder/with spaces"])
-def test_the_name_goes_on_untouched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_is_passed_on_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Any] = []
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
@@ -226,7 +226,7 @@ def test_the_name_goes_on_untouched(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["nobody-here/no-such-model", "/no/such/folder", "no_such_folder", "a/b/c"])
-def test_what_does_not_exist_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_exist_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=f"model '{name}' is not a folder here") as caught:
         Decoder.from_pretrained(name)
@@ -259,7 +259,7 @@ def test_a_damaged_folder_is_named(how: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
-    """transformers would draw the head at random."""
+    """transformers would initialise the head with random numbers."""
     model = build("llama")
     model.model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"lacks 1 of the weights of a LlamaForCausalLM, first 'lm_head\.weight'"):

@@ -163,7 +163,7 @@ def test_the_shipped_weights_are_small_and_bfloat16():
 
 @torch.no_grad()
 def nats_per_token(model, tokenizer, documents: list[Document], row: int = 512) -> float:
-    """Mean cross-entropy over each document's tokens, in rows that do not cross documents."""
+    """Return the mean cross-entropy over the documents' tokens. No row contains tokens of two documents."""
     total, tokens = 0.0, 0
     for document in documents:
         ids = [tokenizer.eos_token_id, *tokenizer.encode(document.text, add_special_tokens=False)]

@@ -1,4 +1,4 @@
-"""The demo from end to end, with one step instead of hundreds: nearly all of its time is evaluation."""
+"""The whole demo with one training step instead of hundreds; nearly all of the test's time is evaluation."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_a_second_call_leaves_the_runs_as_they_are(finished: tuple[Path, list[di
 
 
 def test_the_distilled_student_wins(tmp_path: Path) -> None:
-    """The whole demo; `benchmarks/demo.py` does it over three seeds."""
+    """This test runs the whole demo with one seed; `benchmarks/demo.py` runs it with three."""
     _, text_only, distilled = demo(tmp_path / "demo")
     assert distilled["cross_entropy"] < text_only["cross_entropy"] - 0.2
     assert distilled["forward_kl"] < text_only["forward_kl"]

@@ -87,7 +87,7 @@ def test_value_is_the_textbook_formula(expression: str) -> None:
     + [(each, 20.0) for each in DIVERGENCES_OF_PEAKED_ROWS],
 )
 def test_weighted_slope_is_the_derivative_of_the_value(expression: str, sharpness: float) -> None:
-    """∂f/∂log q = q·∂f/∂q, entry by entry, and not only up to a constant in h."""
+    """∂f/∂log q = q·∂f/∂q holds for each entry exactly, and not only up to a constant in h."""
     divergence = parse_divergence(expression)
     log_p = random_log_probs(seed=0, sharpness=sharpness)
     log_q = random_log_probs(seed=1, sharpness=sharpness).requires_grad_()
@@ -131,7 +131,7 @@ def test_the_limit_at_opposite_exponents_is_the_one_of_the_general_formula() -> 
 
 
 def at_zero(function: Callable[[float], Tensor]) -> Tensor:
-    """The limit of a smooth function at 0: the value there of the polynomial through six small arguments (Neville).
+    """Return the limit of a smooth function at 0, by Neville's polynomial through six small arguments.
 
     The error of the extrapolation is of sixth order in the arguments, about 1e-14. A single argument that is small
     enough for this error would lose all digits, because some formulas divide by its square.
@@ -151,7 +151,7 @@ def through_softmax(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> Ten
 
 @pytest.mark.parametrize("expression", ALL_DIVERGENCES)
 def test_an_outcome_without_mass_on_either_side_is_worth_nothing(expression: str) -> None:
-    """What padding entries of a sparse row rely on."""
+    """The padding entries of a sparse row rely on this."""
     nothing = torch.tensor([-math.inf], requires_grad=True)
     divergence = parse_divergence(expression)
     assert divergence.value(nothing, nothing).item() == 0
@@ -187,7 +187,7 @@ def test_infinite_divergences_are_infinite_and_not_nan() -> None:
 
 @pytest.mark.parametrize("expression", F_DIVERGENCES)
 def test_underflowing_probabilities_stay_finite_in_float32(expression: str) -> None:
-    """e^−200 is 0 in float32: log space has to carry both sides."""
+    """e^−200 is 0 in float32, so both sides must stay in log space."""
     log_p = torch.log_softmax(torch.tensor([[0.0, -200.0, -3.0, -110.0]]), 1)
     log_q = torch.log_softmax(torch.tensor([[-200.0, 0.0, -120.0, -110.0]]), 1)
     divergence = parse_divergence(expression)
@@ -199,7 +199,7 @@ def test_underflowing_probabilities_stay_finite_in_float32(expression: str) -> N
 
 
 def decimal_jsd(log_p: list[float], log_q: list[float], beta: Decimal) -> tuple[Decimal, list[Decimal]]:
-    """Normalised JSD and q·h of unnormalised weights e^log, with 60 digits."""
+    """Compute normalised JSD and q·h from unnormalised weights e^log with 60 digits."""
     with localcontext() as context:
         context.prec = 60
         p, q = [Decimal(each).exp() for each in log_p], [Decimal(each).exp() for each in log_q]
@@ -220,7 +220,7 @@ def test_normalized_jsd_is_right_near_its_ends_in_float32(beta: float, sharpness
     slopes = torch.tensor([[float(each) for each in slope] for _, slope in exact], dtype=torch.float64)
     torch.testing.assert_close(divergence.weighted_slope(log_p, log_q).double(), slopes, rtol=3e-6, atol=1e-7)
     values = torch.tensor([float(value) for value, _ in exact], dtype=torch.float64)
-    # entries of a small divergence cancel in any formula: allow the last digits of what is summed
+    # the summands of a small divergence cancel in any formula, so allow an error in their last digits
     summed = (divergence.value(log_p, log_q).double().abs()).sum(1)
     error = (divergence.value(log_p, log_q).double().sum(1) - values).abs()
     assert (error <= 1e-6 * summed + 3e-7).all()
@@ -323,7 +323,7 @@ def test_nan_is_no_coefficient(make: Callable[[float], Divergence]) -> None:
 
 
 def test_a_bool_is_no_coefficient() -> None:
-    """It would count as 1; `jsd(0.5, True)` is an argument and stays."""
+    """A bool would count as 1. In `jsd(0.5, True)` it is an argument and is accepted."""
     for make in (
         lambda: True * forward_kl(),
         lambda: forward_kl() * False,

@@ -1,4 +1,4 @@
-"""docs/extending.md: every diff applies to the package as it is, and the check below it runs on the changed one."""
+"""docs/extending.md: every diff applies to the package, and its check runs on the changed package."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def block(section: str, language: str) -> str:
 
 
 def apply(diff: str, root: Path) -> None:
-    """Files begin with ---, hunks with @@. What a hunk removes and keeps has to be in the file exactly once."""
+    """Apply a diff. Files begin with ---, hunks with @@; a hunk's old lines must be in the file exactly once."""
     for name, hunks in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", diff, flags=re.DOTALL | re.MULTILINE):
         path = root / name
         for hunk in hunks.split("@@\n")[1:]:
@@ -37,7 +37,7 @@ def apply(diff: str, root: Path) -> None:
 
 
 def changed_package(folder: Path, section: str) -> dict[str, str]:
-    """The environment of processes that import a copy of the package with a section's diff in it."""
+    """Return the environment of processes that import a copy of the package with a section's diff applied."""
     shutil.copytree(ROOT / "stillhouse", folder / "stillhouse", ignore=shutil.ignore_patterns("__pycache__"))
     apply(block(section, "diff"), folder)
     return os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
@@ -75,7 +75,7 @@ def test_a_new_schedule_has_the_gradients_of_one_process(tmp_path: Path) -> None
 
 
 def save_llama(folder: Path, layers: int) -> None:
-    """Of enough layers for two stages on each of two ranks."""
+    """Save a model with enough layers for two stages on each of two ranks."""
     tokenizer = toy_tokenizer()
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_hidden_layers": layers}
     config = LlamaConfig(**sizes, vocab_size=len(tokenizer), initializer_range=0.2)

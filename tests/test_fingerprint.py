@@ -1,4 +1,4 @@
-"""The hash of a model's files: what changes it, and what does not."""
+"""The hash of a model's files, and the changes that it detects or ignores."""
 
 import json
 from pathlib import Path
@@ -29,8 +29,8 @@ def test_a_few_rows_of_a_small_model_change_it(tmp_path: Path) -> None:
     assert len(set(hashes.values())) == 3
 
 
-def test_samples_of_a_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor that was trained on changes it; so does a tensor of another name or size."""
+def test_samples_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed value in any trained tensor changes the hash, and so does another name or size of a tensor."""
     monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)
     plain = model_fingerprint(save_model(tmp_path / "plain", tied=False))
     assert plain == model_fingerprint(save_model(tmp_path / "same", tied=False))
@@ -49,7 +49,7 @@ def _model(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_what_is_not_read_does_not_change_it(tmp_path: Path) -> None:
+def test_files_that_are_not_read_do_not_change_the_hash(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     before = model_fingerprint(folder)
     for name in ("training_args.bin", "README.md", "generation_config.json", "notes.py"):

@@ -1,4 +1,4 @@
-"""Six short runs end as they did when `golden.json` was written (see `golden_runs.py`)."""
+"""Six short runs give the same results as when `golden.json` was written (see `golden_runs.py`)."""
 
 import copy
 import json

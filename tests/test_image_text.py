@@ -1,4 +1,4 @@
-"""Vision-language models as decoders: which class is made, and tokens with and without images.
+"""Vision-language models as decoders: their class, and their results with and without images.
 
 B rows, S tokens per row.
 """
@@ -35,7 +35,7 @@ from stillhouse.parallel.stages import require_cuttable
 
 S = 12
 IMAGE, START, END = 250, 248, 247  # special tokens
-PLACE = slice(2, 6)  # of the image's four tokens in a row
+PLACE = slice(2, 6)  # the columns of the image's four tokens
 TEXT: dict[str, Any] = {
     "vocab_size": 251,
     "hidden_size": 32,
@@ -121,13 +121,13 @@ def model_of(family: str) -> PreTrainedModel:
         torch.manual_seed(0)
         model = auto_class(config).from_config(config)
         for parameter in model.parameters():
-            if not parameter.any():  # biases, and Gemma's projection of images
+            if not parameter.any():  # biases, and Gemma's image projection
                 parameter.data.normal_(std=0.2)
     return model.eval()
 
 
 def with_image(family: str) -> dict[str, Tensor]:
-    """A row of tokens with one image."""
+    """Return a row of tokens with one image."""
     random = torch.Generator().manual_seed(3)
     ids_BS = torch.randint(3, 240, (1, S), generator=random)
     ids_BS[0, PLACE] = IMAGE
@@ -145,7 +145,7 @@ def with_image(family: str) -> dict[str, Tensor]:
 
 
 def twice(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same document a second time in the same row."""
+    """Pack the same document twice into one row."""
     stacked = ("pixel_values", "image_grid_thw")
     return {name: torch.cat([each, each], 0 if name in stacked else -1) for name, each in inputs.items()}
 
@@ -156,9 +156,9 @@ def twice(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         (llava, AutoModelForImageTextToText),
         (qwen2_5_vl, AutoModelForImageTextToText),
         (qwen3_vl, AutoModelForImageTextToText),
-        (gemma3, AutoModelForCausalLM),  # transformers lists the whole model there, too
+        (gemma3, AutoModelForCausalLM),  # transformers lists the image-text model in this class, too
         (lambda: build("llama").config, AutoModelForCausalLM),
-        (T5Config, AutoModelForCausalLM),  # which refuses it by name
+        (T5Config, AutoModelForCausalLM),  # this class refuses T5 with an error that names it
     ],
 )
 def test_the_class_follows_from_the_configuration(config: Callable[[], PreTrainedConfig], expected: Any) -> None:
@@ -167,7 +167,7 @@ def test_the_class_follows_from_the_configuration(config: Callable[[], PreTraine
 
 @EACH_DECODER
 def test_tokens_with_and_without_an_image(family: str, tmp_path: Path) -> None:
-    """Loaded, verified, and the logits of transformers' own model."""
+    """The decoder loads and verifies the model, and its logits equal those of transformers' model."""
     model_of(family).save_pretrained(tmp_path)
     decoder, inputs = Decoder.from_pretrained(tmp_path), with_image(family)
     model: Any = decoder.pretrained
@@ -198,25 +198,25 @@ def test_gradients_reach_the_image_and_recomputation_changes_nothing(family: str
 def test_packed_documents_with_images_do_not_see_each_other(family: str) -> None:
     decoder, inputs = Decoder(model_of(family)), with_image(family)
     with torch.no_grad():
-        alone = decoder(**inputs)
+        separate = decoder(**inputs)
         packed = decoder(**twice(inputs), position_ids=torch.arange(S).repeat(1, 2))
     for part in packed.split(S, 1):
-        torch.testing.assert_close(part, alone, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(part, separate, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_packed_documents_with_images_and_positions_of_four_axes(family: str) -> None:
-    """Row of text positions, which separates documents, above the three axes of the multimodal rotary encoding."""
+    """Axis 0 has the text positions, which separate documents; axes 1 to 3 are the multimodal rotary encoding's."""
     decoder, inputs = Decoder(model_of(family), verify=False), with_image(family)
     model: Any = decoder.pretrained
     kinds = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
     axes_3BS, _ = model.model.get_rope_index(inputs["input_ids"], **kinds)
     positions_4BS = torch.cat([torch.arange(S)[None, None], axes_3BS])
     with torch.no_grad():
-        alone = decoder(**inputs)
+        separate = decoder(**inputs)
         packed = decoder(**twice(inputs), position_ids=torch.cat([positions_4BS, positions_4BS], 2))
     for part in packed.split(S, 1):
-        torch.testing.assert_close(part, alone, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(part, separate, rtol=1e-3, atol=1e-4)
 
 
 def test_plain_positions_that_do_not_separate_documents_are_refused() -> None:
@@ -251,7 +251,7 @@ def test_a_filled_model_is_the_loaded_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl"])
 def test_files_with_other_names_are_refused(family: str, tmp_path: Path) -> None:
-    """transformers saves these families under the names of their first versions."""
+    """transformers saves these families under the parameter names of their first versions."""
     model_of(family).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no tensor 'model\.vis"):
         load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))

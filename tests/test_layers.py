@@ -1,4 +1,4 @@
-"""What import-linter cannot say: which file knows torch.distributed, and that nothing reads or writes pickle.
+"""Rules that import-linter cannot express: the files that may import torch.distributed, and no use of pickle.
 
 The layers themselves are checked by `lint-imports` in `make lint`.
 """
@@ -23,7 +23,7 @@ def imported_modules(path: Path) -> set[str]:
     return names
 
 
-def test_of_the_objective_only_vocab_knows_torch_distributed() -> None:
+def test_only_vocab_imports_torch_distributed_in_the_objective() -> None:
     knowing = {
         path.name
         for path in (PACKAGE / "objective").glob("*.py")
@@ -41,7 +41,7 @@ def test_no_pickle(path: Path) -> None:
 
 
 def imports_within(package: Path) -> dict[str, set[str]]:
-    """Of each module of a package, the others that it imports; for types and inside functions, too."""
+    """Return each module's imports from its own package, including those for types and inside functions."""
     within = f"stillhouse.{package.name}"
     modules = {path.stem: path for path in package.glob("*.py") if path.stem != "__init__"}
     found = {}
@@ -51,8 +51,8 @@ def imports_within(package: Path) -> dict[str, set[str]]:
     return found
 
 
-def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle, if there are any: what is left when all others are taken away."""
+def import_cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import each other in a circle: those left after all others have been removed."""
     left = dict(imports)
     while free := [name for name, imported in left.items() if not imported & left.keys()]:
         for name in free:
@@ -60,17 +60,17 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def test_a_circle_is_found() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
-    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+def test_an_import_cycle_is_found() -> None:
+    assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    assert import_cycle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
 
 
 PACKAGES = sorted({path.parent for path in PACKAGE.glob("*/*.py")})
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.name)
-def test_the_modules_of_a_package_import_each_other_in_no_circle(package: Path) -> None:
-    assert circle(imports_within(package)) == []
+def test_the_modules_of_a_package_have_no_import_cycle(package: Path) -> None:
+    assert import_cycle(imports_within(package)) == []
 
 
 def test_no_broad_except() -> None:

@@ -1,4 +1,4 @@
-"""Output processors in megatron-core's own GPTModel: gradients of every layout against one rank's logits."""
+"""Output processors in megatron-core's GPTModel: gradients under every layout against those of one rank's logits."""
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -83,14 +83,14 @@ def test_cross_entropy_at_every_depth_is_megatrons_own(ranks: RankPool, layout: 
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(depths=2, experts=2)], ids=lambda layout: layout.name)
-def test_a_schedule_plan_takes_the_flat_result_and_hands_its_gradient_back(ranks: RankPool, layout: Layout) -> None:
+def test_a_schedule_plan_takes_the_flat_result_and_returns_its_gradient(ranks: RankPool, layout: Layout) -> None:
     found = ranks.call(plan, Case(layout, "cross_entropy + jsd(0.5)"), limit=120)
     assert worst(enumerate(found))[1] < 1e-6
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_schedule_plans_last_node_goes_back_on_a_gpu(tmp_path: Path) -> None:
+def test_the_last_node_of_a_schedule_plan_runs_backward_on_a_gpu(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         case = Case(Layout(), "cross_entropy + jsd(0.5)")
         assert pool.submit(plan_on_a_gpu, case, str(tmp_path / "store")).result() < 1e-5
@@ -105,7 +105,7 @@ def test_log_probs_of_chosen_tokens_are_those_of_logits(ranks: RankPool, layout:
 
 def test_a_model_that_would_not_call_the_processor_is_refused() -> None:
     class Silent(nn.Module):
-        """Takes a processor and has no use for it."""
+        """A model that accepts a processor but never calls it."""
 
         def forward(self, input_ids: Any, output_processor: Any = None, **_: Any) -> None: ...
 
@@ -138,7 +138,9 @@ def test_a_flat_result_of_something_else_is_refused() -> None:
 
 
 def test_a_models_own_objective_beside_the_processor_is_refused(ranks: RankPool) -> None:
-    with pytest.raises(AssertionError, match=r"GPTModel of megatron-core .* with mtp_num_layers: it would minimise"):
+    with pytest.raises(
+        AssertionError, match=r"GPTModel of megatron-core .* with mtp_num_layers: Megatron would also"
+    ):
         ranks.call(plain_with_depths, limit=120)
 
 
@@ -154,14 +156,14 @@ def test_log_probs_come_through_megatrons_wrapper_of_half_precision(ranks: RankP
         assert distance < 0.05
 
 
-def test_weights_on_their_way_are_waited_for(ranks: RankPool) -> None:
+def test_weights_that_are_still_gathered_are_waited_for(ranks: RankPool) -> None:
     for waited, distance in ranks.call(gather_of_weights, Layout(), limit=120):
         assert waited
         assert distance < 1e-5
 
 
-def test_what_would_go_wrong_later_is_refused(ranks: RankPool) -> None:
-    for bare, dealt_out, deferred in ranks.call(refusals, limit=120):
-        assert "expected a MegatronProcessor, for its depths" in bare
+def test_settings_that_would_fail_later_are_refused(ranks: RankPool) -> None:
+    for bare, dtensor_weight, deferred in ranks.call(refusals, limit=120):
+        assert "expected a MegatronProcessor with its depths" in bare
         assert deferred.startswith("defer_embedding_wgrad_compute=True")
-        assert dealt_out.startswith("the output layer's weight is a DTensor")
+        assert dtensor_weight.startswith("the output layer's weight is a DTensor")

@@ -25,7 +25,7 @@ from stillhouse.config.errors import ConfigError
 TESTS = Path(__file__).parent
 VOCABULARY, N, S, K = 251, 12, 32, 7
 TENSOR, STEPS, MICRO_BATCHES, ROWS = 2, 7, 4, 2
-#: the second is Megatron's default
+#: the second value is Megatron's default
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.01
 CONFIG = f"""
 student: {{layers: 2, width: 32, heads: 4}}
@@ -63,7 +63,7 @@ def write(changes: dict[str, str]) -> str:
 
 @dataclass
 class Training:
-    """losses and gradient_norms: of each step. weights: after the last step."""
+    """losses, gradient_norms: one per step. weights: those after the last step."""
 
     losses: list[float]
     gradient_norms: list[float]
@@ -80,7 +80,7 @@ class Training:
 def test_every_step_is_that_of_plain_training_in_one_process(
     folder: Path, data_ranks: int, changes: dict[str, str]
 ) -> None:
-    """Two tensor ranks with two stages or two data ranks, against logits, the formula and torch's AdamW."""
+    """Two tensor ranks, with two stages or two data ranks, equal plain logits, the formula and torch's AdamW."""
     found, start = run_example(write(changes))
     expected = train_plainly(start, data_ranks)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
@@ -92,7 +92,7 @@ def test_every_step_is_that_of_plain_training_in_one_process(
 
 
 def run_example(config: str) -> tuple[Training, dict[str, dict[str, Tensor]]]:
-    """Run the example on four ranks. Return what it did, and the weights that both models had at the start."""
+    """Run the example on four ranks. Return its training, and the initial weights of both models."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     run = subprocess.run(
         [*launch, str(TESTS / "megatron_example.py"), config, "."],
@@ -111,7 +111,7 @@ def run_example(config: str) -> tuple[Training, dict[str, dict[str, Tensor]]]:
 
 
 def whole_weights(ranks: list[dict[str, tuple[Tensor, int | None]]]) -> dict[str, Tensor]:
-    """Put the parts of the tensor ranks together. What several ranks hold is the same on all of them."""
+    """Put the parts of the tensor ranks together. Assert that replicated weights are equal on all ranks."""
     parts: dict[str, dict[int, Tensor]] = {}
     dims: dict[str, int | None] = {}
     for rank, weights in enumerate(ranks):
@@ -127,7 +127,7 @@ def whole_weights(ranks: list[dict[str, tuple[Tensor, int | None]]]) -> dict[str
 
 
 def train_plainly(start: dict[str, dict[str, Tensor]], data_ranks: int) -> Training:
-    """The same training in this process: Megatron's model without parallelism, and nothing else of the example.
+    """Do the same training in this process, with Megatron's model without parallelism and no code of the example.
 
     All rows of a step are one batch.
     """
@@ -170,7 +170,7 @@ def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
 
 
 def top_k_and_tail(batch: dict[str, Tensor], q: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities of teacher and student for K tokens and for all others together."""
+    """Return the teacher's and the student's probabilities of K tokens and of all other tokens together."""
     inside = q.gather(-1, batch["ids"])
     p = torch.cat([batch["log_probs"], batch["tail_log_prob"][..., None]], -1).exp()
     return p, torch.cat([inside, 1 - inside.sum(-1, keepdim=True)], -1)
@@ -178,7 +178,7 @@ def top_k_and_tail(batch: dict[str, Tensor], q: Tensor) -> tuple[Tensor, Tensor]
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """A process group of this process alone, which Megatron's layers ask for."""
+    """Create a process group of one process, because Megatron's layers need a group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with laid_out(Layout()):

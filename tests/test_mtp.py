@@ -72,7 +72,7 @@ def plain_loss(kind: str, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tenso
     return hard if kind == "cross_entropy" else kl
 
 
-SCALES = (1.0, 0.5, 0.2)  # of the depths; different, so that exchanged depths change the gradients
+SCALES = (1.0, 0.5, 0.2)  # weights of the depths; they differ, so that exchanged depths change the gradients
 NORMALIZER = 13.0
 
 
@@ -180,7 +180,7 @@ def test_shift_for_mtp_moves_labels_weights_and_signal_together_and_stops_at_doc
 
 
 def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None:
-    """Of two ranks, one has the first and last quarter of each row, as in a balanced causal layout."""
+    """Of two ranks, one has the first and the last quarter of each row, as in a load-balanced causal layout."""
     decoder, teacher = make(depths=2), Decoder(build("llama", seed=3))
     whole = targets_of(teacher, "jsd").shift_for_mtp(positions(), 2)
     processor = distillation(parse_objective(OBJECTIVES["jsd"], TEMPERATURE))
@@ -213,7 +213,7 @@ def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     with Largest() as largest:
         outputs = decoder(ids_BS, at_BS, processor=processor, context=context)
         sum(each.loss for each in outputs).backward()
-    assert largest.numbers <= max(32, 48) * vocabulary  # a tile, or a head's weight
+    assert largest.numbers <= max(32, 48) * vocabulary  # the size of a tile or of a head's weight
     assert largest.numbers < rows * tokens * vocabulary / 2
 
 

@@ -84,7 +84,7 @@ def test_layers_through_which_documents_leak_are_refused(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_sharding_hooks_fire_at_every_depth(tied: bool) -> None:
-    """FSDP2 shows each depth the whole head, and its gradient is the sum of all depths'."""
+    """Under FSDP2, each depth gets the whole head, and the head's gradient is the sum over all depths."""
     context = replace(Targets(packed([labels_of(each) for each in documents()])), normalizer=13.0)
 
     def trained(decoder: MultiTokenDecoder) -> MultiTokenDecoder:

@@ -1,4 +1,4 @@
-"""Multi-token prediction: transformers drafts with the saved layers; the page and the example run."""
+"""Multi-token prediction: transformers drafts with the saved layers; the example of the page and the script run."""
 
 import re
 import runpy
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 def test_saved_layers_are_what_transformers_drafts_with(
     family: str, depths: int, sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every draft of a generation, cached and cropped as it is there, is what one pass here would give."""
+    """Every draft during generation, with its cache, equals the draft of one pass without a cache."""
     decoder = make(family, depths)
     decoder.save_pretrained(tmp_path)
     drafts, get_candidates = [], MTPCandidateGenerator.get_candidates
@@ -58,7 +58,7 @@ def test_saved_layers_are_what_transformers_drafts_with(
 
 @EACH
 def test_transformers_own_forward_drafts_the_same_tokens(family: str, depths: int) -> None:
-    """It is handed the main model's hidden states after the final norm, and the tokens from the second on."""
+    """Its inputs are the main model's hidden states after the final norm, and the tokens from the second one on."""
     decoder, ids_S = make(family, depths), documents()[3]
     outputs = decoder.main.pretrained(ids_S[None, :-1], output_hidden_states=-1, use_cache=False)
     at = torch.arange(1, len(ids_S))[None]

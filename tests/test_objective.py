@@ -150,7 +150,7 @@ def test_terms_own_weights_multiply_the_objectives() -> None:
 
 
 def test_micro_batches_add_up() -> None:
-    """A sum over tokens and one normaliser for the whole step: cutting the batch changes nothing."""
+    """Losses are sums over tokens with one normaliser per step, so splitting the batch changes nothing."""
     leaves, terms = make_leaves(dtype=torch.float64), [CrossEntropy(make_labels(), 0.3), Entropy(0.1)]
     whole = run(linear_objective, leaves, terms, normalizer=29.0)
     total, weight_grad = 0.0, torch.zeros_like(leaves.weight)
@@ -167,7 +167,7 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torc
 
 
 class Recorder(TorchDispatchMode):
-    """Counts matrix products and keeps the size of the largest tensor that any operation makes."""
+    """Counts matrix products and records the size of the largest tensor that an operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_nothing_of_the_size_of_all_logits_is_made(signal: str) -> None:
     ids=str,
 )
 def test_matrix_products_are_those_that_are_needed(needs: tuple[str, ...], products: int) -> None:
-    """Per chunk: the logits, the hidden states' gradient, the weight's; a frozen head has none of the last."""
+    """Each chunk needs the products of the logits, the hidden states' gradient and, unless frozen, the head's."""
     leaves = make_leaves(dtype=torch.float32)
     tensors = {name: leaf.requires_grad_(name in needs) for name, leaf in vars(leaves).items()}
     head = OutputHead(tensors["weight"], tensors["bias"])
@@ -247,14 +247,14 @@ def test_labels_of_rows_without_weight_may_be_anything() -> None:
 
 
 def test_oracle_conversion_keeps_terms_whole() -> None:
-    """The tests' own helper: a float64 copy of each term says the same."""
+    """This tests a helper of the tests: a float64 copy of each term gives the same values."""
     double = [converted(term, torch.float64) for term in every_term(dtype=torch.float32)]
     assert [term.name for term in double] == [term.name for term in every_term()]
     assert all(term.signal.heads()[0].weight_VD.dtype == torch.float64 for term in double[1:3])
 
 
-def test_the_two_ways_of_the_documentation_agree() -> None:
-    """docs/objective.md shows a loop before and after: run both as they stand there."""
+def test_the_two_losses_of_the_documentation_are_equal() -> None:
+    """docs/objective.md shows a loss from plain logits and one from the package: values and gradients are equal."""
     page = (Path(__file__).parents[1] / "docs" / "objective.md").read_text(encoding="utf-8")
     before, after = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     losses, gradients = [], []
@@ -295,7 +295,7 @@ def test_rows_of_a_tile_follow_the_budget_between_two_bounds(device: str) -> Non
     assert fused._tile_rows(source, 10 * most) == most
     source.vocabulary = fused.TILE_BYTES[kind] // 4 // (most - 1)
     assert fused._tile_rows(source, 10**9) in (most - 1, most - 2)
-    # the tokens are spread evenly: no last chunk of a few rows
+    # tokens are distributed evenly, so the last chunk does not have only a few rows
     source.vocabulary = 10
     assert fused._tile_rows(source, most + 2) == most // 2 + 1
     assert fused._tile_rows(source, 0) == most

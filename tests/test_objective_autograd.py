@@ -73,7 +73,7 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_two_losses_from_one_hidden_state_and_one_head(together: bool) -> None:
-    """And through a backbone, so that the hidden state is no leaf."""
+    """A backbone computes the hidden state, so the hidden state is not a leaf."""
 
     def gradients(objective: Callable[..., ObjectiveOutput]) -> list[Tensor]:
         leaves = make_leaves()
@@ -210,7 +210,7 @@ def test_an_empty_micro_batch_is_zero_and_still_reaches_every_leaf(case: str) ->
 
 
 def test_an_empty_micro_batch_has_the_metrics_of_another() -> None:
-    """Sums over micro-batches and ranks meet key by key."""
+    """The keys must be the same, because metrics are summed by key over micro-batches and ranks."""
     full = run(linear_objective, make_leaves(), every_term()).output
     empty = run(linear_objective, make_leaves(), every_term(), weights_T=torch.zeros(T)).output
     assert empty.metrics.keys() == full.metrics.keys()
@@ -230,7 +230,7 @@ def test_autocast_changes_neither_loss_nor_gradients_on_a_cpu(dtype: torch.dtype
 
 
 def test_autocast_around_a_backbone() -> None:
-    """Half-precision hidden states, float32 master weights: gradients come back in the dtype of each."""
+    """Hidden states are in half precision, master weights in float32; each gradient has its tensor's dtype."""
     backbone, leaves = nn.Linear(D, D), make_leaves(dtype=torch.float32)
     weight = leaves.weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -248,7 +248,7 @@ def test_autocast_around_a_backbone() -> None:
 
 @pytest.mark.parametrize("small", ["normalizer", "weights_T"])
 def test_loss_scaling_saves_gradients_that_float16_would_lose(small: str) -> None:
-    """A float32 layer, float16 hidden states, 1e9 tokens a step: without the scaler every gradient is 0."""
+    """With a float32 layer, float16 hidden states and 1e9 tokens per step, every gradient is 0 without the scaler."""
 
     options: dict[str, Any] = {"normalizer": 1e9} if small == "normalizer" else {"weights_T": torch.full((T,), 1e-9)}
 
@@ -280,8 +280,8 @@ def test_loss_scaling_saves_gradients_that_float16_would_lose(small: str) -> Non
     assert distance(scaled, exact_gradient()) < 2e-3
 
 
-def test_a_second_backward_has_to_be_announced() -> None:
-    """Without retain_graph the gradients are handed out as they are, and there is nothing left to give."""
+def test_a_second_backward_needs_retain_graph() -> None:
+    """Without retain_graph the first backward releases the gradients, so a second one raises an error."""
     leaves = make_leaves()
     hidden = leaves.hidden.requires_grad_()
     loss = linear_objective(hidden, OutputHead(leaves.weight), [CrossEntropy(make_labels())]).loss

@@ -1,7 +1,8 @@
-"""A student close to its teacher, both sure of a token: float32 keeps the digits of all divergences.
+"""Divergences in float32 are exact where student and teacher are close and give one token almost all probability.
 
-That is where distillation ends. Divergences are then small differences of large numbers in their textbook form, which
-plain float32 autograd gets wrong by 10 % and more. The measure is 1e-4 of float64, on the very same numbers.
+Distillation ends in this state. In their textbook form, the divergences are then small differences of large numbers,
+and plain float32 autograd has errors of 10 % and more. The tests allow a relative error of 1e-4 against float64 on
+the same numbers.
 
 T tokens, V vocabulary, K ids per token.
 """
@@ -33,13 +34,13 @@ from stillhouse.objective import (
 from stillhouse.objective.reference import dense_objective
 
 EXPRESSIONS = list(TEXTBOOK)
-#: vocabulary, the teacher's largest probability
+#: (vocabulary size, the teacher's largest probability)
 SIZES = [(512, 0.9), (4096, 0.996), (4096, 1 - 1e-6), (32_000, 0.5), (151_936, 0.99994), (151_936, 1 - 1e-6)]
-#: "apart": the student's logits lie around the teacher's; "less sure": and all but the likeliest above them
+#: "apart": the student's logits are above or below the teacher's; "less sure": above, except for the likeliest token
 STUDENTS = ["apart", "less sure"]
 ROWS = 2
 WITHIN = 1e-4
-#: this one's slope is log(q/p), weighted by no probability: 151,936 numbers of either sign are added up
+#: the slope log(q/p) of alpha_beta(0, 0) has no weight p or q, so 151,936 numbers of both signs are summed
 WITHIN_SQUARED_LOG = 2e-4
 
 Pair = tuple[Tensor, Tensor]
@@ -47,8 +48,8 @@ Pair = tuple[Tensor, Tensor]
 
 @cache
 def logits_of(vocabulary: int, largest: float, student: str, halves: bool = False) -> Pair:
-    """Teacher's and student's, float32. Every log(q/p) but that of the likeliest token is 0.03 or more, so that no
-    sign hangs on a last digit.
+    """Return teacher and student logits in float32. Every |log(q/p)| except the likeliest token's is 0.03 or more, so
+    that rounding changes no sign.
     """
     random = generator(vocabulary)
     teacher_TV = torch.randn(ROWS, vocabulary, generator=random, dtype=torch.float64)
@@ -67,7 +68,7 @@ def logits_of(vocabulary: int, largest: float, student: str, halves: bool = Fals
 
 
 def measured(student: Tensor, signal: Signal, expression: str) -> Pair:
-    """The value of each row and the gradient."""
+    """Return the value of each row and the gradient."""
     logits = student.clone().requires_grad_()
     output = logits_objective(logits, [Distill(signal, parse_divergence(expression))])
     output.loss.backward()
@@ -77,7 +78,7 @@ def measured(student: Tensor, signal: Signal, expression: str) -> Pair:
 
 
 def float64_of(expression: str, teacher: Tensor, student: Tensor) -> Pair:
-    """The textbook formula by autograd in float64, the largest logit taken out first."""
+    """Compute the textbook formula by autograd in float64, after subtracting the largest logit."""
     logits = student.double().requires_grad_()
     log_p, log_q = (
         torch.log_softmax(each - each.detach().amax(1, keepdim=True), 1) for each in (teacher.double(), logits)
@@ -91,7 +92,7 @@ def float64_of(expression: str, teacher: Tensor, student: Tensor) -> Pair:
 def assert_close(student: Tensor, signal: Signal, expression: str, expected: Pair) -> None:
     value_T, gradient_TV = measured(student, signal, expression)
     for row, (value, expected_value) in enumerate(zip(value_T.double(), expected[0], strict=True)):
-        # with α + β > 1 a sure row's divergence is about the square of 1 − p, the least that any side has digits of
+        # with α + β > 1 the divergence of such a row is about (1 − p)², which is below the precision of both sides
         if not (expression == "alpha_beta(2, 1)" and expected_value < 1e-9):
             assert abs(value / expected_value - 1) <= WITHIN, (row, float(value), float(expected_value))
         within = WITHIN_SQUARED_LOG if expression == "alpha_beta(0, 0)" else WITHIN
@@ -123,7 +124,7 @@ def test_over_the_largest_vocabulary(expression: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_compiled_and_over_every_size(expression: str) -> None:
+def test_every_size_compiled(expression: str) -> None:
     for size in SIZES:
         for student in STUDENTS:
             for halves in (False, True):
@@ -136,7 +137,7 @@ def test_compiled_and_over_every_size(expression: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_through_two_heads(expression: str, dtype: torch.dtype) -> None:
-    """Gradients in bfloat16 are right to the rounding of their numbers, 2⁻⁸ of each, and no more."""
+    """Gradients in bfloat16 have only the error of rounding each number once, which is 2⁻⁸."""
     random = generator(9)
     hidden = torch.randn(5, 16, generator=random)
     hidden[:, 0] = 1.0
@@ -163,8 +164,8 @@ def test_through_two_heads(expression: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_a_teacher_of_some_ids(expression: str, tail: str) -> None:
-    """The log-probabilities are those of a float64 teacher, rounded; the likeliest one's is −1e-6."""
+def test_a_sparse_teacher(expression: str, tail: str) -> None:
+    """The log-probabilities are a float64 teacher's, rounded; the likeliest token's log-probability is −1e-6."""
     for student in STUDENTS:
         teacher_TV, student_TV = logits_of(512, 1 - 1e-6, student)
         log_p_TV = teacher_TV.double().log_softmax(1)
@@ -187,7 +188,7 @@ def close_over_ranks(expression: str, student: str) -> Problem:
 
 
 def test_over_vocabulary_shards() -> None:
-    """The likeliest token is on one rank only: on the others every sum is relative to another logit."""
+    """The likeliest token is on one rank only, so each rank's sums are relative to another largest logit."""
     named = {
         (each, student): partial(close_over_ranks, each, student) for each in EXPRESSIONS for student in STUDENTS
     }

@@ -1,4 +1,4 @@
-"""The compiled pointwise functions on a CPU: their numbers against float64 and against the plain functions.
+"""The compiled pointwise functions on a CPU, compared with float64 and with the uncompiled functions.
 
 Tiles of `COMPILED_FROM` columns or more are compiled; the other tests of the objective are smaller. Compiling costs
 seconds per plan, so `make test` compiles two plans, and the other divergences are marked slow.
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
 
 @pytest.fixture
 def ran_compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the functions that ran compiled."""
+    """Collect the names of the functions that ran compiled."""
     names: list[str] = []
     original = compiled._compiled
 
@@ -48,7 +48,7 @@ def ran_compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def assert_no_worse_than_plain(leaves: Leaves, terms: list[Term], **options: Any) -> None:
-    """error ≤ 2 × error of plain float32 autograd + 1e-6, both relative to float64."""
+    """Assert that the error is at most 2 × the error of plain float32 autograd + 1e-6, both relative to float64."""
     oracle = exact(leaves, terms, **options)
     plain = run(dense_objective, leaves, terms, **options)
     fast = run(linear_objective, leaves, terms, **options)
@@ -73,7 +73,7 @@ def test_plans_against_float64(plan: str, ran_compiled: list[str]) -> None:
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("expression", ["forward_kl", "jsd(0.3)", "total_variation", "alpha_beta(0.2, 0.5)"])
 def test_sparse_signals_against_float64(expression: str, tail: str) -> None:
-    """One plan for all divergences: what they are to a sparse signal is not in the kernels."""
+    """All divergences share one plan, because the kernels do not compute the divergence of a sparse signal."""
     terms: list[Term] = [Distill(make_signal(tail, T, V, dtype=torch.float32), parse_divergence(expression))]
     assert_no_worse_than_plain(leaves_of(), terms)
 
@@ -94,7 +94,7 @@ def test_heads_against_float64(head: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_as_uncompiled(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_results_equal_uncompiled_ones(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = run(linear_objective, leaves_of(), PLANS[plan]())
     monkeypatch.setattr(compiled, "COMPILED_FROM", 1 << 60)
     assert_close(fast, run(linear_objective, leaves_of(), PLANS[plan]()))

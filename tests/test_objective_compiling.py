@@ -1,4 +1,4 @@
-"""How often the pointwise functions are compiled, and what happens where nothing can be compiled."""
+"""The number of compilations of the pointwise functions, and the behaviour where nothing can be compiled."""
 
 import json
 import os
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
 HERE = Path(__file__).parent
 
 
-# how often it compiles
+# the number of compilations
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_compiles_once_for_a_plan(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not again for other row counts, blocks, chunks, weights, or objects that are equal."""
+    """Other row counts, blocks, chunks, weights, or equal objects do not compile again."""
     terms = PLANS[plan]
     run(linear_objective, leaves_of(), terms())
     before = counters["stats"]["unique_graphs"]
@@ -54,7 +54,7 @@ def test_compiles_once_for_a_plan(plan: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def captured_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile without the compiler behind it: what torch counts, at a tenth of the time."""
+    """Use torch.compile without its compiler: torch counts the same graphs in a tenth of the time."""
     original = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda function, *, options, **rest: original(function, backend="eager", **rest)
@@ -83,14 +83,14 @@ def test_more_plans_than_torch_compiles_of_one_function() -> None:
 
 @pytest.mark.usefixtures("captured_only")
 def test_numbers_that_differ_between_plans_stay_constants() -> None:
-    """torch makes a variable of a number that differs between calls of what it takes for one function."""
+    """torch would turn a number into a variable if the number differs between calls of the same function."""
     for terms in (full_terms(), plain_terms(), [Entropy(1.0, 1.5)], [Entropy(1.0), Entropy(1.0, 0.5)]):
         run(linear_objective, leaves_of(), terms)
     run(linear_objective, make_leaves(T, V + 2, dtype=torch.float32), [Entropy(1.0, 1.5)])
     assert not compiled._without_compiler
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, of what it leaves out
+@pytest.mark.filterwarnings("ignore")  # torch warns about the parts that it does not compile
 def test_a_caller_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = leaves_of()
     expected = run(linear_objective, leaves, plain_terms())
@@ -108,14 +108,14 @@ def test_a_caller_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save_two_plans(folder: str) -> None:
-    """In a process of its own: two passes over each of two plans."""
+    """Run two passes over each of two plans. A test runs this function in a separate process."""
     passes = [run(linear_objective, leaves_of(), terms()) for terms in PLANS.values() for _ in range(2)]
     torch.save([each.gradients for each in passes], Path(folder, "gradients.pt"))
     Path(folder, "loss.json").write_text(json.dumps([each.output.loss.item() for each in passes]))
 
 
 def two_plans(folder: Path, **environment: str) -> tuple[list[dict[str, Tensor]], str]:
-    """Gradients of `save_two_plans`, and what it wrote to stderr."""
+    """Run `save_two_plans` in a new process; return its gradients and its stderr."""
     variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(HERE)} | environment
     code = f"import test_objective_compiling as here; here.save_two_plans({str(folder)!r})"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Misuse of the objective: each error names what came and what was expected."""
+"""Misuse of the objective: each error names the given value and the expected one."""
 
 import dataclasses
 import math
@@ -215,7 +215,7 @@ def test_a_shard_that_does_not_fit_is_refused() -> None:
         VocabShard(5, 3, None)
 
 
-#: what lies on the meta device, and its name in the message
+#: the tensor on the meta device, and its name in the message
 ON_META: dict[str, tuple[Any, str]] = {
     "hidden": (lambda: objective(hidden=torch.zeros(T, D, device="meta")), "hidden_TD"),
     "head": (
@@ -262,7 +262,7 @@ ON_META: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", ON_META)
 def test_tensors_without_numbers_are_refused_by_name(case: str) -> None:
-    """A head that was built on the meta device and never loaded would give whatever the memory held."""
+    """A head that was built on the meta device and never loaded would give arbitrary numbers."""
     call, name = ON_META[case]
     with pytest.raises(ValueError, match=f"{re.escape(name)} is on the meta device, which holds no numbers"):
         call()
@@ -277,7 +277,7 @@ def test_mixed_devices_are_refused_by_name() -> None:
         linear_objective(torch.zeros(T, D), head, CE)
     with pytest.raises(ValueError, match=r"terms\[0\].labels_T is on cpu, hidden_TD on cuda:0"):
         linear_objective(torch.zeros(T, D, device="cuda"), head, CE)
-    # weights and rows may come from the CPU, where a batch is made
+    # weights_T and valid_index may be on the CPU, where batches are built
     assert (
         linear_objective(
             torch.zeros(T, D, device="cuda"),
@@ -292,7 +292,7 @@ def test_mixed_devices_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("leaf", ["hidden_TD", "head.weight_VD", "head.bias", "logits_TV"])
 def test_forward_mode_is_refused(leaf: str) -> None:
-    """Its tangent would be 0, silently: gradients are computed in forward, for backward."""
+    """The forward pass computes the gradients for backward, so a forward-mode tangent would silently be 0."""
     hidden, weight, bias = torch.zeros(T, D), torch.zeros(V, D), torch.zeros(V)
     calls: dict[str, tuple[Any, Tensor]] = {
         "hidden_TD": (lambda each: linear_objective(each, OutputHead(weight, bias), CE).loss, hidden),

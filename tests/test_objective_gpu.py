@@ -1,4 +1,7 @@
-"""The objective on a GPU: half-precision operands, float32 logits, no waiting. Torch and pytest only."""
+"""The objective on a GPU: half-precision operands, float32 logits, no synchronisation.
+
+This file imports nothing but torch, pytest and the package.
+"""
 
 import math
 from typing import Any
@@ -36,7 +39,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def make_leaves(dtype: torch.dtype, device: str = "cuda") -> tuple[Tensor, Tensor]:
-    """Values that every dtype holds exactly, so that all of them start from the same numbers."""
+    """Make values that every dtype represents exactly, so that all dtypes start from the same numbers."""
     hidden, weight = normal(0, T, D).bfloat16(), (normal(1, V, D) / 8).bfloat16()
     return (
         hidden.to(device, dtype).detach().requires_grad_(),
@@ -79,7 +82,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 class Products(TorchDispatchMode):
-    """The dtypes of every matrix product: (left, right, result)."""
+    """Records the dtypes of every matrix product: (left, right, result)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ def test_loss_and_gradients_meet_the_float64_oracle(
 
 
 def test_float16_gradients_survive_until_the_loss_scale() -> None:
-    """Values that float16 holds; the logits' gradients of 1e-8 go through their products in float32."""
+    """The logits' gradients of 1e-8, too small for float16, enter their products in float32; results fit float16."""
     exact = gradients(linear_objective, torch.float64)
     half = gradients(linear_objective, torch.float16)
     for one, oracle in zip(half, exact, strict=True):
@@ -120,7 +123,7 @@ def test_float16_gradients_survive_until_the_loss_scale() -> None:
 def test_half_precision_operands_stay_and_logits_are_float32() -> None:
     with Products() as products:
         gradients(linear_objective, torch.bfloat16)
-    assert len(products.dtypes) == 4  # student, teacher, hidden gradient, weight gradient
+    assert len(products.dtypes) == 4  # student logits, teacher logits, hidden gradient, weight gradient
     assert set(products.dtypes) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
 
 

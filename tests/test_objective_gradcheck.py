@@ -1,4 +1,4 @@
-"""Gradients against finite differences in float64: every divergence on every signal, and every other term."""
+"""Gradients against finite differences in float64, for every divergence on every signal and every other term."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ TOKENS, VOCABULARY, WIDTH, TEMPERATURE = 3, 7, 2, 1.7
 
 
 def check(terms: list[Term], **head_options: float | None) -> None:
-    """Hidden states, weight and bias, over more than one chunk, with weights and an odd normaliser."""
+    """Check the gradients of hidden states, weight and bias over several chunks, with weights and a normaliser."""
     leaves = make_leaves(TOKENS, VOCABULARY, WIDTH)
     weights_T = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
 

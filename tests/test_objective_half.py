@@ -1,4 +1,4 @@
-"""The compiled objective on half-precision leaves: where it rounds, and how much that costs."""
+"""The compiled objective on half-precision leaves: the places where it rounds, and the error of the rounding."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
 
 
 def near_teacher(tokens: int, dtype: torch.dtype) -> tuple[Leaves, FullVocab]:
-    """A student and the teacher that it has nearly become: a divergence of 1e-3 nats."""
+    """Return a student and a teacher whose divergence is about 1e-3 nats."""
     leaves = leaves_of(tokens, dtype, bias=False)
     noise = 0.01 * torch.randn(leaves.weight.shape, generator=generator(1), dtype=torch.float64)
     return leaves, FullVocab(leaves.hidden, OutputHead((leaves.weight.double() + noise).to(dtype)))
 
 
 def from_rounded_logits(leaves: Leaves, teacher: FullVocab, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Gradients in float64 but for the logits of both, which are rounded once."""
+    """Compute gradients in float64, except that the logits of both models are rounded once."""
     hidden, weight = leaves.hidden.double(), leaves.weight.double()
     logits_TV = (hidden @ weight.T).to(dtype).double().requires_grad_()
     teacher_TV = (teacher.hidden_TE.double() @ teacher.head.weight_VD.double().T).to(dtype)
@@ -45,7 +45,7 @@ def from_rounded_logits(leaves: Leaves, teacher: FullVocab, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 def test_half_precision_student_close_to_its_teacher(dtype: torch.dtype) -> None:
-    """Half a percent of a gradient that is a small difference; a round trip of the logits costs several times it."""
+    """The gradient's error is at most 0.5 %; rounding the logits to half precision would cost ten times as much."""
     leaves, teacher = near_teacher(64, dtype)
     terms: list[Term] = [Distill(teacher, forward_kl())]
     oracle = exact(leaves, terms)
@@ -59,7 +59,7 @@ def test_half_precision_student_close_to_its_teacher(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 def test_a_gradient_that_is_rounded_before_its_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does, whose matrix units take half-precision operands; fp16's range is too small for it there."""
+    """A GPU rounds operands to bfloat16 before its products. The range of float16 is too small for gradients."""
     rounding = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     monkeypatch.setattr(Projection, "operand", lambda _, grad_CV: grad_CV.to(rounding).to(grad_CV.dtype))
     leaves, teacher = near_teacher(64, dtype)
@@ -71,7 +71,7 @@ def test_a_gradient_that_is_rounded_before_its_products(dtype: torch.dtype, monk
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 3, 4])
 def test_weight_gradient_over_many_chunks(chunk_tokens: int) -> None:
-    """Summed in float32 and rounded once: bfloat16 sums of 128 chunks would lose a percent."""
+    """The gradient is summed in float32 and rounded once; bfloat16 sums of 128 chunks would have an error of 1 %."""
     leaves, terms = leaves_of(512, torch.bfloat16, bias=False), plain_terms(512, torch.bfloat16)
     fast = run(linear_objective, leaves, terms, chunk_tokens=chunk_tokens).gradients["weight"]
     once = run(linear_objective, leaves, terms, chunk_tokens=512).gradients["weight"]

@@ -1,4 +1,4 @@
-"""What must hold of any teacher and any student: identities, searched for counterexamples by Hypothesis."""
+"""Identities that hold for any teacher and any student. Hypothesis searches for counterexamples."""
 
 import math
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def test_f_divergences_are_not_negative(expression: str, pair: Pair) -> None:
 def test_equal_distributions_have_no_divergence_and_no_gradient(expression: str, pair: Pair) -> None:
     signals = [DenseLogits(pair.teacher), pair.sparse("bucket"), pair.sparse("renormalize")]
     if expression == "total_variation":
-        signals = signals[:1]  # the sign of a difference: a last digit's difference would be a gradient
+        signals = signals[:1]  # its gradient is a sign: a difference in the last digit would give a whole gradient
     for signal in signals:
         value, gradient = divergence_of(pair.teacher, signal, parse_divergence(expression))
         assert abs(value) < 1e-9
@@ -98,7 +98,7 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(expression: str,
 @given(pair=pairs(bound=8.0))
 def test_all_ids_equal_the_dense_signal_whatever_the_tail(expression: str, pair: Pair) -> None:
     divergence = parse_divergence(expression)
-    # the sign of a difference that is 0 is that of a last digit
+    # the gradient of total variation is a sign, which rounding decides where the difference is 0
     assume(expression != "total_variation" or not torch.equal(pair.student, pair.teacher))
     value, gradient = divergence_of(pair.student, DenseLogits(pair.teacher), divergence)
     for tail in TAILS:
@@ -118,7 +118,7 @@ def test_bucket_is_a_lower_bound_of_every_f_divergence(expression: str, pair: Pa
 
 
 def test_bucket_is_no_lower_bound_of_an_alpha_beta_divergence() -> None:
-    """α = β = 1 is half the squared distance: two differences of one sign merge to more than their squares."""
+    """α = β = 1 is half the squared distance: merging two differences of one sign increases the sum of squares."""
     teacher = torch.tensor([[0.4, 0.3, 0.3]], dtype=torch.float64).log()
     student = torch.tensor([[0.8, 0.1, 0.1]], dtype=torch.float64).log()
     signal = TopK(
@@ -142,7 +142,7 @@ def test_jsd_swaps_its_sides_with_its_weight(pair: Pair, beta: float, normalized
 @EXAMPLES
 @given(pair=pairs(bound=4.0), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_normalized_jsd_meets_forward_and_reverse_kl_at_its_ends(pair: Pair, dtype: torch.dtype) -> None:
-    """At β = 1e-6 it is off by β·Σ p²/q, at most e^16 for these logits."""
+    """At β = 1e-6 the distance to the limit is β·Σ p²/q, and the sum is at most e^16 for these logits."""
     student, signal = pair.student.to(dtype), DenseLogits(pair.teacher.to(dtype))
     for beta, end in [(1e-6, forward_kl()), (1 - 1e-6, reverse_kl())]:
         value, gradient = divergence_of(student, signal, jsd(beta, normalized=True))

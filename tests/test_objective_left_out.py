@@ -1,7 +1,7 @@
-"""Rows that no term counts contribute exactly 0 to value and gradient, whatever they hold: NaN, infinity, a padded 0.
+"""Rows that no term counts contribute exactly 0 to value and gradient, even if they hold NaN, infinity or padding.
 
-A row is left out by the objective's weight, by the own weight of every term, or by a negative label. Every case here
-visits the rows, as a pass on a GPU does. T tokens, V vocabulary.
+A row is left out by the objective's weight, by the own weight of every term, or by a negative label. In every case
+here the engine computes these rows too, as a pass on a GPU does. T tokens, V vocabulary.
 """
 
 import math
@@ -83,8 +83,8 @@ POLICY: dict[str, Callable[[float, Any], Term]] = {
 @OBJECTIVES
 @pytest.mark.parametrize("by", ["valid_index", "weights_T", "own weights"])
 @pytest.mark.parametrize("term", POLICY)
-def test_log_probabilities_far_off(term: str, by: str, objective: Any) -> None:
-    """e^1000 is infinite, and 0·inf is NaN; a padded 0 in float32 is no better than −200 at e^100."""
+def test_log_probabilities_far_from_the_students(term: str, by: str, objective: Any) -> None:
+    """A log-probability far from the student's gives an infinite ratio e^1000, and 0·inf would be NaN."""
     every_row = {"valid_index": torch.arange(T)}
     if by == "own weights":
         found = run(objective, make_leaves(), [POLICY[term](-1000.0, kept())], **every_row)
@@ -97,7 +97,9 @@ def test_log_probabilities_far_off(term: str, by: str, objective: Any) -> None:
 
 
 def terms_without(dead_labels: bool, scale: float = 1.0) -> list[Term]:
-    """Terms of every kind that count the rows but `DEAD`, by labels where they have any, by own weights else."""
+    """Return terms of every kind that leave out the rows `DEAD`: by labels if dead_labels and the term has labels,
+    otherwise by the term's own weights.
+    """
     labels_T = LABELS.index_fill(0, DEAD, -100) if dead_labels else LABELS
     own = None if dead_labels else kept()
     sparse = make_signal("bucket")
@@ -135,7 +137,7 @@ def test_hidden_states_of_rows_that_no_term_counts(
 
 @pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
 def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dict[str, Any]) -> None:
-    """It is only watched: its metric may be NaN, the loss and its gradient are those of the others."""
+    """Such a term is only reported: its metric may be NaN, but it changes neither the loss nor the gradient."""
     terms = terms_without(dead_labels=True)
     watched = [
         *terms,

@@ -1,4 +1,4 @@
-"""What an objective reports besides its loss: sums over tokens and values per token, as documented."""
+"""The metrics of an objective: sums over tokens and values per token, as documented."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_sparse_statistics_by_hand() -> None:
 
 
 def test_sampled_value_is_a_cross_entropy() -> None:
-    """Draws that weigh each id by its probability: forward KL plus the teacher's entropy."""
+    """If each id's weight is its probability, the value is forward KL plus the teacher's entropy."""
     draws = Sampled(torch.tensor([[0, 1, 2], [0, 1, 2]]), TEACHER)
     metrics = metrics_of([Distill(draws, forward_kl())])
     assert set(metrics) == {"tokens", "sampled_cross_entropy", "student_entropy"}
@@ -108,7 +108,7 @@ def test_sampled_value_is_a_cross_entropy() -> None:
 
 
 def test_second_terms_are_numbered() -> None:
-    """By name for values, by distillation term for statistics: two of them are never added into one key."""
+    """Values are numbered by name, statistics by distillation term. Two terms never add to the same key."""
     dense = DenseLogits(TEACHER.log())
     single = metrics_of([Distill(dense, forward_kl())])
     metrics = metrics_of(
@@ -133,7 +133,7 @@ def test_second_terms_are_numbered() -> None:
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
 def test_parts_of_a_cross_entropy_are_seen(smoothing: float, z_loss: float) -> None:
-    """Row 1 has no label and no finite logits: it adds nothing to any of them, and its NaN no NaN."""
+    """Row 1 has no label and only NaN logits: it adds nothing to any metric."""
     logits = torch.stack([STUDENT[0].log() + 7, torch.full((3,), math.nan, dtype=torch.float64)])
     term = CrossEntropy(torch.tensor([1, -1]), 0.5, smoothing, z_loss, weights_T=torch.tensor([3.0, 1.0]))
     metrics = {key: value.item() for key, value in sums(logits_objective(logits, [term])).items()}
@@ -150,7 +150,7 @@ def test_parts_of_a_cross_entropy_are_seen(smoothing: float, z_loss: float) -> N
 @pytest.mark.parametrize("kind", SIGNALS)
 @pytest.mark.parametrize("squared", [False, True])
 def test_summands_of_a_divergence_are_seen(kind: str, squared: bool) -> None:
-    """Each as if it were a term of its own, over the same outcomes; the term's value is their weighted sum."""
+    """Each summand is reported as if it were a separate term; the term's value is their weighted sum."""
     leaves, signal, own_T = make_leaves(), make_signal(kind, temperature=2.0), torch.rand(T)
     summands = [forward_kl(), jsd(0.3), reverse_kl()]
 
@@ -170,7 +170,7 @@ def test_summands_of_a_divergence_are_seen(kind: str, squared: bool) -> None:
 
 
 def test_no_two_sums_share_a_key() -> None:
-    """A summand is never added into the term of its name, nor one term's parts into another's."""
+    """A summand is not added to the term of the same name, and parts of two terms have different keys."""
     dense, labels = DenseLogits(TEACHER.log()), torch.tensor([0, 2])
     mixed = 0.5 * forward_kl() + 0.5 * reverse_kl()
     terms: list[Term] = [
@@ -192,7 +192,7 @@ def test_no_two_sums_share_a_key() -> None:
         single = metrics_of([Distill(dense, forward_kl(), temperature=temperature)])
         assert metrics[key] == pytest.approx(single["forward_kl"], rel=1e-12)
     assert metrics["negative_log_likelihood#2"] == pytest.approx(metrics["cross_entropy"])
-    assert list(metrics) == list(metrics_of(terms, torch.zeros(2)))  # whatever the rows
+    assert list(metrics) == list(metrics_of(terms, torch.zeros(2)))  # the keys do not depend on the rows
 
 
 def test_values_are_neither_scaled_nor_divided() -> None:
@@ -230,8 +230,8 @@ def test_a_label_that_is_absent_has_no_cross_entropy() -> None:
     assert torch.equal(value_T != 0, labels_T >= 0)
 
 
-def test_a_term_of_scale_zero_is_watched_only() -> None:
-    """Even where it is infinite."""
+def test_a_term_of_scale_zero_is_only_reported() -> None:
+    """The term does not change the loss, even if its value is infinite."""
     watched = Distill(
         DenseLogits(torch.full((T, V), 0.0).index_fill(1, torch.tensor([7]), -math.inf)), reverse_kl(), 0.0
     )
@@ -252,7 +252,7 @@ def test_everything_reported_is_float32(dtype: torch.dtype) -> None:
 
 
 def test_sums_over_many_chunks_lose_nothing() -> None:
-    """One token per chunk: a float32 running sum would be off in its sixth digit."""
+    """With one token per chunk, a running sum in float32 would be wrong in its sixth digit."""
     tokens = 1500
     leaves = make_leaves(tokens, 5, 2, dtype=torch.float32)
     terms = [

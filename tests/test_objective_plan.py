@@ -1,4 +1,4 @@
-"""What terms request of a pass, and what they may read."""
+"""The quantities that terms request from a pass; a term may read only those it has requested."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_a_repeated_request_is_computed_once() -> None:
     assert list(plan.pointwise.renormalizable) == [1, 2]
 
 
-def test_what_no_term_requested_cannot_be_read() -> None:
+def test_a_quantity_that_no_term_requested_cannot_be_read() -> None:
     signal = DenseLogits(torch.zeros(37, 251))
     requests = PlanBuilder()
     requests.divergence(forward_kl(), signal, 2.0)

@@ -1,7 +1,7 @@
-"""What peers have beside the clipped surrogate, each as its source writes it, against the engine.
+"""Policy gradients of other projects beside the clipped surrogate: the engine against the formulas of their sources.
 
-Dual clip, two-sided clipping, CISPO, sequence-level ratios, and a top-k teacher that is zero outside its ids. The
-formulas here are written out with plain log-probabilities in float64; values and gradients have to be theirs.
+These are dual clip, two-sided clipping, CISPO, sequence-level ratios, and a top-k teacher that is zero outside its
+ids. The tests write each formula with plain log-probabilities in float64 and compare values and gradients.
 T tokens, V vocabulary, K ids per token.
 """
 
@@ -41,18 +41,18 @@ from stillhouse.objective.reference import dense_objective
 
 LABELS = make_labels()
 HAS_LABEL = LABELS >= 0
-#: of both signs, every seventh 0
+#: advantages of both signs; every seventh is 0
 ADVANTAGES = torch.randn(T, generator=generator(50), dtype=torch.float64) * (torch.arange(T) % 7 > 0)
 
 
 def plain_log_probs(leaves: Leaves, temperature: float) -> Tensor:
-    """log q of every token, [T, V]."""
+    """Return log q of every token, [T, V]."""
     logits_TV = OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden)
     return torch.log_softmax(logits_TV / temperature, 1)
 
 
 def old_log_probs(temperature: float) -> Tensor:
-    """So that ratios lie between about 0.2 and 5: every clip is met on both sides."""
+    """Return old log-probabilities whose ratios lie between about 0.2 and 5, beyond every clip on both sides."""
     log_q_TV = plain_log_probs(make_leaves(), temperature)
     log_q_T = log_q_TV.gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
     return log_q_T - 1.6 * (2 * torch.rand(T, generator=generator(51), dtype=torch.float64) - 1)
@@ -107,7 +107,7 @@ def test_surrogates_are_their_papers(case: str, temperature: float) -> None:
 
 
 def test_clipping_is_reported() -> None:
-    """Of a negative advantage the dual clip takes the gradient of far likelier tokens; CISPO counts what it clips."""
+    """With a negative advantage, the dual clip also clips large ratios; CISPO counts the ratios that it clips."""
     old_T, loss = old_log_probs(1.0), torch.full((T,), -1.0, dtype=torch.float64)
     log_q_T = plain_log_probs(make_leaves(), 1.0).gather(1, LABELS.clamp_min(0)[:, None])[:, 0]
     ratio_T = (log_q_T - old_T).exp()
@@ -155,7 +155,7 @@ def test_zero_outside_the_ids_is_nemo_rls(temperature: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_zero_outside_with_absent_and_repeated_ids(dtype: torch.dtype) -> None:
-    """Rows with absent ids, one with none at all, which is worth nothing, and one whose ids are the whole mass."""
+    """Some rows have absent ids, one row has no id and contributes 0, and one row's ids have the whole mass."""
     signal = make_signal("zero", dtype=dtype, temperature=1.3)
     assert isinstance(signal, TopK)
     ids_TK = signal.ids_TK.clone()
@@ -176,7 +176,7 @@ def test_zero_outside_with_absent_and_repeated_ids(dtype: torch.dtype) -> None:
 
 
 def gspo(log_q_T: Tensor, old_T: Tensor, sequence_T: Tensor, advantages_S: Tensor) -> Tensor:
-    """Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7, one sequence after the other: to be maximised."""
+    """Zheng et al. 2025 (arXiv:2507.18071), equations 5 to 7, a loop over sequences; the result is maximised."""
     total = log_q_T.new_zeros(())
     for number, advantage in enumerate(advantages_S):
         of_it = (sequence_T == number) & HAS_LABEL

@@ -1,7 +1,7 @@
-"""Rounding: the chunked pass is no worse than plain float32 autograd, both judged by a float64 oracle.
+"""Rounding: the chunked pass is no worse than plain float32 autograd, both compared with a float64 oracle.
 
-The rule: error of the fast path ≤ 2 × error of the plain path + a tiny tolerance, on odd sizes, in every dtype, on
-peaked rows, with logits of −inf, and whatever rows of weight 0 hold.
+The rule is: error of the fast path ≤ 2 × error of the plain path + a tiny tolerance. It holds on odd sizes, in every
+dtype, on peaked rows, with logits of −inf, and for any content of rows of weight 0.
 """
 
 import math
@@ -64,7 +64,7 @@ def assert_no_worse_than_plain(leaves: Leaves, terms: list[Term], tiny: float = 
         assert fast.output.per_token[name].dtype == torch.float32
         allowed = 2 * distance(plain.output.per_token[name], value_T) + tiny
         assert distance(fast.output.per_token[name], value_T) <= allowed, name
-    # a single number may be right by luck: the plain path's error of a loss is that of its tokens
+    # one number may be exact by chance, so the plain path's error of the loss is the error over its tokens
     errors = [
         abs(term.scale) * (plain.output.per_token[name].double() - value_T).abs().sum() + tiny * value_T.abs().sum()
         for (name, value_T), term in zip(exact.output.per_token.items(), terms, strict=True)
@@ -110,7 +110,7 @@ def test_half_precision_hidden_states_with_a_float32_head() -> None:
 
 
 def test_student_close_to_its_teacher() -> None:
-    """Where a gradient is a small difference: rounding logits to half precision would lose it."""
+    """The gradient is a small difference here, which rounding the logits to half precision would destroy."""
     leaves = make_leaves(dtype=torch.float32, bias=False)
     near = leaves.weight + 1e-3 * torch.randn(V, D, generator=generator(1))
     for expression in F_DIVERGENCES:
@@ -120,7 +120,7 @@ def test_student_close_to_its_teacher() -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 def test_large_logits_keep_their_last_digits(offset: float) -> None:
-    """Against log_softmax of the same float32 logits: the maximum is subtracted before anything else."""
+    """The reference is log_softmax of the same float32 logits; the engine must subtract the maximum first, too."""
     logits = torch.randn(T, V, generator=generator(0)) * 50 + offset
     labels_T, teacher = logits.argmax(1), DenseLogits(torch.randn(T, V, generator=generator(1)) * 50 + offset)
     terms = [CrossEntropy(labels_T), Distill(teacher, reverse_kl()), Entropy(0.1)]
@@ -138,7 +138,7 @@ def test_large_logits_keep_their_last_digits(offset: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("small", ["normalizer", "weights_T"])
 def test_small_gradients_of_half_precision_logits_meet_the_loss_scale_first(small: str, dtype: torch.dtype) -> None:
-    """3e9 valid tokens: float16 gradients of 1e-10 are zero, times a loss scale they are not."""
+    """With 3e9 valid tokens, gradients of 1e-10 become zero in float16, unless the loss scale is applied first."""
     options: dict[str, Any] = (
         {"normalizer": 3e9} if small == "normalizer" else {"weights_T": torch.full((T,), 1 / 3e9)}
     )
@@ -154,7 +154,7 @@ def test_small_gradients_of_half_precision_logits_meet_the_loss_scale_first(smal
 
 @pytest.mark.parametrize("expression", [*F_DIVERGENCES, "alpha_beta(0.2, 0.5)"])
 def test_tokens_without_probability_on_both_sides_leave_no_trace(expression: str) -> None:
-    """A masked column is as if it were not there, down to the gradient."""
+    """A masked column changes nothing, including the gradient, compared with logits without that column."""
     teacher, student = (torch.randn(5, 11, generator=generator(seed), dtype=torch.float64) for seed in (0, 1))
     labels_T = torch.arange(5)
     wide = [torch.cat([each, torch.full((5, 2), -math.inf, dtype=torch.float64)], 1) for each in (teacher, student)]
@@ -179,7 +179,7 @@ def test_tokens_without_probability_on_both_sides_leave_no_trace(expression: str
 
 
 def test_a_token_masked_on_one_side_only() -> None:
-    """Finite where the divergence is: KL that asks for what the student cannot give is inf, not NaN."""
+    """A divergence that is finite stays finite. A KL is inf, not NaN, if it weighs the masked token."""
     both = torch.randn(5, 11, generator=generator(0), dtype=torch.float32)
     masked = both.flip(0).index_fill(1, torch.tensor([3]), -math.inf)
     finite_without_student = ["reverse_kl", "jsd(0.3)", "skew_forward_kl(0.1)", "total_variation"]
@@ -206,7 +206,7 @@ def poisoned(tensor: Tensor, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("valid_index", ["none", "all"])
 @pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
 def test_rows_of_weight_zero_may_hold_nan(head: dict[str, Any], valid_index: str) -> None:
-    """With valid_index "all" these rows are computed too, as on a GPU without a valid_index."""
+    """With valid_index="all" the engine computes these rows too, as on a GPU without a valid_index."""
     dead = torch.tensor([0, 5, 6, 36])
     weights_T = torch.ones(T).index_fill(0, dead, 0.0)
     leaves, full, sparse = make_leaves(), make_full(), make_signal("bucket")
@@ -257,7 +257,7 @@ def test_rows_of_logits_without_weight_may_hold_nan() -> None:
 
 
 def test_a_teacher_that_is_missing_on_some_rows() -> None:
-    """The term's own weight of 0 hides them, in loss, gradient, metrics and values per token."""
+    """The term's own weight of 0 excludes these rows from loss, gradient, metrics and values per token."""
     missing = torch.tensor([1, 8])
     own_T = torch.ones(T).index_fill(0, missing, 0.0)
     full = make_full()
@@ -278,7 +278,10 @@ DTYPES = {"float64": torch.float64, **FLOATS}
 @pytest.mark.parametrize("teacher", DTYPES)
 @pytest.mark.parametrize("student", DTYPES)
 def test_a_teacher_of_another_precision(student: str, teacher: str) -> None:
-    """Each is projected in its own, at least float32; in float64 where either is, and rounded to the student's."""
+    """Each side is projected in its dtype, at least in float32. If one is float64, the divergence is in float64, too.
+
+    The results are rounded to the student's dtype.
+    """
     leaves = make_leaves(dtype=DTYPES[student])
     full = make_full(dtype=DTYPES[teacher])
     mixed = FullVocab(full.hidden_TE, converted(full.head, torch.float32)) if teacher == "float64" else full
@@ -299,7 +302,7 @@ def test_a_teacher_of_another_precision(student: str, teacher: str) -> None:
 @pytest.mark.parametrize("expression", ["alpha_beta(0.5, -0.5)", "alpha_beta(-0.5, 0.5)", "alpha_beta(0, 0)"])
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_exponents_that_cancel_are_infinite_where_one_side_has_no_mass(side: str, expression: str) -> None:
-    """(p/q)^α and log(p/q) are both infinite there, and so is the divergence: not NaN. Other rows are not touched."""
+    """(p/q)^α and log(p/q) are infinite there, so the divergence is infinite and not NaN. Other rows stay finite."""
     both = torch.randn(5, 11, generator=generator(0))
     masked = both.flip(0).index_put((torch.tensor([1]), torch.tensor([3])), torch.tensor(-math.inf))
     teacher, student = (both, masked) if side == "student" else (masked, both)

@@ -1,4 +1,4 @@
-"""Terms at sampled tokens, and log-probabilities: against plain autograd, and in expectation over the vocabulary.
+"""Terms at sampled tokens and log-probabilities, against plain autograd and in expectation over the vocabulary.
 
 T tokens, V vocabulary.
 """
@@ -34,7 +34,7 @@ SMALL = 7
 
 
 def sampled_log_probs(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """About those of a vocabulary of V; NaN where there is no label, which is not to be looked at."""
+    """Return log-probabilities of about −log V, and NaN where there is no label, because these must not be read."""
     made_T = torch.randn(T, generator=generator(seed), dtype=torch.float64).to(dtype) - math.log(V)
     return made_T.masked_fill(make_labels() < 0, math.nan)
 
@@ -70,7 +70,9 @@ def test_as_in_plain_autograd(case: str, chunk_tokens: int | None) -> None:
 
 
 def test_ratio_and_clipping_are_reported() -> None:
-    """Half of the sampled tokens had a much larger old probability, half a much smaller one; all advantages are 1."""
+    """Half of the sampled tokens had a much larger old probability, and half had a much smaller one. All advantages
+    are 1.
+    """
     leaves, labels_T = make_leaves(), make_labels()
     with torch.no_grad():
         log_q_T, _ = linear_log_probs(leaves.hidden, OutputHead(leaves.weight, leaves.bias), labels_T)
@@ -83,7 +85,7 @@ def test_ratio_and_clipping_are_reported() -> None:
 
 
 def expected_gradient(student_V: Tensor, term: Any) -> Tensor:
-    """Of a term at each of the V tokens in turn, weighted by the student's probability of drawing it."""
+    """Sum a term's gradients at each of the V tokens, weighted by the student's probability of sampling the token."""
     logits_VV = student_V.repeat(len(student_V), 1).requires_grad_()
     loss = logits_objective(logits_VV, [term(torch.arange(SMALL))], weights_T=student_V.softmax(0)).loss
     (gradient_VV,) = torch.autograd.grad(loss, logits_VV)
@@ -99,7 +101,7 @@ def gradient_of(divergence: Divergence, teacher_V: Tensor, student_V: Tensor) ->
 
 @pytest.mark.parametrize("divergence", [reverse_kl(), forward_kl()], ids=str)
 def test_the_expected_on_policy_gradient_is_the_named_divergences(divergence: Divergence) -> None:
-    """k2 descends reverse KL, k3 forward KL; enumerated over the vocabulary, and each is not the other's."""
+    """k2 descends reverse KL and k3 forward KL. The expectation enumerates the vocabulary, and the two differ."""
     teacher_V, student_V = torch.randn(2, SMALL, generator=generator(36), dtype=torch.float64)
     log_p_V = teacher_V.log_softmax(0)
     for estimator in ("k2", "k3"):
@@ -110,7 +112,7 @@ def test_the_expected_on_policy_gradient_is_the_named_divergences(divergence: Di
 
 
 def test_k1_is_an_advantage_and_no_loss() -> None:
-    """As a loss its gradient is 0 in expectation; as an advantage it descends reverse KL."""
+    """As a loss, k1 has an expected gradient of 0; as an advantage, it descends reverse KL."""
     teacher_V, student_V = torch.randn(2, SMALL, generator=generator(37), dtype=torch.float64)
     log_p_V, log_q_V = teacher_V.log_softmax(0), student_V.log_softmax(0)
     assert float(expected_gradient(student_V, lambda ids: CrossEntropy(ids)).norm()) < 1e-15
@@ -164,7 +166,7 @@ def plain_log_probs(
 
 
 def sequence_objective(log_q_T: Tensor, entropy_T: Tensor) -> Tensor:
-    """Nothing that a token could know by itself."""
+    """Compute an objective that is not a sum over tokens."""
     return (
         (log_q_T[:20].sum() / 20).exp() - (log_q_T[20:].mean() * entropy_T.sum()).tanh() + entropy_T.square().mean()
     )
@@ -196,8 +198,8 @@ def test_log_probs_are_those_of_logits(head: str, temperature: float, monkeypatc
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_bfloat16_they_are_as_exact_as_plain_ones(autocast: bool) -> None:
-    """Against float64 of the same numbers; backward computes in the dtype that forward was called in."""
+def test_log_probs_in_bfloat16_are_as_exact_as_plain_ones(autocast: bool) -> None:
+    """The reference is float64 on the same numbers. Backward computes in the dtype of forward."""
     dtype = torch.float32 if autocast else torch.bfloat16
     leaves, labels_T = make_leaves(dtype=dtype, bias=False), make_labels()
     exact = of_leaves(

@@ -1,6 +1,6 @@
-"""The objective over vocabulary shards, by real processes over gloo, against plain autograd over all of it.
+"""The objective over vocabulary shards in real gloo processes, against plain autograd over the whole vocabulary.
 
-Problems are made by name on every rank, so that the ranks' float32 numbers are those that the float64 oracle has.
+Every rank builds a problem from its name, so that the float64 oracle starts from the same numbers as the ranks.
 T tokens, V vocabulary.
 """
 
@@ -56,7 +56,7 @@ def over(layout: Layout, named: dict[str, Any], **options: Any) -> list[Case]:
 
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_every_divergence_on_every_signal(pool: RankPool, signal: str) -> None:
-    """Over 2, 3 and 4 ranks with uneven shards, in chunks, with weights of zero."""
+    """The cases have 2, 3 and 4 ranks with uneven shards, several chunks, and weights of zero."""
     named = {each: partial(problems.distillation, each, signal) for each in ALL_DIVERGENCES}
     check(
         pool, [replace(each, name=f"{each.name} over {n}") for n in SHARDS for each in over(Layout(SHARDS[n]), named)]
@@ -93,7 +93,7 @@ def test_ten_rows_over_four_ranks(pool: RankPool, borders: Borders) -> None:
 
 @pytest.mark.parametrize("signal", ["full", "dense", "bucket"])
 def test_peaked_rows(pool: RankPool, signal: str) -> None:
-    """Logits of standard deviation 30: a rank's largest may be a hundred below another's."""
+    """The logits have standard deviation 30: the maxima of two ranks may differ by a hundred."""
     peaked = partial(problems.distillation, signal=signal, sharpness=30.0)
     check(pool, over(Layout(FOUR), {each: partial(peaked, each) for each in DIVERGENCES_OF_PEAKED_ROWS}))
 
@@ -107,14 +107,14 @@ def test_heads_with_a_scale_a_softcap_and_no_bias(pool: RankPool) -> None:
 
 
 def test_half_precision(pool: RankPool) -> None:
-    """Gradients leave in bfloat16, 4e-3 apart: the error of a sum that was rounded once, not per rank."""
+    """The allowed error is that of one rounding to bfloat16: a sum over ranks is rounded once, not on every rank."""
     make = partial(problems.distillation, dtype=torch.bfloat16)
     divergences = ONE_ROUND + TWO_ROUNDS
     named = {f"{each} on {kind}": partial(make, each, kind) for each in divergences for kind in ("full", "bucket")}
     check(pool, over(Layout(FOUR), named), within=3e-3)
 
 
-#: student borders, teacher borders of the same rows
+#: student borders, and teacher borders over the same rows
 TEACHERS: dict[str, Layout] = {
     "equal borders": Layout(FOUR, FOUR),
     "whole": Layout(FOUR, "whole"),
@@ -161,7 +161,7 @@ def test_padded_rows_and_other_row_counts(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_top_k_ids_anywhere(pool: RankPool, tail: str) -> None:
-    """At every border, twice, absent, all in one shard, and a whole shard of them."""
+    """The ids are at every border, repeated, absent, all in one shard, or a whole shard."""
     named = {
         f"{expression}, ids {ids}, tail sent {sent}": partial(problems.top_k, ids, tail, expression, sent)
         for expression in ("forward_kl", "0.5*reverse_kl + 0.5*jsd(0.3)")
@@ -172,7 +172,7 @@ def test_top_k_ids_anywhere(pool: RankPool, tail: str) -> None:
     check(pool, over(Layout(FOUR), named))
 
 
-def test_tokens_that_all_live_in_one_shard(pool: RankPool) -> None:
+def test_tokens_that_are_all_in_one_shard(pool: RankPool) -> None:
     ranges = [*((start, stop - 1) for start, stop in FOUR), *((start - 1, start) for start, _ in FOUR[1:]), (63, 63)]
     named = {f"labels {first} to {last}": partial(problems.labelled, first, last) for first, last in ranges}
     check(pool, over(Layout(FOUR), named))
@@ -180,7 +180,7 @@ def test_tokens_that_all_live_in_one_shard(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [1, 36, None])
 def test_weights_valid_index_and_chunks(pool: RankPool, chunk_tokens: int | None) -> None:
-    """A micro-batch whose weights are all zero gives 0, and gradients of 0, to the last bit."""
+    """A micro-batch whose weights are all zero gives a loss and gradients of exactly 0."""
     named = {
         f"weights: {weights}, valid_index {known}": partial(problems.weighted, weights, known)
         for weights in ("some are zero", "one is not", "all are zero", "none")
@@ -190,8 +190,8 @@ def test_weights_valid_index_and_chunks(pool: RankPool, chunk_tokens: int | None
 
 
 @pytest.mark.parametrize("borders", [cut(0, 3, V), cut(0, 0, 100, V)], ids=str)
-def test_chunks_of_which_each_rank_would_choose_another_number(pool: RankPool, borders: Borders) -> None:
-    """By memory a rank with few rows of the head could take more tokens at a time than the others."""
+def test_ranks_that_would_choose_different_chunk_sizes(pool: RankPool, borders: Borders) -> None:
+    """By its memory budget, a rank with few rows of the head could choose larger chunks than the others."""
     problem = partial(problems.of_tokens, 150)
     case = Case("small tiles", problem, Layout(borders), chunk_tokens=None, counts_collectives=True)
     outcomes = pool.call(jobs.in_small_tiles, case)[: len(borders)]
@@ -200,7 +200,7 @@ def test_chunks_of_which_each_rank_would_choose_another_number(pool: RankPool, b
 
 
 def test_no_tokens_at_all(pool: RankPool) -> None:
-    """All there is to a result, and all of it zero."""
+    """The result has all its parts, and all of them are zero."""
     one = check(pool, [Case("1 token", partial(problems.of_tokens, 1), Layout(SHARDS[3]))])[0]
     none = pool.call(on_shards, Case("0 tokens", partial(problems.of_tokens, 0), Layout(SHARDS[3])))[:3]
     for full, empty in zip(one, none, strict=True):
@@ -222,7 +222,7 @@ def test_rows_without_weight_may_hold_anything(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("teacher", [None, "whole"], ids=["its columns", "all columns"])
 def test_logits_objective(pool: RankPool, teacher: Any) -> None:
-    """Every rank has its columns of the student's logits; of the teacher's these, or all. Some are −inf."""
+    """Every rank has its columns of the student's logits, and the same or all of the teacher's. Some are −inf."""
     named = {
         f"{expression}, masked: {masked}": partial(problems.from_logits, expression, masked)
         for masked in ("nothing", "columns", "a shard", "tokens' own")
@@ -234,7 +234,7 @@ def test_logits_objective(pool: RankPool, teacher: Any) -> None:
 
 
 def test_all_metrics_are_those_of_the_whole_vocabulary(pool: RankPool) -> None:
-    """Entropies, agreement, the teacher's mass and the parts of a term, by the same names."""
+    """Entropies, agreement, the teacher's mass and the parts of a term have the same names and values."""
     named = {"every term": partial(problems.other_term, "all", V, torch.float64)}
     for signal in SIGNALS:
         named[signal] = partial(problems.distillation, "0.9*forward_kl + 0.1*jsd(0.5)", signal, torch.float64)
@@ -272,7 +272,7 @@ def test_random_layouts(pool: RankPool, seed: int) -> None:
 
 @pytest.mark.parametrize("expression", ["jsd(0.3)", pytest.param("forward_kl", marks=pytest.mark.slow)])
 def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> None:
-    """From 2048 columns on the pointwise work is compiled: on one rank here, and not on the others."""
+    """Pointwise work is compiled from 2048 columns on, so one rank here compiles and the others do not."""
     named = {expression: partial(problems.distillation, expression, "full", vocabulary=3000)}
     answers = pool.run(on_shards, over(Layout(cut(0, 2500, 2600, 3000)), named), limit=300.0)
     for problem, answer in zip(named.values(), answers, strict=True):
@@ -283,7 +283,7 @@ def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> N
 
 @pytest.mark.parametrize("ranks", SHARDS)
 def test_log_probs_are_those_of_one_process(pool: RankPool, ranks: int) -> None:
-    """With an objective over all tokens: its gradient of the hidden states is summed once."""
+    """The gradient of an objective over all tokens with respect to the hidden states is summed once."""
     problem = partial(problems.distillation, "forward_kl", "full")
     found = pool.call(jobs.log_probs, Case("log probs", problem, Layout(SHARDS[ranks])))
     leaves = problem().leaves

@@ -1,4 +1,4 @@
-"""Vocabulary shards in their layout: gradients that are summed once, collectives that are counted, mistakes.
+"""Vocabulary shards inside a layout: gradients are summed once, collectives are counted, mistakes are refused.
 
 T tokens, D student width, V vocabulary.
 """
@@ -50,7 +50,7 @@ def over(layout: Layout, named: dict[str, Any], **options: Any) -> list[Case]:
 
 
 def test_partial_gradients_of_the_hidden_states(pool: RankPool) -> None:
-    """With reduce_hidden_grad=False each rank has its shard's part, and the parts sum to the whole."""
+    """With reduce_hidden_grad=False each rank has its shard's part of the gradient; the parts sum to the whole."""
     named: dict[str, Any] = {each: partial(problems.other_term, each) for each in OTHER_TERMS}
     for expression in (*ONE_ROUND, *TWO_ROUNDS):
         for signal in ("full", "bucket"):
@@ -64,9 +64,11 @@ def test_partial_gradients_of_the_hidden_states(pool: RankPool) -> None:
 @pytest.mark.parametrize("ranks", SHARDS)
 @pytest.mark.parametrize("reduce_hidden_grad", [True, False], ids=["replicated", "sequence parallel"])
 def test_a_layer_below_the_head(pool: RankPool, reduce_hidden_grad: bool, ranks: int) -> None:
-    """Replicated: its gradients are whole on every rank. Sequence parallel: its weight's are summed over tokens."""
+    """A replicated layer has whole gradients on every rank. Under sequence parallelism, the sum of the ranks' weight
+    gradients is the whole one.
+    """
     case = Case("below", partial(problems.of_tokens, 36), Layout(SHARDS[ranks], None, reduce_hidden_grad))
-    answers = pool.call(jobs.below, case)[:ranks]
+    answers = pool.call(jobs.layer_below_head, case)[:ranks]
     problem = case.problem()
     assert isinstance(problem.leaves, Leaves)
     input_TD, layer_DD = problem.leaves.hidden, jobs.make_layer()
@@ -105,7 +107,7 @@ def test_frozen_leaves_and_an_incoming_gradient(pool: RankPool) -> None:
 
 
 def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = jobs.two_passes) -> dict[str, list[Outcome]]:
-    """The second pass on the first rank, in one chunk and in four."""
+    """Return the second pass of the first rank, in one chunk and in four."""
     options = [{"counts_collectives": True, "chunk_tokens": each} for each in (TOKENS, TOKENS // 4)]
     cases = [case for each in options for case in over(Layout(FOUR), named, **each)]
     answers = pool.run(job, cases, limit=30.0)
@@ -116,7 +118,7 @@ def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = jobs.two_pa
     return {name: [seconds[at], seconds[at + len(named)]] for at, name in enumerate(named)}
 
 
-#: once the logits at its ids are there, a sparse signal's divergence needs nothing more of the vocabulary
+#: the divergence of a sparse signal needs only sums and the logits at its ids, which one collective gathers
 ONE = [
     *problems.SUMS,
     *(f"{each} on {signal}" for each in ONE_ROUND for signal in ("full", "dense")),
@@ -126,7 +128,7 @@ TWO = ["all", *(f"{each} on {signal}" for each in TWO_ROUNDS for signal in ("ful
 
 
 def test_one_collective_per_chunk(pool: RankPool) -> None:
-    """Values, gradient and metrics together; backward has the sum of the hidden states' gradient and no other."""
+    """Values, gradient and metrics share one collective; backward only sums the hidden states' gradient."""
     named = {each: partial(problems.counted, each) for each in ONE}
     for name, (in_one, in_four) in counted_passes(pool, named).items():
         assert in_one.forward == Counter({GATHER: 1}), name
@@ -135,7 +137,7 @@ def test_one_collective_per_chunk(pool: RankPool) -> None:
 
 
 def test_at_most_two_collectives_per_chunk(pool: RankPool) -> None:
-    """Where a mixture needs both normalisers first. All the terms at once need no more."""
+    """A divergence with a mixture needs both normalisers first. All terms together need no more collectives."""
     named = {each: partial(problems.counted, each) for each in TWO}
     for name, (in_one, in_four) in counted_passes(pool, named).items():
         assert in_one.forward.keys() == in_four.forward.keys() == {GATHER}, name
@@ -144,7 +146,7 @@ def test_at_most_two_collectives_per_chunk(pool: RankPool) -> None:
         assert in_one.backward == in_four.backward == Counter({SUM: 1}), name
 
 
-def test_values_alone_take_no_more(pool: RankPool) -> None:
+def test_values_alone_need_no_more_collectives(pool: RankPool) -> None:
     named = {each: partial(problems.counted, each) for each in ("one round", "all")}
     outcomes = counted_passes(pool, named, jobs.values_only)
     for name, most in (("one round", 1), ("all", 2)):
@@ -166,8 +168,8 @@ def test_no_collective_carries_a_vocabulary(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("teacher", [cut(0, 7, 77, 177, V), "whole"], ids=["other borders", "whole"])
-def test_a_teachers_rows_travel_once(pool: RankPool, teacher: Any) -> None:
-    """The first pass learns the borders and moves the rows; the second finds both."""
+def test_a_teachers_rows_are_sent_once(pool: RankPool, teacher: Any) -> None:
+    """The first pass exchanges the borders and moves the rows; the second pass reuses both."""
     layout = Layout(cut(0, 9, 99, 199, V), teacher)
     case = Case("teacher", partial(problems.heads_of, V, V, None, None), layout, None, True)
     for first, second in pool.call(jobs.two_passes, case):
@@ -176,11 +178,11 @@ def test_a_teachers_rows_travel_once(pool: RankPool, teacher: Any) -> None:
         once = first.forward - second.forward
         assert once.keys() <= {GATHER, EXCHANGE}
         assert once[GATHER] <= 2
-        # two heads, of which one has a bias
+        # two heads, one of them with a bias
         assert once[EXCHANGE] == (0 if teacher == "whole" else 3)
 
 
-def test_a_teacher_that_has_been_written_to_travels_again(pool: RankPool) -> None:
+def test_the_rows_of_a_changed_teacher_are_sent_again(pool: RankPool) -> None:
     case = Case("written to", partial(problems.heads_of, V, V, None, None), Layout(FOUR, cut(0, 1, 64, 200, V)))
     outcomes, problem = pool.call(jobs.after_writing, case), case.problem()
     jobs.double_teachers(problem.terms)
@@ -216,7 +218,7 @@ def test_mistakes_are_refused_on_every_rank(pool: RankPool, mistake: str, messag
 
 @pytest.mark.parametrize("rows", [V, 240])
 def test_a_group_of_one_is_no_shard(pool: RankPool, rows: int) -> None:
-    """Nor is none: no collective is called, and nothing differs."""
+    """With a group of one rank, as without a group, no collective is called, and the results are the same."""
     leaves = make_leaves(dtype=torch.float32)
     terms = problems.other_term("all", rows).terms
     size = {"vocab_size": rows}
@@ -229,11 +231,11 @@ def test_a_group_of_one_is_no_shard(pool: RankPool, rows: int) -> None:
     assert not outcome.forward + outcome.backward
 
 
-# the tests themselves
+# tests of the helpers of these tests
 
 
 def split(layout: Layout, result: Result, share_hidden: bool) -> list[Outcome]:
-    """What ranks would have, from the whole vocabulary's result."""
+    """Split the whole vocabulary's result into the outcomes that the ranks would have."""
     output, gradients = result.output, result.gradients
     outcomes = []
     for start, stop in layout.student:
@@ -283,8 +285,8 @@ def test_collectives_are_counted_wherever_they_come_from(pool: RankPool) -> None
         assert largest == 12
 
 
-def test_a_rank_that_fails_or_hangs_fails_its_job_alone(pool: RankPool) -> None:
-    good, raised, hung, again = pool.run(jobs.breaks, ["not", "raises", "waits", "not"], limit=4.0)
+def test_a_rank_that_fails_or_hangs_fails_only_its_job(pool: RankPool) -> None:
+    good, raised, hung, again = pool.run(jobs.failing_on_one_rank, ["not", "raises", "waits", "not"], limit=4.0)
     assert good == again == [4.0] * 4
     assert isinstance(raised, Failure)
     assert "rank 2: Traceback" in raised.text

@@ -1,4 +1,4 @@
-"""A run's objective as an expression: what it means, how it reads in words, and what is refused."""
+"""A run's objective as an expression: its terms, its description in words, and its errors."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 
 def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Student logits, teacher logits [6, 11] in float64, and labels."""
+    """Return student logits and teacher logits, [6, 11] in float64, and labels."""
     draw = torch.Generator().manual_seed(seed)
     student, teacher = (torch.randn(6, 11, generator=draw, dtype=torch.float64) for _ in range(2))
     return student.requires_grad_(), teacher, torch.randint(0, 11, (6,), generator=draw)
@@ -27,7 +27,7 @@ def value_and_gradient(spec: ObjectiveSpec) -> tuple[float, Tensor]:
 
 
 def plain(temperature: float = 1.0) -> dict[str, Tensor]:
-    """Sums over tokens in textbook form, on a student that asks for gradients."""
+    """Return the sums over tokens of the textbook formulas, for a student that requires gradients."""
     student, teacher, labels = problem()
     log_q, log_p = (torch.log_softmax(each / temperature, 1) for each in (student, teacher))
     q, p = log_q.exp(), log_p.exp()
@@ -154,7 +154,7 @@ def test_several_divergences_are_one_term() -> None:
         ),
     ],
 )
-def test_in_words(text: str, options: dict[str, Any], words: str) -> None:
+def test_an_objective_in_words(text: str, options: dict[str, Any], words: str) -> None:
     assert parse_objective(text, **options).in_words() == words
 
 
@@ -203,6 +203,6 @@ def test_in_words(text: str, options: dict[str, Any], words: str) -> None:
         ("cross_entropy(smoothing=0.1)", "cross_entropy: .*smoothing"),
     ],
 )
-def test_what_is_refused(text: str, message: str) -> None:
+def test_expressions_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_objective(text)

@@ -1,4 +1,4 @@
-"""Mistakes that shipped elsewhere; each would fail here. The numbers are those of the design's list of traps."""
+"""Mistakes that other projects released; each one fails a test here. Numbers refer to the design's list of traps."""
 
 import math
 
@@ -40,7 +40,7 @@ from stillhouse.objective import (
 )
 from stillhouse.objective.reference import dense_objective
 
-# 2. Absent ids stand at index 0 while they are scattered: token 0 must not notice.
+# 2. Absent ids are replaced by index 0 before they are scattered; token 0's gradient must not change.
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -81,7 +81,7 @@ def test_a_row_without_any_id_is_worth_nothing(tail: str) -> None:
 
 
 def test_absent_entries_do_not_meet_a_masked_token_zero() -> None:
-    """0·log 0 where an absent entry stands in for a token that the student cannot give."""
+    """The index that replaces an absent id points to a token of probability 0, and 0·log 0 must be 0."""
     student = torch.tensor([[-math.inf, 0.3, 0.1, -0.5]])
     ids, values = torch.tensor([[-1, 2, 1]]), torch.tensor([[0.5, 0.5, 0.5]])
     signals = [Sampled(ids, values), *(TopK(ids, values.log() - 1, tail=tail) for tail in TAILS)]  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_absent_entries_do_not_meet_a_masked_token_zero() -> None:
         assert gradient[0, 0] == 0
 
 
-# 3. The gradient of a truncated KL is m·q − p with m the mass that was kept, not q − p.
+# 3. The gradient of a truncated KL is m·q − p, where m is the mass of the kept ids, and not q − p.
 
 
 def test_truncated_kl_has_its_own_gradient() -> None:
@@ -104,7 +104,7 @@ def test_truncated_kl_has_its_own_gradient() -> None:
     torch.testing.assert_close(gradient, kept.sum() * q - kept, rtol=1e-12, atol=1e-15)
 
 
-# 7. A truncated KL below zero is not clamped; the renormalised one leaves the student's mass outside unpunished.
+# 7. A negative truncated KL is not clamped; a renormalised KL does not penalise the student's mass outside the ids.
 
 
 def test_negative_truncated_kl_keeps_its_gradient() -> None:
@@ -129,7 +129,7 @@ def test_bucket_punishes_mass_outside_the_ids_and_renormalize_does_not() -> None
     assert (gradient[0, 2:] > 0.1).all()
 
 
-# 9. Padded heads: 256 rows for 251 tokens on one side, or another padding on each.
+# 9. Padded heads: one head has 256 rows for 251 tokens, or both heads have different padding.
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_repeated_id_counts_once(kind: type[TopK], tail: str) -> None:
     ids = torch.tensor([[5, 2, 3], [0, 1, 6]])
     log_p = torch.log_softmax(teacher, 1).gather(1, ids)
     repeated = torch.cat([ids, ids[:, :2], torch.tensor([[5], [6]])], 1)
-    repeated_log_p = torch.cat([log_p, torch.zeros(2, 3)], 1)  # the first place counts
+    repeated_log_p = torch.cat([log_p, torch.zeros(2, 3)], 1)  # the first one counts
     for expression in ALL_DIVERGENCES:
         divergence = parse_divergence(expression)
         value, gradient = divergence_of(student, kind(repeated, repeated_log_p, tail=tail), divergence)  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ def test_weight_gradient_of_many_chunks_does_not_round_in_bfloat16() -> None:
         rows = slice(start, start + 8)
         part = Leaves(leaves.hidden[rows], leaves.weight, leaves.bias)
         summed += run(linear_objective, part, [CrossEntropy(labels_T[rows])]).gradients["weight"]
-    assert distance(summed, exact["weight"]) > 2**-6  # what the trap looks like
+    assert distance(summed, exact["weight"]) > 2**-6  # the mistake's error is visible here
 
 
 # 14. Peaked rows: the mass outside the top-k is below float32's last digit.
@@ -238,7 +238,7 @@ def test_peaked_rows_have_a_finite_bucket(expression: str, send_tail: bool, gap:
     log_p = torch.log_softmax(teacher, 1)
     top, ids = log_p.topk(4, 1)
     tail = torch.logsumexp(log_p.scatter(1, ids, -math.inf), 1)
-    assert send_tail or gap < 20 or (1 - top.exp().sum(1) <= 0).any()  # what the trap looks like
+    assert send_tail or gap < 20 or (1 - top.exp().sum(1) <= 0).any()  # the mistake fails here
     divergence = parse_divergence(expression)
     for logits in (student, teacher, student * 50):
         value, gradient = divergence_of(
@@ -254,7 +254,7 @@ def test_peaked_rows_have_a_finite_bucket(expression: str, send_tail: bool, gap:
 
 
 def test_a_tail_that_was_not_sent_is_the_rest_or_the_floor() -> None:
-    """log(1 − Σp) where that has digits; float32's epsilon where it has none."""
+    """The tail is log(1 − Σp) where float32 can represent it, and otherwise the log of float32's epsilon."""
     ids, student = torch.tensor([[0], [0]]), torch.tensor([[0.0, 1.0, 2.0]] * 2)
     sums = torch.tensor([[0.75], [1.0000001]])
     q = student.softmax(1)[:, 1:].sum(1)
@@ -264,12 +264,12 @@ def test_a_tail_that_was_not_sent_is_the_rest_or_the_floor() -> None:
     torch.testing.assert_close(value_T, expected, rtol=1e-5, atol=1e-6)
 
 
-# Random sampling distillation: its promise is an unbiased gradient, so take the expectation over every draw.
+# Random sampling distillation promises an unbiased gradient, so the test takes the expectation over every draw.
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
 def test_sampled_gradient_is_forward_kls_in_expectation(temperature: float) -> None:
-    """Two draws from a proposal r over four tokens, weights p/(2r): all 16 outcomes, each with its probability."""
+    """Two draws from a proposal r over four tokens have weights p/(2r). The test enumerates all 16 outcomes."""
     student, teacher = (torch.randn(1, 4, generator=generator(seed), dtype=torch.float64) for seed in (0, 1))
     p = (teacher / temperature).softmax(1)[0]
     proposal = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)

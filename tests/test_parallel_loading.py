@@ -1,4 +1,4 @@
-"""Models that were made without memory and filled from their files: the same to the bit, stage by stage."""
+"""Models that are built on the meta device and loaded stage by stage are bitwise equal to the saved model."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, float]:
-    """A tiny model, one of 224 MiB, that one's size and its layer's."""
+    """The folders of a tiny model and of one of 224 MiB, and the sizes of the latter and of one of its layers."""
     folder = tmp_path_factory.mktemp("models")
     loading_memory.save(folder / "small", 64)
     return folder / "small", folder / "large", *loading_memory.save(folder / "large", 1024)
@@ -84,7 +84,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, 
 @pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(fsdp=4), Degrees(fsdp=2, tensor=2)], ids=str)
 def test_a_process_holds_its_share_and_a_layer(large: tuple[Path, Path, float, float], degrees: Degrees) -> None:
     small, folder, whole, layer = large
-    with RankPool(degrees.processes) as pool:  # new processes: memory that was once taken does not show
+    # new processes, because memory that a process has used before would hide growth
+    with RankPool(degrees.processes) as pool:
         found = pool.call(loading_memory.measure, (small, folder, degrees), limit=120)
     for rank, memory in enumerate(found):
         print(f"{degrees}, rank {rank}: {memory.share:.0f} MiB of {whole:.0f}, at its largest {memory.peak:.0f}")
@@ -103,7 +104,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_heads_that_degrees_do_not_divide_are_refused() -> None:
-    decoder = Decoder(build("llama"), verify=False)  # 4 heads, 2 of keys and values
+    decoder = Decoder(build("llama"), verify=False)  # 4 attention heads, 2 key-value heads
     with pytest.raises(ValueError, match=r"tensor=4 does not divide the model's num_key_value_heads=2"):
         tensor_plan(decoder, 4)
     require_heads(decoder.config, 2, 1)
@@ -117,7 +118,7 @@ def test_families_that_can_be_cut(family: str) -> None:
 
 
 def test_a_scaled_embedding_would_be_scaled_on_every_stage() -> None:
-    with pytest.raises(ValueError, match="changes its embeddings on the way to its first layer"):
+    with pytest.raises(ValueError, match="changes its embeddings before its first layer"):
         require_cuttable(build("granite").config)
 
 

@@ -1,4 +1,4 @@
-"""`stillhouse parity` calls a gradient different wherever a NaN stands in it, or in the list of parameters."""
+"""`stillhouse parity` calls a gradient different if it contains a NaN, or if a NaN is in the list of parameters."""
 
 import math
 from itertools import permutations

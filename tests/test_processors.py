@@ -72,12 +72,12 @@ def decoder_of(name: str, seed: int = 0) -> Decoder:
 
 
 def logits_of(name: str, seed: int = 0) -> Tensor:
-    """The model's own, [T, V]."""
+    """Return the logits of the Hugging Face model, [T, V]."""
     return model_of(name, seed)(input_ids=IDS_BS, position_ids=POSITIONS_BS, use_cache=False).logits.flatten(0, 1)
 
 
 def log_probs_of(logits_TV: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Of the labels [T], 0 without one, and the entropy [T]."""
+    """Return the labels' log-probabilities [T], 0 without a label, and the entropies [T]."""
     log_q_TV = torch.log_softmax(logits_TV / temperature, 1)
     at_label_T = log_q_TV.gather(1, LABELS_T.clamp_min(0)[:, None])[:, 0]
     return at_label_T.masked_fill(~KNOWN_T, 0.0), -(log_q_TV.exp() * log_q_TV).sum(1)
@@ -98,7 +98,10 @@ def assert_as_from_logits(
     plain: Callable[[Tensor], Tensor],
     loss: Callable[[Any], Tensor] = lambda made: made.loss,
 ) -> Any:
-    """`loss` of what the processor makes, which is given back, is `plain` of logits [T, V]; so are all gradients."""
+    """Assert that `loss` of the processor's result equals `plain` of logits [T, V], with all gradients.
+
+    Returns the processor's result.
+    """
     model = model_of(name)
     made = decoder_of(name)(IDS_BS, POSITIONS_BS, processor=processor, context=context)
     found, wanted = loss(made), plain(logits_of(name))
@@ -125,7 +128,7 @@ def test_hidden_states_are_the_backbones(model: str) -> None:
 @EACH_MODEL
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_selected_log_probs_under_a_loss_over_sequences(model: str, temperature: float) -> None:
-    """GSPO's ratio of a row to its length's root, and entropies: nothing that a token could know by itself."""
+    """The loss has GSPO's length-normalised ratio of each row, and entropies: it is not a sum over tokens."""
     with torch.no_grad():
         old_T, _ = log_probs_of(logits_of(model), temperature)
     old_BS = (old_T + 0.1 * torch.randn(T, generator=generator(2))).masked_fill(~KNOWN_T, 0.0).view(B, S)
@@ -162,7 +165,7 @@ def test_cross_entropy(model: str, smoothing: float, z_loss: float) -> None:
 
 @EACH_MODEL
 def test_distillation_from_a_second_model(model: str) -> None:
-    """With weights that differ; the teacher gets no gradient."""
+    """Student and teacher have different weights, and the teacher gets no gradient."""
     teacher = decoder_of(model, seed=1)
     signal = teacher(IDS_BS, POSITIONS_BS, processor=full_vocab)
     assert not signal.hidden_TE.requires_grad
@@ -187,7 +190,7 @@ def test_distillation_from_a_second_model(model: str) -> None:
 
 @EACH_MODEL
 def test_distillation_from_top_k(model: str) -> None:
-    """Forward KL over the likeliest ids and one outcome more, at the tokens with a label."""
+    """Forward KL over the likeliest ids and one bucket for all others, at the tokens with a label."""
     log_p_TV = torch.log_softmax(logits_of(model, seed=1).detach(), 1)
     log_p_TK, ids_TK = log_p_TV.topk(6, 1)
 
@@ -204,8 +207,11 @@ def test_distillation_from_top_k(model: str) -> None:
     assert_as_from_logits(model, distillation(parse_objective("forward_kl")), context, plain)
 
 
-def drawn(name: str, temperature: float, weights_BS: Tensor | None) -> PolicyTargets:
-    """Ratios on both sides of both clips under advantages of either sign; nothing to read where there is no label."""
+def policy_targets(name: str, temperature: float, weights_BS: Tensor | None) -> PolicyTargets:
+    """Return targets with ratios below, between and above the clips and advantages of both signs.
+
+    Rows without a label hold NaN or infinity.
+    """
     with torch.no_grad():
         log_q_T, _ = log_probs_of(logits_of(name), temperature)
     ratios = torch.tensor([0.5, 0.9, 1.1, 2.0, 2.0, 1.1, 0.9, 0.5], dtype=torch.float64).repeat(T)
@@ -222,9 +228,9 @@ def drawn(name: str, temperature: float, weights_BS: Tensor | None) -> PolicyTar
 @EACH_MODEL
 @pytest.mark.parametrize("rows", ["labelled", "all"])
 def test_policy_gradient(model: str, rows: str) -> None:
-    """A weight on a row without a label counts its entropy and nothing else."""
+    """If a row without a label has a weight, only its entropy counts."""
     weights_BS = None if rows == "labelled" else torch.ones(B, S)
-    context = drawn(model, 0.7, weights_BS)
+    context = policy_targets(model, 0.7, weights_BS)
     counted_T = KNOWN_T if weights_BS is None else torch.ones_like(KNOWN_T)
     assert context.advantages_T is not None
     assert context.old_log_probs_T is not None
@@ -242,7 +248,7 @@ def test_policy_gradient(model: str, rows: str) -> None:
 
     processor = policy_gradient(clip_low=0.2, clip_high=0.28, kl_scale=0.3, entropy_bonus=0.02, temperature=0.7)
     metrics = assert_as_from_logits(model, processor, context, plain).metrics
-    # of eight tokens in a row: the fourth, far up and good, and the last, far down and bad
+    # of eight consecutive tokens two are clipped: the fourth (large ratio, positive advantage) and the last
     assert metrics["clipped"] == sum(each % 8 in (3, 7) for each in range(LABELLED)) > 1
     assert metrics["tokens"] == counted_T.sum()
     assert metrics["reference_kl"] > 0
@@ -258,7 +264,7 @@ PROCESSORS: dict[str, Callable[[], OutputProcessor]] = {
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_no_tensor_is_as_large_as_the_logits(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, backbone included; the logits path as a control."""
+    """Forward and backward, including the backbone, create no tensor of this size; the control with logits does."""
     monkeypatch.setitem(fused.TILE_ROWS, "cpu", (1, 64))
     rows, tokens, vocabulary = 16, 40, 1021
     decoder = Decoder(build("qwen3", tied=False, vocab_size=vocabulary), verify=False)
@@ -314,7 +320,7 @@ DISTILLATION = distillation(parse_objective("forward_kl"))
     [
         (
             lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS), 0),
-            "signal is missing: expected what a teacher says",
+            "signal is missing: expected a teacher's signal",
         ),
         (
             lambda: at_depth(

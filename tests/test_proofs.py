@@ -1,4 +1,4 @@
-"""A row of a page is proven by tests that ran and passed, and by nothing else."""
+"""Only tests that ran and passed prove a row of a page."""
 
 from pathlib import Path
 

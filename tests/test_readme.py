@@ -1,4 +1,4 @@
-"""README's claims point at tests that exist, its links at files, and its configuration loads."""
+"""The README's claims name tests that exist, its links name files that exist, and its configuration loads."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def defined_tests(path: Path) -> set[str]:
 
 
 def test_every_row_names_a_test_that_exists() -> None:
-    """That they ran and passed is for `proofs.py`, after all tests."""
+    """After all tests, `proofs.py` checks that these tests ran and passed."""
     pages = {"README.md": 10, "docs/proofs.md": 100}
     for page, most in pages.items():
         rows = proof_rows((ROOT / page).read_text())
@@ -83,7 +83,7 @@ def test_before_and_after_are_the_same_loss_and_gradients() -> None:
 
 
 def test_the_processors_of_the_page_run() -> None:
-    """Those for a decoder, one after the other, on one batch."""
+    """Run all processors for a decoder on one batch."""
     page = (ROOT / "docs" / "output_processor.md").read_text()
     shown = re.findall(r"```python\n(.*?)```", page.partition("## The processors")[2], flags=re.DOTALL)
     decoder, ids = Decoder(build("llama", seed=1)), torch.randint(3, 251, (2, 17))

@@ -1,4 +1,4 @@
-"""The report page: what it shows of a run folder, what it says is missing, and that hostile text stays text."""
+"""The report page: its content, its notes on missing files, and hostile text, which must stay text."""
 
 import html
 import json
@@ -97,8 +97,10 @@ def test_hostile_text_stays_text(run_dir):
     page = Page(write_report(run_dir))
     assert not page.all("b")
     assert not page.all("img")
-    assert len(page.scripts) == 3  # the data, the charting library, ours: `</script>` in the data ended none
-    assert HOSTILE.replace("\x00", "") in page.text  # as written: newline, tab, quotes and all; NUL has only a mark
+    # the scripts are the data, the charting library and our code; a `</script>` in the data ended none of them
+    assert len(page.scripts) == 3
+    # the text is unchanged, including newline, tab and quotes; only NUL is replaced by a mark
+    assert HOSTILE.replace("\x00", "") in page.text
     labels = "".join(token[0] for token in page.data["documents"][1])
     assert "</script><b" in labels.replace("␣", " ")
     assert "<img src=x onerror=alert(1)>" in page.text
@@ -171,12 +173,12 @@ def test_only_an_incomplete_last_line_is_left_out(run_dir):
     assert cut == whole[:-1]
     assert "incomplete" in notes[0]
     assert "incomplete" in Page(write_report(run_dir)).text
-    path.write_bytes(raw[:-1])  # complete but for its newline
+    path.write_bytes(raw[:-1])  # the line is complete except for its newline
     assert read_metrics(path) == (whole, [])
 
 
 def test_a_resumed_run_is_one_curve(run_dir):
-    """The trainer cuts the lines after its checkpoint and goes on; step 150 is evaluated again, at the same step."""
+    """The trainer removes the lines after the checkpoint and continues; it evaluates step 150 a second time."""
     path = run_dir / "metrics.jsonl"
     whole = [json.loads(line) for line in path.read_text().splitlines()]
     again = [line for line in whole if line["step"] == 150 and "eval/forward_kl" in line]
@@ -241,9 +243,9 @@ def points(steps):
     [
         (range(6), []),
         ([0, 1, 2, 4, 5, 6], [3]),
-        ([0, 100, 200, 300, 310], []),  # a last evaluation at the end
+        ([0, 100, 200, 300, 310], []),  # the last evaluation is at the end
         ([0, 1000, 1010, 1020], []),  # two intervals
-        ([0, 100, 200, 700, 1200, 1700], []),  # resumed with another interval
+        ([0, 100, 200, 700, 1200, 1700], []),  # the run was resumed with another interval
         ([0, 100, 200, 500, 600, 700], [350]),
     ],
 )
@@ -292,7 +294,7 @@ def test_prompt_is_dimmed_and_whitespace_kept(run_dir):
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast ratio of WCAG 2 between two #rrggbb colours."""
+    """Return the contrast ratio of WCAG 2 between two #rrggbb colours."""
     low, high = sorted(map(luminance, (one, other)))
     return (high + 0.05) / (low + 0.05)
 

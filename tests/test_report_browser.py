@@ -1,4 +1,4 @@
-"""The report page in a real browser: it draws everything, without complaint and without a horizontal scroll bar."""
+"""The report page in a real browser: it draws all charts without errors and without a horizontal scroll bar."""
 
 import html
 import re
@@ -18,8 +18,8 @@ QUIET = (
 )
 THEMES = {"light": "--blink-settings=preferredColorScheme=1", "dark": "--blink-settings=preferredColorScheme=0"}
 
-# A window is at least 500 pixels wide, a frame is not. The page in it is the whole page, with its own policy; what
-# is written on the frame is only read from it, once everything has had time to settle.
+# A window is at least 500 pixels wide, but a frame can be narrower. The frame contains the whole page with its
+# content security policy. The script waits until the page is drawn, and writes its results to the frame's dataset.
 FRAME = """<!doctype html>
 <html style="color-scheme: light dark"><body><iframe width="{width}" height="900" srcdoc="{page}"></iframe><script>
 setTimeout(() => {{
@@ -38,7 +38,7 @@ setTimeout(() => {{
 
 
 def opened(path: Path, width: int, theme: str) -> tuple[dict[str, str], list[str]]:
-    """What the page at this width and in this theme has become, and what the browser complained about."""
+    """Open the page with this width and theme. Return its measurements and the browser's errors."""
     frame = path.with_name("frame.html")
     page = html.escape(path.read_text(encoding="utf-8"))
     frame.write_text(FRAME.format(width=width, page=page), encoding="utf-8")

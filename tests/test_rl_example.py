@@ -1,4 +1,4 @@
-"""The example of reinforcement learning: rewards rise, and what it trains by is what logits say."""
+"""The example of reinforcement learning: rewards rise, and its loss equals the one computed from logits."""
 
 import runpy
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_labels_are_the_answer_and_its_end(example: dict[str, Any]) -> None:
 
 
 def test_advantages_are_within_a_group(example: dict[str, Any]) -> None:
-    """Of four answers to three problems: one right, none, all."""
+    """Three problems have four answers each: one right answer, none, and all right."""
     rewards_B = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1])
     expected_B = torch.tensor([3**0.5, *[-(3**-0.5)] * 3, *[0.0] * 8])
     torch.testing.assert_close(example["advantages"](rewards_B, 4), expected_B, rtol=1e-3, atol=0)

@@ -49,7 +49,7 @@ def decoder(config: PreTrainedConfig) -> Decoder:
 
 @dataclass
 class Batch:
-    """Padded sequences, and the number of targets of each."""
+    """Padded sequences and their numbers of targets."""
 
     ids_BS: Tensor
     counts_BS: Tensor
@@ -63,7 +63,7 @@ class Batch:
 
     @classmethod
     def whole(cls) -> "Batch":
-        """One sequence, without padding."""
+        """Return one sequence without padding."""
         ids_BS = torch.randint(251, (1, TOKENS), generator=torch.Generator().manual_seed(1))
         return cls(ids_BS, torch.ones(1, TOKENS, dtype=torch.bool), torch.tensor([TOKENS]))
 
@@ -71,7 +71,7 @@ class Batch:
         return RouterAuxLoss(self.counts_BS, self.targets_B, COEFFICIENT / int(self.targets_B.sum()))
 
     def formula(self, model: Decoder) -> Tensor:
-        """A plain sum of transformers' function, over sequences weighted by their targets and over layers."""
+        """Sum transformers' function over sequences, weighted by their targets, and average it over layers."""
         logits = model.pretrained(self.ids_BS, output_router_logits=True, use_cache=False).router_logits
         total = torch.zeros((), dtype=torch.float64)
         for layer_TX in logits:
@@ -82,7 +82,7 @@ class Batch:
 
 
 def forward(model: Decoder, batch: Batch, loss: RouterAuxLoss) -> Tensor:
-    """The load balancing alone: the logits count nothing, and so reach every parameter with zeros."""
+    """Return a loss of the load balancing only: 0 times the logits keeps all parameters in the graph."""
     with model.balancing(loss):
         return 0 * model(batch.ids_BS).sum()
 
@@ -97,8 +97,8 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_of_one_sequence_and_layer_it_is_the_family_s_own(family: str) -> None:
-    """transformers' loss over all tokens and layers at once: with one of both it is ours."""
+def test_the_loss_of_one_sequence_and_layer_is_transformers_own(family: str) -> None:
+    """transformers computes its loss over all tokens and layers; for one sequence and layer it equals ours."""
     batch, reference = Batch.whole(), decoder(FAMILIES[family])
     outputs = reference.pretrained(batch.ids_BS, output_router_logits=True, use_cache=False)
     (COEFFICIENT * outputs.aux_loss).backward()
@@ -116,7 +116,7 @@ def test_of_one_sequence_and_layer_it_is_the_family_s_own(family: str) -> None:
 @pytest.mark.parametrize("recomputed", ["kept", "recomputed", "recomputed, then balanced"])
 @pytest.mark.parametrize("threads", [False, True], ids=["one thread", "backward in a thread"])
 def test_each_micro_batch_sequence_and_layer_counts_by_itself(order: str, recomputed: str, threads: bool) -> None:
-    """Padding does not count. A layer that is recomputed after the other micro-batch has run keeps its own loss."""
+    """Padding does not count. A layer that is recomputed after another micro-batch keeps its own loss."""
     batches, reference = [Batch.make(0), Batch.make(1)], decoder(THREE_LAYERS)
     formulas = [each.formula(reference) for each in batches]
     for each, batch in zip(formulas, batches, strict=True):
@@ -141,7 +141,7 @@ def test_each_micro_batch_sequence_and_layer_counts_by_itself(order: str, recomp
 
 
 def run(call: Callable[[], Any], *, in_a_thread: bool) -> None:
-    """As on a GPU, whose backward runs in a thread of its own."""
+    """Call a function, in a new thread if in_a_thread, because backward on a GPU runs in a separate thread."""
     if not in_a_thread:
         call()
         return
@@ -165,7 +165,7 @@ def test_recomputation_changes_no_bit() -> None:
 
 
 def test_two_backward_passes_recompute_twice() -> None:
-    """As zero-bubble schedules do: each is the whole gradient, and the recorded losses stay as they were."""
+    """Zero-bubble schedules do this. Each pass gives the whole gradient, and the recorded losses do not change."""
     model, batch = decoder(THREE_LAYERS), Batch.make(0)
     balance_routers(model)
     model.gradient_checkpointing_enable()
@@ -174,14 +174,14 @@ def test_two_backward_passes_recompute_twice() -> None:
     losses = dict(balance.losses)
     result.backward(retain_graph=True)
     once = {name: each.clone() for name, each in gradients(model).items()}
-    forward(model, Batch.make(1), Batch.make(1).loss())  # another micro-batch in between
+    forward(model, Batch.make(1), Batch.make(1).loss())  # another micro-batch runs between the two passes
     result.backward()
     assert_close(gradients(model), {name: 2 * each for name, each in once.items()})
     assert balance.losses == losses
 
 
-def test_beside_a_lora() -> None:
-    """The adapter's gradient through the frozen routers is the one of the formula."""
+def test_router_balance_beside_a_lora() -> None:
+    """The adapter's gradient through the frozen routers equals the formula's."""
     found = []
     for formula in (True, False):
         model, batch = decoder(THREE_LAYERS), Batch.make(0)
@@ -217,7 +217,7 @@ def test_outside_of_the_context_nothing_is_balanced() -> None:
     assert not any(each.any() for each in gradients(model).values())
 
 
-# what is refused
+# refusals
 
 
 def test_a_model_without_routers_is_refused() -> None:
@@ -258,11 +258,11 @@ def test_a_router_of_other_outputs_is_refused() -> None:
 
 
 def test_recomputation_past_the_decoder_is_an_error() -> None:
-    """transformers' own method does not restore the loss: torch sees that a layer is recomputed differently."""
+    """transformers' method does not restore the loss, so torch finds that the recomputation differs."""
     model, batch = decoder(THREE_LAYERS), Batch.make(0)
     balance_routers(model)
     pretrained: Any = model.pretrained
-    # its name in later versions of transformers first
+    # the first name is that of later versions of transformers
     name = "activation_checkpointing_enable"
     enable = getattr(pretrained, name) if hasattr(pretrained, name) else pretrained.gradient_checkpointing_enable
     enable({"use_reentrant": False})

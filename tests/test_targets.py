@@ -28,9 +28,9 @@ def test_shift_for_mtp_of_equal_rows() -> None:
 
 
 def test_shift_for_mtp_stays_within_documents() -> None:
-    """By hand: the documents' ends, and what a teacher said of the row that is meant."""
+    """The expected values are written by hand: the documents' ends, and the teacher's values of the right row."""
     weights_BS = torch.rand(B, S, generator=generator(6))
-    signal = DenseLogits(torch.arange(T).float()[:, None])  # each row says its own number
+    signal = DenseLogits(torch.arange(T).float()[:, None])  # each row's value is its number
     context = DistillTargets(LABELS_BS, weights_BS, 3.0, signal=signal).shift_for_mtp(POSITIONS_BS, 2)
     document_T = ((POSITIONS_BS == 0).cumsum(1) + 10 * torch.arange(B)[:, None]).flatten().tolist()
     for depth in (1, 2):

@@ -58,7 +58,8 @@ def test_every_student_process_gets_each_of_its_columns_once(
         source = (grid(teacher).ranks_DCT == each.source).nonzero()[0].tolist()
         width = shape.teacher_BS[1] // teacher.context
         assert source[0] == each.micro_batch % teacher.data
-        assert source[1] * width <= each.start < each.stop <= (source[1] + 1) * width  # the source has these columns
+        # these are columns of the source's part
+        assert source[1] * width <= each.start < each.stop <= (source[1] + 1) * width
         received.setdefault((each.micro_batch, each.target), []).extend(range(each.start, each.stop))
     for at, shape in enumerate(shapes):
         for target in range(student.processes):
@@ -70,7 +71,7 @@ def test_every_student_process_gets_each_of_its_columns_once(
 
 
 class RecordedRequests:
-    """A source that notes what was requested, and when signals were taken."""
+    """A source that records its requests, and the steps between them."""
 
     def __init__(self, steps_ahead: int):
         self.steps_ahead, self.events = steps_ahead, list[str]()
@@ -122,7 +123,7 @@ def gradients(engine: Engine, batch: MicroBatch, signals: Sequence[PairSignal]) 
 
 
 def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
-    """In the stage, as hidden states that were computed before, and as a signal with a head of its own."""
+    """The teacher is in the stage, gives hidden states computed before, or gives a signal with a separate head."""
     student, teacher = Decoder(build("llama"), verify=False), Decoder(build("qwen3", seed=1), verify=False)
     batch = micro_batch()
     exact = teacher.signal(**batch.inputs)
@@ -161,7 +162,7 @@ def test_another_objective_has_the_same_optimizer() -> None:
 
 
 def test_models_get_every_input_of_a_micro_batch() -> None:
-    """GPT-2's token types, which are added to its embeddings."""
+    """The test uses GPT-2's token types, which are added to its embeddings."""
     student = Decoder(build("gpt2"), verify=False).eval()
     batch = micro_batch()
     types_BS = torch.randint(3, 251, (2, 13), generator=torch.Generator().manual_seed(2))
@@ -177,7 +178,7 @@ def test_models_get_every_input_of_a_micro_batch() -> None:
         assert (found[name] - each).norm() <= 1e-5 * each.norm(), name
 
 
-def test_an_objective_without_a_teacher_never_asks_one(tmp_path: Path) -> None:
+def test_an_objective_without_a_teacher_requests_no_signals(tmp_path: Path) -> None:
     session = session_of(tmp_path)
     session.source = None  # type: ignore[assignment]
     assert forward_backward(session, objective=parse_objective("cross_entropy")).sums["loss"] > 0

@@ -1,4 +1,4 @@
-"""Runs that train a LoRA: what they leave behind, in peft's and transformers' own hands, and what they refuse."""
+"""Runs that train a LoRA: peft and transformers can load their results, and wrong settings are refused."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def teacher_is_base(folder: Path, **settings: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run, its checkpoints all kept."""
+    """A complete run with all its checkpoints."""
     folder = tmp_path_factory.mktemp("adapter")
     write_run(folder, tied=True, **LORA, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     ended = run("distill", folder / "run.yaml")
@@ -87,7 +87,7 @@ def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, teacher: str)
     assert (tmp_path / "killed" / "tokens.json").read_bytes() == (tmp_path / "out" / "tokens.json").read_bytes()
 
 
-def test_a_killed_end_is_made_up_for(tmp_path: Path) -> None:
+def test_a_missing_final_model_is_written_by_the_same_command(tmp_path: Path) -> None:
     write_run(tmp_path, **LORA)
     run("distill", tmp_path / "run.yaml")
     before = contents(tmp_path / "out" / "model")
@@ -97,8 +97,8 @@ def test_a_killed_end_is_made_up_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", [None, "eager"])
-def test_the_own_base_is_held_once(tmp_path: Path, attention: str | None) -> None:
-    """Another attention is another model, with weights of its own."""
+def test_a_base_that_teaches_is_in_memory_once(tmp_path: Path, attention: str | None) -> None:
+    """A teacher with another attention implementation is another model and has separate weights."""
     other = {} if attention is None else {"teacher.attention": attention}
     session = session_of(tmp_path, **teacher_is_base(tmp_path, **other))
     (pair,) = session.runner.pairs.values()
@@ -109,11 +109,11 @@ def test_the_own_base_is_held_once(tmp_path: Path, attention: str | None) -> Non
     assert (session.teacher is None) == pair.teacher_is_base == (attention is None)
 
 
-def test_the_own_base_teaches_as_a_copy_of_it_does(tmp_path: Path) -> None:
-    """Gradients and held-out metrics of a trained adapter, with dropout only in the student."""
+def test_a_base_that_teaches_equals_a_copy_of_it(tmp_path: Path) -> None:
+    """The gradients and held-out metrics of a trained adapter are equal. Only the student has dropout."""
     save_model(tmp_path / "student", "llama", seed=1)
     found: list[tuple[TeacherStudentPair, dict[str, Tensor], float]] = []
-    for attention in (None, "sdpa"):  # which is what null means for these models, but held for itself
+    for attention in (None, "sdpa"):  # for these models null means sdpa, but an explicit sdpa loads a second model
         settings = teacher_is_base(tmp_path, **{"teacher.attention": attention, "train.precision": "fp32"})
         session = session_of(tmp_path, **settings)
         for name, parameter in session.student.named_parameters():
@@ -168,8 +168,8 @@ def test_check_shows_the_adapter(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2"])
 @pytest.mark.parametrize("teacher", ["another", "own base"])
-def test_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -> None:
-    """The same run under a layout from its start, and from a checkpoint of one process."""
+def test_every_layout_gives_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -> None:
+    """A run under a layout, from the start or from a checkpoint of one process, gives the same adapter."""
     settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
     write_run(tmp_path, tied=True, **settings, **{"checkpoint.every": 3, "checkpoint.keep": 9})
     middle = tmp_path / "one process" / "checkpoints" / "step-00000003"
@@ -210,20 +210,23 @@ def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
     targets = "student.adapter.targets=[layers.0.mlp.up_proj]"
     ended = distill(tmp_path, "refused", 2, "parallel.pipeline=2", targets)
     assert ended.returncode != 0
-    assert "parallel: nothing trains on stage 2 of 2, layers 1 to 1 of the student" in ended.stderr
+    assert "parallel: no parameter is trained on stage 2 of 2, layers 1 to 1 of the student" in ended.stderr
     assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        ("[lm_head]", "'lm_head' is the output head ('lm_head', one weight with the other), which stays as it is"),
-        ("[embed_tokens]", "'embed_tokens' is the input embedding ('model.embed_tokens', one weight"),
-        ("[q_proj, qproj]", "no module is called 'qproj': expected all-linear, or of its linear layers down_proj, "),
+        ("[lm_head]", "'lm_head' is the output head ('lm_head', tied to the other one), which cannot have a LoRA"),
+        ("[embed_tokens]", "'embed_tokens' is the input embedding ('model.embed_tokens', tied"),
+        (
+            "[q_proj, qproj]",
+            "no module is called 'qproj': expected all-linear, or some of the linear layers down_proj",
+        ),
         ("[self_attn]", "'self_attn' is a LlamaAttention ('model.layers.0.self_attn'): expected linear layers"),
     ],
 )
-def test_targets_that_cannot_have_one(tmp_path: Path, targets: str, message: str) -> None:
+def test_targets_that_cannot_have_an_adapter(tmp_path: Path, targets: str, message: str) -> None:
     write_run(tmp_path, tied=True, **LORA)
     failed = run("distill", tmp_path / "run.yaml", f"student.adapter.targets={targets}", code=2)
     assert f"error: student.adapter.targets: {message}" in failed.err

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one short error, the right exit code, no traceback, and nothing lost or left behind."""
+"""Mistakes of a user give one short error, the right exit code and no traceback; the folder does not change."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def fails(folder: Path, *arguments: str, code: int, command: str = "distill") -> str:
-    """The error of a command on the folder's run.yaml; the folder is afterwards what it was."""
+    """Run a failing command on the folder's run.yaml, check that the folder did not change, and return the error."""
     before = contents(folder)
     failed = run(command, folder / "run.yaml", *arguments, code=code)
     assert contents(folder) == before
@@ -63,7 +63,7 @@ def test_check_fails_as_the_run_would(here: Path) -> None:
     assert error == fails(here, f"data.train={here}/nowhere.jsonl", code=FAILED)
 
 
-def test_best_by_a_metric_that_there_will_not_be(here: Path) -> None:
+def test_best_by_a_metric_that_does_not_exist(here: Path) -> None:
     changes = ["objective.loss=cross_entropy", "teacher=null", "checkpoint.best=eval/forward_kl"]
     assert fails(here, *changes, code=USAGE).startswith("checkpoint.best: got eval/forward_kl without a teacher")
     run("check", here / "run.yaml", *changes, "data.eval=0")
@@ -104,7 +104,7 @@ def test_a_teacher_of_another_tokenizer(here: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["train", "eval"])
-def test_data_of_which_nothing_is_left(here: Path, which: str) -> None:
+def test_data_without_a_target(here: Path, which: str) -> None:
     path = here / "x.jsonl"
     path.write_text("")
     assert fails(here, f"data.{which}={path}", code=FAILED).startswith(f"{path}: the dataset is empty")
@@ -156,7 +156,7 @@ def test_more_tokens_than_the_model_has_positions(here: Path) -> None:
 
 @pytest.mark.parametrize("which", ["student", "teacher"])
 def test_a_held_out_token_without_a_row(here: Path, which: str) -> None:
-    """Added tokens beyond the head are fine until a text holds them, also one that is only evaluated on."""
+    """Added tokens beyond the head's rows are accepted until a training or evaluation text contains one."""
     from transformers import AutoTokenizer
 
     for folder in ("student", "teacher"):
@@ -179,7 +179,7 @@ def save_wider(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def test_an_out_that_is_something_else(here: Path) -> None:
+def test_an_out_that_is_no_run_folder(here: Path) -> None:
     for name, message in (
         ("train.jsonl", "is a file; expected a folder for the run"),
         ("student", "contains other files and no run; choose an empty or a new folder"),
@@ -207,14 +207,14 @@ def test_an_empty_folder_is_fine(here: Path) -> None:
     run("distill", here / "run.yaml", "train.steps=1")
 
 
-def test_ctrl_c_says_how_to_go_on_and_that_goes_on(here: Path) -> None:
+def test_ctrl_c_prints_the_command_that_continues_the_run(here: Path) -> None:
     arguments = ["distill", str(here / "run.yaml"), "train.steps=60", "checkpoint.every=5"]
     command = Command(*arguments)
     wait_for(lambda: (here / "out" / "checkpoints" / "step-00000005").exists())
     command.send(signal.SIGINT)
     assert command.wait() == 130
     assert "Traceback" not in command.err
-    assert "stopped by SIGINT after step " in command.err  # and not at the last checkpoint, which was some steps ago
+    assert "stopped by SIGINT after step " in command.err  # the run writes a checkpoint when it is stopped
     assert f"; `stillhouse {' '.join(arguments)}` continues from it" in command.err
     assert not (here / "out" / "model").exists()
     again = run(*arguments)
@@ -229,7 +229,7 @@ def test_a_learning_rate_in_scientific_notation_is_a_number(here: Path) -> None:
 
 
 def test_the_installed_module_does_it_too(here: Path) -> None:
-    """Everything above runs in forked processes; here is one from nothing, as a shell starts it."""
+    """The other tests fork processes; this one starts the module in a new process, as a shell does."""
     command = [sys.executable, "-m", "stillhouse", "distill", str(here / "run.yaml"), "train.steps=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -247,7 +247,7 @@ def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:
     first.send(signal.SIGKILL)
     first.wait()
     again = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", "train.steps=2", code=FAILED)
-    # the lock died with its process; what is left is the first run's folder
+    # the lock ended with its process; the folder still contains the first run
     assert "contains another run" in again.err
 
 
@@ -255,7 +255,7 @@ def pretend_torchrun() -> None:
     os.environ["WORLD_SIZE"] = "8"
 
 
-def test_processes_that_the_layout_does_not_make(here: Path) -> None:
+def test_more_processes_than_the_layout_needs(here: Path) -> None:
     before = contents(here)
     command = Command("distill", here / "run.yaml", "parallel.tensor=3", hook=pretend_torchrun)
     assert command.wait() == USAGE
@@ -264,7 +264,7 @@ def test_processes_that_the_layout_does_not_make(here: Path) -> None:
 
 
 def run_out_of_memory() -> None:
-    """There is no GPU here to fill: the allocator's own error, from where it comes most often."""
+    """Raise the GPU allocator's error in backward, where it is most frequent; this test needs no GPU."""
     import torch
 
     def backward(*_: Any, **__: Any) -> None:
@@ -273,7 +273,7 @@ def run_out_of_memory() -> None:
     torch.Tensor.backward = backward  # type: ignore[method-assign]
 
 
-def test_out_of_memory_names_what_to_turn(here: Path) -> None:
+def test_out_of_memory_names_the_key_to_lower(here: Path) -> None:
     command = Command("distill", here / "run.yaml", hook=run_out_of_memory)
     assert command.wait() == FAILED
     assert "Traceback" not in command.err

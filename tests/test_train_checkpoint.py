@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, what is in them, and which of them are kept."""
+"""Checkpoints: they are written completely or not at all. Tests of their content, and of which ones are kept."""
 
 import functools
 import json
@@ -39,7 +39,7 @@ def names(folder: Path) -> list[str]:
 
 
 def stepped(session: Session) -> torch.optim.Optimizer:
-    """The session after one optimizer step, so that the optimizer has something to save."""
+    """Take one optimizer step, so that the optimizer has a state to save, and return the optimizer."""
     optimizer = fresh_optimizer(session)
     forward_backward(session)
     session.engine.update(1e-2)
@@ -47,14 +47,14 @@ def stepped(session: Session) -> torch.optim.Optimizer:
 
 
 def fresh_optimizer(session: Session) -> torch.optim.AdamW:
-    """The session's optimizer, made anew."""
+    """Replace the session's engine and return its new optimizer."""
     settings = OptimizerSettings(1e-2, weight_decay=0.1, betas=(0.9, 0.95))
     session.engine = Engine(session.runner, session.spec, session.device, optimizer=settings)
     return session.engine.optimizer
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)])
-def test_it_brings_back_weights_optimizer_and_random_state(tmp_path: Path, family: str, tied: bool) -> None:
+def test_a_checkpoint_restores_weights_optimizer_and_random_state(tmp_path: Path, family: str, tied: bool) -> None:
     session = session_of(tmp_path, family=family, tied=tied)
     assert session.student.tied == tied
     optimizer = stepped(session)
@@ -80,7 +80,7 @@ def test_it_brings_back_weights_optimizer_and_random_state(tmp_path: Path, famil
 
 @pytest.mark.parametrize("case", ["unused", "frozen"])
 def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str) -> None:
-    """As in a model with a tower for images that no text reaches."""
+    """An image model's vision tower, for example, gets no gradient from text."""
 
     def prepared() -> Session:
         session = session_of(tmp_path)
@@ -151,7 +151,7 @@ def fake(folder: Path, step: int, **figures: float) -> Path:
 def test_files_written_one_by_one_are_those_that_transformers_writes(
     tmp_path: Path, family: str, tied: bool, file_bytes: int
 ) -> None:
-    """Down to the bytes; in one file, and in several with an index."""
+    """The bytes are the same, both for one file and for several files with an index."""
     model = build(family, tied=tied, dtype=torch.bfloat16)
     model.generation_config.max_length = 77
     runner = single_process_runner(Decoder(model, verify=False), None)
@@ -177,7 +177,7 @@ def test_one_file_is_in_memory_at_a_time(tmp_path: Path) -> None:
     save = functools.partial(save_from_checkpoint, tmp_path / "found", part, path / "resume", limit)
     peak, _ = loading_memory.growth(save)
     print(f"{whole:.0f} MiB in files of {1.25 * layer:.0f}: {peak:.0f} at its largest")
-    # the file that is written, and pages of what it is read from
+    # the peak contains the file that is written and some pages of the files that are read
     assert layer < peak < 0.75 * whole
 
 
@@ -214,7 +214,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path, keep: int, best: 
 
 @pytest.mark.parametrize("metric", ["eval/cross_entropy", "eval/agreement"])
 def test_a_run_keeps_its_best(tmp_path: Path, metric: str) -> None:
-    """A learning rate that ruins the student: the best one is an early one."""
+    """The learning rate is so large that training makes the student worse; so the best checkpoint is an early one."""
     changed = {"train.learning_rate": 0.3, "train.steps": 8, "checkpoint.every": 1, "checkpoint.keep": 2}
     write_run(tmp_path, **changed, **{"checkpoint.best": metric, "eval.every": 1, "train.warmup": 0})
     run("distill", tmp_path / "run.yaml")
@@ -224,13 +224,13 @@ def test_a_run_keeps_its_best(tmp_path: Path, metric: str) -> None:
     assert names(tmp_path / "out" / "checkpoints") == [f"step-{step:08d}" for step in expected]
 
 
-def test_every_zero_is_at_the_end_only(tmp_path: Path) -> None:
+def test_checkpoint_every_0_saves_only_at_the_end(tmp_path: Path) -> None:
     write_run(tmp_path, **{"checkpoint.every": 0})
     run("distill", tmp_path / "run.yaml")
     assert names(tmp_path / "out" / "checkpoints") == ["step-00000006"]
 
 
-def test_unfinished_ones_are_none_and_are_removed(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_do_not_count_and_are_removed(tmp_path: Path) -> None:
     whole = fake(tmp_path, 1)
     (tmp_path / "step-00000002.partial" / "resume").mkdir(parents=True)
     assert checkpoints(tmp_path) == [whole]
@@ -257,7 +257,7 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def kill_while_saving(function: str, step: int) -> None:
-    """SIGKILL in the middle of writing the checkpoint of `step`, when `function` of its module is called."""
+    """Make the process kill itself while it writes the checkpoint of `step`, at a call of `function`."""
     module = checkpoint if hasattr(checkpoint, function) else files
     original = getattr(module, function)
 
@@ -282,7 +282,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_kill_while_saving_loses_only_what_came_after_the_last_one(
     tmp_path: Path, uninterrupted: Path, function: str
 ) -> None:
-    """After resume/ is there and before the student is; and when all is there but the name."""
+    """The kill comes between writing resume/ and the student, or just before the folder gets its final name."""
     settings = [uninterrupted / "run.yaml", f"out={tmp_path}/out"]
     killed = Command("distill", *settings, hook=kill_while_saving, hook_arguments=(function, 4))
     assert killed.wait() == -signal.SIGKILL
@@ -298,7 +298,7 @@ def test_a_kill_while_saving_loses_only_what_came_after_the_last_one(
 
 
 def kill_before_pruned(step: int) -> None:
-    """SIGKILL when an old checkpoint is being removed."""
+    """Make the process kill itself while it removes the checkpoint of `step`."""
     original = checkpoint_folder.shutil.rmtree
 
     def wrapped(path: Any, *others: Any, **settings: Any) -> None:
@@ -323,7 +323,7 @@ def test_a_kill_while_an_old_one_is_removed_does_not_leave_half_of_it_behind(
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "state"])
-def test_a_damaged_one_is_an_error_that_names_it(tmp_path: Path, uninterrupted: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, uninterrupted: Path, damage: str) -> None:
     shutil.copytree(uninterrupted / "out", tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "model")
     newest = tmp_path / "out" / "checkpoints" / "step-00000006"
@@ -339,7 +339,7 @@ def test_a_damaged_one_is_an_error_that_names_it(tmp_path: Path, uninterrupted: 
 
 
 @pytest.mark.parametrize("settings", [{"family": "gpt2"}, {"tied": True}], ids=["family", "tie"])
-def test_one_of_another_model_is_an_error_that_says_so(
+def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, uninterrupted: Path, settings: dict[str, Any]
 ) -> None:
     write_run(tmp_path, **settings)

@@ -1,4 +1,4 @@
-"""Held-out figures and the held-out text against transformers' own logits; when a run evaluates."""
+"""Held-out metrics and the held-out text, compared with logits of plain transformers; the steps of evaluations."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ KEYS = ["cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_
 
 
 def log_probs(folder: Path, name: str, documents: Documents, document: int) -> Tensor:
-    """log p of every position of one document by itself, from the folder's model in plain transformers, float64."""
+    """Return log p at every position of one document, from the folder's model in plain transformers in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
     ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Pa
     session = session_of(tmp_path, family="gpt2", tied=False, teacher=False, **settings)
     token = int(session.evaluation.documents.tokens(0)[1])
     with torch.no_grad():
-        session.student.pretrained.get_input_embeddings().weight[token] = 3e38  # its layer norms overflow
+        session.student.pretrained.get_input_embeddings().weight[token] = 3e38  # layer norms overflow on this value
     init_run_dir(RunFolder(tmp_path / "out"), session.config)
     train(session, RunFolder(tmp_path / "out"))
 
@@ -180,7 +180,7 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
 
 @pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
 def test_the_likeliest_over_vocabulary_shards(rows: int, ranks: int) -> None:
-    """A rank has fewer rows than requested, or none."""
+    """Some ranks have fewer rows than the requested number of tokens, or no rows."""
     for found in shared_pool(4).call(likeliest_of_shards, (rows, ranks)):
         if found is not None:
             sharded, whole = ([pair for row in each for pair in row] for each in found)
@@ -204,7 +204,7 @@ def likeliest_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | N
 
 
 def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:
-    """Under bf16 too: the same hidden states, the same rounding, so the same mean."""
+    """Also under bf16, both use the same hidden states with the same rounding, so the means are equal."""
     write_run(tmp_path)
     (tmp_path / "eval.jsonl").write_text('{"text": "The still is heated slowly"}\n')
     session = session_of(tmp_path, **{"train.precision": "bf16"})

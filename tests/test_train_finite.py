@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite stops the run before it reaches a weight, and says where it came from."""
+"""A loss or gradient that is not finite stops the run before it changes a weight; the error names its source."""
 
 import math
 from pathlib import Path
@@ -25,13 +25,13 @@ def odd_session(folder: Path, **settings: Any) -> Session:
 
 
 def odd_step(session: Session) -> int:
-    """The step, from 1, that sees the odd line first."""
+    """Return the first step, counted from 1, that trains on the odd line."""
     document = session.train.documents.sources.index(f"{session.config.data.train}:{LINE}")
     for step in range(session.step_schedule.steps):
         for rows in session.step_schedule.micro_batches(session.train, step).rows:
             if any(document in session.train.members(row) for row in rows):
                 return step + 1
-    raise AssertionError("not in this run")
+    raise AssertionError("no step of this run trains on the odd line")
 
 
 def weights(session: Session) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def train_in(session: Session, **others: Any) -> None:
 
 
 def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
-    """Whichever documents share the odd one's row and became NaN through it are not blamed."""
+    """Documents that became NaN because they share a row with the odd document are not named."""
     session = odd_session(tmp_path)
     assert session.teacher is not None
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_a_loss_names_its_term_and_its_line(tmp_path: Path) -> None:
     assert metrics(tmp_path / "out")[-1]["step"] == step - 1
 
 
-def test_the_checkpoint_before_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
     session = odd_session(tmp_path, out=str(tmp_path / "whole"))
     train_in(session)
     expected = weights(session)
@@ -92,7 +92,7 @@ def test_the_checkpoint_before_it_goes_on_as_if_nothing_had_happened(tmp_path: P
 
 
 def test_more_than_one_term_and_an_infinite_student(tmp_path: Path) -> None:
-    """A student with an infinite weight: both terms are infinite, and its documents are still distinguished."""
+    """The student has an infinite weight: both terms are infinite, and each one still names the right document."""
     session = odd_session(tmp_path, **{"train.micro_batch_tokens": 4 * MAX_TOKENS, "checkpoint.every": 0})
     with torch.no_grad():
         session.student.pretrained.get_input_embeddings().weight[odd_id()] = math.inf
@@ -118,11 +118,11 @@ def test_a_gradient_with_a_finite_loss_names_parameter_and_line(tmp_path: Path) 
 
 
 def huge(model: Any) -> None:
-    """Finite, but the mean that a layer norm takes of it is not."""
+    """Set a finite weight whose mean in a layer norm is infinite."""
     model.get_input_embeddings().weight[odd_id()] = 3e38
 
 
-def test_the_command_fails_with_1_and_the_run_can_be_taken_on_elsewhere(tmp_path: Path) -> None:
+def test_the_command_fails_with_1_and_the_run_can_continue_in_another_folder(tmp_path: Path) -> None:
     save_model(tmp_path / "student", "gpt2", tied=False, seed=1, change=huge)
     write_records(tmp_path / "eval.jsonl", [{"text": "the heads"}])
     session = odd_session(tmp_path)
@@ -147,7 +147,7 @@ def test_the_command_fails_with_1_and_the_run_can_be_taken_on_elsewhere(tmp_path
 
 
 def test_the_same_run_without_the_odd_line_ends_well(tmp_path: Path) -> None:
-    """What makes the failures above mean something: it is that one line."""
+    """This is the control of the tests above: without that line, the same run does not fail."""
     save_model(tmp_path / "student", "gpt2", tied=False, seed=1, change=huge)
     write_records(tmp_path / "eval.jsonl", [{"text": "the heads"}])
     write_records(tmp_path / "train.jsonl", [{"text": f"{number} the still"} for number in range(40)])

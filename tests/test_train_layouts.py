@@ -1,4 +1,4 @@
-"""Whole runs in several processes: the model of one process, checkpoints that any layout can resume, and errors.
+"""Complete runs in several processes give the model of one process, can resume under any layout, and report errors.
 
 A fork server starts most of these processes, because it imports torch and transformers only once. torchrun starts
 those whose end depends on it: errors that all ranks find, a job that loses a rank, and its restart.
@@ -31,7 +31,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models, data, run.yaml, and a complete run in one process, whose checkpoints are all kept."""
+    """A folder with models, data, run.yaml, and a complete run in one process with all its checkpoints."""
     folder = tmp_path_factory.mktemp("layouts")
     write_run(folder, family="llama", tied=True, **{"checkpoint.every": 1, "checkpoint.keep": 9})
     distill(folder, "one process", 1)
@@ -40,7 +40,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended. returncode: the first one that is not 0. stdout, stderr: of all ranks."""
+    """A run that has ended. returncode: the first exit code that is not 0. stdout, stderr: those of all ranks."""
 
     returncode: int
     stdout: str
@@ -62,7 +62,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def lines(folder: Path) -> list[str]:
-    """The steps' records of a run."""
+    """Return the log's records of a run's steps."""
     return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss/' in line]
 
 
@@ -81,7 +81,7 @@ def assert_same_model(one: Path, other: Path) -> None:
 
 
 def assert_same_held_out_text(one: Path, other: Path) -> None:
-    """Of models that are nearly the same: not the order of tokens that are nearly as likely."""
+    """Compare the held-out texts of two nearly equal models. The order of nearly equally likely tokens may differ."""
     expected, found = (json.loads((run / "tokens.json").read_text())["documents"] for run in (one, other))
     assert [each["source"] for each in found] == [each["source"] for each in expected]
     tokens, others = ([token for each in documents for token in each["tokens"]] for documents in (found, expected))
@@ -94,7 +94,7 @@ def assert_same_held_out_text(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_checkpoints_move_between_layouts(workspace: Path) -> None:
-    """One process → fsdp → tensor → pipeline → one process, each from a checkpoint of the one before."""
+    """One process → fsdp → tensor → pipeline → one process; each resumes from a checkpoint of the previous run."""
     before = workspace / "one process"
     for step, out, processes, overrides in [
         (1, "fsdp", 2, ["parallel.fsdp=2"]),
@@ -120,7 +120,7 @@ def test_the_model_of_one_process(workspace: Path, layout: str) -> None:
 
 @pytest.mark.slow
 def test_a_teacher_that_runs_ahead(workspace: Path) -> None:
-    """Whatever is evaluated and saved between steps, and from a checkpoint, at which no signal exists yet."""
+    """Evaluations and checkpoints between steps change nothing, nor does a resume, where no signal exists yet."""
     layout = ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead", "eval.every=1", "checkpoint.every=1"]
     resume = f"checkpoint.resume={workspace / 'one process' / 'checkpoints' / 'step-00000002'}"
     for out, more in (("ahead", []), ("ahead, resumed", [resume])):
@@ -145,7 +145,7 @@ def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, layo
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2 gather_dtype=bfloat16", "tensor=2", "pipeline=2"])
 def test_bfloat16_products_under_a_layout(workspace: Path, layout: str) -> None:
-    """Not to the bit, but the same training: AdamW turns a rounding into a step where a gradient is nearly 0."""
+    """The weights are close but not bitwise equal: where a gradient is nearly 0, rounding can change AdamW's step."""
     keys = [f"parallel.{each}" for each in layout.split()]
     for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, keys)):
         run = distill(workspace, out, processes, "train.precision=bf16", *overrides)
@@ -166,9 +166,9 @@ def test_bfloat16_products_under_a_layout(workspace: Path, layout: str) -> None:
     ids=" ".join,
 )
 def test_a_teacher_in_a_layout_of_its_own(workspace: Path, layouts: list[str]) -> None:
-    """Sequences of other lengths, evaluation too; steps of one sequence leave processes without any."""
+    """Sequences have different lengths, and the run evaluates. In steps of one sequence, some ranks have none."""
     for overrides in ([], ["train.tokens_per_step=32", "train.micro_batch_tokens=32"]):
-        names = [f"{which} {len(overrides)} {' '.join(layouts)}" for which in ("whole", "apart")]
+        names = [f"{which} {len(overrides)} {' '.join(layouts)}" for which in ("one process", "separate")]
         for out, processes, more in zip(names, (1, 2), ([], layouts), strict=True):
             run = distill(workspace, out, processes, *overrides, *more)
             assert run.returncode == 0, run.stderr
@@ -179,9 +179,9 @@ def test_a_teacher_in_a_layout_of_its_own(workspace: Path, layouts: list[str]) -
 
 @pytest.mark.slow
 def test_experts_in_a_run(tmp_path: Path) -> None:
-    """Read one by one from the files, dealt out, balanced, and written one by one."""
+    """Experts are read one by one from the files, split over the ranks, balanced, and written one by one."""
     write_run(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
-    layouts = {"dealt": ["parallel.fsdp=2", "parallel.expert=2"], "tensor": ["parallel.tensor=2"]}
+    layouts = {"expert": ["parallel.fsdp=2", "parallel.expert=2"], "tensor": ["parallel.tensor=2"]}
     assert distill(tmp_path, "one process", 1).returncode == 0
     for out, overrides in layouts.items():
         resume = tmp_path / "one process" / "checkpoints" / "step-00000003"
@@ -215,7 +215,7 @@ REFUSED_TOO = {
     ],
     ids=[*REFUSED, *REFUSED_TOO],
 )
-def test_a_layout_that_cannot_be_ends_with_one_error(workspace: Path, overrides: list[str], message: str) -> None:
+def test_an_impossible_layout_ends_with_one_error(workspace: Path, overrides: list[str], message: str) -> None:
     run = under_torchrun("distill", workspace / "run.yaml", f"out={workspace / 'refused'}", *overrides)
     assert run.returncode != 0
     assert sum(line.startswith("error") for line in run.stderr.splitlines()) == 1, run.stderr
@@ -242,9 +242,9 @@ def test_parity_is_a_command(workspace: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def grief(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs in one process that end in the middle, at a loss and at a gradient that is not finite."""
-    folder = tmp_path_factory.mktemp("grief")
+def failing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Students and data of two runs that fail: one on an infinite or NaN loss, one on such a gradient."""
+    folder = tmp_path_factory.mktemp("failing")
     with_odd_line(folder)
     for name, change in (("loss", vanished), ("gradient", vanishing)):
         save_model(folder / name, tied=False, seed=1, change=change)
@@ -268,21 +268,21 @@ def grief(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_what_is_not_finite_is_found_as_in_one_process(grief: Path, what: str, layout: str) -> None:
-    """Term or parameter, and the line of the data."""
+def test_a_value_that_is_not_finite_is_found_as_in_one_process(failing_runs: Path, what: str, layout: str) -> None:
+    """The error names the same term or parameter, and the same line of the data."""
     found = []
     keys = [f"parallel.{each}" for each in layout.split()]
     for processes, out, overrides in ((1, f"{what} one process", []), (2, f"{what} {layout}", keys)):
-        run = distill(grief, out, processes, f"student.model={grief / what}", *overrides)
+        run = distill(failing_runs, out, processes, f"student.model={failing_runs / what}", *overrides)
         assert run.returncode != 0
         found += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. No weight was changed", run.stderr)[
             :1
         ]
-        shutil.rmtree(grief / out)
+        shutil.rmtree(failing_runs / out)
     assert run.stderr.count("No weight was changed by this step") == 1
     assert len(found) == 2
     assert found[0] == found[1]
-    assert f"on {grief}/odd.jsonl:{LINE}" in found[0][1]
+    assert f"on {failing_runs}/odd.jsonl:{LINE}" in found[0][1]
 
 
 def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
@@ -298,8 +298,8 @@ def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "killed"), [("fsdp", 1), ("pipeline", 0)])
-def test_a_job_that_torchrun_restarts_goes_on(workspace: Path, layout: str, killed: int) -> None:
-    """From its last checkpoint, to the model of a job that nobody has disturbed. Rank 0 is the one that writes."""
+def test_a_job_that_torchrun_restarts_continues(workspace: Path, layout: str, killed: int) -> None:
+    """It resumes from its last checkpoint and ends with the model of an undisturbed job. Rank 0 is the writer."""
     quiet, disturbed = workspace / f"quiet {layout}", workspace / f"disturbed {layout}"
     overrides = [f"parallel.{layout}=2", "train.steps=20", "checkpoint.every=5", "checkpoint.keep=1"]
     run = distill(workspace, quiet.name, 2, *overrides)
@@ -339,7 +339,7 @@ def under_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def ranks_after_first_checkpoint(job: subprocess.Popen[bytes], run: Path) -> list[int]:
-    """The processes of a job, in the order of their ranks."""
+    """Return the process ids of a job's ranks, in the order of the ranks."""
     deadline = time.monotonic() + LIMIT
     while not any(run.glob("checkpoints/step-????????/state.json")):
         assert time.monotonic() < deadline

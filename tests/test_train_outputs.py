@@ -1,4 +1,4 @@
-"""What a run says and leaves behind, and what `stillhouse check` shows without leaving anything."""
+"""The printed lines and the files of a run, and the output of `stillhouse check`, which writes no files."""
 
 import hashlib
 import io
@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path
 
 
 def test_warnings_about_the_data_are_shown(tmp_path: Path) -> None:
-    """Such as a chat template without the end of sequence: a student that never learns to stop."""
+    """With a chat template that has no end of sequence, for example, a student never learns to stop."""
     write_run(tmp_path)
     for name in ("student", "teacher"):
         toy_tokenizer(chat="plain").save_pretrained(tmp_path / name)
@@ -121,7 +121,7 @@ def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     last = terminal.getvalue().rstrip().rpartition("\r")[2]
     assert "2/4" in last
     assert "12,345 tokens/s, total 1.5000, forward_kl 1.2500" in last
-    assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "time so far and time left"
+    assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "expected the elapsed and the remaining time"
 
 
 @pytest.mark.parametrize("kept", [0, 4])
@@ -209,7 +209,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
         assert re.search(r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB", shown.out, re.MULTILINE)
 
 
-def test_checks_figures_are_the_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_the_numbers_of_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_run(tmp_path)
     check(config)
     shown = capsys.readouterr().out
@@ -223,7 +223,7 @@ def test_checks_figures_are_the_first_steps(tmp_path: Path, capsys: pytest.Captu
     assert first["train/gradient_norm"] == pytest.approx(norm)
 
 
-def test_check_says_that_a_run_would_go_on_or_is_done(tmp_path: Path) -> None:
+def test_check_says_that_a_run_would_continue_or_is_complete(tmp_path: Path) -> None:
     write_run(tmp_path)
     run("distill", tmp_path / "run.yaml")
     assert "complete" in run("check", tmp_path / "run.yaml").out

@@ -1,4 +1,4 @@
-"""A run that was killed and started again by the same command is the run that was never interrupted."""
+"""A run that was killed and started again by the same command equals a run that was never interrupted."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ def evaluations(out: Path) -> list[list[float]]:
 
 
 def last_step(out: Path) -> int:
-    """The step of the last whole line, while a run is writing."""
+    """Return the step of the log's last complete line, while a run is writing."""
     if not (out / "metrics.jsonl").exists():
         return -1
     lines = (out / "metrics.jsonl").read_text().split("\n")[:-1]
@@ -34,7 +34,7 @@ def last_step(out: Path) -> int:
 
 
 def signal_at(step: int, number: signal.Signals) -> None:
-    """The process sends itself a signal once the line of `step` is written, before anything else happens."""
+    """Make the process send itself a signal right after it has written the line of `step`."""
     original = RunLog.train
 
     @functools.wraps(original)
@@ -47,14 +47,14 @@ def signal_at(step: int, number: signal.Signals) -> None:
 
 
 def kill_at(step: int, out: Path, *arguments: str | Path) -> None:
-    """A run that ends with SIGKILL at a step, whose line is its last."""
+    """Run until the process kills itself at a step; the last line of the log is that step's."""
     command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGKILL))
     assert command.wait() == -signal.SIGKILL, command.err
     assert last_step(out) == step
 
 
 def kill_from_outside(step: int, out: Path, *arguments: str | Path) -> None:
-    """The same, but the run only stops there, and it is this process that ends it."""
+    """Run until the process stops itself at a step, and kill it from this process."""
     command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGSTOP))
     wait_for(lambda: last_step(out) == step)
     command.send(signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, k
     assert [row[0] for row in evaluations(tmp_path / "out")] == [0, 20]
 
 
-def test_what_decides_no_weight_may_change(half: Path) -> None:
+def test_keys_that_change_no_weight_may_change(half: Path) -> None:
     free = [
         "eval.every=3",
         "checkpoint.every=5",
@@ -144,7 +144,7 @@ def test_what_decides_no_weight_may_change(half: Path) -> None:
         ("data.max_tokens=16", "data.max_tokens"),
     ],
 )
-def test_what_decides_weights_may_not(half: Path, change: str, key: str) -> None:
+def test_keys_that_change_weights_may_not_change(half: Path, change: str, key: str) -> None:
     extra = ["objective.loss=cross_entropy"] if change == "teacher=null" else []
     before = contents(half / "out")
     failed = run("distill", half / "run.yaml", change, *extra, code=1)
@@ -163,7 +163,7 @@ def test_other_data_under_the_same_name_are_noticed(half: Path, which: str) -> N
 
 
 @pytest.mark.slow
-def test_never_and_a_path(half: Path) -> None:
+def test_resume_never_and_resume_from_a_path(half: Path) -> None:
     out, newest = half / "out", sorted((half / "out" / "checkpoints").iterdir())[-1]
     before = contents(out)
     failed = run("distill", half / "run.yaml", "checkpoint.resume=never", code=1)
@@ -184,8 +184,8 @@ def test_never_and_a_path(half: Path) -> None:
     assert contents(half / "fresh" / "model") == contents(out / "model")
 
 
-def test_a_run_that_began_with_a_path_goes_on_by_the_same_command(half: Path) -> None:
-    """From its own newest checkpoint, as torchrun's --max-restarts needs; another path throws nothing away."""
+def test_a_run_that_started_from_a_path_is_continued_by_the_same_command(half: Path) -> None:
+    """The run resumes from its newest checkpoint, as torchrun's --max-restarts needs; another path is refused."""
     start = sorted((half / "out" / "checkpoints").iterdir())[0]
     newest = half / "elsewhere" / "checkpoints" / start.name
     given = f"checkpoint.resume={start}"
@@ -206,7 +206,7 @@ def test_a_run_that_began_with_a_path_goes_on_by_the_same_command(half: Path) ->
     assert contents(half / "other" / "model") == contents(half / "whole" / "model")
 
 
-def test_a_path_to_a_checkpoint_behind_the_runs_end(half: Path) -> None:
+def test_a_path_to_a_checkpoint_after_the_end_of_the_run(half: Path) -> None:
     newest = sorted((half / "out" / "checkpoints").iterdir())[-1]
     failed = run(
         "distill", half / "run.yaml", f"checkpoint.resume={newest}", f"out={half}/short", "train.steps=2", code=1
@@ -222,7 +222,7 @@ def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert f"{tmp_path}/out contains this run, which is complete: {tmp_path}/out/model" in again.out
     after = contents(tmp_path / "out")
     for files in (before, after):
-        files.pop("report.html")  # written anew from the same figures
+        files.pop("report.html")  # the report is written again from the same metrics
     assert after == before
 
 

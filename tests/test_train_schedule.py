@@ -1,4 +1,4 @@
-"""Steps, micro-batches and learning rates, which follow from a step's number alone."""
+"""Steps, micro-batches and learning rates; they depend only on a step's number."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A step's loss and gradient against a plain one: transformers' own logits, log_softmax, and one backward."""
+"""A step's loss and gradient against a plain computation: transformers' logits, log_softmax, and one backward."""
 
 import dataclasses
 from pathlib import Path
@@ -26,7 +26,7 @@ WORDS = ["The", "still", "is", "heated", "slowly", "and", "what", "boils", "firs
 
 
 def with_prompts(folder: Path, records: int = 24) -> None:
-    """Prompts of different lengths, which are not to be predicted, and completions, which are."""
+    """Write records with prompts of different lengths, which are masked, and completions, which are trained on."""
     rows = [
         {"prompt": " ".join(WORDS[: n % 5 + 1]) + " ", "completion": " ".join(WORDS[n % 7 : n % 7 + n % 4 + 1])}
         for n in range(records)
@@ -45,7 +45,7 @@ def step_batches(session: Session, step: int = 0) -> list[MicroBatch]:
 
 
 def gradients_of(session: Session, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
-    """The step's loss and gradients, by the parameter's name in the Hugging Face model."""
+    """Return the step's loss and its gradients by the parameter's name in the Hugging Face model."""
     session.student.zero_grad()
     loss = forward_backward(session, batches).sums["loss"]
     named = session.student.pretrained.named_parameters()
@@ -59,7 +59,7 @@ def plain_jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def reference(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]:
-    """0.3 cross-entropy + 0.7 JSD(0.5) of the first step in float64, each document by itself, no packing."""
+    """Compute 0.3 cross-entropy + 0.7 JSD(0.5) of the first step in float64, for each document without packing."""
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64) for name in ("student", "teacher")
     )
@@ -95,12 +95,12 @@ def test_a_steps_gradient_is_the_plain_one(tmp_path: Path, micro: int, tied: boo
     loss, given = gradients_of(session, batches)
     expected_loss, expected = reference(session, tmp_path)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    # the loss is float64 through and through, weights and normaliser too
+    # everything is float64, including weights and normaliser
     assert_close(given, expected, 1e-10)
 
 
 @pytest.mark.parametrize("micro", [1, 4])
-def test_in_float32_it_is_so_to_float32s_precision(tmp_path: Path, micro: int) -> None:
+def test_a_float32_gradient_is_the_plain_one_to_float32s_precision(tmp_path: Path, micro: int) -> None:
     narrow = {"student.dtype": "float32", "teacher.dtype": "float32", "train.micro_batch_tokens": micro * MAX_TOKENS}
     session = prompted(tmp_path, **narrow)
     loss, given = gradients_of(session, step_batches(session))
@@ -145,7 +145,7 @@ def refuse(*_: Any) -> None:
 
 
 def teacher_signal(session: Session, batch: MicroBatch) -> FullVocab:
-    """The signal that the student's processor gets."""
+    """Return the teacher's signal that the student's processor gets."""
 
     def processor(*, hidden_states: Tensor, head: OutputHead, context: FullVocab, depth: int = 0) -> FullVocab:
         return context
@@ -195,7 +195,7 @@ def test_no_gradient_reaches_the_teacher_and_a_run_leaves_it_as_it_was(tmp_path:
 
 
 def test_bfloat16_is_for_products_only(tmp_path: Path) -> None:
-    """Master weights and gradients are float32; the step is near the float32 one and not the same."""
+    """Master weights and gradients are float32. The step is close to the float32 step but not equal to it."""
     exact = session_of(tmp_path)
     loss, expected = gradients_of(exact, step_batches(exact))
     rounded = session_of(tmp_path, **{"train.precision": "bf16"})
@@ -222,7 +222,7 @@ def test_a_float32_teacher_stays_float32_beside_a_bfloat16_student(tmp_path: Pat
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_recomputed_activations_give_the_same_gradient(tmp_path: Path, family: str) -> None:
-    """GPT-2 with its dropout: the recomputation must draw what the forward drew."""
+    """GPT-2 has dropout: the recomputation must draw the same random numbers as the forward."""
     found = []
     for recompute in (False, True):
         session = session_of(tmp_path, family=family, **{"train.activation_checkpointing": recompute})
@@ -270,14 +270,14 @@ def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
     before = {name: each.detach().clone() for name, each in session.student.named_parameters()}
     for parameter in session.student.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    session.engine.update(0.2)  # the rate of the step, not the one at the start
+    session.engine.update(0.2)  # the learning rate of this step, not the initial one
     for name, parameter in session.student.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] * (0.9 if parameter.dim() >= 2 else 1.0))
         assert parameter.grad is None
 
 
 def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> None:
-    """151,936 beside 152,064 rows of one tokenizer: the padded rows get no probability."""
+    """Models of one tokenizer may have 151,936 and 152,064 rows; the padded rows get no probability."""
     save_model(tmp_path / "student", seed=1)
     save_model(tmp_path / "teacher", "qwen3", seed=2, change=lambda model: model.resize_token_embeddings(416))
     session = session_of(tmp_path)

@@ -1,9 +1,10 @@
 """Small real tokenizers for tests: byte-level BPE, trained in this process on a few lines of text.
 
-`toy_tokenizer()` gives a tokenizer of about 400 entries with bos, eos and pad; `save_toy_tokenizer` writes
+`toy_tokenizer()` returns a tokenizer of about 400 entries with bos, eos and pad; `save_toy_tokenizer` writes
 it as a Hugging Face folder. Two of the chat templates render the same text; one marks the assistant's part
-with `{% generation %}`, the other, like most templates in use, does not. The third does as those of
-reasoning models do: turns before the last question lose their thoughts, the others show them, if empty.
+with `{% generation %}`, and the other, like most templates in use, does not. The third is like those of
+reasoning models: it drops the thoughts of turns before the last question and writes those of later turns,
+even if they are empty.
 """
 
 from pathlib import Path
@@ -48,7 +49,7 @@ Chat = Literal["plain", "generation", "reasoning"]
 
 
 def toy_backend(*, text: list[str] | None = None, vocabulary: int = 400) -> Tokenizer:
-    """The bare `tokenizers` object: byte-level BPE over all 256 bytes, special tokens first (ids 0 to 5)."""
+    """Train the `tokenizers` object: byte-level BPE over all 256 bytes; special tokens have the ids 0 to 5."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -70,7 +71,7 @@ def toy_tokenizer(
     backend: Tokenizer | None = None,
     **roles: str,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with bos `<s>`, eos `</s>`, pad `<pad>`; `roles` replaces them: `pad_token="</s>"`."""
+    """Return a tokenizer with bos `<s>`, eos `</s>` and pad `<pad>`. `roles` replaces them: `pad_token="</s>"`."""
     backend = backend or toy_backend()
     single = ["<s>"] * adds_bos + ["$A"] + ["</s>"] * adds_eos
     if adds_bos or adds_eos:

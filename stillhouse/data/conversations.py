@@ -1,6 +1,6 @@
 """Renders conversations as text with a chat template, which is code that comes with a model and may do anything.
 
-Therefore `Conversations.answer` runs in a process of its own (`isolation.py`). Its arguments and results are JSON's
+Therefore `Conversations.answer` runs in a separate process (`isolation.py`). Its arguments and results are JSON's
 types, and it reports an error of the template as a result instead of raising it.
 """
 

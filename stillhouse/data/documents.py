@@ -1,7 +1,7 @@
 """Tokenized documents in memory, and a report on the records they were made from.
 
-A text longer than the limit is cut into consecutive pieces, each a document of its own. A prompt with completion or a
-conversation is cut at its end. The report counts both, and every record that was skipped or has no target token.
+A text longer than the limit is cut into consecutive pieces, which are separate documents. A prompt with completion or
+a conversation is cut at its end. The report counts both, and every record that was skipped or has no target token.
 
 D documents; N tokens of all documents, concatenated.
 """

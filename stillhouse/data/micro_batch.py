@@ -25,7 +25,7 @@ class MicroBatch:
 
     inputs: arguments of a model's forward. It always has `input_ids` and `position_ids`, [B, S] int64. Positions
         restart at every document. They separate the documents only if the model gets no attention mask and
-        `use_cache=False`. The padding of a row is a document of its own, without weight. Tensors whose first two
+        `use_cache=False`. The padding of a row is a separate document, without weight. Tensors whose first two
         dims are not [B, S] belong to the micro-batch as a whole.
     labels_T: int64, the token that row t predicts, or -1.
     weights_T: float32, 1 where there is a label, else 0.
@@ -86,7 +86,7 @@ class MicroBatch:
         )
 
     def padded(self, rows: int, tokens: int) -> "MicroBatch":
-        """Padded to `rows` rows and `tokens` columns. The padding of a row is a document of its own."""
+        """The micro-batch, padded to `rows` rows and `tokens` columns. A row's padding is a separate document."""
         if self.shape_BS == (rows, tokens):
             return self
         index_BS = torch.full((rows, tokens), -1)
@@ -177,7 +177,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
 
     @property
     def normalizer(self) -> int:
-        """What the step's losses are divided by: the number of its target tokens, at least 1."""
+        """The divisor of the step's losses: the number of its target tokens, at least 1."""
         return max(1, sum(each.valid_tokens for each in self._micro_batches))
 
     def document_tokens(self, document: int) -> np.ndarray:
@@ -237,7 +237,7 @@ def _moved(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[st
 
 
 def _with_padding_positions(position_ids_BS: Tensor, index_BS: Tensor) -> Tensor:
-    """Number the positions of the padding at the end of a row from 0, because it is a document of its own."""
+    """Number the positions of the padding at the end of a row from 0, because it is a separate document."""
     tokens_B1 = (index_BS >= 0).sum(1, keepdim=True)
     count_BS = torch.arange(index_BS.shape[1]).expand_as(index_BS) - tokens_B1
     return torch.where(index_BS < 0, count_BS, position_ids_BS)

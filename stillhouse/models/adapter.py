@@ -174,16 +174,16 @@ def _target_names(model: PreTrainedModel, targets: str | list[str]) -> list[str]
         found = [name for name in modules if f".{name}".endswith(f".{target}")]
         if not found:
             raise ValueError(
-                f"no module is called '{target}': expected {ALL_LINEAR}, or of its linear layers "
+                f"no module is called '{target}': expected {ALL_LINEAR}, or some of the linear layers "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
             )
         for name in found:
             if modules[name] is head or modules[name] is embedding:
                 which = "output head" if modules[name] is head else "input embedding"
-                shared = ", one weight with the other" if head.weight is embedding.weight else ""
+                shared = ", tied to the other one" if head.weight is embedding.weight else ""
                 raise ValueError(
-                    f"'{target}' is the {which} ('{name}'{shared}), which stays as it is: the objective multiplies "
-                    f"by its weight alone, without a LoRA beside it. Expected {ALL_LINEAR}, or layers of the backbone"
+                    f"'{target}' is the {which} ('{name}'{shared}), which cannot have a LoRA: the objective "
+                    f"multiplies by the head's plain weight. Expected {ALL_LINEAR}, or layers of the backbone"
                 )
             if name not in linear:
                 raise ValueError(f"'{target}' is a {type(modules[name]).__name__} ('{name}'): expected linear layers")

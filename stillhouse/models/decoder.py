@@ -212,7 +212,7 @@ class Decoder(nn.Module):
             self.gradient_checkpointing_enable()  # again, now with the contexts of `balance`
 
     def balancing(self, loss: RouterAuxLoss) -> AbstractContextManager[None]:
-        """Return a context in which a forward adds the routers' loss to what is minimised, and records it in `loss`.
+        """Return a context in which a forward adds the routers' loss to the minimised loss, and records it in `loss`.
 
         Raises ValueError if `balance_routers` has not been called for this decoder.
         """
@@ -265,7 +265,7 @@ def _refuse_masked_packing(position_ids: Tensor, attention_mask: Tensor) -> None
     if bool((tokens & (position_ids[:, 1:] <= position_ids[:, :-1])).any()):
         raise ValueError(
             "position_ids restart within a row and an attention_mask is given, with which the row's documents "
-            "see each other: expected attention_mask=None for packed rows (padding as a document of its own)"
+            "see each other: expected attention_mask=None for packed rows (padding as a separate document)"
         )
 
 

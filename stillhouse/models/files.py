@@ -48,14 +48,14 @@ _EXPECTED = "expected the name of a safetensors file of the same folder; nothing
 def _require_safetensors(folder: str, files: list[str]) -> None:
     if _ADAPTER in files:
         raise ValueError(
-            f"{folder} holds an adapter ({_ADAPTER}): expected a plain model. A run's `model/` is base and adapter "
-            "added up; of another adapter, save what peft's merge_and_unload() returns"
+            f"{folder} holds an adapter ({_ADAPTER}): expected a plain model. A run's `model/` contains the base "
+            "with the adapter merged into it; for another adapter, save the result of peft's merge_and_unload()"
         )
     pickled = [file for file in files if file.endswith(_PICKLE)]
     if pickled and not any(file.endswith(_SAFETENSORS) for file in files):
         raise ValueError(
             f"{folder} has its weights as pickle ({name_list(pickled)}), which can run any code while it is read, so "
-            "it is not read, whatever trust_remote_code says: expected safetensors. Where you trust the file, "
+            "it is not read, even with trust_remote_code: expected safetensors. If you trust the file, "
             "convert it yourself: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
 
@@ -67,7 +67,7 @@ def _require_own_files(index: str, content: dict[str, Any]) -> None:
     """
     files = content.get("weight_map", {})
     if not isinstance(files, dict):
-        raise ValueError(f"{index}: weight_map is no object of tensors and their files")
+        raise ValueError(f"{index}: weight_map is not an object that maps tensors to files")
     for file in files.values():
         if not isinstance(file, str) or not file.endswith(_SAFETENSORS) or os.path.basename(file) != file:
             raise ValueError(f"{index} names the file {file!r:.80}: {_EXPECTED}")

@@ -73,12 +73,12 @@ def load_causal_lm(
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that makes the model of a configuration.
+    """Return the class of transformers that builds a configuration's model.
 
     It is AutoModelForImageTextToText for a vision-language model that has no class among the causal language models,
     and AutoModelForCausalLM for everything else. The latter raises a ValueError if it does not know the model either.
     """
-    # a model may bring its class along, in code of its own
+    # a model's folder may contain its class as code
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if images and not causal else AutoModelForCausalLM

@@ -51,7 +51,7 @@ class MegatronProcessor:
     then returns a tuple of one tensor instead of the processor's result, differentiable like the result. The tensor
     stacks the result's tensors; for an `ObjectiveOutput` these are the loss and the metrics, which `unpack` restores.
 
-    Raises ValueError for a model that would not call the processor, or that would also minimise a loss of its own.
+    Raises ValueError for a model that would not call the processor, or that would also minimise another loss.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MegatronProcessor:
         weight_VD = output_layer.weight if output_weight is None else output_weight
         if isinstance(weight_VD, DTensor):
             raise ValueError(
-                "the output layer's weight is a DTensor, which nobody gathers around the output processor: expected "
+                "the output layer's weight is a DTensor, which is not gathered for the output processor: expected "
                 "Megatron's own tensor parallelism, and data parallelism that keeps the output layer whole"
             )
         # the output layer itself is not called, so run its pre-hooks here: with them Megatron waits for a weight that
@@ -135,7 +135,7 @@ class MultiTokenGPTModel(GPTModel):
     """A GPTModel that also calls the output processor for every depth of multi-token prediction.
 
     With an output processor, the last stage returns a tuple of its results for the main head and depths 1 … n;
-    Megatron computes no logits and no loss of its own. Without one, this behaves like GPTModel.
+    Megatron itself computes no logits and no loss. Without one, this behaves like GPTModel.
     """
 
     def _postprocess(
@@ -153,7 +153,7 @@ class MultiTokenGPTModel(GPTModel):
             options |= {"output_processor": output_processor, "output_processor_context": output_processor_context}
             return super()._postprocess(hidden_states=hidden_states, **options)
         if not isinstance(output_processor, MegatronProcessor):
-            raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor, for its depths")
+            raise ValueError(f"output_processor={output_processor!r}: expected a MegatronProcessor with its depths")
         if mtp_in_postprocess:
             inputs = {name: options[name] for name in _MTP_INPUTS if name in options} | (extra_block_kwargs or {})
             hidden_states = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **inputs)
@@ -186,13 +186,13 @@ def _require_hook(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "mtp_num_layers", None) and not isinstance(model, MultiTokenGPTModel):
         raise ValueError(
-            f"{name} with mtp_num_layers: it would minimise a cross-entropy of its own, from logits, beside the "
+            f"{name} with mtp_num_layers: Megatron would also minimise its own cross-entropy from logits, beside the "
             "processor; expected stillhouse.models.megatron.MultiTokenGPTModel"
         )
     if getattr(config, "defer_embedding_wgrad_compute", False):
         raise ValueError(
-            "defer_embedding_wgrad_compute=True: it keeps what the output layer multiplies, which no output "
-            "processor calls; expected False"
+            "defer_embedding_wgrad_compute=True keeps the inputs of the output layer, but an output processor does "
+            "not call this layer; expected False"
         )
 
 

@@ -50,7 +50,9 @@ class MultiTokenDecoder(nn.Module):
     def __init__(self, main: Decoder, mtp: MtpModel, *, train_main: bool = True, verify: bool = True):
         super().__init__()
         if mtp.embed_tokens is not main.pretrained.get_input_embeddings():
-            raise ValueError(f"{describe(main.pretrained)} has another embedding in its further depths")
+            raise ValueError(
+                f"{describe(main.pretrained)} has a separate embedding for its further depths: expected a shared one"
+            )
         self.main = main
         # a plain attribute assignment would register the modules shared with the main model a second time
         self.__dict__["mtp"] = mtp
@@ -100,7 +102,7 @@ class MultiTokenDecoder(nn.Module):
         depths = _require_family(model).num_mtp_layers
         what, fresh = f"model '{os.fspath(name_or_path)}'", "MultiTokenDecoder.new draws fresh layers"
         if not depths:
-            raise ValueError(f"{what} has no further depths, says its configuration (num_mtp_layers); {fresh}")
+            raise ValueError(f"{what} has no further depths according to its configuration (num_mtp_layers); {fresh}")
         find_layers(model)
         try:
             mtp = MtpModel.from_pretrained(model, device_map={"": model.device})

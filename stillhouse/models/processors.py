@@ -122,7 +122,7 @@ def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> Out
 
     def terms(context: DistillTargets) -> list[Term]:
         if spec.needs_teacher and context.signal is None:
-            raise ValueError(f"signal is missing: expected what a teacher says of {len(context.labels_T)} tokens")
+            raise ValueError(f"signal is missing: expected a teacher's signal for {len(context.labels_T)} tokens")
         return spec.terms(context.labels_T, context.signal)
 
     return Objective(terms, chunk_tokens)

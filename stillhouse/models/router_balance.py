@@ -86,7 +86,7 @@ class RouterBalance:
         if not recomputing and name in loss.losses:
             raise ValueError(
                 f"router '{name}' ran twice with one RouterAuxLoss: expected a model that runs each router once, and "
-                "a RouterAuxLoss of its own for each forward"
+                "a new RouterAuxLoss for each forward"
             )
         logits, scores, chosen = outputs
         own = _loss(logits, chosen, loss) / self.routers
@@ -118,8 +118,8 @@ class _Current(NamedTuple):
 
 
 class _Using(AbstractContextManager[None]):
-    """Sets what is current in a `RouterBalance`. It can be entered again after it was left, because torch recomputes
-    a layer for each backward pass through it, and zero-bubble schedules run two.
+    """A context that sets the current loss of a `RouterBalance`. It can be entered several times, because torch
+    recomputes a layer for each backward pass through it, and zero-bubble schedules run two.
     """
 
     def __init__(self, balance: RouterBalance, current: _Current):

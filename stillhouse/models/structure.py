@@ -24,7 +24,7 @@ def require_decoder(model: Any) -> nn.Linear:
             "expected a causal language model, as AutoModelForCausalLM loads it"
         )
     if model.base_model is model:
-        raise ValueError(f"{what} has no backbone apart from its head: its base_model_prefix names no submodule")
+        raise ValueError(f"{what} has no backbone separate from its head: its base_model_prefix names no submodule")
     # an exact type test: a subclass or wrapper may compute more than x Wᵀ + b, which its `.weight` does not show
     if type(linear) is not nn.Linear:
         raise ValueError(
@@ -33,7 +33,7 @@ def require_decoder(model: Any) -> nn.Linear:
         )
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise ValueError(
-            f"{what} takes no position_ids: documents packed into one row cannot be kept apart in it "
+            f"{what} takes no position_ids: it cannot separate documents that are packed into one row "
             "(state-space and ALiBi models)"
         )
     return linear

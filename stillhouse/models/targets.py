@@ -1,4 +1,4 @@
-"""The contexts of output processors: what is to be predicted at each row of a micro-batch, and what is known of it.
+"""The contexts of output processors: the token to predict at each row of a micro-batch, and the data for its loss.
 
 Row t of depth 0 predicts labels_T[t]. Depth k of multi-token prediction has the same rows and predicts the k-th token
 after that one. Only `shift_for_mtp` shifts targets for multi-token prediction.

@@ -1,4 +1,4 @@
-"""Checks that a wrapped model computes what it should, by running a few tokens through it in eval mode.
+"""Checks that a wrapped model gives the right results, by running a few tokens through it in eval mode.
 
 The functions take a `Decoder` or a `MultiTokenDecoder`, whose constructors call them.
 """
@@ -85,7 +85,7 @@ def _require_runnable(model: PreTrainedModel) -> None:
 
 def _check_causal(model: PreTrainedModel, before: Tensor, after: Tensor) -> None:
     if not _median_error(after, before) <= _HIDDEN_TOLERANCE[before.dtype]:
-        raise ValueError(f"{describe(model)} is not causal: its tokens see the ones that follow them")
+        raise ValueError(f"{describe(model)} is not causal: its tokens attend to later tokens")
 
 
 def _check_logits(model: PreTrainedModel, head: OutputHead, logits: Tensor, expected: Tensor) -> None:
@@ -94,7 +94,7 @@ def _check_logits(model: PreTrainedModel, head: OutputHead, logits: Tensor, expe
         raise ValueError(
             f"{describe(model)}: its logits differ by up to {error:.2g} (the largest is {largest:.2g}) from "
             f"softcap(scale · (hidden Wᵀ + bias)) with scale {head.scale:g} and softcap {head.softcap}, as its "
-            "configuration reads. It does something after its last hidden states that is unknown here"
+            "configuration says. The model computes something else after its last hidden states"
         )
 
 
@@ -103,8 +103,8 @@ def _check_packing(model: PreTrainedModel, packed: Tensor, apart: Tensor) -> Non
     if not error <= _HIDDEN_TOLERANCE[apart.dtype]:
         raise ValueError(
             f"{describe(model)} with attention '{model.config._attn_implementation}' lets documents that share "
-            f"a row see each other (hidden states change by {error:.2%}): expected position_ids that restart to "
-            "keep them apart. Another attention (sdpa, eager) may do so"
+            f"a row see each other (hidden states change by {error:.2%}): expected an attention that separates "
+            "them where position_ids restart; try another attention, such as sdpa or eager"
         )
 
 

@@ -32,7 +32,7 @@ PIPELINE_TORCH = "2.13"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a pipeline needs to know about the models before they are cut.
+    """Properties of the models that a pipeline needs before they are cut.
 
     tied: whether the student's embedding and head, on the first and the last stage, train as one weight.
     teacher_cost: a forward of the teacher's layers, in forwards of the student's layers.
@@ -61,7 +61,7 @@ def build_runner(
     """Build this process's runner.
 
     mesh: None for a single process. teacher_head_only: build only the teacher's head, because its layers have a
-    layout of their own.
+    separate layout.
     Raises ValueError for a model that the layout does not fit.
     """
     require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
@@ -82,7 +82,7 @@ def build_runner(
     scheme = SCHEMES[layout.schedule]
     pairs: dict[int, TeacherStudentPair] = {}
     for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
-        if pairs:  # each stage is cut from a model of its own
+        if pairs:  # each stage is cut from a separate copy of the model
             student, teacher = _build(layout.degrees, *sources)
         stage = plan.stages[number]
         keep_layers(student, stage.student, first=stage.is_first, last=stage.is_last)
@@ -172,15 +172,15 @@ def require_own_teacher(layout: Layout, student_source: ModelSource, *, teacher_
     why = "is the student without its adapter" if student_source.teacher_is_base else "has no layers in its stages"
     if student_source.teacher_is_base or teacher_head_only:
         raise ValueError(
-            f"schedule {layout.schedule} for a teacher that {why}: it runs a model of the teacher's own, "
-            "in the student's stages, a step ahead; expected schedule 1f1b"
+            f"schedule {layout.schedule} for a teacher that {why}: this schedule runs a separate teacher "
+            "model in the student's stages, one step ahead; expected schedule 1f1b"
         )
 
 
 def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
     if degrees.expert > 1 and not any(dispatched_experts(each) for each in decoders if each is not None):
         raise ValueError(
-            f"expert={degrees.expert} for models without experts that transformers' plans deal out: expected 1"
+            f"expert={degrees.expert} for models without experts that transformers' plans distribute: expected 1"
         )
 
 

@@ -35,9 +35,7 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
             "such as sdpa or flash_attention_2"
         )
     if not isinstance(getattr(decoder.backbone, "layers", None), nn.ModuleList):
-        raise ValueError(
-            f"the backbone of model type '{config.model_type}' has no list `layers` of its own: expected context=1"
-        )
+        raise ValueError(f"the backbone of model type '{config.model_type}' has no list `layers`: expected context=1")
     require_heads(config, ranks, tensor)
     name = f"ulysses_{inner}_{group.group_name}"
     AttentionInterface.register(name, _Ulysses(inner, group))

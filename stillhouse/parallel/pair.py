@@ -41,7 +41,7 @@ PairSignal: TypeAlias = Signal | TeacherHidden | InStage | None
 
 @dataclass(frozen=True)
 class Computation:
-    """What a pass computes for every micro-batch.
+    """The functions that a pass applies to every micro-batch.
 
     processor: the student's output processor.
     context: makes the processor's context from a micro-batch and the teacher's signal (None without a teacher).
@@ -100,7 +100,7 @@ class TeacherStudentPair(nn.Module):
             if not self.student.has_head:
                 return self.student_forward(computation, micro_batch, None, student_BSD), teacher_BSE
             signal = TeacherHidden(teacher_BSE)
-        # a rank's first stage may come with the hidden states that are for the last stage on the same rank
+        # a rank with two stages passes the teacher's hidden states to both, but only the last stage has the heads
         if isinstance(signal, TeacherHidden) and self.student.has_head:
             with self._teacher_head() as head:
                 exact = full_vocab(hidden_states=signal.hidden_BSE, head=head, context=None)

@@ -37,8 +37,8 @@ class Scheme:
     """One of torch's schedules, and how stages are assigned to ranks.
 
     per_rank: the number of stages on each rank. in_v: the stages are assigned to the ranks in increasing, then in
-    decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in actions of its
-    own, up to one step before the student.
+    decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in separate
+    actions, up to one step before the student.
     """
 
     schedule: Callable[..., Any]
@@ -104,7 +104,7 @@ class Pipeline:
         self.count = self.ranks * scheme.per_rank
         self.stages = {number: _Stage(number, self.count, pair) for number, pair in pairs.items()}
         if sharding is not None:
-            # the stage has no weights of its own, but wrapping it makes the schedule keep gathered weights and sum
+            # the stage itself has no weights, but wrapping it makes the schedule keep gathered weights and sum
             # gradients once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=sharding)
@@ -244,7 +244,7 @@ class Pipeline:
     def _begin_prefetch(
         self, prefetch: TeacherPrefetch, schedule: Any, micro_batches: Sequence[MicroBatch], *, needs_teacher: bool
     ) -> None:
-        """Set the order of the step, in which the teacher has actions of its own.
+        """Set the order of the step, in which the teacher has separate actions.
 
         If the step needs the teacher, the stages run the student alone. Only the last stage uses the teacher's hidden
         states: T actions of this step or of the previous one put them into `teacher_hidden`.

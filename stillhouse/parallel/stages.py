@@ -15,10 +15,10 @@ from stillhouse.models import Decoder
 from stillhouse.models.loading import auto_class
 from stillhouse.parallel.loading import make_buffers
 
-#: what transformers calls the parts of a base model that can be cut
+#: transformers' names for the parts of a base model that can be cut into stages
 PARTS = ("embed_tokens", "layers", "norm")
 #: the advice in the error messages for models that cannot be cut into stages
-UNCUT = "expected pipeline=1, and for a teacher no layout of its own"
+UNCUT = "expected pipeline=1, and no separate layout for a teacher"
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,15 @@ def require_cuttable(config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         decoder = Decoder(auto_class(config).from_config(config, trust_remote_code=False), verify=False)
     if missing := [part for part in PARTS if not hasattr(decoder.backbone, part)]:
-        raise ValueError(
-            f"the backbone of model type '{config.model_type}' has no {', '.join(missing)} of its own: {UNCUT}"
-        )
+        raise ValueError(f"the backbone of model type '{config.model_type}' has no {', '.join(missing)}: {UNCUT}")
     keep_layers(decoder, range(0), first=False, last=False)
     decoder.to_empty(device="cpu")
     make_buffers(decoder)
     given = torch.linspace(-1, 1, 4 * config.get_text_config().hidden_size, dtype=torch.float32).view(1, 4, -1)
     if not torch.equal(decoder(None, torch.arange(4)[None], inputs_embeds=given), given):
         raise ValueError(
-            f"model type '{config.model_type}' changes its embeddings on the way to its first layer, which every "
-            f"part of it would do again: {UNCUT}"
+            f"model type '{config.model_type}' changes its embeddings before its first layer, and every stage would "
+            f"repeat this change: {UNCUT}"
         )
 
 
@@ -146,8 +144,8 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
         held = (parameter for number in stage.student for parameter in layers[number].parameters())
         if not any(parameter.requires_grad for parameter in held):
             raise ValueError(
-                f"nothing trains on stage {stage.number + 1} of {stage.count}, layers {stage.student.start} to "
-                f"{stage.student.stop - 1} of the student: expected an adapter in layers of every stage "
+                f"no parameter is trained on stage {stage.number + 1} of {stage.count}, layers {stage.student.start} "
+                f"to {stage.student.stop - 1} of the student: expected an adapter in layers of every stage, "
                 "or fewer stages"
             )
 

@@ -4,7 +4,7 @@ A collective waits for all of its ranks. If one rank hangs (a stopped process, a
 not answer), all others wait without any message. So each rank runs two threads beside its main thread. The first
 thread publishes heartbeats in the job's store, several within `seconds`; a heartbeat contains the phase of the run in
 which the rank's main thread is. The first thread also reads the heartbeats of all other ranks. The second thread
-checks what the first one has read, and ends the process if
+checks these heartbeats, and ends the process if
 
   - a rank has sent no heartbeat for `seconds`, or the store has not answered for `seconds`;
   - the process's own main thread makes no progress for `seconds` in a timed phase (`enter`, `progress`).
@@ -83,7 +83,7 @@ def untimed(phase: str) -> Iterator[None]:
 
 @dataclass
 class Peer:
-    """What this process knows about a rank.
+    """The latest information of this process about a rank.
 
     since: the time of the rank's last heartbeat, or in the process's own entry the time of its last progress; by this
     process's clock. beat: the number of the last heartbeat. number: how many phases the rank has entered so far.
@@ -165,7 +165,7 @@ class Watchdog:
             peer.since = now
 
     def _fault(self, now: float) -> tuple[str, set[int]] | None:
-        """Return a message about what is wrong, and the ranks that cannot print it; None if nothing is wrong."""
+        """Return an error message and the ranks that cannot print it; None if no rank is at fault."""
         if now - self._store_answered > self.seconds:
             return _no_store(self._limit)
         silent = [rank for rank, peer in self._peers.items() if now - peer.since > self.seconds]

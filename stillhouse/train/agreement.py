@@ -60,7 +60,7 @@ def require_same_configuration(config: RunConfig, device: torch.device) -> list[
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of what decides a result's last digits."""
+    """The versions of the libraries that affect the last digits of a result."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -48,7 +48,7 @@ class OptimizerSettings:
 
 
 class StepOutput:
-    """What one forward and backward over a step's micro-batches returns.
+    """The result of one forward and backward over a step's micro-batches.
 
     own: the objective's outputs for this process's micro-batches, with their losses detached. Empty on processes
     without the last stage, and on all but the first of the tensor ranks, which all have the same tokens.
@@ -69,7 +69,7 @@ class StepOutput:
 class Engine:
     """Trains a student on micro-batches and the teacher's signals for them.
 
-    objective: what is minimised. bf16: compute matrix products in bfloat16; the weights keep their own dtype.
+    objective: the minimised loss. bf16: compute matrix products in bfloat16; the weights keep their own dtype.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget. router_aux_loss: the coefficient of the
     load-balancing loss of a mixture of experts.
     """

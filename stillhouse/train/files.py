@@ -157,7 +157,7 @@ def _partial(final: Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Write what the operating system holds of a file or folder to the disk."""
+    """Write the operating system's cached data of a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

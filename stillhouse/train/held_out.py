@@ -90,7 +90,7 @@ def _document(
 
 @dataclass(frozen=True)
 class _ShownRows:
-    """What the output processor needs besides hidden states and head. index_C: the rows that are shown."""
+    """The output processor's inputs besides hidden states and head. index_C: the rows that are shown."""
 
     micro_batch: MicroBatch
     index_C: Tensor

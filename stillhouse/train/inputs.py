@@ -1,4 +1,4 @@
-"""Loads what a run needs before its models: the tokenizers and the data."""
+"""Loads the tokenizers and the data, which a run needs before its models."""
 
 from dataclasses import dataclass
 

@@ -1,11 +1,11 @@
-"""A campaign of random faults: after each, the run ends bit-equal to an undisturbed one, or an error names the fault.
+"""A campaign of random faults. After each fault, the run ends bit-equal to an undisturbed run, or an error names it.
 
     make chaos
 
-Small real runs under one process, fsdp, tensor, pipeline and context parallelism and with a LoRA. While one runs, a
-rank or all of them are killed, stopped or asked to end, or the disk fills up. Or it is killed at a random moment and
-then a file of its folder is damaged, lost, cut or taken from an older checkpoint, or a model is replaced. Then the
-same command is given again.
+The campaign starts small real runs in one process, under fsdp, tensor, pipeline and context parallelism, and with a
+LoRA. During a run, one rank or all ranks are killed, stopped or asked to end, or the disk becomes full. In other
+trials the run is killed at a random moment; then a file of its folder is damaged, deleted, cut or replaced by one of
+an older checkpoint, or a model is replaced. After the fault, the same command is started again.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from ranks import Ranks
 from runs import contents, metrics, save_model, write_run
 
 STEPS, EVERY = 12, 3
-#: seconds after which a run of this size hangs, and in which a rank must answer
+#: LIMIT: seconds after which a run of this size counts as hung. TIMEOUT: seconds in which a rank must answer
 LIMIT, TIMEOUT = 150, 6
 DISK = 64_000_000
 #: the text of an error after which the run resumes from the previous checkpoint; it must end bit-equal, too
@@ -64,7 +64,7 @@ class Trial:
     message: str = ""
 
 
-#: bit-equal and refused are right; a fault that damages nothing must end bit-equal
+#: "bit-equal" and "refused" are right; after a fault that damages no file, only "bit-equal" is right
 OUTCOMES = ("bit-equal", "refused", "silent", "traceback", "hung", "not resumed")
 GOOD = OUTCOMES[:2]
 
@@ -74,7 +74,7 @@ class Hung(Exception):
 
 
 def at_once() -> None:
-    """No rank waits for rank 0 to print its error first."""
+    """Let every rank print its error at once, without waiting for rank 0."""
     from stillhouse import cli
 
     cli.SECONDS_FOR_FIRST = 0.0
@@ -176,10 +176,10 @@ def kill_all(case: Case, out: Path, draw: random.Random) -> str:
 
 
 def stop_one(case: Case, out: Path, draw: random.Random) -> str:
-    """A rank that hangs; the last one left is ended from outside, as a launcher does.
+    """Stop one rank, so that it hangs until it is killed, as a launcher does after the other ranks have ended.
 
-    Where all others have ended well, the rank had nothing left to do that they wait for: the run is complete, and the
-    rank goes on when it is continued.
+    If all other ranks end with exit code 0, they needed nothing more from this rank and the run is complete. The rank
+    is then continued.
     """
     ranks = case.start(out)
     where = wait_for_moment(case, ranks, out, draw)
@@ -223,7 +223,7 @@ def full_disk(case: Case, out: Path, draw: random.Random) -> str:
 
 
 def interrupted(case: Case, out: Path, draw: random.Random, saves: int = 1) -> None:
-    """Kill a run after at least that many checkpoints and before its end."""
+    """Kill a run after at least `saves` checkpoints and before its end."""
     line = draw.randrange((EVERY + 1) * saves + 2, STEPS + 3)
     ranks, end = case.start(out), time.monotonic() + LIMIT
     while log_lines(out) < line and time.monotonic() < end:
@@ -233,7 +233,7 @@ def interrupted(case: Case, out: Path, draw: random.Random, saves: int = 1) -> N
 
 
 def any_file(out: Path, draw: random.Random) -> Path:
-    """Choose a file; most often one that the run reads when it resumes."""
+    """Choose a file at random; in most cases it is one that the run reads when it resumes."""
     files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.stat().st_size]
     newest = max(path for path in (out / "checkpoints").iterdir() if path.suffix == "")
     read = [*(newest / "resume").iterdir(), newest / "state.json", out / "metrics.jsonl", out / "config.yaml"]
@@ -360,7 +360,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no trial after that")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no trial after this many minutes")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     arguments = parser.parse_args()

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT)]
 
-#: seconds for one input before it counts as a hang; a chat template's own limit is 10 s of processor time
+#: seconds after which one input counts as a hang; the package limits a chat template to 10 s of processor time
 SECONDS = 180
 #: memory of the worker, so that an input that takes too much memory raises an error
 MEMORY_BYTES = 12 * 2**30
@@ -62,7 +62,7 @@ def outcome(load: object, subject: str, seed: int, number: int) -> tuple[str, st
             return "FAILED", traceback.format_exc()[-3000:]
         names = {ConfigError: "ConfigError", DataError: "DataError"}
         return next((name for kind, name in names.items() if isinstance(error, kind)), "ValueError"), ""
-    except BaseException:  # noqa: BLE001 (whatever it is, it is what is looked for)
+    except BaseException:  # noqa: BLE001 (the campaign looks for any such exception)
         return "FAILED", traceback.format_exc()[-3000:]
     return "loaded", ""
 
@@ -134,7 +134,7 @@ def add(found: Campaign, first: int, kind: str, details: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", help="configurations, data, models, or all of them")
+    parser.add_argument("subject", help="configurations, data, models, or all")
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
@@ -145,7 +145,7 @@ def main() -> None:
             work(given.subject, given.seed, given.first, given.mutations)
         return
     subjects = ["configurations", "data", "models"] if given.subject == "all" else [given.subject]
-    with ThreadPoolExecutor(len(subjects)) as pool:  # each waits for its own worker
+    with ThreadPoolExecutor(len(subjects)) as pool:  # each thread waits for its worker
         found = list(pool.map(lambda each: run(each, given.mutations, given.seed, given.first), subjects))
     if given.subject == "all":
         from benchmarks.record import result_file, write_result

@@ -87,7 +87,8 @@ def _changed(draw: random.Random, value: Any) -> Any:
     holder, key = draw.choice(places if draw.random() < 0.5 else places[:40])
     match draw.randrange(6):
         case 0 | 1 | 2:
-            holder[key] = deepcopy(draw.choice(ODD))  # which a later change would change for all
+            # a copy, because a later change would otherwise change ODD
+            holder[key] = deepcopy(draw.choice(ODD))
         case 3 if isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
             holder[key] = holder[key] * draw.choice([-1, 0, 2, 3, 0.5, 10**6])
         case 4 if isinstance(holder, dict):

@@ -1,4 +1,4 @@
-"""What the campaign damages and loads: configurations, data and model folders, with the package's own functions.
+"""The inputs of the campaign: configurations, data and model folders, loaded by the package's functions.
 
 A subject has its own folder. Called with a source of random numbers, it damages its input and loads it once.
 """
@@ -39,7 +39,7 @@ from stillhouse.train.session import choose_device, in_words, objective_spec
 
 Load = Callable[[random.Random], None]
 TOKENS = 32
-templates.TEMPLATE_SECONDS = 2.0  # thousands of templates are tried
+templates.TEMPLATE_SECONDS = 2.0  # the campaign loads thousands of templates
 
 
 def configurations(folder: Path) -> Load:
@@ -166,7 +166,7 @@ def models(folder: Path) -> Load:
 
 
 def crashing(folder: Path) -> Load:
-    """Only for the test of the campaign: every third input ends the process."""
+    """A subject for the test of the campaign: every third input ends the process."""
 
     def load(draw: random.Random) -> None:
         if draw.getstate() in fatal:

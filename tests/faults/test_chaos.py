@@ -1,4 +1,4 @@
-"""A few trials of the campaign that `make chaos` runs in full (docs/reliability.md has its figures)."""
+"""A few trials of the campaign. `make chaos` runs it in full; docs/reliability.md has its results."""
 
 import random
 from pathlib import Path

@@ -25,7 +25,7 @@ LAYOUTS = ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("te
 
 
 def at_once() -> None:
-    """No rank waits for rank 0 to print its error first."""
+    """Let every rank print its error at once, without waiting for rank 0."""
     cli.SECONDS_FOR_FIRST = 0.0
 
 
@@ -42,7 +42,7 @@ def interrupted(whole: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run in one process, with all checkpoints kept."""
+    """A complete run in one process with all its checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
     write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
     run("distill", folder / "run.yaml")
@@ -81,7 +81,9 @@ def second(resume: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", [lost, stale])
-def test_the_file_of_a_rank(layout: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]) -> None:
+def test_a_damaged_file_of_one_rank_is_named(
+    layout: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
     folder, override = layout
     out = interrupted(folder, tmp_path)
     resume = out / "checkpoints" / NEWEST / "resume"
@@ -173,7 +175,7 @@ def test_damage_within_a_checkpoint(whole: Path, tmp_path: Path, damage: str) ->
 
 
 def test_a_wrong_type_with_a_right_hash(whole: Path, tmp_path: Path) -> None:
-    """The step is text, as another version might write it."""
+    """The step is text, as another version of the package could write it."""
     out = interrupted(whole, tmp_path)
     path = out / "checkpoints" / NEWEST / "state.json"
     content = json.loads(path.read_text())
@@ -192,8 +194,8 @@ def test_the_only_checkpoint_is_damaged(whole: Path, tmp_path: Path) -> None:
     assert "there is no earlier checkpoint: choose another folder as out to start again" in refused.err
 
 
-def test_an_older_damaged_one_is_a_warning_and_stays(whole: Path, tmp_path: Path) -> None:
-    """Such a checkpoint is neither the best one nor removed, and the run does not stop."""
+def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(whole: Path, tmp_path: Path) -> None:
+    """A damaged checkpoint is not the best one and is not removed, and the run does not stop."""
     out = interrupted(whole, tmp_path)
     (out / "checkpoints" / BEFORE / "state.json").write_text("{")
     ended = run("distill", whole / "run.yaml", f"out={out}", "checkpoint.keep=1")
@@ -229,7 +231,7 @@ def test_moments_that_are_absent_though_all_hashes_are_right(whole: Path, tmp_pa
     assert "is absent in the checkpoint" in refused.err
 
 
-def test_a_checkpoint_given_by_its_path_is_proven_too(whole: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_given_by_its_path_is_verified_too(whole: Path, tmp_path: Path) -> None:
     out = interrupted(whole, tmp_path)
     zeroed(out / "checkpoints" / NEWEST)
     given = f"checkpoint.resume={out}/checkpoints/{NEWEST}"
@@ -301,7 +303,7 @@ def test_a_log_that_is_not_the_one_of_the_checkpoint(whole: Path, tmp_path: Path
         assert contents(out / "again" / "model") == contents(whole / "out" / "model")
 
 
-def test_a_complete_run_is_proven_to_be(whole: Path, tmp_path: Path) -> None:
+def test_the_model_of_a_complete_run_is_verified(whole: Path, tmp_path: Path) -> None:
     """Exit code 0 means that the model is there, so it must be the model that was written."""
     out = tmp_path / "out"
     shutil.copytree(whole / "out", out)
@@ -369,7 +371,7 @@ def other_state(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_finds_holds_for_all(layout: tuple[Path, str], tmp_path: Path, rank: int) -> None:
+def test_damage_that_one_rank_finds_is_refused_by_all(layout: tuple[Path, str], tmp_path: Path, rank: int) -> None:
     """No rank resumes from another checkpoint than the others."""
     folder, override = layout
     out = interrupted(folder, tmp_path)

@@ -1,4 +1,4 @@
-"""A full disk, or a folder that is moved, removed or read-only: one line at the next write, and nothing is lost."""
+"""A full disk, or a folder that is moved, removed or read-only, gives one line at the next write; nothing is lost."""
 
 import errno
 import functools
@@ -43,7 +43,7 @@ def fill(disk: Path) -> Path:
     return path
 
 
-def blind() -> None:
+def skip_space_check() -> None:
     """Skip the check of free space, as if another process filled the disk while the checkpoint is written."""
     at_once()
     checkpoint.require_space = lambda *_: None
@@ -61,7 +61,11 @@ def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None]) -> 
 
 @pytest.mark.parametrize(
     ("processes", "hook"),
-    [(1, at_once), (2, blind), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, blind), (2, at_once)))],
+    [
+        (1, at_once),
+        (2, skip_space_check),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, skip_space_check), (2, at_once))),
+    ],
 )
 def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[[], None]) -> None:
     write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9})
@@ -70,7 +74,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     codes, err = ended(tmp_path, out, processes, hook)
     assert set(codes) == {1}
     unfinished = folder / "step-00000004.partial"
-    path = folder / "step-00000004" if hook is blind else folder
+    path = folder / "step-00000004" if hook is skip_space_check else folder
     figures = r"([\d,]+) bytes are free on its disk and ([\d,]+) bytes are needed; all complete files are intact"
     found = re.fullmatch(rf"error: {path} cannot be written: {figures}.*\n", err)
     assert found is not None, err
@@ -79,14 +83,14 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     size = sum(len(each) for name, each in written.items() if name.endswith(".safetensors"))
     assert free < BYTES
     assert 0.95 * size < needed <= size
-    assert unfinished.exists() == (hook is blind)
+    assert unfinished.exists() == (hook is skip_space_check)
     run("verify", out)
 
     # the incomplete checkpoint is removed before a new one is written; then the disk is too small again
     filler = fill(disk)
     codes, err = ended(tmp_path, out, processes, at_once)
     assert set(codes) == {1}
-    assert err.startswith(f"error: {folder if hook is blind else out / 'config.yaml'} cannot be written: ")
+    assert err.startswith(f"error: {folder if hook is skip_space_check else out / 'config.yaml'} cannot be written: ")
     assert not unfinished.exists()
     filler.unlink()
     subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
@@ -152,7 +156,8 @@ def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, f
     assert failed.wait() == 1
     reason = os.strerror(errno.EACCES if fault == "read-only" else errno.ENOENT)
     assert failed.err.startswith(f"error: {out}/metrics.jsonl cannot be written: {reason}; ")
-    if fault != "read-only":  # here the user may not remove the files of the parent process, and prints more lines
+    # the user of the read-only case may not remove the parent's files, so the process prints more lines
+    if fault != "read-only":
         assert failed.err.count("\n") == 1
     if fault == "removed":
         assert not out.exists()

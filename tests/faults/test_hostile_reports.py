@@ -1,4 +1,4 @@
-"""A run folder whose metrics have a line that no run writes: the error names file and line."""
+"""A run folder whose metrics contain a line that no run writes gives an error that names file and line."""
 
 from pathlib import Path
 

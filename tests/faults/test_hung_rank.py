@@ -1,4 +1,7 @@
-"""A rank that hangs ends the job after `train.timeout`, by name; one that dies ends it at once, in a line."""
+"""If a rank hangs, the job ends after `train.timeout` with an error that names the rank.
+
+If a rank dies, the job ends at once. Both errors are one line.
+"""
 
 import functools
 import os
@@ -28,14 +31,14 @@ LOST = "lost contact with another rank, which has ended or hangs"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With models, data and run.yaml, for 12 steps."""
+    """A folder with models, data and a run.yaml of 12 steps."""
     folder = tmp_path_factory.mktemp("hung")
     write_run(folder, **{"train.steps": 12, "checkpoint.every": 2, "train.timeout": SECONDS})
     return folder
 
 
 def sleep_at(step: int, seconds: float) -> None:
-    """The main thread of this rank does nothing for a while, after the line of a step."""
+    """Let the main thread of this rank sleep after it has written the line of a step."""
     for log in (RunLog, NoLog):
 
         def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
@@ -47,7 +50,7 @@ def sleep_at(step: int, seconds: float) -> None:
 
 
 def stop_at(step: int) -> None:
-    """This rank is stopped there, all of its threads."""
+    """Stop all threads of this rank after it has written the line of a step."""
     for log in (RunLog, NoLog):
 
         def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
@@ -58,8 +61,8 @@ def stop_at(step: int) -> None:
         log.train = wrapped  # type: ignore[method-assign]
 
 
-def hung(folder: Path, out: Path, layout: str, rank: int, **options: Any) -> Ranks:
-    """A run one of whose ranks is stopped after step 5, until the other one has ended."""
+def stop_one_rank(folder: Path, out: Path, layout: str, rank: int, **options: Any) -> Ranks:
+    """Run two ranks and stop one after step 5. When the other one has ended, kill the stopped one."""
     arguments = ["distill", folder / "run.yaml", f"parallel.{layout}", f"out={out}"]
     ranks = Ranks(2, *arguments, hook=stop_at, hook_arguments=(5,), hook_rank=rank, **options)
     assert ranks[1 - rank].wait(LIMIT) == 1, ranks.texts
@@ -70,10 +73,10 @@ def hung(folder: Path, out: Path, layout: str, rank: int, **options: Any) -> Ran
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
-    """And the same command ends like a run that was never disturbed."""
+    """The same command then resumes and ends like an undisturbed run."""
     undisturbed, out = folder / "undisturbed", folder / f"stopped {rank}"
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2"]
-    ranks = hung(folder, out, "fsdp=2", rank)
+    ranks = stop_one_rank(folder, out, "fsdp=2", rank)
     which = "error: " if rank == 1 else "error on rank 1: "
     assert ranks[1 - rank].err.startswith(f"{which}rank {rank} (")
     assert f", process {ranks[rank].process.pid}) has sent no heartbeat for {SECONDS} s" in ranks[1 - rank].err
@@ -90,8 +93,8 @@ def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
 
 
 def test_rank_0_may_hold_the_store(folder: Path) -> None:
-    """Then the store does not answer, or the last heartbeat that was read from it has become too old."""
-    ranks = hung(folder, folder / "store", "fsdp=2", 0, store_in_rank_0=True)
+    """If rank 0 is stopped, the store does not answer, or the last heartbeat in it becomes too old."""
+    ranks = stop_one_rank(folder, folder / "store", "fsdp=2", 0, store_in_rank_0=True)
     silent = "rank 0 on 127.0.0.1, which holds the job's store, has not answered for", "has sent no heartbeat for"
     assert ranks[1].err.startswith("error on rank 1: rank 0 ")
     assert any(f"{each} {SECONDS} s (train.timeout)" in ranks[1].err for each in silent)
@@ -107,14 +110,14 @@ def test_a_stopped_rank_is_named_under_every_layout(
     folder: Path, layout: str, rank: int, store_in_rank_0: bool
 ) -> None:
     out = folder / f"{layout} {rank} {store_in_rank_0}"
-    ranks = hung(folder, out, layout, rank, store_in_rank_0=store_in_rank_0)
+    ranks = stop_one_rank(folder, out, layout, rank, store_in_rank_0=store_in_rank_0)
     assert f"rank {rank} (" in ranks[1 - rank].err or (rank == 0 and "rank 0 on 127.0.0.1" in ranks[1].err)
     assert ranks[1 - rank].err.count("\n") == 1
 
 
 @pytest.mark.slow
 def test_a_main_thread_that_hangs_is_found_too(folder: Path) -> None:
-    """Though its process sends heartbeats: what it does is still the step before the other rank's."""
+    """Its process still sends heartbeats, but the rank stays one step behind the other rank."""
     out = folder / "asleep"
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", "data.eval=0", f"out={out}"]
     ranks = Ranks(2, *arguments, hook=sleep_at, hook_arguments=(5, LIMIT), hook_rank=1)
@@ -126,8 +129,8 @@ def test_a_main_thread_that_hangs_is_found_too(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_only_slow_goes_on(folder: Path) -> None:
-    """A stop shorter than the limit; and a stop of all ranks, longer than it, as of a suspended job."""
+def test_a_rank_that_is_only_slow_is_not_ended(folder: Path) -> None:
+    """A pause shorter than the limit is accepted, and so is a long stop of all ranks, as of a suspended job."""
     out = folder / "slow"
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={out}"]
     ranks = Ranks(2, *arguments, hook=sleep_at, hook_arguments=(5, SECONDS / 2))
@@ -140,7 +143,7 @@ def test_a_rank_that_is_only_slow_goes_on(folder: Path) -> None:
 
 
 def fail_in_prepare(seconds: float) -> None:
-    """This rank cannot load its data, or takes so long for it."""
+    """Let this rank fail while it loads its data, or take `seconds` for it."""
     original = inputs.load_data
 
     @functools.wraps(original)
@@ -154,12 +157,12 @@ def fail_in_prepare(seconds: float) -> None:
 
 
 def hang_before_meeting() -> None:
-    """This rank does not come as far as its launcher's store."""
+    """Let this rank hang before it connects to its launcher's store."""
     run_module.candidates = lambda *_: time.sleep(LIMIT)
 
 
-def test_a_rank_that_does_not_come(folder: Path) -> None:
-    """To the meeting of all ranks, because it hangs before."""
+def test_a_rank_that_does_not_join(folder: Path) -> None:
+    """One rank hangs before it joins the others."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'absent'}"]
     ranks = Ranks(2, *arguments, hook=hang_before_meeting, hook_rank=1)
     assert ranks[0].wait(LIMIT) == 1, ranks.texts
@@ -169,7 +172,7 @@ def test_a_rank_that_does_not_come(folder: Path) -> None:
 
 
 def test_a_rank_that_does_not_end_reading_its_data(folder: Path) -> None:
-    """It sends heartbeats, and the others have waited for it long enough."""
+    """The rank sends heartbeats, but the others have waited for it longer than the limit."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'reading'}"]
     ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(LIMIT,), hook_rank=1)
     assert ranks[0].wait(LIMIT) == 1, ranks.texts
@@ -181,12 +184,14 @@ def test_a_rank_that_does_not_end_reading_its_data(folder: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_fails_while_the_others_wait_for_it(folder: Path, failing: int) -> None:
-    """Its own error is printed, and the launcher ends the others, which are not slow to obey."""
+    """The failing rank's error is printed, and the others end quickly when the launcher asks them to."""
     arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", "train.timeout=60", f"out={folder / 'fails'}"]
     ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(0,), hook_rank=failing)
     codes = ranks.wait(grace=1)
     assert codes[failing] == 1
-    assert codes[1 - failing] in (1, 143), "lost contact with it, or ended by the launcher"
+    assert codes[1 - failing] in (1, 143), (
+        "expected 1 (lost contact with the failing rank) or 143 (ended by the launcher)"
+    )
     assert "no such file here" in ranks[failing].err
     assert "Traceback" not in ranks.err
 
@@ -222,11 +227,11 @@ def test_one_process_has_no_watchdog(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_ends_the_job(folder: Path, rank: int) -> None:
-    """It kills the stopped process itself, 30 s after the other one has ended."""
+    """torchrun kills the stopped process 30 s after the other one has ended."""
     out = folder / f"torchrun {rank}"
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "stillhouse"]
     arguments = ["distill", folder / "run.yaml", f"out={out}", "parallel.fsdp=2", "train.steps=100000"]
-    arguments.append("train.timeout=10")  # they import for as long
+    arguments.append("train.timeout=10")  # a shorter limit could end while the ranks still import
     with subprocess.Popen(
         [sys.executable, "-m", *launcher, *arguments],
         stderr=subprocess.PIPE,
@@ -258,7 +263,7 @@ def group_timeouts(rank: int, port: int, results: Any) -> None:
 
 
 def test_no_collective_gives_up_before_the_watchdog() -> None:
-    """torch's groups do not inherit a time limit: NCCL's own is 10 minutes."""
+    """torch's groups do not inherit the time limit of the default group; NCCL's default is 10 minutes."""
     import torch.multiprocessing as multiprocessing
     from ranks import free_port
 

@@ -1,4 +1,4 @@
-"""Where a run goes on from and what it is made of: another machine, run, base or configuration is refused."""
+"""A checkpoint, base model or configuration of another machine or another run is refused."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ __all__ = ["layout", "whole"]
 
 
 def lose_folder(folder: str, step: int, to: str) -> None:
-    """Rank 1 does not see the run's folder any more, as where a file system is not mounted any more."""
+    """After `step`, rank 1 no longer sees the run's folder, as if its file system were unmounted."""
     at_once()
     os.chdir(folder)
     original = NoLog.train
@@ -31,7 +31,7 @@ def lose_folder(folder: str, step: int, to: str) -> None:
 
 @pytest.mark.parametrize("layout_of_run", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_a_folder_that_one_rank_loses(tmp_path: Path, layout_of_run: str) -> None:
-    """Its file of the next checkpoint is somewhere else: that is no checkpoint."""
+    """The rank writes its file of the next checkpoint to another folder, so the checkpoint is not accepted."""
     write_run(tmp_path, **{"checkpoint.every": 2})
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -45,7 +45,7 @@ def test_a_folder_that_one_rank_loses(tmp_path: Path, layout_of_run: str) -> Non
 
 
 def test_a_checkpoint_that_is_another_one_on_each_machine(layout: tuple[Path, str], tmp_path: Path) -> None:
-    """Under one name, both intact."""
+    """The two checkpoints have the same name, and both are intact."""
     folder, override = layout
     for machine, step in (("0", BEFORE), ("1", NEWEST)):
         source = folder / "out" / "checkpoints" / step
@@ -84,7 +84,7 @@ def test_a_base_that_is_replaced_while_its_adapter_is_trained(tmp_path: Path) ->
 
 
 def test_a_checkpoint_on_another_disk(whole: Path, tmp_path: Path) -> None:
-    """Moved there and linked: it is the run's own, and its log is kept."""
+    """A checkpoint that was moved and linked still belongs to the run, and the run keeps its log."""
     out = interrupted(whole, tmp_path)
     (out / "checkpoints" / NEWEST).rename(tmp_path / "larger disk")
     (out / "checkpoints" / NEWEST).symlink_to(tmp_path / "larger disk", target_is_directory=True)
@@ -94,7 +94,7 @@ def test_a_checkpoint_on_another_disk(whole: Path, tmp_path: Path) -> None:
 
 
 def test_an_edited_configuration_is_another_run(whole: Path, tmp_path: Path) -> None:
-    """Given as the run's own, so that there is nothing in the folder to compare it with."""
+    """The edited file is the run's config.yaml, so only the checkpoint can show the difference."""
     out = interrupted(whole, tmp_path)
     path = out / "config.yaml"
     path.write_text(path.read_text().replace("learning_rate: 0.001", "learning_rate: 0.003"))
@@ -102,8 +102,8 @@ def test_an_edited_configuration_is_another_run(whole: Path, tmp_path: Path) -> 
     assert f"error: the configuration has changed since {out}/checkpoints/{NEWEST} was written" in refused.err
 
 
-def test_a_start_that_is_gone_or_damaged(whole: Path, tmp_path: Path) -> None:
-    """The run has checkpoints of its own."""
+def test_a_run_whose_initial_checkpoint_is_gone_or_damaged(whole: Path, tmp_path: Path) -> None:
+    """The run resumes from its own checkpoints, so it needs the first one no longer."""
     start = tmp_path / "start" / BEFORE
     shutil.copytree(whole / "out" / "checkpoints" / BEFORE, start)
     arguments = [whole / "run.yaml", f"checkpoint.resume={start}", f"out={tmp_path}/out", "checkpoint.keep=9"]
@@ -119,7 +119,7 @@ def test_a_start_that_is_gone_or_damaged(whole: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "out" / "model") == contents(whole / "out" / "model")
 
 
-def test_two_damaged_ones_stay_where_they_are(whole: Path, tmp_path: Path) -> None:
+def test_two_damaged_checkpoints_are_not_moved(whole: Path, tmp_path: Path) -> None:
     out = interrupted(whole, tmp_path)
     for name in (BEFORE, NEWEST):
         zeroed(out / "checkpoints" / name)
@@ -129,7 +129,7 @@ def test_two_damaged_ones_stay_where_they_are(whole: Path, tmp_path: Path) -> No
 
 
 def test_a_configuration_with_several_faults_is_one_line(whole: Path, tmp_path: Path) -> None:
-    """Of a folder whose config.yaml was cut: `best` is no metric any more, and `out` is missing."""
+    """The folder's config.yaml was cut, so that `best` names no metric and `out` is missing."""
     out = interrupted(whole, tmp_path)
     path = out / "config.yaml"
     text = path.read_text()

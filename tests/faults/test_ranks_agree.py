@@ -1,4 +1,4 @@
-"""Ranks that are not of one run, and a folder that is not one: refused before the first step."""
+"""Ranks with different settings, files or folders are refused before the first step."""
 
 import os
 import shutil
@@ -23,14 +23,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_folders(ranks_in: list[str]) -> None:
-    """Each rank with a working directory of its own, as on machines with a disk each; errors at once."""
+    """Give each rank another working directory, as on machines with separate disks, and print errors at once."""
     at_once()
     agreement._SECONDS_TO_SEE = 0.5
     os.chdir(ranks_in[int(os.environ["RANK"])])
 
 
-def apart(here: Path, tmp_path: Path, *arguments: Any) -> Ranks:
-    """Two ranks that write to a folder of the same relative name, each in its own working directory."""
+def in_separate_folders(here: Path, tmp_path: Path, *arguments: Any) -> Ranks:
+    """Start two ranks in different working directories, so that one relative path names two folders."""
     folders = [tmp_path / "machine 0", tmp_path / "machine 1"]
     for folder in folders:
         folder.mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ def apart(here: Path, tmp_path: Path, *arguments: Any) -> Ranks:
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_an_out_that_the_ranks_do_not_share(here: Path, tmp_path: Path, layout: str) -> None:
-    ranks = apart(here, tmp_path, "distill", here / "run.yaml", "out=runs/a", f"parallel.{layout}=2")
+    ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", "out=runs/a", f"parallel.{layout}=2")
     assert ranks.wait() == [1, 1]
     assert ranks[0].err.startswith("error: out: runs/a is not one folder for all ranks: rank 0 on ")
     assert "expected a folder on a file system that all machines share\n" in ranks[0].err
@@ -49,13 +49,13 @@ def test_an_out_that_the_ranks_do_not_share(here: Path, tmp_path: Path, layout: 
 def test_a_run_that_is_complete_on_one_machine_only(here: Path, tmp_path: Path) -> None:
     run("distill", here / "run.yaml", f"out={tmp_path}/machine 0/runs/a")
     before = contents(tmp_path)
-    ranks = apart(here, tmp_path, "distill", here / "run.yaml", "out=runs/a")
+    ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", "out=runs/a")
     assert ranks.wait() == [1, 1]
     assert "runs/a is not one folder for all ranks" in ranks[0].err
     assert contents(tmp_path) == before
 
 
-UNLIKE = [
+DIFFERENT = [
     "train.learning_rate=0.002",
     "seed=1",
     "objective.temperature=2",
@@ -64,7 +64,7 @@ UNLIKE = [
 ]
 
 
-@pytest.mark.parametrize("override", UNLIKE)
+@pytest.mark.parametrize("override", DIFFERENT)
 def test_a_rank_with_another_configuration(here: Path, tmp_path: Path, override: str) -> None:
     command = ["distill", here / "run.yaml", f"out={tmp_path}/out"]
     ranks = Ranks(2, *command, hook=at_once, by_rank=[[], [override]])
@@ -77,7 +77,7 @@ def test_a_rank_with_another_configuration(here: Path, tmp_path: Path, override:
 
 @pytest.mark.parametrize("which", ["data.train", "student", "teacher", "tokenizer"])
 def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path, which: str) -> None:
-    """As on machines with a copy each."""
+    """Each rank reads its own copy, as on machines with separate disks."""
     folders = [tmp_path / "machine 0", tmp_path / "machine 1"]
     for folder in folders:
         for name in ("student", "teacher"):
@@ -94,7 +94,7 @@ def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path,
         shutil.rmtree(folders[1] / which)
         save_model(folders[1] / which, "qwen3" if which == "teacher" else "llama", seed=9)
     local = ["student.model=student", "teacher.model=teacher", "data.train=train.jsonl", "data.eval=eval.jsonl"]
-    ranks = apart(here, tmp_path, "distill", here / "run.yaml", f"out={tmp_path}/out", *local)
+    ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", f"out={tmp_path}/out", *local)
     assert ranks.wait() == [1, 1], ranks.texts
     named = ranks[0].err.partition("error: ")[2].partition(":")[0]
     assert named == which
@@ -102,20 +102,22 @@ def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path,
     assert not (tmp_path / "out").exists()
 
 
-def older(rank: int) -> None:
-    """One of the ranks with another version of transformers, as far as it says."""
+def report_older_version(rank: int) -> None:
+    """Let one rank report another version of transformers."""
     if int(os.environ["RANK"]) == rank:
         agreement.transformers.__version__ = "5.0.0"
 
 
 def test_unlike_versions_are_a_warning(here: Path, tmp_path: Path) -> None:
-    ranks = Ranks(2, "distill", here / "run.yaml", f"out={tmp_path}/out", hook=older, hook_arguments=(1,))
+    ranks = Ranks(
+        2, "distill", here / "run.yaml", f"out={tmp_path}/out", hook=report_older_version, hook_arguments=(1,)
+    )
     assert ranks.wait() == [0, 0]
     assert "warning: rank 1 runs transformers 5.0.0 and rank 0 runs transformers 5." in ranks[0].out
 
 
 def hold_before_lock(path: str) -> None:
-    """Stop just before the folder is locked, until a file appears."""
+    """Let the process wait for a file just before it locks the folder."""
     from stillhouse.train import run as module
 
     original = module.folder_lock
@@ -130,7 +132,7 @@ def hold_before_lock(path: str) -> None:
 
 @pytest.mark.parametrize("ends", ["complete", "killed"])
 def test_a_second_run_that_loaded_while_the_first_one_worked(whole: Path, tmp_path: Path, ends: str) -> None:
-    """It was started when the folder was free, and gets the lock when the first one has ended or died."""
+    """The second run starts while the folder is free, and gets the lock after the first one has ended or died."""
     out, go = tmp_path / "out", tmp_path / "go"
     arguments = [whole / "run.yaml", f"out={out}"]
     other = Command(
@@ -149,7 +151,7 @@ def test_a_second_run_that_loaded_while_the_first_one_worked(whole: Path, tmp_pa
 
 
 def test_the_same_run_started_twice(whole: Path, tmp_path: Path) -> None:
-    """The second one goes on from what the first one has left, and finds nothing to do where that is all."""
+    """The second run resumes from the first run's last checkpoint, or does nothing if the first is complete."""
     out, go = tmp_path / "out", tmp_path / "go"
     arguments = [whole / "run.yaml", f"out={out}"]
     waiting = [Command("distill", *arguments, hook=hold_before_lock, hook_arguments=(str(go),)) for _ in range(2)]

@@ -1,11 +1,8 @@
-"""Signals that end a run: it stops after a step, with a checkpoint, and goes on from there to the same bits.
+"""Signals that end a run: it stops after a step with a checkpoint, and the resumed run is bitwise the same.
 
-Each signal is sent to a process, from inside at a point that a test chooses or from outside.
+The signals are real. A process sends them to itself at a point that the test chooses, or the test sends them.
 """
 
-import functools
-import importlib
-import itertools
 import os
 import pty
 import signal
@@ -20,11 +17,8 @@ from typing import Any
 import pytest
 from ranks import Ranks
 from runs import Command, contents, run, wait_for, write_run
+from signal_hooks import hang_at_step, ignoring_signal_at, interrupt_in, interrupt_main_thread, signal_when
 from test_train_resume import evaluations, last_step, losses, signal_at
-
-from stillhouse import preemption
-from stillhouse.train import off_policy
-from stillhouse.train.logging import RunLog
 
 LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]
 NAMES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 138}
@@ -33,7 +27,7 @@ LIMIT = 180
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models, data, run.yaml, and `whole`, a run of 12 steps that was never disturbed. With dropout."""
+    """A folder with models that have dropout, data, run.yaml, and `whole`, an undisturbed run of 12 steps."""
     folder = tmp_path_factory.mktemp("signals")
     write_run(folder, family="gpt2", **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
     run("distill", folder / "run.yaml", f"out={folder / 'whole'}")
@@ -42,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same without that run, of a family that every layout takes."""
+    """A similar folder without a run. Its models are of a family that every layout supports."""
     folder = tmp_path_factory.mktemp("layouts")
     write_run(folder, **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
     return folder
@@ -55,7 +49,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:
-    """The run reported the stop in one line, without a traceback, and left a checkpoint of the step but no model."""
+    """Assert that the run reported the stop in one line and has a checkpoint of the step, but no model."""
     checkpoint = out / "checkpoints" / f"step-{step:08d}"
     stopped = f"stopped by {name} after step {step}; checkpoint {checkpoint};"
     *before, last = command.err.splitlines()
@@ -72,7 +66,7 @@ def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:
     "name", [name if name == "SIGTERM" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
-    """Step 6 has an evaluation and no checkpoint, step 7 has neither."""
+    """Step 6 has an evaluation but no checkpoint; step 7 has neither."""
     step = 7 if name == "SIGTERM" else 6
     out, number = whole / name, signal.Signals[name]
     command = Command("distill", whole / "run.yaml", f"out={out}", hook=signal_at, hook_arguments=(step, number))
@@ -84,7 +78,7 @@ def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
 
 
 def stopped_and_resumed(folder: Path, layout: str, number: signal.Signals, rank: int | None) -> None:
-    """The ranks of a run get a signal after step 6, go on, and end as others do that nobody has disturbed."""
+    """Signal the ranks of a run, resume it, and compare it with an undisturbed run."""
     arguments = ["distill", folder / "run.yaml", *(f"parallel.{key}" for key in layout.split())]
     undisturbed, out = folder / f"{layout} undisturbed", folder / f"{layout} {number.name}"
     ranks = Ranks(2, *arguments, f"out={undisturbed}")
@@ -109,7 +103,7 @@ def stopped_and_resumed(folder: Path, layout: str, number: signal.Signals, rank:
     "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])]
 )
 def test_all_ranks_stop_at_one_step(plain: Path, layout: str) -> None:
-    """Though the signal comes to one of them only, as from a machine that is to be taken away."""
+    """Only one rank gets the signal, as if only its machine were shut down."""
     stopped_and_resumed(plain, layout, signal.SIGTERM, 0)
 
 
@@ -117,7 +111,7 @@ def test_all_ranks_stop_at_one_step(plain: Path, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rank", [1, None])
 def test_ranks_that_are_signalled_from_outside(plain: Path, layout: str, rank: int | None) -> None:
-    """At any moment, a signal to rank 1 only, or to all ranks, which may notice it in different steps."""
+    """The signal comes at any moment to rank 1 only, or to all ranks, which may notice it in different steps."""
     arguments = ["distill", plain / "run.yaml", f"parallel.{layout}"]
     undisturbed, out = plain / f"{layout} undisturbed", plain / f"{layout} outside {rank}"
     if not undisturbed.exists():
@@ -142,20 +136,6 @@ def test_a_teacher_that_runs_ahead_is_stopped_too(plain: Path) -> None:
     stopped_and_resumed(plain, "pipeline=2 schedule=1f1b_ahead", signal.SIGTERM, 0)
 
 
-def signal_when(module: str, name: str, number: signal.Signals) -> None:
-    """The process gets a signal when a function of a module is called, which then takes a while."""
-    holder = importlib.import_module(module)
-    original = getattr(holder, name)
-
-    @functools.wraps(original)
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        os.kill(os.getpid(), number)
-        time.sleep(1)
-        return original(*arguments, **options)
-
-    setattr(holder, name, wrapped)
-
-
 BEFORE_TRAINING = {
     "preparing": ("stillhouse.train.inputs", "load_data"),
     "loading": ("stillhouse.train.build", "load_student"),
@@ -164,7 +144,7 @@ BEFORE_TRAINING = {
 
 
 @pytest.mark.parametrize(("where", "name"), [*zip(BEFORE_TRAINING, ("SIGINT", "SIGTERM", "SIGINT"), strict=True)])
-def test_before_the_first_step_it_ends_at_once(whole: Path, where: str, name: str) -> None:
+def test_a_signal_before_the_first_step_ends_the_run_at_once(whole: Path, where: str, name: str) -> None:
     out = whole / f"{where} {name}"
     arguments = ["distill", str(whole / "run.yaml"), f"out={out}"]
     command = Command(*arguments, hook=signal_when, hook_arguments=(*BEFORE_TRAINING[where], signal.Signals[name]))
@@ -173,7 +153,7 @@ def test_before_the_first_step_it_ends_at_once(whole: Path, where: str, name: st
     assert command.err.count("\n") == 1
     assert command.err.startswith(f"{word}; `stillhouse distill ")
     assert "continues from the run's last checkpoint, or from the start if there is none yet" in command.err
-    assert "minimise" in command.out  # what was printed before is not lost
+    assert "minimise" in command.out  # lines that were printed before the signal are not lost
     run(*arguments)
     assert_same_run(out, whole / "whole")
 
@@ -196,7 +176,7 @@ def test_other_commands_end_at_once(whole: Path, tmp_path: Path, command: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["pydantic_core", "libtorch_cpu.so", "tokenizers"])
 def test_ctrl_c_while_it_imports(whole: Path, library: str) -> None:
-    """Which a command does for some seconds."""
+    """A command imports libraries for some seconds."""
     process = subprocess.Popen(
         [sys.executable, "-m", "stillhouse", "distill", whole / "run.yaml", f"out={whole / 'imports'}"],
         stderr=subprocess.PIPE,
@@ -208,17 +188,6 @@ def test_ctrl_c_while_it_imports(whole: Path, library: str) -> None:
     assert process.returncode == 130
     assert err.startswith("interrupted; `stillhouse distill")
     assert err.count("\n") == 1
-
-
-def interrupt_main_thread() -> None:
-    """Soon, by a thread: whatever the command does first."""
-    original = preemption._Listener
-
-    def wrapped(*arguments: Any) -> Any:
-        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return original(*arguments)
-
-    preemption._Listener = wrapped  # type: ignore[assignment, misc]
 
 
 def test_a_signal_in_an_evaluation_or_a_save_waits_for_its_end(whole: Path) -> None:
@@ -233,21 +202,8 @@ def test_a_signal_in_an_evaluation_or_a_save_waits_for_its_end(whole: Path) -> N
         assert_same_run(out, whole / "whole")
 
 
-def interrupt_in(name: str, call: int) -> None:
-    """SIGINT at a call of a function of the training loop, counted from 0."""
-    original, calls = getattr(off_policy, name), itertools.count()
-
-    @functools.wraps(original)
-    def wrapped(*arguments: Any) -> Any:
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(*arguments)
-
-    setattr(off_policy, name, wrapped)
-
-
-def test_a_run_that_is_at_its_end_ends_well(whole: Path) -> None:
-    """In its last step, and while the final model is written."""
+def test_a_signal_at_the_end_of_a_run_does_not_stop_it(whole: Path) -> None:
+    """The signal comes in the last step, or while the final model is written; the run still completes."""
     hooks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         (signal_at, (12, signal.SIGTERM)),
         (signal_when, ("stillhouse.train.run", "_write_model", signal.SIGTERM)),
@@ -258,19 +214,6 @@ def test_a_run_that_is_at_its_end_ends_well(whole: Path) -> None:
         assert command.wait() == 0, command.err
         assert command.err.startswith("SIGTERM: finishing ")
         assert_same_run(out, whole / "whole")
-
-
-def hang_at_step(step: int) -> None:
-    """The main thread never comes back, as from a collective whose other ranks have gone."""
-    original = RunLog.train
-
-    @functools.wraps(original)
-    def wrapped(log: RunLog, at: int, *others: Any) -> None:
-        original(log, at, *others)
-        if at == step:
-            threading.Event().wait()
-
-    RunLog.train = wrapped  # type: ignore[method-assign]
 
 
 def test_the_second_signal_ends_it_at_once(whole: Path) -> None:
@@ -289,7 +232,7 @@ def test_the_second_signal_ends_it_at_once(whole: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_that_torchrun_repeats_counts_once(whole: Path) -> None:
-    """SLURM signals all processes of a step, and torchrun, one of them, passes its own on to the others."""
+    """SLURM signals all processes of a job step; one of them, torchrun, passes its signal on to the ranks."""
     out = whole / "repeated"
     arguments = ["distill", whole / "run.yaml", f"out={out}", "parallel.fsdp=2"]
     ranks = Ranks(2, *arguments, hook=hang_at_step, hook_arguments=(5,))
@@ -305,8 +248,8 @@ def test_a_signal_that_torchrun_repeats_counts_once(whole: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_ignored_stays_ignored(whole: Path) -> None:
-    """By `nohup` a run outlives its terminal."""
+def test_a_signal_that_was_ignored_stays_ignored(whole: Path) -> None:
+    """`nohup` ignores SIGHUP, so the run continues after its terminal is closed."""
     out = whole / "nohup"
 
     command = Command(
@@ -316,14 +259,9 @@ def test_what_was_ignored_stays_ignored(whole: Path) -> None:
     assert command.err == ""
 
 
-def ignoring_signal_at(step: int, number: signal.Signals) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    signal_at(step, number)
-
-
 @pytest.mark.slow
 def test_a_terminal_that_goes_away(whole: Path) -> None:
-    """SIGHUP comes when nothing can be written to it any more; the checkpoint is written all the same."""
+    """When SIGHUP comes, nothing can be written to the terminal any more. The checkpoint is still written."""
     out = whole / "terminal"
     master, terminal = pty.openpty()
     process = subprocess.Popen(
@@ -331,7 +269,9 @@ def test_a_terminal_that_goes_away(whole: Path) -> None:
         **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # which makes it the controlling terminal
+        preexec_fn=lambda: os.close(
+            os.open(os.ttyname(0), os.O_RDWR)
+        ),  # opening it makes it the controlling terminal
     )
     os.close(terminal)
     reader = threading.Thread(target=read_all, args=(master,), daemon=True)
@@ -371,7 +311,7 @@ def test_ctrl_c_also_ends_the_reader_of_the_output(whole: Path) -> None:
 
 @pytest.mark.slow
 def test_the_library_leaves_signals_alone(whole: Path) -> None:
-    """A run that a script starts is interrupted as any script is."""
+    """A script that calls the library keeps its own signal handlers."""
     script = (
         "import signal, sys; from stillhouse import load_config; from stillhouse.train.run import distill\n"
         "before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
@@ -403,4 +343,4 @@ def test_torchrun_passes_its_signal_on(whole: Path, name: str) -> None:
         _, err = job.communicate(timeout=LIMIT)
     assert f"stopped by {name} after step {last_step(out)}; checkpoint {out}/checkpoints/step-" in err
     assert "forcefully" not in err
-    assert err.count("Traceback") == 1  # torchrun's own, after a signal
+    assert err.count("Traceback") == 1  # torchrun prints one after a signal

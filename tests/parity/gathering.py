@@ -1,4 +1,4 @@
-"""A step whose weights are gathered in bfloat16, and the same in one process, under autocast and in float32."""
+"""A step whose weights are gathered in bfloat16, compared with one process under autocast and in float32."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,25 +14,25 @@ from stillhouse.objective import OutputHead
 from stillhouse.parallel import Computation, Layout, Mesh, Runner
 from stillhouse.parity import relative_difference, whole
 
-#: of each rank's loss; their sum is no bfloat16 number
-SHARES = (1.0, 2.0**-9)
+#: the factor of each rank's loss; bfloat16 cannot represent the sum of the factors
+LOSS_FACTORS = (1.0, 2.0**-9)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """From float32's gradients: by parameter, as in `layouts`; and of all together, relative to their norm."""
+    """Errors relative to the float32 gradients. each: by parameter, as in `layouts`. total: of the whole gradient."""
 
     each: dict[str, float]
     total: float
 
 
 @dataclass
-class Made:
+class LossOutput:
     loss: Tensor
 
 
 def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
-    """A job: the errors of autocast in one process and under the case's layout, in the parameters that are here."""
+    """A job: return the errors of autocast in one process and under the layout, for this rank's parameters."""
     mesh = mesh_of(case.layout)
     if rank.number >= case.layout.degrees.processes:
         return None
@@ -47,7 +47,7 @@ def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
 def gradients(case: Case, layout: Layout, mesh: Mesh | None, *, bf16: bool) -> dict[str, Tensor]:
     side = Side.of(case, layout, mesh, bf16=bf16)
     runner = side.engine.runner
-    spread_norms(runner)
+    set_uneven_norm_weights(runner)
     side.step(*next(side.requests([StepMicroBatches(batches(case, 0))])))
     runner.clip(0.0)
     found = {name: each.grad for name, each in runner.named_parameters() if each.grad is not None}
@@ -56,8 +56,8 @@ def gradients(case: Case, layout: Layout, mesh: Mesh | None, *, bf16: bool) -> d
 
 
 @torch.no_grad()
-def spread_norms(runner: Runner) -> None:
-    """A norm of ones would not show that it is rounded."""
+def set_uneven_norm_weights(runner: Runner) -> None:
+    """Give the norms weights that are not 1, because 1 is the same number in every dtype."""
     for _, parameter in runner.named_parameters():
         if parameter.dim() == 1:
             factors = torch.linspace(0.9, 1.1, len(parameter))
@@ -74,19 +74,22 @@ def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> Errors:
 
 
 def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | None:
-    """A job: the dtype of the head inside its forward, and its gradient where each rank's loss is its share of it."""
+    """A job: return the head's dtype in its forward, and its gradient.
+
+    The loss of each rank is the sum of the head's weight times the rank's factor.
+    """
     mesh = mesh_of(case.layout)
     if rank.number >= case.layout.degrees.processes:
         return None
     seen: set[torch.dtype] = set()
 
-    def share(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Made:
+    def scaled_head_sum(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> LossOutput:
         seen.add(head.weight_VD.dtype)
-        return Made(head.weight_VD.sum() * SHARES[rank.number] + 0 * hidden_states.sum())
+        return LossOutput(head.weight_VD.sum() * LOSS_FACTORS[rank.number] + 0 * hidden_states.sum())
 
     side = Side.of(case, case.layout, mesh)
     own = side.shard(StepMicroBatches(batches(case, 0)))
-    computation = Computation(share, lambda *_: None, lambda: torch.autocast("cpu", torch.bfloat16))
+    computation = Computation(scaled_head_sum, lambda *_: None, lambda: torch.autocast("cpu", torch.bfloat16))
     side.engine.runner.forward_backward(computation, own, side.source.request(own).result())
     grad = side.engine.runner.students()[0].output_weight.grad
     assert grad is not None

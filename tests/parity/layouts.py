@@ -1,7 +1,7 @@
-"""One training step, and three, under a layout and in one process: what differs.
+"""Compare one training step, and three, under a layout with the same steps in one process.
 
-Every rank makes the same models and batches for itself, runs the one-process reference alone, then its part under the
-layout, and says how far each of its parameters' gradients is from the reference's.
+Every rank builds the same models and batches, runs the reference in its process, then runs its part of the layout,
+and returns the distance between each of its parameters' gradients and the reference's gradient.
 
 T tokens, B rows, S tokens per row.
 """
@@ -57,11 +57,13 @@ OPTIMIZER = OptimizerSettings(LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95)
 
 @dataclass(frozen=True)
 class Case:
-    """micro_batches: of each data rank in a step. family: qwen3, untied, llama, tied, or qwen3_moe, with experts on
-    both sides, whose balance the student learns, or one of `families`. depth: the student's layers, if not its own.
+    """A layout, a pair of models and an objective.
 
-    lora: the student trains one, beside a teacher ("teacher") or its own base ("base"); "": it trains itself.
-    dtype: of the weights beside a LoRA, whose own are float32.
+    micro_batches: the number per data rank and step. family: qwen3 (untied), llama (tied), qwen3_moe (student and
+    teacher have experts, and the loss has the router term), or one of `families`. depth: number of student layers;
+    0 stands for the family's default.
+    lora: "" trains all weights; otherwise the student trains a LoRA, and the teacher is another model ("teacher") or
+    the student without its adapter ("base"). dtype: of the base weights; the LoRA's weights are always float32.
     """
 
     layout: Layout
@@ -70,11 +72,11 @@ class Case:
     spec: ObjectiveSpec = SPEC
     top_k: int = 0
     checkpointing: bool = False
-    teacher: Layout | None = None  # of its own
+    teacher: Layout | None = None  # the layout of a separate teacher
     depth: int = 0
     lora: str = ""
     dtype: torch.dtype = torch.float32
-    other_tokens: bool = False  # for the teacher, which reads others than the student
+    other_tokens: bool = False  # the teacher reads other tokens than the student
 
     @property
     def name(self) -> str:
@@ -91,9 +93,10 @@ class Case:
 
 @dataclass
 class Difference:
-    """Of this rank's part from the reference.
+    """The relative differences between this rank's part and the reference.
 
-    gradients, weights: by parameter, relative to its norm; to a thousandth of the whole gradient's, if that is more.
+    gradients, weights: by parameter, relative to the norm of the parameter's reference. For gradients, the divisor is
+    at least a thousandth of the whole gradient's norm.
     """
 
     loss: float
@@ -105,10 +108,10 @@ class Difference:
 
 
 def compare(rank: Rank, case: Case) -> Difference | None:
-    """A job: None on a rank that the layout does not count."""
+    """A job: return the differences on this rank, or None if the layout does not use this rank."""
     mesh = mesh_of(case.layout)
     if case.teacher is not None:
-        mesh_of(case.teacher)  # a collective of all ranks
+        mesh_of(case.teacher)  # all ranks must call this, because it creates groups
     if rank.number >= case.layout.degrees.processes:
         return None
     sides = [Side.of(case, Layout(), None), Side.of(case, case.layout, mesh)]
@@ -117,7 +120,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
         student.train()
         if case.checkpointing:
             student.gradient_checkpointing_enable()
-    # the reference's micro-batches are those of all data ranks
+    # the reference takes the micro-batches of all data ranks
     steps = [StepMicroBatches(batches(case, step)) for step in range(STEPS)]
     evaluations = [side.evaluate(steps[0]) for side in sides]
     requests = [side.requests(steps) for side in sides]
@@ -139,7 +142,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
 
 @dataclass
 class Side:
-    """An engine and its teacher: the reference's, or a layout's."""
+    """An engine and its teacher, either of the reference or of a layout."""
 
     engine: Engine
     source: SignalSource
@@ -182,7 +185,7 @@ class Side:
 
 @dataclass
 class TopKSource:
-    """A teacher that gives the same few tokens of every row, on the ranks of the last stage."""
+    """A teacher that returns top-k signals made from the input ids, on the ranks of the last stage."""
 
     case: Case
     runner: Runner
@@ -200,7 +203,7 @@ def first_step(
     reference_step: tuple[ShardedMicroBatches, PendingSignals],
     own_step: tuple[ShardedMicroBatches, PendingSignals],
 ) -> Difference:
-    """Leaves the gradients where they are."""
+    """Compare the first step's loss, metrics and gradients. The gradients are not cleared."""
     expected, found = (
         Side(engine, NoTeacher()).step(*step) for engine, step in ((single, reference_step), (sharded, own_step))
     )
@@ -224,18 +227,18 @@ def first_step(
 
 
 def alias(case: Case, name: str) -> str:
-    """A tied head on a stage of its own is the reference's embedding."""
+    """Return the parameter's name in the reference: a tied head on another stage is the reference's embedding."""
     tied = case.family == "llama" and name == "head.linear.weight"
     return "backbone.embed_tokens.weight" if tied else name
 
 
-# models and data, the same on every rank
+# models and data, which are the same on every rank
 
 
 def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
     student, teacher = configurations(case.family, case.depth)
     needs = case.spec.needs_teacher and not case.top_k and case.lora != "base"
-    made = ModelSource(partial(learner, student))
+    made = ModelSource(partial(build_student, student))
     if case.lora:
         # A and B are initialised on this rank; B must not be zero, or A would have no gradient
         draw = partial(draw_lora, seed=2, fresh=False)
@@ -244,7 +247,7 @@ def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
 
 
 def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """Other depths and widths on both sides."""
+    """Return the student's and the teacher's configuration, which have different depths and widths."""
     if family == "llama":
         small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=depth or 5, tie_word_embeddings=True)
         return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=6)
@@ -255,7 +258,7 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
     if family != "qwen3":
         other = [build(family).config, build(family).config]
         for config in other:
-            # dropout draws otherwise on every layout, and the norm of all heads together is in no plan
+            # dropout draws other numbers on every layout, and no tensor-parallel plan has a norm over all heads
             config.resid_pdrop, config.use_qk_norm = 0.0, False
         return other[0], other[1]
     layers = depth or 4
@@ -263,7 +266,7 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
     return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
 
 
-def learner(config: PreTrainedConfig) -> Decoder:
+def build_student(config: PreTrainedConfig) -> Decoder:
     student = decoder(config, 0)
     if config.model_type == "qwen3_moe":
         balance_routers(student)
@@ -276,17 +279,19 @@ def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
 
 
 def with_lora(config: PreTrainedConfig, dtype: torch.dtype) -> Decoder:
-    """Of a rank that no layout divides."""
-    made = learner(config).to(dtype)
-    # peft takes a dense layer's names for those of experts, where a family has both
+    """Add a LoRA of rank 5, which no tensor-parallel degree of the layouts divides."""
+    made = build_student(config).to(dtype)
+    # where a family has dense layers and experts of the same names, peft confuses the two
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if config.model_type == "qwen3_moe" else "all-linear"
     add_lora(made, r=5, alpha=10.0, targets=targets)
     return made
 
 
 def batches(case: Case, step: int) -> list[MicroBatch]:
-    """Of all data ranks. Rows hold two documents and padding; a third of the targets is masked, one micro-batch in
-    three has none."""
+    """Return a step's micro-batches of all data ranks.
+
+    Each row holds two documents and padding. A third of the targets is masked, and every third micro-batch has none.
+    """
     count = case.micro_batches * case.layout.degrees.data
     made = [batch(1000 * step + number, empty=number % 3 == 1) for number in range(count)]
     if not case.other_tokens:
@@ -297,7 +302,7 @@ def batches(case: Case, step: int) -> list[MicroBatch]:
 def batch(seed: int, empty: bool) -> MicroBatch:
     random = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=random)
-    borders = (17, 31)  # of the second document and of the padding: inside a context rank's part
+    borders = (17, 31)  # starts of the second document and of the padding, both inside a context rank's part
     positions_S = torch.cat([torch.arange(b - a) for a, b in zip((0, *borders), (*borders, TOKENS), strict=True)])
     has_BS = torch.rand(ROWS, TOKENS, generator=random) > 0.3
     has_BS[:, [borders[0] - 1, *range(borders[1] - 1, TOKENS)]] = False
@@ -313,7 +318,7 @@ def batch(seed: int, empty: bool) -> MicroBatch:
 
 
 def top_k(case: Case, given: MicroBatch) -> TopK:
-    """Made of each row's own token, so that a context rank's part has the same."""
+    """Make each token's ids from its input id, so that a context rank's part has the same ids."""
     ids_T1 = given.input_ids_BS.flatten()[:, None]
     ids_TK = (ids_T1 + torch.arange(case.top_k) * 31) % VOCABULARY
     log_probs_K = torch.log_softmax(-torch.arange(case.top_k, dtype=torch.float32), 0) + torch.tensor(0.9).log()
@@ -325,7 +330,7 @@ def top_k(case: Case, given: MicroBatch) -> TopK:
 
 @cache
 def mesh_of(layout: Layout) -> Mesh:
-    """Groups are made once for all cases of the same degrees."""
+    """Return the mesh of a layout. The groups are created once for all cases of the same degrees."""
     return _mesh(layout.degrees)
 
 

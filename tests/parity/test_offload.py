@@ -1,5 +1,6 @@
-"""Weights, gradients and optimizer state in host memory between uses: the same training. By FSDP over one process,
-so that one GPU is enough; on the CPU the same code moves nothing.
+"""Training with weights, gradients and optimizer state in host memory equals training without offload.
+
+The tests use FSDP over one process, so that one GPU is enough. On the CPU the same code moves nothing.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mesh]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_offloaded_training_is_the_training(tmp_path: Path, mesh: Mesh, family: str) -> None:
+def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh: Mesh, family: str) -> None:
     for name, config in zip(("student", "teacher"), configurations(family), strict=True):
         decoder(config, len(name)).save_pretrained(tmp_path / name)
     engines = [offloaded(tmp_path, mesh, offload) for offload in (False, True)]
@@ -91,7 +92,7 @@ def test_an_offload_of_nothing_is_refused(degrees: Degrees, device: str, message
 
 
 def offloaded(folder: Path, mesh: Mesh, offload: bool) -> Engine:
-    """An engine that clips most of the gradient."""
+    """Return an engine whose clipping norm is small, so that clipping takes effect in every step."""
     student, teacher = (empty_decoder(folder / name) for name in ("student", "teacher"))
     pair = TeacherStudentPair(student, teacher)
     for name, each in (("student", student), ("teacher", teacher)):
@@ -102,7 +103,7 @@ def offloaded(folder: Path, mesh: Mesh, offload: bool) -> Engine:
 
 
 def train(family: str, step: int, engine: Engine) -> float:
-    """A step; the norm of its gradient."""
+    """Train one step and return the norm of its gradient."""
     runner = engine.runner
     own = shard_micro_batches(StepMicroBatches(batches(Case(Layout(), family), step)), runner.mesh, engine.device)
     engine.forward_backward(own, InStageTeacher(runner).request(own).result(), own.whole.normalizer)
@@ -114,7 +115,7 @@ def train(family: str, step: int, engine: Engine) -> float:
 
 
 def tensors(engine: Engine) -> list[Tensor]:
-    """All that lies between steps: weights of both models, moments."""
+    """Return all tensors that are kept between steps: the weights of both models and the optimizer's moments."""
     runner = engine.runner
     assert runner.teacher is not None
     weights = [each for _, each in runner.named_parameters()] + list(runner.teacher.parameters())

@@ -1,7 +1,8 @@
-"""The same training under every layout: loss, terms, gradient norm, each parameter's gradient, weights after 3 steps.
+"""Training under every layout equals training in one process.
 
-A right loss says nothing: what is compared is what changes the weights. The quick half of the layouts runs in
-`make test`, the other in `make test-all`.
+Compared are the loss, its terms, the gradient norm, each parameter's gradient, and the weights after 3 steps. The
+loss is not enough, because it can be right while the gradient is wrong. `make test` runs the quick half of the
+layouts, `make test-all` runs all of them.
 """
 
 import pytest
@@ -15,7 +16,7 @@ from stillhouse.parallel import Degrees, Layout
 from stillhouse.parity import worst
 
 GRADIENT, WEIGHT = 1e-5, 1e-4
-#: seconds for a case: eight processes may share two cores
+#: time limit of a case in seconds; it is long because eight processes may share two cores
 LIMIT = 120.0
 
 
@@ -67,7 +68,7 @@ SLOW = [
         for micro_batches in (2, 4, 8)
         for family in ("qwen3", "llama")
         if schedule == "gpipe" or micro_batches >= stages
-        if (schedule, stages, micro_batches, family) != ("1f1b_ahead", 2, 4, "qwen3")  # among the quick ones
+        if (schedule, stages, micro_batches, family) != ("1f1b_ahead", 2, 4, "qwen3")  # this case is in QUICK
     ),
     *(
         Case(layout(schedule, pipeline=2), family, micro_batches)
@@ -179,7 +180,7 @@ SLOW = [
     Case(layout(pipeline=2), "qwen3_moe", lora="base"),
     Case(layout(pipeline=2), lora="teacher", teacher=layout(context=2)),
 ]
-# the products above hold some twice
+# the products above contain some cases twice
 SLOW = list({each.name: each for each in SLOW if each not in QUICK}.values())
 
 
@@ -189,13 +190,13 @@ def pool() -> RankPool:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_as_in_one_process(pool: RankPool, case: Case) -> None:
+def test_training_equals_one_process(pool: RankPool, case: Case) -> None:
     check(pool, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
-def test_as_in_one_process_further_layouts(pool: RankPool, case: Case) -> None:
+def test_training_equals_one_process_under_further_layouts(pool: RankPool, case: Case) -> None:
     check(pool, case)
 
 
@@ -208,7 +209,7 @@ def check(pool: RankPool, case: Case) -> None:
         assert difference.gradients, rank
         bad = {name: error for name, error in difference.gradients.items() if not error <= GRADIENT}
         assert not bad, (rank, "gradients", bad)
-        # in bfloat16 the second step's hidden states are rounded otherwise
+        # in bfloat16 a small difference after the first step changes how later hidden states are rounded
         most = WEIGHT if case.dtype == torch.float32 else 1e-2
         bad = {name: error for name, error in difference.weights.items() if not error <= most}
         assert not bad, (rank, "weights", bad)

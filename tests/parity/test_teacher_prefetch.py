@@ -1,6 +1,7 @@
-"""A teacher that runs a step ahead: steps of other shapes, evaluations between them, and others than were announced.
+"""A teacher that runs a step ahead gives the same training.
 
-The layouts themselves are among those of `test_parity.py`.
+The steps have different shapes, evaluations run between them, and some steps are not the announced ones. The layouts
+with such a teacher are compared in `test_parity.py`.
 """
 
 from dataclasses import dataclass, field
@@ -21,22 +22,25 @@ CASE = Case(Layout(Degrees(pipeline=2), "1f1b_ahead"), "llama", micro_batches=4)
 
 @dataclass
 class Found:
-    """Of a rank, over some steps. teacher_forwards: of each step, the forwards of its stage of the teacher."""
+    """One rank's results. teacher_forwards: for each step, the number of forwards of this rank's teacher stage.
+
+    weights: each parameter's relative difference from the reference after the last step.
+    """
 
     teacher_forwards: list[int] = field(default_factory=list)
     weights: dict[str, float] = field(default_factory=dict)
 
 
 def train(rank: Rank, announced: str) -> Found | None:
-    """A job. announced: "right", "wrong" (always other micro-batches than will come), or "nothing"."""
+    """A job. announced: "right", "wrong" (other micro-batches than those of the next step), or "nothing"."""
     mesh = mesh_of(CASE.layout)
     if rank.number >= CASE.layout.degrees.processes:
         return None
     single, sharded = Side.of(CASE, Layout(), None), Side.of(CASE, CASE.layout, mesh)
-    steps = [StepMicroBatches(shaped(step)) for step in range(STEPS)]
+    steps = [StepMicroBatches(micro_batches_of(step)) for step in range(STEPS)]
     references = single.requests(steps)
     own = [sharded.shard(each) for each in steps]
-    other = sharded.shard(StepMicroBatches(shaped(STEPS)))
+    other = sharded.shard(StepMicroBatches(micro_batches_of(STEPS)))
     ahead = request_ahead(sharded.source, own)
     found = Found()
     for step in range(STEPS):
@@ -64,8 +68,8 @@ def train(rank: Rank, announced: str) -> Found | None:
     return found
 
 
-def shaped(step: int) -> list[MicroBatch]:
-    """A step's micro-batches: of a shape of its own, and sometimes fewer."""
+def micro_batches_of(step: int) -> list[MicroBatch]:
+    """Return a step's micro-batches. Every step has another shape, and step 2 has fewer micro-batches."""
     given = [each.padded(2 + step % 2, 36 + 6 * step) for each in batches(CASE, step)]
     return given[:2] if step == 2 else given
 
@@ -74,13 +78,13 @@ def shaped(step: int) -> list[MicroBatch]:
     "announced",
     ["right", pytest.param("wrong", marks=pytest.mark.slow), pytest.param("nothing", marks=pytest.mark.slow)],
 )
-def test_the_same_weights_whatever_was_announced(announced: str) -> None:
+def test_announcements_do_not_change_the_weights(announced: str) -> None:
     ranks = [each for each in shared_pool(8).call(train, announced, limit=LIMIT) if each is not None]
     assert len(ranks) == CASE.layout.degrees.processes
     counts = [4, 4, 2, 4]
     for rank, found in enumerate(ranks):
         assert worst(found.weights.items())[1] <= 1e-4, rank
-        if announced == "wrong":  # some of it in vain, and all of it again
+        if announced == "wrong":  # the announced forwards were useless, and all forwards were run again
             assert all(forwards >= count for forwards, count in zip(found.teacher_forwards, counts, strict=True))
             assert sum(found.teacher_forwards) > sum(counts)
         else:
