@@ -78,9 +78,9 @@ def kill_at(instant: int) -> None:
     import os
     import signal
 
-    from stillhouse.train import files, write_cache
+    from stillhouse.train import cache_folder, files, write_cache
 
-    write_cache.SHARD_BYTES = SHARD_BYTES
+    cache_folder.SHARD_BYTES = SHARD_BYTES
     calls = 0
 
     def counted(holder: object, name: str) -> None:
@@ -96,6 +96,6 @@ def kill_at(instant: int) -> None:
         setattr(holder, name, wrapped)
 
     counted(files, "flush")
-    counted(write_cache, "flush")
-    counted(write_cache, "save_file")
+    counted(cache_folder, "flush")
+    counted(cache_folder, "save_file")
     counted(write_cache, "save_teacher")
