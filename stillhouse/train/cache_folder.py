@@ -40,7 +40,7 @@ from stillhouse.train.files import (
 )
 from stillhouse.train.folder import LOCK, folder_lock
 
-#: the size of a shard, unless a single document needs more
+#: the size of a shard before packing, unless a single document needs more
 SHARD_BYTES = 128 * 2**20
 
 

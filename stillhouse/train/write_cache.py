@@ -18,7 +18,6 @@ from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.parallel import watchdog
 from stillhouse.teachers.cache.content import problem_in
 from stillhouse.teachers.cache.format import Manifest, document_id, documents_hash, shard_tensors, target_rows
-from stillhouse.teachers.cache.layout import layout_of
 from stillhouse.teachers.extract import Extract
 from stillhouse.teachers.labelled import ExtractLabelled, LabelledRows
 from stillhouse.teachers.sampling import Draw, DrawRows, uniform_numbers
@@ -59,8 +58,8 @@ def write_cache(
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
     top_k: ids per token of "top_k", draws per token of "sampled"; both are at the temperature of the run's objective.
-    dtype: of the stored numbers; None: float32, or the teacher's own dtype for hidden states. with_label: "top_k" also
-    has the actual next token. packed: ids and counts have as few bits as they need.
+    dtype: of the stored numbers; None: float32, or the teacher's own dtype for hidden states. with_label: "top_k"
+    also has the actual next token. packed: ids and counts have as few bits as they need.
 
     A collective of all processes of a job. Raises ConfigError for a configuration without a teacher, and ValueError
     for a folder in which something else was written, and for a teacher whose signals are not finite.
@@ -72,14 +71,13 @@ def write_cache(
     entries = list(_entries(data))
     teacher = load_teacher(config, device)
     if kind == "hidden":
-        if with_label:
-            raise ValueError("the actual token with hidden: expected it only with top_k")
-        spec = SignalSpec("hidden", dtype or str(teacher.config.dtype).removeprefix("torch."))
+        own = str(teacher.config.dtype).removeprefix("torch.")
+        spec = SignalSpec("hidden", dtype or own, with_label=with_label)
     else:
         spec = SignalSpec(kind, dtype or "float32", top_k, config.objective.temperature, with_label)
     width, vocabulary = teacher.config.get_text_config().hidden_size, teacher.vocabulary_rows
-    layout = layout_of(spec, width, vocabulary, packed=packed)
-    rows_per_shard = max(1, (shard_bytes or cache_folder.SHARD_BYTES) // layout.bytes_per_token)
+    # the size before packing: that is what is in memory while a shard is computed
+    rows_per_shard = max(1, (shard_bytes or cache_folder.SHARD_BYTES) // spec.bytes_per_token(width))
     shards = [
         entries[each.start : each.stop] for each in divide([len(each.rows) for each in entries], rows_per_shard)
     ]
