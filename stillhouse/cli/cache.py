@@ -101,3 +101,92 @@ def verify(folder: Path) -> None:
     opened = SignalCache(folder)
     opened.verify()
     click.echo(opened.manifest.summary(folder))
+
+
+@cache.command()
+@click.argument("folders", type=FOLDER, nargs=-1, required=True)
+@click.option("--out", type=FOLDER, required=True, help="Folder of the new cache.")
+def merge(folders: tuple[Path, ...], out: Path) -> None:
+    """Join caches of one teacher and signal.
+
+    \b
+    stillhouse cache merge caches/a caches/b --out caches/c
+    """
+    from stillhouse.train.merge_caches import merge_caches
+
+    click.echo(merge_caches(folders, out).summary(out))
+
+
+@cache.command()
+@click.argument("folder", type=FOLDER)
+@click.argument("config", type=click.Path(exists=True, dir_okay=False))
+@click.option("--to", type=click.Choice(["distillkit"]), required=True, help="distillkit: Parquet, from top_k.")
+@click.option("--out", type=FOLDER, required=True, help="A new folder.")
+def export(folder: Path, config: str, to: str, out: Path) -> None:
+    """Write a cache in the form of another project.
+
+    CONFIG is the configuration that the cache was written with: a cache has no tokens.
+
+    \b
+    stillhouse cache export caches/a run.yaml --to distillkit --out exported
+    """
+    run = load([config], {})
+    quiet_libraries()
+    from stillhouse.train.export_cache import export_distillkit
+
+    compression = export_distillkit(folder, run, out)
+    click.echo(f"{out}: {compression.k} of {compression.d} ids per token in {compression.exact_dtype}")
+
+
+@cache.command("import")
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.option("--from", "form", type=click.Choice(["distillkit", "speculators"]), required=True,
+              help="distillkit: Parquet. speculators: hs_0.safetensors, …")  # fmt: skip
+@click.option("--teacher", metavar="MODEL", required=True, help="The model that wrote them: hub id or folder.")
+@click.option("--out", type=FOLDER, required=True, help="Folder of the new cache.")
+@click.option("--compression", type=FOLDER, help="distillkit: its YAML. [default: compression_config.yaml of SOURCE]")
+@click.option(
+    "--temperature", type=float, default=1.0, show_default=True, help="distillkit: of the log-probabilities."
+)
+@click.option("--packed", is_flag=True, help="distillkit: ids in as few bits as they need.")
+@click.option("--dtype", default="auto", show_default=True, help="The teacher's weights, to compare with.")
+@click.option("--device", default="cpu", show_default=True, help="Where the teacher runs, to compare.")
+def import_(
+    source: Path,
+    form: str,
+    teacher: str,
+    out: Path,
+    compression: Path | None,
+    temperature: float,
+    packed: bool,
+    dtype: str,
+    device: str,
+) -> None:
+    """Write a cache from the files of another project.
+
+    The teacher computes a few documents; files that disagree with it are refused.
+
+    \b
+    stillhouse cache import captured --from distillkit --teacher Qwen/Qwen3-8B --out caches/a
+    stillhouse cache import captured --from speculators --teacher Qwen/Qwen3-8B --out caches/b
+    """
+    if form == "speculators" and (compression is not None or packed):
+        raise misused("--compression and --packed are for --from distillkit")
+    quiet_libraries()
+    from stillhouse.config.yaml_text import read_yaml
+    from stillhouse.teachers.cache.distillkit import CONFIGURATION, Compression
+    from stillhouse.train.import_cache import import_distillkit, import_speculators
+
+    if form == "speculators":
+        click.echo(import_speculators(source, teacher, out, dtype=dtype, device=device).summary(out))
+        return
+    path = compression or (source if source.is_dir() else source.parent) / CONFIGURATION
+    if not path.is_file():
+        raise misused(
+            f"{path} is missing: expected DistillKit's compression configuration, which --compression names"
+        )
+    known = Compression.of(read_yaml(path.read_text(encoding="utf-8"), str(path)), path)
+    manifest = import_distillkit(
+        source, known, teacher, out, temperature=temperature, packed=packed, dtype=dtype, device=device
+    )
+    click.echo(manifest.summary(out))

@@ -8,7 +8,7 @@ index is written last: a folder without it is no cache for a reader.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,9 +24,11 @@ from stillhouse.teachers.cache.format import (
     SHARDS,
     TEACHER,
     Manifest,
+    documents_hash,
     record_name,
     shard_identity,
     shard_name,
+    shard_tensors,
 )
 from stillhouse.train.agreement import require_shared_folder
 from stillhouse.train.files import (
@@ -146,3 +148,39 @@ def divide(lengths: Sequence[int], rows: int) -> list[range]:
             held = 0
         held += length
     return [range(*each) for each in zip(borders, [*borders[1:], len(lengths)], strict=True)]
+
+
+def write_documents(
+    out: Path,
+    about: Manifest,
+    documents: Sequence[tuple[bytes, range]],
+    read: Callable[[int], dict[str, Tensor]],
+    save_teacher: Callable[[Path], None],
+    shard_bytes: int | None = None,
+) -> Manifest:
+    """Write a cache of signals that exist already, one shard in memory at a time.
+
+    about: the description of the cache; its numbers of documents, rows and shards are filled in here. documents: the
+    id and the rows of each. read: the signal of a document's rows, by its place in `documents`.
+    """
+    lengths = [len(rows) for _, rows in documents]
+    if not lengths:
+        raise ValueError(f"{out}: there are no documents with two tokens or more; nothing is written")
+    per_token = about.signal.bytes_per_token(about.width)
+    shards = divide(lengths, max(1, (shard_bytes or SHARD_BYTES) // per_token))
+    manifest = replace(
+        about,
+        documents=len(documents),
+        rows=sum(lengths),
+        documents_hash=documents_hash(documents),
+        shards=len(shards),
+    )
+
+    def compute(number: int) -> dict[str, Tensor]:
+        parts = [read(document) for document in shards[number]]
+        tensors = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+        own = [documents[document] for document in shards[number]]
+        return shard_tensors(manifest.layout, own, tensors)
+
+    CacheFolder(out, manifest).write(save_teacher, compute, torch.device("cpu"))
+    return manifest
