@@ -34,14 +34,14 @@ def export_distillkit(folder: Path, config: RunConfig, out: Path) -> Compression
     data, stored = load_run_data(config), dict(cache.documents())
 
     def documents() -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        for sequences in (data.train, data.evaluation):
-            for number in range(0 if sequences is None else len(sequences.documents)):
-                tokens = sequences.documents.tokens(number)
+        for each in (each.documents for each in (data.train, data.evaluation) if each is not None):
+            for number in range(len(each)):
+                tokens = each.tokens(number)
                 rows = stored.pop(document_id(tokens), None)
                 if rows is not None and rows != range(len(tokens) - 1):
                     raise ValueError(
                         f"{folder} has rows {rows.start} to {rows.stop - 1} of the {len(tokens)} tokens of "
-                        f"{sequences.documents.sources[number]}: expected all but the last; write the cache with "
+                        f"{each.sources[number]}: expected all but the last; write the cache with "
                         "objective.tokens=all"
                     )
                 if rows is not None:

@@ -176,7 +176,7 @@ def _documents(
     """The number in the source, and the id and rows, of every different document of two tokens or more."""
     numbers, documents, seen = list[int](), list[tuple[bytes, range]](), set[bytes]()
     for number, each in enumerate(tokens):
-        if len(each) and not (0 <= each.min() and each.max() < vocabulary):
+        if len(each) and (each.min() < 0 or each.max() >= vocabulary):
             raise ValueError(f"{where(number)}: token ids from {each.min()} to {each.max()} of {vocabulary}")
         document = document_id(each)
         if len(each) > 1 and document not in seen:

@@ -57,11 +57,12 @@ class Compression:
         """Raises ValueError, naming the source and the key, for anything but a configuration of the exact form."""
         if not isinstance(given, dict):
             raise ValueError(f"{source}: expected the keys of DistillKit's compression configuration")
-        numbers = {}
+        numbers: dict[str, int] = {}
         for key in ("d", "k", "exact_k"):
-            numbers[key] = given.get(key)
-            if type(numbers[key]) is not int or numbers[key] < 1:
-                raise ValueError(f"{source}: {key} is {numbers[key]!r}: expected a positive number")
+            value = given.get(key)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{source}: {key} is {value!r}: expected a positive number")
+            numbers[key] = value
         for key in ("polynomial_terms", "residual_bins"):
             if given.get(key):
                 raise ValueError(
@@ -132,7 +133,7 @@ class DistillkitFiles:
                 with reading(f"{path} is damaged"):
                     column = pq.ParquetFile(path).read_row_group(group, columns=[COLUMNS[0]])[COLUMNS[0]]
             with reading(f"{self.where(document)}: 'input_ids' is no list of ids"):
-                yield np.asarray(column[at].values.cast(pa.int64()).to_numpy(zero_copy_only=False), dtype=np.int64)
+                yield np.array(column[at].values.cast(pa.int64()).to_numpy(zero_copy_only=False), dtype=np.int64)
 
     def signal(self, document: int, rows: int, vocabulary: int) -> dict[str, Tensor]:
         """The tensors of "top_k" for the first `rows` rows. Raises ValueError for rows that no teacher gives."""
@@ -161,7 +162,7 @@ def encode(compression: Compression, ids: Tensor, log_probs: Tensor) -> tuple[np
 def write_documents(
     path: Path, compression: Compression, documents: Iterator[tuple[np.ndarray, dict[str, Tensor]]]
 ) -> None:
-    """Write a Parquet file. documents: the token ids and the tensors of "top_k" of each, for all rows but the last."""
+    """Write a Parquet file. documents: the token ids and the tensors of "top_k" of each, without the last row."""
     with pq.ParquetWriter(path, SCHEMA) as writer:
         held: list[list[Any]] = []
         for tokens, found in documents:
@@ -196,8 +197,8 @@ def _checked(
     for problem, is_wrong_N in problems.items():
         if is_wrong_N.any():
             raise ValueError(
-                f"{where}: the distribution of token {int(is_wrong_N.nonzero()[0, 0]) + 1} has {problem}; is this the "
-                "configuration that the file was written with?"
+                f"{where}: the distribution of token {int(is_wrong_N.nonzero()[0, 0]) + 1} has {problem}; "
+                "is this the configuration that the file was written with?"
             )
     tail_N = (1 - mass_N).clamp(min=TAIL_FLOOR).log().float()
     return {"ids": ids, "log_probs": log_probs, "tail_log_prob": tail_N}
