@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import contents, forward_backward, session_of, write_run
+from runs import contents, forward_backward, metrics, run, session_of, write_run
 from torch import Tensor
 
 from stillhouse.objective import DenseLogits, Distill, OutputHead, Signal, linear_objective, parse_divergence
@@ -177,3 +177,15 @@ def test_the_mean_gradient_over_draws_is_the_exact_one() -> None:
     deviation_CD = stacked.std(0) / 1000**0.5
     assert ((stacked.mean(0) - exact_CD).abs() <= 5.5 * deviation_CD + 1e-6).all()
     assert (deviation_CD < 0.05 * exact_CD.norm()).all()
+
+
+def test_a_whole_run_from_draws(folder: Path, tmp_path: Path) -> None:
+    cache = written(folder, tmp_path / "cache", packed=True)
+    settings = {"objective.loss": "0.3*cross_entropy + 0.7*forward_kl", "teacher.cache": str(cache)}
+    write_run(folder, cached=True, **settings, out=str(tmp_path / "out"))
+    run("distill", folder / "run.yaml")
+    found = metrics(tmp_path / "out")
+    assert found[-1]["step"] == 6
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+    write_run(folder, cached=True, **settings | {"objective.loss": "jsd(0.5)"}, out=str(tmp_path / "other"))
+    assert "sampled teacher ids estimate forward_kl only" in run("check", folder / "run.yaml", code=1).err
