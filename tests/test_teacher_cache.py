@@ -242,7 +242,7 @@ def test_nan_of_the_teacher_is_refused_by_the_writer(
         return teacher
 
     monkeypatch.setattr(module, "load_teacher", with_nan)
-    with pytest.raises(ValueError, match=r"the teacher's hidden are not finite on .*train\.jsonl"):
+    with pytest.raises(ValueError, match=r"the teacher's 'hidden' is not finite on .*train\.jsonl"):
         write_cache(write_run(folder), tmp_path / "out", "hidden")
     assert not list((tmp_path / "out" / "shards").iterdir())
 

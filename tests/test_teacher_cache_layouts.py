@@ -58,6 +58,23 @@ def test_two_processes_write_the_cache_of_one(workspace: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_processes_draw_what_one_draws(workspace: Path) -> None:
+    config = write_run(workspace, **{"objective.loss": "forward_kl"})
+    options = ("--signal", "sampled", "--packed")
+    ranks = Ranks(2, "cache", workspace / "run.yaml", "--out", workspace / "two", *options, hook=small_shards)
+    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    write_cache(config, workspace / "one", "sampled", top_k=50, packed=True, shard_bytes=SHARD_BYTES)
+    assert len(list((workspace / "one" / "shards").glob("*.safetensors"))) > 3
+    assert contents(workspace / "two") == contents(workspace / "one")
+
+
+def small_shards() -> None:
+    from stillhouse.train import cache_folder
+
+    cache_folder.SHARD_BYTES = SHARD_BYTES
+
+
+@pytest.mark.slow
 def test_a_writer_that_is_killed_continues(workspace: Path) -> None:
     """Whatever it was doing: a kill at twenty instants of one cache."""
     config = write_run(workspace, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
@@ -78,9 +95,9 @@ def kill_at(instant: int) -> None:
     import os
     import signal
 
-    from stillhouse.train import files, write_cache
+    from stillhouse.train import cache_folder, files, write_cache
 
-    write_cache.SHARD_BYTES = SHARD_BYTES
+    cache_folder.SHARD_BYTES = SHARD_BYTES
     calls = 0
 
     def counted(holder: object, name: str) -> None:
@@ -96,6 +113,6 @@ def kill_at(instant: int) -> None:
         setattr(holder, name, wrapped)
 
     counted(files, "flush")
-    counted(write_cache, "flush")
-    counted(write_cache, "save_file")
+    counted(cache_folder, "flush")
+    counted(cache_folder, "save_file")
     counted(write_cache, "save_teacher")

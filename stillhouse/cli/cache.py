@@ -1,31 +1,64 @@
-"""`stillhouse cache`: writes a teacher's signals to disk, and looks at what was written."""
+"""`stillhouse cache`: writes a teacher's signals to disk, and handles what was written."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from stillhouse.cli.arguments import configured, load, misused, quiet_libraries
 
+if TYPE_CHECKING:
+    from stillhouse.teachers.spec import SignalKind
 
-@click.command()
-@configured
-@click.option("--signal", type=click.Choice(["hidden", "top_k"]), default="hidden", show_default=True,
-              help="hidden: exact, at any temperature. top_k: only the likeliest ids.")  # fmt: skip
-@click.option("--top-k", type=click.IntRange(1), default=64, show_default=True, help="Ids per token of top_k.")
-@click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
-def cache(arguments: tuple[str, ...], signal: str, top_k: int, dtype: str | None, **flags: str | None) -> None:
+FOLDER = click.Path(path_type=Path)
+SIGNALS: "dict[str, SignalKind]" = {"hidden": "hidden", "top_k": "top_k", "sampled": "sampled"}
+
+
+class _Group(click.Group):
+    """A group whose first command is meant where none is named: `stillhouse cache run.yaml` is `… write run.yaml`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in {*self.commands, "-h", "--help"}:
+            args = ["write", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Group)
+def cache() -> None:
     """Write a teacher's signals to disk, once, for any number of runs.
 
+    \b
+    stillhouse cache run.yaml --out caches/a            see `stillhouse cache write --help`
+    stillhouse cache info caches/a
+    """
+
+
+@cache.command()
+@configured
+@click.option("--signal", type=click.Choice(list(SIGNALS)), default="hidden", show_default=True,
+              help="hidden: exact, at any temperature. top_k: the likeliest ids. sampled: drawn ids.")  # fmt: skip
+@click.option("--top-k", type=click.IntRange(1), help="Ids per token of top_k, draws of sampled. [default: 64; 50]")
+@click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
+@click.option("--with-label", is_flag=True, help="top_k: the actual next token, too.")
+@click.option("--packed", is_flag=True, help="top_k, sampled: ids and counts in as few bits as they need.")
+def write(
+    arguments: tuple[str, ...],
+    signal: str,
+    top_k: int | None,
+    dtype: str | None,
+    with_label: bool,
+    packed: bool,
+    **flags: str | None,
+) -> None:
+    """Write a cache; the same command continues an interrupted one.
+
     CONFIG is the configuration of a run: its data, template, lengths and teacher. `--out` is the folder of the
-    cache. The same command continues an interrupted one.
+    cache.
 
     \b
     stillhouse cache run.yaml --out caches/a --signal top_k --top-k 64
-    stillhouse cache info caches/a           what it holds
-    stillhouse cache verify caches/a         compare every shard with its hash
+    stillhouse cache run.yaml --out caches/b --signal sampled --packed
     """
-    if arguments[:1] in (("info",), ("verify",)):
-        return _look_at_cache(arguments)
     if flags["out"] is None:
         raise misused("--out is missing: expected the folder of the cache")
     out = Path(flags["out"])
@@ -35,19 +68,125 @@ def cache(arguments: tuple[str, ...], signal: str, top_k: int, dtype: str | None
     from stillhouse.parallel import destroy_process_group, is_first
     from stillhouse.train.write_cache import write_cache
 
-    manifest = write_cache(config, out, "top_k" if signal == "top_k" else "hidden", top_k=top_k, dtype=dtype)
+    kind = SIGNALS[signal]
+    manifest = write_cache(
+        config,
+        out,
+        kind,
+        top_k=top_k or (50 if kind == "sampled" else 64),
+        dtype=dtype,
+        with_label=with_label,
+        packed=packed,
+    )
     if is_first():
         click.echo(manifest.summary(out))
     destroy_process_group()
 
 
-def _look_at_cache(arguments: tuple[str, ...]) -> None:
-    what, *folders = arguments
-    if len(folders) != 1:
-        raise misused(f"`stillhouse cache {what}` takes the folder of one cache")
+@cache.command()
+@click.argument("folder", type=FOLDER)
+def info(folder: Path) -> None:
+    """What a cache holds."""
     from stillhouse.teachers import SignalCache
 
-    cache = SignalCache(Path(folders[0]))
-    if what == "verify":
-        cache.verify()
-    click.echo(cache.manifest.summary(cache.folder))
+    click.echo(SignalCache(folder).manifest.summary(folder))
+
+
+@cache.command()
+@click.argument("folder", type=FOLDER)
+def verify(folder: Path) -> None:
+    """Compare every shard with its hash, and check all rows."""
+    from stillhouse.teachers import SignalCache
+
+    opened = SignalCache(folder)
+    opened.verify()
+    click.echo(opened.manifest.summary(folder))
+
+
+@cache.command()
+@click.argument("folders", type=FOLDER, nargs=-1, required=True)
+@click.option("--out", type=FOLDER, required=True, help="Folder of the new cache.")
+def merge(folders: tuple[Path, ...], out: Path) -> None:
+    """Join caches of one teacher and signal.
+
+    \b
+    stillhouse cache merge caches/a caches/b --out caches/c
+    """
+    from stillhouse.train.merge_caches import merge_caches
+
+    click.echo(merge_caches(folders, out).summary(out))
+
+
+@cache.command()
+@click.argument("folder", type=FOLDER)
+@click.argument("config", type=click.Path(exists=True, dir_okay=False))
+@click.option("--to", type=click.Choice(["distillkit"]), required=True, help="distillkit: Parquet, from top_k.")
+@click.option("--out", type=FOLDER, required=True, help="A new folder.")
+def export(folder: Path, config: str, to: str, out: Path) -> None:
+    """Write a cache in the form of another project.
+
+    CONFIG is the configuration that the cache was written with: a cache has no tokens.
+
+    \b
+    stillhouse cache export caches/a run.yaml --to distillkit --out exported
+    """
+    run = load([config], {})
+    quiet_libraries()
+    from stillhouse.train.export_cache import export_distillkit
+
+    compression = export_distillkit(folder, run, out)
+    click.echo(f"{out}: {compression.k} of {compression.d} ids per token in {compression.exact_dtype}")
+
+
+@cache.command("import")
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.option("--from", "form", type=click.Choice(["distillkit", "speculators"]), required=True,
+              help="distillkit: Parquet. speculators: hs_0.safetensors, …")  # fmt: skip
+@click.option("--teacher", metavar="MODEL", required=True, help="The model that wrote them: hub id or folder.")
+@click.option("--out", type=FOLDER, required=True, help="Folder of the new cache.")
+@click.option("--compression", type=FOLDER, help="distillkit: its YAML. [default: compression_config.yaml of SOURCE]")
+@click.option(
+    "--temperature", type=float, default=1.0, show_default=True, help="distillkit: of the log-probabilities."
+)
+@click.option("--packed", is_flag=True, help="distillkit: ids in as few bits as they need.")
+@click.option("--dtype", default="auto", show_default=True, help="The teacher's weights, to compare with.")
+@click.option("--device", default="cpu", show_default=True, help="Where the teacher runs, to compare.")
+def import_(
+    source: Path,
+    form: str,
+    teacher: str,
+    out: Path,
+    compression: Path | None,
+    temperature: float,
+    packed: bool,
+    dtype: str,
+    device: str,
+) -> None:
+    """Write a cache from the files of another project.
+
+    The teacher computes a few documents; files that disagree with it are refused.
+
+    \b
+    stillhouse cache import captured --from distillkit --teacher Qwen/Qwen3-8B --out caches/a
+    stillhouse cache import captured --from speculators --teacher Qwen/Qwen3-8B --out caches/b
+    """
+    if form == "speculators" and (compression is not None or packed):
+        raise misused("--compression and --packed are for --from distillkit")
+    quiet_libraries()
+    from stillhouse.config.yaml_text import read_yaml
+    from stillhouse.teachers.cache.distillkit import CONFIGURATION, Compression
+    from stillhouse.train.import_cache import import_distillkit, import_speculators
+
+    if form == "speculators":
+        click.echo(import_speculators(source, teacher, out, dtype=dtype, device=device).summary(out))
+        return
+    path = compression or (source if source.is_dir() else source.parent) / CONFIGURATION
+    if not path.is_file():
+        raise misused(
+            f"{path} is missing: expected DistillKit's compression configuration, which --compression names"
+        )
+    known = Compression.of(read_yaml(path.read_text(encoding="utf-8"), str(path)), path)
+    manifest = import_distillkit(
+        source, known, teacher, out, temperature=temperature, packed=packed, dtype=dtype, device=device
+    )
+    click.echo(manifest.summary(out))

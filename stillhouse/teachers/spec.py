@@ -1,7 +1,7 @@
 """What a teacher outside of the job says of every token: hidden states, or log-probabilities of some ids.
 
-N rows, E the teacher's width, K ids per row, M draws per row. Row t of a document is the teacher's distribution of
-token t + 1. The tensors of a signal, in memory, in a cache and on the wire, are:
+N rows, E the teacher's width, K ids per row (one more with a label), M draws per row. Row t of a document is the
+teacher's distribution of token t + 1. The tensors of a signal, in memory, in a cache and on the wire, are:
 
     hidden          [N, E]              "hidden": the teacher's hidden states after its last norm
     ids             [N, K] int32        "top_k": the teacher's K likeliest ids, the likeliest first
@@ -38,6 +38,8 @@ class SignalSpec:
     dtype: of the hidden states or of the log-probabilities; "float32" for "sampled", which has neither.
     top_k: K of "top_k" and "chosen"; M, the number of draws, of "sampled".
     temperature: divides the teacher's logits before log-probabilities are taken or ids are drawn.
+    with_label: "top_k" has one more entry, the token that comes next in the document; its id is -1 and its
+        log-probability -inf if it is among the K ids. The mass outside leaves it out.
 
     Raises ValueError for a combination that does not exist.
     """
@@ -46,12 +48,15 @@ class SignalSpec:
     dtype: str
     top_k: int | None = None
     temperature: float | None = None
+    with_label: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(SignalKind):
             raise ValueError(f"signal '{self.kind}': expected one of {', '.join(get_args(SignalKind))}")
         if self.dtype not in DTYPES or (self.kind == "sampled" and self.dtype != "float32"):
             raise ValueError(f"dtype '{self.dtype}' of {self.kind}: expected one of {', '.join(DTYPES)}")
+        if self.with_label and self.kind != "top_k":
+            raise ValueError(f"the actual token with {self.kind}: expected it only with top_k")
         if self.kind == "hidden":
             if (self.top_k, self.temperature) != (None, None):
                 raise ValueError("hidden states have neither top_k nor a temperature: they give every temperature")
@@ -76,9 +81,10 @@ class SignalSpec:
         assert self.top_k is not None
         if self.kind == "sampled":
             return {"ids": ((self.top_k,), torch.int32), "counts": ((self.top_k,), torch.uint8)}
+        entries = self.top_k + self.with_label
         return {
-            "ids": ((self.top_k,), torch.int32),
-            "log_probs": ((self.top_k,), dtype),
+            "ids": ((entries,), torch.int32),
+            "log_probs": ((entries,), dtype),
             "tail_log_prob": ((), torch.float32),
         }
 
@@ -100,7 +106,8 @@ class SignalSpec:
         if self.kind == "sampled":
             return f"{self.top_k} draws at temperature {self.temperature:g}"
         which = "top" if self.kind == "top_k" else "the student's"
-        return f"{which} {self.top_k} log-probabilities in {self.dtype} at temperature {self.temperature:g}"
+        label = " and the actual token's" if self.with_label else ""
+        return f"{which} {self.top_k}{label} log-probabilities in {self.dtype} at temperature {self.temperature:g}"
 
 
 @dataclass(frozen=True, eq=False)

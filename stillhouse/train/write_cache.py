@@ -1,61 +1,34 @@
-"""Writes a cache of teacher signals: the command `stillhouse cache`.
+"""Writes a cache of a teacher's signals for the data of a run: the command `stillhouse cache`.
 
 The documents are divided into shards once, by their order and size alone. Each process computes every n-th shard.
-A shard is complete when its record exists; a command that is started again computes only the missing ones. The folder
-says what is being written (`cache.json`) before the first shard, so that another command cannot continue it.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RunConfig
-from stillhouse.data import Documents, PackedSequences, tokenizer_fingerprint
-from stillhouse.models import Decoder
-from stillhouse.parallel import is_first, process_count, process_rank, wait_for_all, watchdog
-from stillhouse.teachers.cache.format import (
-    CACHE_KEY,
-    INDEX,
-    MANIFEST,
-    SHARDS,
-    TEACHER,
-    Manifest,
-    document_id,
-    documents_hash,
-    record_name,
-    shard_identity,
-    shard_name,
-    target_rows,
-)
+from stillhouse.data import Documents, MicroBatch, PackedSequences, tokenizer_fingerprint
+from stillhouse.models import Decoder, OutputProcessor
+from stillhouse.parallel import watchdog
+from stillhouse.teachers.cache.content import problem_in
+from stillhouse.teachers.cache.format import Manifest, document_id, documents_hash, shard_tensors, target_rows
 from stillhouse.teachers.extract import Extract
+from stillhouse.teachers.labelled import ExtractLabelled, LabelledRows
+from stillhouse.teachers.sampling import Draw, DrawRows, uniform_numbers
 from stillhouse.teachers.spec import SignalKind, SignalSpec
 from stillhouse.teachers.teacher_folder import save_teacher
-from stillhouse.train.agreement import library_versions, require_shared_folder
+from stillhouse.train import cache_folder
+from stillhouse.train.agreement import library_versions
 from stillhouse.train.build import load_teacher, model_fingerprints
-from stillhouse.train.files import (
-    UNFINISHED,
-    explained_write_errors,
-    file_names,
-    flush,
-    hashes,
-    replace_text,
-    require_space,
-)
-from stillhouse.train.folder import LOCK, folder_lock
+from stillhouse.train.cache_folder import CacheFolder, divide
 from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.session import connect_ranks
-
-#: the size of a shard, unless a single document needs more
-SHARD_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -66,6 +39,10 @@ class Entry:
     number: int
     rows: range
 
+    @property
+    def id(self) -> bytes:
+        return document_id(self.documents.tokens(self.number))
+
 
 def write_cache(
     config: RunConfig,
@@ -74,12 +51,15 @@ def write_cache(
     *,
     top_k: int = 64,
     dtype: str | None = None,
+    with_label: bool = False,
+    packed: bool = False,
     shard_bytes: int | None = None,
 ) -> Manifest:
     """Write the signals of a run's teacher for its training and held-out documents, or continue to write them.
 
-    top_k: ids per token of "top_k"; their log-probabilities are at the temperature of the run's objective. dtype: of
-    the stored numbers; None: float32, or the teacher's own dtype for hidden states.
+    top_k: ids per token of "top_k", draws per token of "sampled"; both are at the temperature of the run's objective.
+    dtype: of the stored numbers; None: float32, or the teacher's own dtype for hidden states. with_label: "top_k"
+    also has the actual next token. packed: ids and counts have as few bits as they need.
 
     A collective of all processes of a job. Raises ConfigError for a configuration without a teacher, and ValueError
     for a folder in which something else was written, and for a teacher whose signals are not finite.
@@ -90,112 +70,47 @@ def write_cache(
     data = load_run_data(config)
     entries = list(_entries(data))
     teacher = load_teacher(config, device)
-    if kind == "top_k":
-        spec = SignalSpec("top_k", dtype or "float32", top_k, config.objective.temperature)
+    if kind == "hidden":
+        own = str(teacher.config.dtype).removeprefix("torch.")
+        spec = SignalSpec("hidden", dtype or own, with_label=with_label)
     else:
-        spec = SignalSpec("hidden", dtype or str(teacher.config.dtype).removeprefix("torch."))
-    width = teacher.config.get_text_config().hidden_size
-    shards = _divide(entries, max(1, (shard_bytes or SHARD_BYTES) // spec.bytes_per_token(width)))
+        spec = SignalSpec(kind, dtype or "float32", top_k, config.objective.temperature, with_label)
+    width, vocabulary = teacher.config.get_text_config().hidden_size, teacher.vocabulary_rows
+    # the size before packing: that is what is in memory while a shard is computed
+    rows_per_shard = max(1, (shard_bytes or cache_folder.SHARD_BYTES) // spec.bytes_per_token(width))
+    shards = [
+        entries[each.start : each.stop] for each in divide([len(each.rows) for each in entries], rows_per_shard)
+    ]
     manifest = Manifest(
         spec,
         config.teacher.model,
         model_fingerprints(config)["teacher"],
         tokenizer_fingerprint(data.tokenizer),
-        teacher.vocabulary_rows,
+        vocabulary,
         width,
         len(entries),
         sum(len(each.rows) for each in entries),
-        documents_hash((document_id(each.documents.tokens(each.number)), each.rows) for each in entries),
+        documents_hash((each.id, each.rows) for each in entries),
         len(shards),
         library_versions(),
+        packed,
     )
-    writer = _Writer(out, manifest, teacher, config, device)
-    with folder_lock(out) if is_first() else nullcontext():
-        watchdog.enter("writing the cache", timed=False)
-        writer.begin(data.tokenizer)
-        writer.write(shards)
-        writer.finish()
+    writer = _Writer(manifest, teacher, config, device)
+    watchdog.enter("writing the cache", timed=False)
+    CacheFolder(out, manifest).write(
+        lambda folder: save_teacher(folder, teacher, data.tokenizer, with_head=spec.is_exact),
+        lambda number: writer._compute(shards[number]),
+        device,
+    )
     return manifest
 
 
 @dataclass(frozen=True)
 class _Writer:
-    out: Path
     manifest: Manifest
     teacher: Decoder
     config: RunConfig
     device: torch.device
-
-    def begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Create the folder, or check that an existing one has a part of the same cache."""
-        if is_first():
-            self._require_own_folder()
-            replace_text(self.out / MANIFEST, self.manifest.to_json())
-            with explained_write_errors(self.out):
-                (self.out / SHARDS).mkdir(exist_ok=True)
-                for path in self.out.rglob(f"*{UNFINISHED}"):
-                    path.unlink()
-                require_space(self.out, self._missing_bytes(), None)
-                with_head = self.manifest.signal.kind == "hidden"
-                save_teacher(self.out / TEACHER, self.teacher, tokenizer, with_head=with_head)
-        require_shared_folder(self.out, self.device)
-
-    def write(self, shards: Sequence[Sequence[Entry]]) -> None:
-        """Compute this process's shards that are not complete yet."""
-        rank, processes = process_rank(), process_count()
-        own = [number for number in range(rank, len(shards), processes) if not self._is_complete(number)]
-        for number in tqdm(own, desc="shards", unit="shard", disable=not is_first() or not own):
-            tensors = self._compute(shards[number])
-            path = self.out / shard_name(number)
-            partial = path.with_name(path.name + UNFINISHED)
-            with explained_write_errors(path):
-                save_file(tensors, partial, metadata={CACHE_KEY: shard_identity(self.manifest, number)})
-                flush(partial)
-                partial.rename(path)
-            record = {"sha256": hashes(self.out, [shard_name(number)])[shard_name(number)]}
-            replace_text(self.out / record_name(number), json.dumps(record))
-
-    def finish(self) -> None:
-        """Write the index, after all processes have written their shards."""
-        wait_for_all()
-        if not is_first():
-            return
-        written = {name: digest for number in range(self.manifest.shards) for name, digest in self._record(number)}
-        small = [name for name in file_names(self.out) if not name.startswith((SHARDS, INDEX, "."))]
-        replace_text(self.out / INDEX, json.dumps({"sha256": {**hashes(self.out, small), **written}}, indent=1))
-
-    def _require_own_folder(self) -> None:
-        path = self.out / MANIFEST
-        if path.is_file():
-            found = Manifest.from_json(path.read_text(encoding="utf-8"), path)
-            different = [
-                f"{name} {theirs!r} there and {ours!r} here"
-                for name, theirs, ours in found.differences(self.manifest)
-            ]
-            if different:
-                raise ValueError(f"{self.out} has another cache: {'; '.join(different)}; expected another folder")
-        elif any(each.name != LOCK and not each.name.endswith(UNFINISHED) for each in self.out.iterdir()):
-            raise ValueError(f"{self.out} is not empty and has no cache: expected a new folder")
-
-    def _missing_bytes(self) -> int:
-        per_token = self.manifest.signal.bytes_per_token(self.manifest.width)
-        held = sum(path.stat().st_size for path in (self.out / SHARDS).glob("*.safetensors"))
-        return max(0, self.manifest.rows * per_token - held)
-
-    def _is_complete(self, number: int) -> bool:
-        """Whether a shard has the hash of its record, which is written after the shard."""
-        if not (self.out / record_name(number)).is_file():
-            return False
-        return dict(self._record(number)) == hashes(self.out, [shard_name(number)])
-
-    def _record(self, number: int) -> Iterator[tuple[str, str]]:
-        path = self.out / record_name(number)
-        try:
-            yield shard_name(number), str(json.loads(path.read_text(encoding="utf-8"))["sha256"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is missing or damaged ({error}): delete it, and start the command again"
-            ) from error
 
     @torch.no_grad()
     def _compute(self, entries: Sequence[Entry]) -> dict[str, Tensor]:
@@ -209,13 +124,7 @@ class _Writer:
         for documents in dict.fromkeys(id(each.documents) for each in entries):
             chosen = [at for at, each in enumerate(entries) if id(each.documents) == documents]
             self._fill(tensors, [entries[at] for at in chosen], offsets[chosen])
-        ids = b"".join(document_id(each.documents.tokens(each.number)) for each in entries)
-        return {
-            "document": torch.frombuffer(bytearray(ids), dtype=torch.uint8).view(len(entries), -1),
-            "first_row": torch.tensor([each.rows.start for each in entries], dtype=torch.int32),
-            "offsets": torch.from_numpy(offsets.astype(np.int64)),
-            **tensors,
-        }
+        return shard_tensors(self.manifest.layout, [(each.id, each.rows) for each in entries], tensors)
 
     def _fill(self, tensors: dict[str, Tensor], entries: Sequence[Entry], starts: np.ndarray) -> None:
         """Run the teacher on documents, and write their rows to `tensors`; the rows of entry n start at starts[n]."""
@@ -232,15 +141,36 @@ class _Writer:
             stored_T = (document_T >= 0) & (position_T >= first[known_T]) & (position_T < stop[known_T])
             index_C = stored_T.nonzero()[:, 0]
             inputs = micro_batch.to(self.device).inputs
-            found = self.teacher(**inputs, processor=Extract(self.manifest.signal), context=index_C.to(self.device))
+            processor, context = self._extracting(micro_batch, index_C, entries)
+            found = self.teacher(**inputs, processor=processor, context=context)
             into_C = torch.from_numpy(starts)[document_T[index_C]] + position_T[index_C] - first[document_T[index_C]]
+            if problem := problem_in(self.manifest.signal, self.manifest.vocabulary, found):
+                raise ValueError(
+                    f"the teacher's {problem} on {documents.sources[int(document_T[index_C[0]])]} or near it: "
+                    "nothing of this shard is written; expected a teacher that can run in this dtype"
+                )
             for name, value in found.items():
-                if value.isnan().any() or (name == "hidden" and value.isinf().any()):
-                    raise ValueError(
-                        f"the teacher's {name} are not finite on {documents.sources[int(document_T[index_C[0]])]} or "
-                        "near it: nothing of this shard is written; expected a teacher that can run in this dtype"
-                    )
                 tensors[name][into_C] = value
+
+    def _extracting(
+        self, micro_batch: MicroBatch, index_C: Tensor, entries: Sequence[Entry]
+    ) -> tuple[OutputProcessor, Any]:
+        """The output processor of the signal, and its context for these rows of a micro-batch."""
+        spec, on_device_C = self.manifest.signal, index_C.to(self.device)
+        if spec.with_label:
+            # a stored row predicts a token of the same document, which is the next one in the micro-batch
+            labels_C = micro_batch.inputs["input_ids"].flatten()[index_C + 1]
+            return ExtractLabelled(spec), LabelledRows(on_device_C, labels_C.to(self.device))
+        if spec.kind != "sampled":
+            return Extract(spec), on_device_C
+        assert spec.top_k is not None
+        document_C, position_C = micro_batch.document_T[index_C], micro_batch.position_ids_BS.flatten()[index_C]
+        uniform_CM = torch.empty(len(index_C), spec.top_k, dtype=torch.float64)
+        for document in document_C.unique().tolist():
+            entry, is_own_C = entries[document], document_C == document
+            numbers = uniform_numbers(entry.id, entry.rows, spec.top_k)
+            uniform_CM[is_own_C] = torch.from_numpy(numbers)[position_C[is_own_C] - entry.rows.start]
+        return Draw(spec), DrawRows(on_device_C, uniform_CM)
 
 
 def _entries(data: RunData) -> Iterator[Entry]:
@@ -260,16 +190,3 @@ def _entries(data: RunData) -> Iterator[Entry]:
                     f"{documents.sources[number]} has the tokens of another document and other targets: expected "
                     "objective.tokens=all, or data without such pairs"
                 )
-
-
-def _divide(entries: Sequence[Entry], rows: int) -> list[list[Entry]]:
-    """Divide documents into shards of at most `rows` rows, or of one document that has more. No shard is empty."""
-    shards: list[list[Entry]] = []
-    held = rows + 1
-    for entry in entries:
-        if held + len(entry.rows) > rows:
-            shards.append([])
-            held = 0
-        shards[-1].append(entry)
-        held += len(entry.rows)
-    return shards

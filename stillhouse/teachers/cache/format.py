@@ -4,7 +4,7 @@
         cache.json                  what the cache holds and who computed it (`Manifest`)
         teacher/                    the teacher's configuration and tokenizer; with hidden states, its output head
         shards/00000.safetensors    the signals of some documents
-        shards/00000.json           the shard's size and hash, written after the shard
+        shards/00000.json           the shard's hash, written after the shard
         index.json                  a hash of every other file; written last, so a cache without it is unfinished
 
 A shard is one safetensors file. Its tensors are, for D documents with N rows together:
@@ -12,7 +12,7 @@ A shard is one safetensors file. Its tensors are, for D documents with N rows to
     document        [D, 16] uint8       the document's id (`document_id`)
     first_row       [D] int32           the first row of the document that is stored
     offsets         [D+1] int64         the rows of document d are offsets[d]:offsets[d+1] of the following tensors
-    hidden, ids, …  [N, …]              the tensors of the signal (`SignalSpec.tensors`)
+    hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`), or its packed form (layout.py)
 
 Row t of a document is the teacher's distribution of token t + 1. Rows are stored from the first to the last one that
 predicts a target. A document is found by its tokens, so the order, the packing and the number of epochs of a run do
@@ -21,17 +21,20 @@ not matter, and neither does the position of the document in its file.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from stillhouse.config.teacher import CACHED
+from stillhouse.teachers.cache.layout import Layout, layout_of
 from stillhouse.teachers.spec import SignalSpec
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", CACHED, "shards"
 ID_BYTES = 16
 CACHE_KEY = "cache"
@@ -43,7 +46,10 @@ class Manifest:
 
     teacher: the model's name. teacher_hash: of its files. tokenizer_hash: of its tokenizer. vocabulary: rows of the
     teacher's head. width: the teacher's width. documents, rows: their number. documents_hash: of the ids and row
-    ranges of all documents. shards: their number. versions: of the libraries.
+    ranges of all documents. shards: their number. versions: of the libraries. packed: whether ids and counts have as
+    few bits as they need.
+
+    Raises ValueError for a signal that cannot be packed.
     """
 
     signal: SignalSpec
@@ -57,7 +63,15 @@ class Manifest:
     documents_hash: str
     shards: int
     versions: dict[str, str]
+    packed: bool = False
     format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
 
     @property
     def identity(self) -> str:
@@ -66,11 +80,12 @@ class Manifest:
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def summary(self, folder: Path) -> str:
-        """The cache in two lines, for a terminal."""
-        per_token = self.signal.bytes_per_token(self.width)
+        """A complete cache in two lines, for a terminal. Its size is that of its shards on disk."""
+        size = sum((folder / shard_name(number)).stat().st_size for number in range(self.shards))
+        packed = ", packed" * self.packed
         return (
-            f"{folder}: {self.signal} of {self.teacher} for {self.documents:,} documents\n"
-            f"{self.rows:,} tokens, {per_token:,} bytes each, {self.rows * per_token / 2**20:,.1f} MiB in "
+            f"{folder}: {self.signal}{packed} of {self.teacher} for {self.documents:,} documents\n"
+            f"{self.rows:,} tokens, {size / max(self.rows, 1):,.1f} bytes each, {size / 2**20:,.1f} MiB in "
             f"{self.shards:,} shard{'s' * (self.shards != 1)}"
         )
 
@@ -117,6 +132,20 @@ def target_rows(targets: np.ndarray) -> range:
     return range(int(predicting[0]), int(predicting[-1]) + 1) if len(predicting) else range(0)
 
 
+def shard_tensors(
+    layout: Layout, documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """All tensors of a shard. documents: the id and the stored rows of each. tensors: the signal of these rows."""
+    offsets = np.concatenate([[0], np.cumsum([len(rows) for _, rows in documents])]).astype(np.int64)
+    ids = b"".join(document for document, _ in documents)
+    return {
+        "document": torch.frombuffer(bytearray(ids), dtype=torch.uint8).view(len(documents), ID_BYTES),
+        "first_row": torch.tensor([rows.start for _, rows in documents], dtype=torch.int32),
+        "offsets": torch.from_numpy(offsets),
+        **layout.pack(tensors, offsets),
+    }
+
+
 def shard_name(number: int) -> str:
     return f"{SHARDS}/{number:05d}.safetensors"
 
@@ -127,5 +156,5 @@ def shard_identity(manifest: Manifest, number: int) -> str:
 
 
 def record_name(number: int) -> str:
-    """The file with a shard's size and hash."""
+    """The file with a shard's hash."""
     return f"{SHARDS}/{number:05d}.json"

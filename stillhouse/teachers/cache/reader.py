@@ -6,7 +6,7 @@ written last. The content of a shard is hashed when its first row is read, since
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stillhouse.data import Documents
 from stillhouse.libraries import reading
+from stillhouse.teachers.cache.content import problem_in
 from stillhouse.teachers.cache.format import (
     CACHE_KEY,
     ID_BYTES,
@@ -31,16 +32,21 @@ from stillhouse.teachers.cache.format import (
     shard_name,
     target_rows,
 )
+from stillhouse.teachers.cache.layout import Part
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a document is: its shard, the rows of the document that are stored, and where they start in the shard."""
+    """Where a document is: its shard, the rows of the document that are stored, and where they start in the shard.
+
+    number: of the document in the shard.
+    """
 
     shard: int
     rows: range
     start: int
+    number: int
 
 
 class SignalCache:
@@ -54,6 +60,7 @@ class SignalCache:
         self.folder = folder
         self.hashes = _index(folder)
         self.manifest = Manifest.from_json(self._checked(MANIFEST).decode(), folder / MANIFEST)
+        self._layout = self.manifest.layout
         # files that were added count, too: a model folder's weights are found by their names' ending
         present = {f"{TEACHER}/{path.name}" for path in self.teacher_folder.glob("*")}
         for name in sorted(present | {name for name in self.hashes if name.startswith(f"{TEACHER}/")}):
@@ -111,31 +118,39 @@ class SignalCache:
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         """For each of these, the tensors of `SignalSpec.tensors`.
 
-        Raises ValueError for rows that the cache lacks, for a shard whose content has changed, and for NaN.
+        Raises ValueError for rows that the cache lacks, for a shard whose content has changed, and for numbers that
+        no teacher can give (`problem_in`).
         """
-        return [self._rows(document_id(each.tokens), each.rows) for each in wanted]
+        return [self.read_document(document_id(each.tokens), each.rows) for each in wanted]
+
+    def documents(self) -> Mapping[bytes, range]:
+        """The id and the stored rows of every document, in the cache's order."""
+        return {document: stored.rows for document, stored in self._documents.items()}
 
     def close(self) -> None:
         self._files.clear()
 
     def verify(self) -> None:
-        """Compare every shard with its hash. Raises ValueError for the first one that differs."""
+        """Compare every shard with its hash, and check all of its rows. Raises ValueError for the first problem."""
         for number in range(self.manifest.shards):
             self._verify(number)
+        for document, stored in self._documents.items():
+            self.read_document(document, stored.rows)
 
-    def _rows(self, document: bytes, rows: range) -> dict[str, Tensor]:
+    def read_document(self, document: bytes, rows: range) -> dict[str, Tensor]:
+        """`read` for one document, by its id."""
         stored = self._documents.get(document)
         if stored is None or rows.start < stored.rows.start or rows.stop > stored.rows.stop:
             raise ValueError(
                 f"{self.folder} has no rows {rows.start} to {rows.stop - 1} of document {document.hex()}"
             )
         self._verify(stored.shard)
-        start = stored.start + rows.start - stored.rows.start
-        found: dict[str, Tensor] = {}
-        for name in self.signal.tensors(self.width):
-            found[name] = self._files[stored.shard].get_slice(name)[start : start + len(rows)]
-            if found[name].isnan().any():
-                raise ValueError(f"{self.folder / shard_name(stored.shard)} has NaN in '{name}': write it again")
+        path, first = self.folder / shard_name(stored.shard), stored.rows.start
+        part = Part(stored.number, stored.start, range(rows.start - first, rows.stop - first))
+        with reading(f"{path} is damaged: write the cache again"):
+            found = self._layout.read(self._files[stored.shard], part)
+        if problem := problem_in(self.signal, self.manifest.vocabulary, found):
+            raise ValueError(f"{path}: {problem}: write the cache again")
         return found
 
     def _covers(self, documents: Documents, number: int) -> bool:
@@ -163,7 +178,7 @@ class SignalCache:
             shapes = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in _slices(file)}
         if identity != shard_identity(self.manifest, number):
             raise ValueError(f"{path} is not shard {number} of this cache: write the cache again")
-        for name, (shape, dtype) in self.signal.tensors(self.width).items():
+        for name, (shape, dtype) in self._layout.forms().items():
             found, code = shapes.get(name, ((), "absent"))
             if (found[1:], code) != (shape, _CODES[dtype]):
                 raise ValueError(f"{path}: '{name}' is {code} of shape {found}: expected [rows, *{shape}] of {dtype}")
@@ -173,10 +188,13 @@ class SignalCache:
         with reading(f"{self.folder / shard_name(number)} is damaged: write the cache again"):
             ids, first, offsets = (file.get_tensor(name) for name in ("document", "first_row", "offsets"))
         raw, starts, borders = ids.numpy().tobytes(), first.tolist(), offsets.tolist()
+        documents = len(raw) // ID_BYTES
+        if (len(starts), len(borders)) != (documents, documents + 1) or borders != sorted(borders) or borders[0] != 0:
+            raise ValueError(f"{self.folder / shard_name(number)} is damaged: its table of documents has gaps")
         return [
             (
                 raw[at * ID_BYTES : (at + 1) * ID_BYTES],
-                Stored(number, range(starts[at], starts[at] + borders[at + 1] - borders[at]), borders[at]),
+                Stored(number, range(starts[at], starts[at] + borders[at + 1] - borders[at]), borders[at], at),
             )
             for at in range(len(starts))
         ]
@@ -195,7 +213,14 @@ class SignalCache:
 
 
 #: names of dtypes in safetensors files
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8"}
+_CODES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
 
 
 def _slices(file: Any) -> list[tuple[str, Any]]:

@@ -1,0 +1,64 @@
+"""Unsigned integers of any width in a string of bits, the most significant bit first."""
+
+import numpy as np
+
+#: an integer of this width lies within `_REACH` bytes, wherever it begins
+WIDEST = 41
+_REACH = 6
+
+
+def bits_for(values: int) -> int:
+    """How many bits a number from 0 up to but without `values` needs; at least 1."""
+    return max(1, (values - 1).bit_length())
+
+
+def bytes_for(numbers: int, width: int) -> int:
+    return -(-numbers * width // 8)
+
+
+def write_bits(values: np.ndarray, positions: np.ndarray, width: int, size: int) -> np.ndarray:
+    """A string of `size` bytes with each value at its position. uint8.
+
+    values: integers, 0 ≤ value < 2^width. positions: where each of them begins, in bits. No two may overlap.
+    """
+    _require_width(width)
+    shifts = (8 * _REACH - width - (positions & 7)).astype(np.uint64)
+    shifted = values.astype(np.uint64) << shifts
+    string = np.zeros(size + _REACH, dtype=np.uint8)
+    for at in range(_REACH):
+        part = (shifted >> np.uint64(8 * (_REACH - 1 - at))).astype(np.uint8)
+        np.bitwise_or.at(string, (positions >> 3) + at, part)
+    return string[:size]
+
+
+def read_bits(string: np.ndarray, positions: np.ndarray, width: int) -> np.ndarray:
+    """The values that `write_bits` wrote to these positions. uint64."""
+    _require_width(width)
+    padded = np.concatenate([string, np.zeros(_REACH, dtype=np.uint8)])
+    found = np.zeros(positions.shape, dtype=np.uint64)
+    for at in range(_REACH):
+        found = (found << np.uint64(8)) | padded[(positions >> 3) + at].astype(np.uint64)
+    shifts = (8 * _REACH - width - (positions & 7)).astype(np.uint64)
+    return (found >> shifts) & np.uint64((1 << width) - 1)
+
+
+def pack_rows(values: np.ndarray, width: int) -> np.ndarray:
+    """Each row of integers [N, K] as a string of its own: [N, ceil(K·width / 8)] uint8."""
+    rows, numbers = values.shape
+    stride = bytes_for(numbers, width)
+    return write_bits(values, _places(rows, numbers, width), width, rows * stride).reshape(rows, stride)
+
+
+def unpack_rows(strings: np.ndarray, numbers: int, width: int) -> np.ndarray:
+    """The integers [N, K] that `pack_rows` packed."""
+    return read_bits(strings.reshape(-1), _places(len(strings), numbers, width), width)
+
+
+def _places(rows: int, numbers: int, width: int) -> np.ndarray:
+    starts = np.arange(rows, dtype=np.int64)[:, None] * (8 * bytes_for(numbers, width))
+    return starts + np.arange(numbers, dtype=np.int64) * width
+
+
+def _require_width(width: int) -> None:
+    if not 1 <= width <= WIDEST:
+        raise ValueError(f"integers of {width} bits: expected 1 to {WIDEST}")
