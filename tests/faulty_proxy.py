@@ -18,13 +18,15 @@ Fault = Callable[["Handler", httpx2.Response], None]
 class Proxy:
     """Forwards requests to `upstream`. Each request to a scoring path takes the next one of `faults`, if any is left.
 
-    scored: how many requests to scoring paths have been forwarded. change: is applied to the body of every true
-    answer to such a request.
+    scored: how many requests to scoring paths have been forwarded; under_way: how many of them have no answer yet.
+    bodies: the requests to /v1/score. change: is applied to the body of every true answer to such a request.
     """
 
     def __init__(self, upstream: str):
         self.upstream, self.faults, self.scored = upstream, list[Fault](), 0
         self.change: Callable[[bytes], bytes] = bytes
+        self.bodies: list[bytes] = []
+        self.under_way = 0
         self.lock = threading.Lock()
         self.client = httpx2.Client(timeout=60, trust_env=False)
 
@@ -48,7 +50,14 @@ class Handler(BaseHTTPRequestHandler):
         self._forward(None)
 
     def do_POST(self) -> None:
-        self._forward(self.rfile.read(int(self.headers.get("content-length", 0))))
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path == "/v1/score":
+            self.proxy.bodies.append(body)
+        self.proxy.under_way += 1
+        try:
+            self._forward(body)
+        finally:
+            self.proxy.under_way -= 1
 
     def _forward(self, body: bytes | None) -> None:
         self.body = body

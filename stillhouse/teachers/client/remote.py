@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -134,16 +135,14 @@ def connect(
     OSError) for a server that does not answer.
     """
     pool = ServerPool(urls, timeout, token, warn)
-    try:
-        return _connected(pool, urls, wanted, api, model_folder)
-    except BaseException:
-        pool.close()
-        raise
+    with ExitStack() as on_error:
+        on_error.callback(pool.close)
+        store = _connected(pool, wanted, api, model_folder)
+        on_error.pop_all()
+    return store
 
 
-def _connected(
-    pool: ServerPool, urls: Sequence[str], wanted: Wanted, api: str, model_folder: Path | None
-) -> RemoteSignals:
+def _connected(pool: ServerPool, wanted: Wanted, api: str, model_folder: Path | None) -> RemoteSignals:
     urls = [each.url for each in pool.servers]
     chosen = _api_of(pool, urls[0], api)
     servers = [chosen.describe(pool, url) for url in urls]
