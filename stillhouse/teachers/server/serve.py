@@ -11,6 +11,7 @@ the process at once.
 import gc
 import ipaddress
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,10 +21,12 @@ from tempfile import TemporaryDirectory
 import torch
 import uvicorn
 
-from stillhouse.parallel import destroy_process_group, is_first, log_rank0, watchdog
+from stillhouse.display import first_line
+from stillhouse.parallel import destroy_process_group, is_first, log_rank0, wait_for_all, watchdog
 from stillhouse.preemption import finishing, requested
 from stillhouse.teachers.server.app import Service, make_app
 from stillhouse.teachers.server.batching import Item, RequestQueue, ScoringFailedError
+from stillhouse.teachers.server.gate import AnsweredByProtocol
 from stillhouse.teachers.server.limits import Limits
 from stillhouse.teachers.server.metrics import Metrics
 from stillhouse.teachers.server.ranks import Ranks
@@ -69,6 +72,7 @@ def serve(
     with TemporaryDirectory(prefix="stillhouse-serve-") as temporary:
         folder = Path(temporary) / "teacher"
         served = load_teacher(teacher, folder, dtype=dtype, device=device, attention=attention, revision=revision)
+        wait_for_all()  # a rank that cannot load the model ends the command before it is said to be ready
         watchdog.enter("serving", timed=False)
         scorer, ranks = Scorer(served.runner, served.device), Ranks(served.mesh)
         with finishing("the requests that were accepted"):
@@ -91,7 +95,8 @@ class _Http:
 
     def __init__(self, service: Service, sockets: Sequence[socket.socket]):
         config = uvicorn.Config(
-            make_app(service),
+            AnsweredByProtocol(make_app(service)),
+            http="h11",
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -162,9 +167,9 @@ class _Loop:
             )
             for ticket, _ in batch:
                 ticket.fail(ScoringFailedError(what))
+            print(f"a batch of {tokens:,} tokens failed: {first_line(error)}", file=sys.stderr, flush=True)
             if not self._ranks.is_alone:
                 raise
-            print(f"a batch of {tokens:,} tokens failed: {error}", flush=True)
             _free_memory()
             return
         seconds = time.monotonic() - started
