@@ -3,10 +3,10 @@
     python -m benchmarks.teachers --threads 1
 
 A random teacher runs on the same sequences in four ways, in turns: a forward pass in this process, which leaves the
-hidden states on the device; /v1/score with hidden states in bfloat16, and with top-k ids; and the OpenAI path with the
-same number of prompt log-probabilities as JSON. The server is a process of its own, and 64 clients ask it at the same
-time. The aim is 0.9 of the forward pass for /v1/score. Then many small requests count what is lost, and the server's
-peak memory. Clients and server share the machine's cores. Writes benchmarks/results/teachers-<date>.json.
+hidden states on the device; /v1/score with hidden states in bfloat16, and with top-k ids; and the OpenAI path with
+the same number of prompt log-probabilities as JSON. The server is a process of its own, and 64 clients ask it at the
+same time. The aim is 0.9 of the forward pass for /v1/score. Then many small requests count what is lost, and the
+server's peak memory. Clients and server share the machine's cores. Writes benchmarks/results/teachers-<date>.json.
 """
 
 import argparse
@@ -83,19 +83,15 @@ async def measure(arguments: argparse.Namespace, folder: str, server: "subproces
     url = next(found[1] for line in server.stdout if (found := re.search(r"serving on (\S+)", line)))
     draw = np.random.default_rng(0)
     decoder = Decoder.from_pretrained(folder, device=arguments.device)
-    documents = [
-        DocumentRows(
-            draw.integers(0, arguments.vocabulary, arguments.tokens).astype(np.int32), range(arguments.tokens)
-        )
-        for _ in range(arguments.sequences)
-    ]
+    drawn = draw.integers(0, arguments.vocabulary, (arguments.sequences, arguments.tokens)).astype(np.int32)
+    documents = [DocumentRows(tokens, range(arguments.tokens)) for tokens in drawn]
+    width, hidden = arguments.teacher[0], SignalSpec("hidden", "bfloat16")
+    top_k = SignalSpec("top_k", "float32", TOP_K, 1.0)
     limits = httpx2.Limits(max_connections=arguments.clients)
     async with httpx2.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         paths: dict[str, Callable[[DocumentRows], Awaitable[object]]] = {
-            "hidden": lambda each: score(client, SignalSpec("hidden", "bfloat16"), arguments.teacher[0], each),
-            "top_k": lambda each: score(
-                client, SignalSpec("top_k", "float32", TOP_K, 1.0), arguments.teacher[0], each
-            ),
+            "hidden": lambda each: score(client, hidden, width, each),
+            "top_k": lambda each: score(client, top_k, width, each),
             "openai_json": lambda each: complete(client, each),
         }
         seconds: dict[str, list[float]] = {"forward": [], **{name: [] for name in paths}}
@@ -180,11 +176,9 @@ async def small_requests(
     for _ in range(arguments.requests):
         tokens = draw.integers(0, arguments.vocabulary, int(draw.integers(1, 17))).astype(np.int32)
         documents.append(DocumentRows(tokens, range(len(tokens))))
-    signal = SignalSpec("top_k", "float32", 8, 1.0)
+    wanted, width = SignalSpec("top_k", "float32", 8, 1.0), arguments.teacher[0]
     began = time.perf_counter()
-    seconds = await together(
-        lambda each: score(client, signal, arguments.teacher[0], each), documents, arguments.clients
-    )
+    seconds = await together(lambda each: score(client, wanted, width, each), documents, arguments.clients)
     taken = time.perf_counter() - began
     return {
         "small_requests": len(documents),

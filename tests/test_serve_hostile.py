@@ -109,7 +109,7 @@ def assert_survives(server: Server, per_body: int, seed: int) -> None:
 
 
 def test_thousands_of_changed_bodies_are_answered_or_refused(server: Server) -> None:
-    assert_survives(server, 250, seed=0)
+    assert_survives(server, 170, seed=0)
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def from_the_openapi_document(server: Server, examples: int) -> None:
 
 
 def test_requests_made_from_the_openapi_document_are_no_server_errors(server: Server) -> None:
-    from_the_openapi_document(server, 25)
+    from_the_openapi_document(server, 15)
 
 
 @pytest.mark.slow
@@ -263,7 +263,8 @@ def test_another_content_type_is_refused(server: Server, kind: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["../config.json", "..%2fconfig.json", "%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/etc/passwd", "config.json%00",
-     "config.json/", ".", "..", "model.safetensors", "CONFIG.JSON", "....//config.json", "config.json%20", "%ff", "a" * 5000],
+     "config.json/", ".", "..",
+     "model.safetensors", "CONFIG.JSON", "....//config.json", "config.json%20", "%ff", "a" * 5000],
 )  # fmt: skip
 def test_files_that_are_not_in_the_table_do_not_exist(server: Server, name: str) -> None:
     """Sent as it is: a client would tidy the path."""

@@ -44,7 +44,7 @@ class BearerToken:
 
 
 class AnsweredByProtocol:
-    """The outermost layer. uvicorn answers what is no HTTP itself, even if a route has begun; then the route cannot."""
+    """The outermost layer. uvicorn itself answers what is no HTTP, even if a route has begun, which then cannot."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

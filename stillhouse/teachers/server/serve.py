@@ -36,6 +36,9 @@ from stillhouse.teachers.server.teacher import HEAD, ServedTeacher, load_teacher
 #: how often the main thread looks for a signal, how often idle ranks hear from rank 0, and how long the last answers
 #: may take to be sent
 LOOK_SECONDS, BEAT_SECONDS, LAST_SECONDS = 0.1, 60.0, 60.0
+#: how long a thread may keep the interpreter while another one waits. Python's 5 ms would be added to each request
+#: several times, because the model's thread hardly ever gives it up before
+SWITCH_SECONDS = 0.0005
 #: connections at a time; uvicorn answers 503 to more
 CONNECTIONS = 2048
 
@@ -75,6 +78,7 @@ def serve(
         wait_for_all()  # a rank that cannot load the model ends the command before it is said to be ready
         watchdog.enter("serving", timed=False)
         scorer, ranks = Scorer(served.runner, served.device), Ranks(served.mesh)
+        sys.setswitchinterval(SWITCH_SECONDS)
         with finishing("the requests that were accepted"):
             if is_first():
                 decoder = served.runner.students()[0]
