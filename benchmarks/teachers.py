@@ -58,12 +58,12 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--teacher", type=int, nargs=2, default=[1024, 8], metavar=("WIDTH", "LAYERS"))
+    add("--teacher", type=int, nargs=2, default=[512, 4], metavar=("WIDTH", "LAYERS"))
     add("--vocabulary", type=int, default=8192)
     add("--tokens", type=int, default=256, help="of a sequence")
     add("--batch-tokens", type=int, default=2048)
-    add("--sequences", type=int, default=64, help="of each turn")
-    add("--turns", type=int, default=3)
+    add("--sequences", type=int, default=16, help="of each turn")
+    add("--turns", type=int, default=2)
     add("--clients", type=int, default=64)
     add("--requests", type=int, default=10_000, help="small ones, to count what is lost")
     add("--threads", type=int, default=1)

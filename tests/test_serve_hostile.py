@@ -109,7 +109,7 @@ def assert_survives(server: Server, per_body: int, seed: int) -> None:
 
 
 def test_thousands_of_changed_bodies_are_answered_or_refused(server: Server) -> None:
-    assert_survives(server, 170, seed=0)
+    assert_survives(server, 500, seed=0)
 
 
 @pytest.mark.slow
