@@ -57,7 +57,7 @@ class Server:
         if kind is not None:
             for command in self.commands:
                 command.process.kill()
-            print(self.first.out, self.first.err)
+            print(*(each.out + each.err for each in self.commands))
             return
         if self.first.process.is_alive():
             self.end()

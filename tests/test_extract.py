@@ -50,9 +50,8 @@ def assert_equal(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[s
         assert found[kind].keys() == tensors.keys()
         for name, each in tensors.items():
             if each.is_floating_point():
-                torch.testing.assert_close(
-                    found[kind][name].double(), each, rtol=2e-6, atol=5e-5, msg=f"{kind} {name}"
-                )
+                own = found[kind][name].double()
+                torch.testing.assert_close(own, each, rtol=2e-6, atol=5e-5, msg=f"{kind} {name}")
             else:
                 assert torch.equal(found[kind][name].long(), each), f"{kind} {name}"
 

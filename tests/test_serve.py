@@ -1,5 +1,6 @@
 """`stillhouse serve` as a real process on loopback: its signals are the teacher's own, and it loses no request."""
 
+import hashlib
 import json
 import signal
 import socket
@@ -140,11 +141,9 @@ def test_json_asks_for_the_same(server: Server) -> None:
     torch.testing.assert_close(load(answer.content)["log_probs"], found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_two_ranks_serve_what_one_process_serves(tmp_path: Path, family: str) -> None:
-    folder = save_model(tmp_path / "teacher", family, tied=family == "gpt2", seed=3)
-    if family == "gpt2":
-        pytest.skip("no tensor-parallel plan in transformers")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_two_ranks_serve_what_one_process_serves(tmp_path: Path, tied: bool) -> None:
+    folder = save_model(tmp_path / "teacher", "llama", tied=tied, seed=3)
     decoder = Decoder.from_pretrained(folder).double()
     with Server(folder, processes=2) as server:
         info = server.info()
@@ -162,8 +161,6 @@ def test_two_ranks_serve_what_one_process_serves(tmp_path: Path, family: str) ->
 
 
 def test_info_head_and_files_describe_the_teacher(server: Server, folder: Path, decoder: Decoder) -> None:
-    import hashlib
-
     info = server.info()
     assert info["teacher"] == model_fingerprint(folder)
     assert (info["vocabulary"], info["width"], info["dtype"]) == (400, 48, "float32")
@@ -304,13 +301,12 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_0(folder: Path) -> None
 
 def test_a_client_that_leaves_frees_its_place(folder: Path) -> None:
     """Its documents are dropped from the queue, and the others are answered."""
-    with Server(folder, "--batch-tokens", 40, hook=slow_model, hook_arguments=(0.3,)) as server:
+    options = ("--batch-tokens", 40, "--queue-tokens", 8000)
+    with Server(folder, *options, hook=slow_model, hook_arguments=(0.3,)) as server:
         body = json.dumps({"token_ids": [[5] * 37] * 30}).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as leaving:
-            head = (
-                f"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-            )
-            leaving.sendall(head.encode() + b"\r\n\r\n" + body)
+            head = "POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            leaving.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             wait_for(lambda: "stillhouse_held_tokens 1110.0" in server.client.get("/metrics").text)
         started = time.monotonic()
         assert server.client.post("/v1/score", json={"token_ids": [[7] * 3]}).status_code == 200
@@ -340,7 +336,7 @@ def test_a_teacher_that_overflows_is_never_sent(folder: Path, decoder: Decoder) 
         for signal_body in ({"signal": "hidden"}, {"signal": "top_k", "top_k": 2}):
             bad = server.client.post("/v1/score", json={"token_ids": [[5, 7, 9]], **signal_body})
             assert bad.status_code == 422
-            assert "of the teacher" in bad.json()["error"]["message"] or "are not finite" in bad.text
+            assert "are not finite" in bad.json()["error"]["message"]
             assert server.client.post("/v1/score", json={"token_ids": [[5, 8, 9]], **signal_body}).status_code == 200
         bad = server.client.post("/v1/completions", json={"prompt": [5, 7, 9], "max_tokens": 0, "prompt_logprobs": 1})
         assert bad.status_code == 422
@@ -350,12 +346,8 @@ def test_every_route_but_healthz_needs_the_token(folder: Path) -> None:
     environment, headers = {"STILLHOUSE_TOKEN": "s3cret"}, {"authorization": "Bearer s3cret"}
     with Server(folder, environment=environment, headers=headers) as server:
         paths = ["/v1/info", "/v1/head", "/v1/models", "/metrics", "/openapi.json", "/v1/files/config.json", "/none"]
-        for given in (
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": "s3cret"},
-            {"authorization": "Bearer "},
-        ):
+        for wrong in (None, "Bearer wrong", "s3cret", "Bearer", "bearer s3cret"):
+            given = {} if wrong is None else {"authorization": wrong}
             for path in paths:
                 answer = httpx2.get(server.url + path, headers=given)
                 assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
@@ -384,7 +376,7 @@ def test_a_second_signal_ends_the_server_at_once(folder: Path) -> None:
     threading.Thread(target=lambda: _ignored(server), daemon=True).start()
     wait_for(lambda: "stillhouse_held_tokens 1.0" in server.client.get("/metrics").text)
     server.first.send(signal.SIGTERM)
-    wait_for(lambda: "finishing the requests" in server.first.out)
+    wait_for(lambda: "finishing the requests" in server.first.err)
     server.first.send(signal.SIGTERM)
     assert server.first.wait(10) == 143
 

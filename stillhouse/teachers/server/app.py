@@ -33,7 +33,11 @@ from stillhouse.teachers.server.metrics import Metrics
 from stillhouse.teachers.server.scorer import NotFiniteError, Part
 from stillhouse.teachers.wire import JSON, SAFETENSORS, ScoreBody, decode_request, encode_answer
 
-Parsed = TypeVar("Parsed")
+#: up to this size, a body is parsed and an answer is encoded in the HTTP thread itself
+AT_ONCE_BYTES = 16 * 1024
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
 
         limit = limits.json_bytes if kind == JSON else limits.binary_bytes
         async with bodies.read(request, limit) as content:
-            signal, parts = await run_in_threadpool(parse, content)
+            signal, parts = await _apart(parse, content, len(content))
 
         def encode(found: list[dict[str, Tensor]]) -> bytes:
             return encode_answer(service.identity, signal, found)
@@ -150,7 +154,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
                 raise RequestError(HTTPStatus.BAD_REQUEST, str(error), param=error.param) from error
 
         async with bodies.read(request, limits.json_bytes) as content:
-            body, parts = await run_in_threadpool(parse, content)
+            body, parts = await _apart(parse, content, len(content))
 
         def encode(found: list[dict[str, Tensor]]) -> bytes:
             content = completions.answer(body, service.name, parts, found, service.tokenizer)
@@ -178,7 +182,8 @@ async def _answered(
     is_sending = False
     try:
         found = await _unless_disconnected(request, ticket)
-        content = await run_in_threadpool(encode, found)
+        size = sum(each.nbytes for tensors in found for each in tensors.values())
+        content = await _apart(encode, found, size)
         is_sending = True
         return Answer(content, media_type, lambda: service.queue.release(ticket))
     except NotFiniteError as error:
@@ -188,6 +193,14 @@ async def _answered(
     finally:
         if not is_sending:
             service.queue.release(ticket)
+
+
+async def _apart(function: Callable[[Given], Made], given: Given, size: int) -> Made:
+    """Call a function: for a large argument in another thread, so that the other clients need not wait.
+
+    A small one is faster at once: a change of threads waits for the model's thread to give up the interpreter.
+    """
+    return function(given) if size < AT_ONCE_BYTES else await run_in_threadpool(function, given)
 
 
 async def _unless_disconnected(request: Request, ticket: Ticket) -> list[dict[str, Tensor]]:

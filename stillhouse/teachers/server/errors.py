@@ -32,5 +32,6 @@ def error_response(
 
 def error_content(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """The body of an error. message: it may quote the request, so it is shortened and escaped."""
-    kind = "".join(word.capitalize() for word in HTTPStatus(status).phrase.replace("-", " ").split()) + "Error"
+    words = HTTPStatus(status).phrase.replace("-", " ").removesuffix(" Error").split()
+    kind = "".join(word.capitalize() for word in words) + "Error"
     return {"error": {"message": brief(message), "type": kind, "param": param, "code": int(status)}}

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
+import h11
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,6 +41,19 @@ class BearerToken:
                 await refused(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class AnsweredByProtocol:
+    """The outermost layer. uvicorn itself answers what is no HTTP, even if a route has begun, which then cannot."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except h11.LocalProtocolError:
+            return
 
 
 class Counted:

@@ -11,6 +11,7 @@ the process at once.
 import gc
 import ipaddress
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,10 +21,12 @@ from tempfile import TemporaryDirectory
 import torch
 import uvicorn
 
-from stillhouse.parallel import destroy_process_group, is_first, log_rank0, watchdog
+from stillhouse.display import first_line
+from stillhouse.parallel import destroy_process_group, is_first, log_rank0, wait_for_all, watchdog
 from stillhouse.preemption import finishing, requested
 from stillhouse.teachers.server.app import Service, make_app
 from stillhouse.teachers.server.batching import Item, RequestQueue, ScoringFailedError
+from stillhouse.teachers.server.gate import AnsweredByProtocol
 from stillhouse.teachers.server.limits import Limits
 from stillhouse.teachers.server.metrics import Metrics
 from stillhouse.teachers.server.ranks import Ranks
@@ -33,6 +36,9 @@ from stillhouse.teachers.server.teacher import HEAD, ServedTeacher, load_teacher
 #: how often the main thread looks for a signal, how often idle ranks hear from rank 0, and how long the last answers
 #: may take to be sent
 LOOK_SECONDS, BEAT_SECONDS, LAST_SECONDS = 0.1, 60.0, 60.0
+#: how long a thread may keep the interpreter while another one waits. Python's 5 ms would be added to each request
+#: several times, because the model's thread hardly ever gives it up before
+SWITCH_SECONDS = 0.0005
 #: connections at a time; uvicorn answers 503 to more
 CONNECTIONS = 2048
 
@@ -69,8 +75,10 @@ def serve(
     with TemporaryDirectory(prefix="stillhouse-serve-") as temporary:
         folder = Path(temporary) / "teacher"
         served = load_teacher(teacher, folder, dtype=dtype, device=device, attention=attention, revision=revision)
+        wait_for_all()  # a rank that cannot load the model ends the command before it is said to be ready
         watchdog.enter("serving", timed=False)
         scorer, ranks = Scorer(served.runner, served.device), Ranks(served.mesh)
+        sys.setswitchinterval(SWITCH_SECONDS)
         with finishing("the requests that were accepted"):
             if is_first():
                 decoder = served.runner.students()[0]
@@ -91,7 +99,8 @@ class _Http:
 
     def __init__(self, service: Service, sockets: Sequence[socket.socket]):
         config = uvicorn.Config(
-            make_app(service),
+            AnsweredByProtocol(make_app(service)),
+            http="h11",
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -162,9 +171,9 @@ class _Loop:
             )
             for ticket, _ in batch:
                 ticket.fail(ScoringFailedError(what))
+            print(f"a batch of {tokens:,} tokens failed: {first_line(error)}", file=sys.stderr, flush=True)
             if not self._ranks.is_alone:
                 raise
-            print(f"a batch of {tokens:,} tokens failed: {error}", flush=True)
             _free_memory()
             return
         seconds = time.monotonic() - started
@@ -240,7 +249,8 @@ def _is_loopback(host: str) -> bool:
 
 def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # with the protocol named, asyncio sets TCP_NODELAY; without it, each answer waits 40 ms for an acknowledgement
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))

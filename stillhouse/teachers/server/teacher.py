@@ -38,7 +38,8 @@ RANK_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """A loaded teacher. folder: what clients can get: configuration, tokenizer, output head. info: `GET /v1/info`."""
+    """A loaded teacher. folder: what clients can get: configuration, tokenizer, output head. info: `GET /v1/info`, on
+    the first process."""
 
     name: str
     runner: Runner
@@ -81,12 +82,12 @@ def load_teacher(
         with_head = _head_alone(build, source) if is_first() else runner.students()[0]
     decoder = runner.students()[0]
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
+    identity = model_fingerprint(source)
+    info: dict[str, Any] = {}
     if is_first():
         save_teacher(folder, with_head, tokenizer, with_head=True)
-    identity = model_fingerprint(source)
-    return ServedTeacher(
-        name, runner, mesh, chosen, tokenizer, folder, identity, _info(name, identity, decoder, tokenizer, folder)
-    )
+        info = _info(name, identity, decoder, tokenizer, folder)
+    return ServedTeacher(name, runner, mesh, chosen, tokenizer, folder, identity, info)
 
 
 def longest_sequence(decoder: Decoder, batch_tokens: int) -> int:
