@@ -9,6 +9,11 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import shard_ranks
+import torch
+import transformers
+from packaging.version import Version
+
+from stillhouse.parallel.build import PIPELINE_TORCH
 
 # no deadline, because the time of an example depends on the load of the machine
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -34,11 +39,19 @@ TOGETHER = {
     "test_origins": "faults of checkpoints",
     "test_ranks_agree": "faults of checkpoints",
     "test_signals": "faults of signals",
+    "test_teacher_served": "served",
+    "test_teacher_served_layouts": "served",
     "test_hung_rank": "faults of ranks",
 }
 
 #: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
 LONGEST = ("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_hung_rank", "test_signals")
+
+TRANSFORMERS = Version(transformers.__version__)
+#: with an older transformers, these modules cannot be imported: its models have no layers for multi-token prediction
+collect_ignore = (
+    [] if Version("5.20") <= TRANSFORMERS else ["test_mtp.py", "test_mtp_decoder.py", "test_mtp_drafting.py"]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,6 +64,22 @@ def ranks_rest() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        assert isinstance(item, pytest.Function)
+        if missing := _missing(item):
+            item.add_marker(pytest.mark.skip(reason=missing))
         if group := TOGETHER.get(item.path.stem):
             item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def _missing(item: pytest.Function) -> str:
+    """The version of a library that a test's layout needs, if an older one is installed; else ""."""
+    case = getattr(item.module, "CASE", None)
+    if hasattr(item, "callspec"):
+        case = item.callspec.params.get("case", case)
+    for layout in (getattr(case, "layout", None), getattr(case, "teacher", None)):
+        if getattr(layout, "stages", 1) > 1 and torch.__version__ < PIPELINE_TORCH:
+            return f"a pipeline needs torch {PIPELINE_TORCH}"
+        if getattr(layout, "degrees", None) and layout.degrees.expert > 1 and Version("5.22") > TRANSFORMERS:
+            return "expert parallelism needs transformers 5.22"
+    return ""

@@ -264,10 +264,13 @@ def test_recomputation_past_the_decoder_is_an_error() -> None:
     pretrained: Any = model.pretrained
     # the first name is that of later versions of transformers
     name = "activation_checkpointing_enable"
-    enable = getattr(pretrained, name) if hasattr(pretrained, name) else pretrained.gradient_checkpointing_enable
+    is_later = hasattr(pretrained, name)
+    enable = getattr(pretrained, name) if is_later else pretrained.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     with pytest.raises(CheckpointError, match="different number of tensors"):
         forward(model, batch, batch.loss()).backward()
+    if not is_later:
+        return  # there, the hooks of a layer run within the recomputed part, without gradients
     enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="recomputation only by Decoder"):
         forward(model, batch, batch.loss()).backward()

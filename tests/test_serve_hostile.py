@@ -163,7 +163,7 @@ def score(server: Server, body: dict[str, Any]) -> httpx2.Response:
         ({"token_ids": [[1]] * 4097}, "4097 sequences: expected at most 4096"),
         ({"token_ids": [[1]], "rows": [[0, 2]]}, "rows 0 to 2 of a document of 1 tokens"),
         ({"token_ids": [[1]], "signal": "top_k", "top_k": 257}, "top_k=257: expected at most 256"),
-        ({"token_ids": [[1]], "signal": "sampled", "top_k": 5}, "signal 'sampled': this server has hidden"),
+        ({"token_ids": [[1]], "signal": "sampled", "top_k": 256}, "top_k=256 draws per token: expected at most 255"),
         ({"token_ids": [[1]], "signal": "chosen", "top_k": 1, "ids": [[[400]]]}, "ids: got 400"),
         ({"token_ids": [[1]], "signal": "chosen", "top_k": 1, "ids": [[[-2]]]}, "ids: got -2"),
         ({"token_ids": [[1]], "signal": "chosen", "top_k": 2, "ids": [[[1]]]}, "ids of shape [1, 1]"),

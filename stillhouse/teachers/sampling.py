@@ -56,8 +56,11 @@ def draw(hidden_CE: Tensor, head: OutputHead, uniform_CM: Tensor, temperature: f
     """Draw M ids per row with replacement: the inverse of the cumulative distribution, in float64.
 
     Returns ids [C, M] int32, the different ids of each row in ascending order and then -1, and counts [C, M] uint8.
-    A row whose logits are not finite numbers (NaN, or no finite one) has no ids.
+    A row whose logits are not finite numbers (NaN, or no finite one) has no ids. Raises ValueError if this rank has
+    only a part of the head.
     """
+    if head.shard is not None and not head.shard.is_alone:
+        raise ValueError("draws need the whole vocabulary on one rank: expected tensor=1, or another signal")
     draws = uniform_CM.shape[1]
     projection = Projection(head, head.rows, operand_dtype(hidden_CE, head.weight_VD))
     ids, counts = [torch.zeros(0, draws, dtype=torch.int32)], [torch.zeros(0, draws, dtype=torch.uint8)]

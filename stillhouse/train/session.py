@@ -228,7 +228,8 @@ def in_words(config: RunConfig, spec: ObjectiveSpec, store: SignalStore | None) 
         teacher = f" ← {config.teacher.model if store is None else store.name}"
         over = "over the full vocabulary, "
         if store is not None and not store.signal.is_exact:
-            over = f"over {store.signal} of the teacher (tail: {config.teacher.tail}), "
+            tail = "" if store.signal.kind == "sampled" else f" (tail: {config.teacher.tail})"
+            over = f"over {store.signal} of the teacher{tail}, "
     return (
         f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
         f"mean over {config.objective.tokens} tokens of each step: "

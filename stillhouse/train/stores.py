@@ -8,6 +8,8 @@ import torch
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
 from stillhouse.data import PackedSequences
 from stillhouse.models import Decoder
+from stillhouse.objective import forward_kl
+from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import local_folder, log_rank0
 from stillhouse.teachers import RemoteSignals, SignalCache, SignalStore
 from stillhouse.teachers.client import Wanted, connect, prove
@@ -53,6 +55,8 @@ def require_signals(config: RunConfig, data: RunData, store: SignalStore, device
             f"got {config.objective.temperature:g}, but {store.name} holds {signal}: expected the same "
             "temperature, or hidden states, which give every temperature",
         )
+    if signal.kind == "sampled" and parse_objective(config.objective.loss).divergence not in (None, forward_kl()):
+        raise ConfigError("objective.loss", f"got {config.objective.loss!r}: draws can only estimate forward_kl")
     try:
         for name, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
             if sequences is not None:

@@ -24,7 +24,7 @@ IN_FLIGHT = 16
 #: seconds for which a failing server is left alone: at first, and at most
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 #: how often a request is repeated whose answers are damaged, or which the server cannot process
-MOST_BAD_ANSWERS = 8
+MOST_BAD_ANSWERS = 5
 #: answers that another attempt may change: the server is overloaded, restarting, or has lost its own backend
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 

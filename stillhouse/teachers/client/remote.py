@@ -147,7 +147,8 @@ def _connected(pool: ServerPool, wanted: Wanted, api: str, model_folder: Path | 
     chosen = _api_of(pool, urls[0], api)
     servers = [chosen.describe(pool, url) for url in urls]
     for each in servers[1:]:
-        if replace(each, url=urls[0]) != servers[0]:
+        # a teacher that tells its hash may have another name on each server
+        if replace(each, url=urls[0], model=each.model if each.identity is None else servers[0].model) != servers[0]:
             raise ValueError(f"{each.url} and {urls[0]} serve different teachers: {each} and {servers[0]}")
     if wanted.signal not in chosen.signals:
         raise ValueError(

@@ -10,8 +10,9 @@ from stillhouse.teachers.server.errors import RequestError
 from stillhouse.teachers.server.scorer import Part
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
-#: the signals that this server computes
-SIGNALS = ("hidden", "top_k", "chosen")
+#: the signals that a server computes; draws need the whole vocabulary in one process
+SIGNALS = ("hidden", "top_k", "chosen", "sampled")
+SIGNALS_OF_SHARDS = ("hidden", "top_k", "chosen")
 MIB = 2**20
 
 
@@ -28,6 +29,7 @@ class Limits:
     max_tokens: int
     max_request_tokens: int
     max_top_k: int
+    signals: Sequence[str] = SIGNALS
     max_sequences: int = 4096
     json_bytes: int = 8 * MIB
     binary_bytes: int = 64 * MIB
@@ -35,8 +37,8 @@ class Limits:
 
     def parts(self, signal: SignalSpec, documents: Sequence[DocumentRows]) -> list[Part]:
         """The parts of a request for a signal. Raises RequestError for one beyond the limits."""
-        if signal.kind not in SIGNALS:
-            raise _refused(f"signal '{signal.kind}': this server has {', '.join(SIGNALS)}", "signal")
+        if signal.kind not in self.signals:
+            raise _refused(f"signal '{signal.kind}': this server has {', '.join(self.signals)}", "signal")
         most = min(self.max_top_k, self.vocabulary)
         if signal.top_k is not None and signal.top_k > most:
             raise _refused(f"top_k={signal.top_k}: expected at most {most}", "top_k")

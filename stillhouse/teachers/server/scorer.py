@@ -18,7 +18,9 @@ from torch import Tensor
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Computation, Runner
+from stillhouse.teachers.cache.format import document_id
 from stillhouse.teachers.extract import ChosenRows, Extract, ranked_log_probs
+from stillhouse.teachers.sampling import Draw, DrawRows, uniform_numbers
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
 
@@ -52,13 +54,18 @@ Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 
 @dataclass(frozen=True)
 class _Group:
-    """The parts of a batch that ask for the same. members: their numbers. index_C: their rows in the batch."""
+    """The parts of a batch that ask for the same.
+
+    members: their numbers. index_C: their rows in the batch. ids_CK: the ids of "chosen". uniform_CM: the random
+    numbers of "sampled".
+    """
 
     wanted: Wanted
     members: list[int]
     lengths: list[int]
     index_C: Tensor
     ids_CK: Tensor | None
+    uniform_CM: Tensor | None = None
 
 
 class Scorer:
@@ -104,6 +111,9 @@ class _Processor:
             assert group.ids_CK is not None
             hidden_CE = hidden_states.flatten(0, -2)[index_C]
             return ranked_log_probs(hidden_CE, head, group.ids_CK[:, 0], group.wanted.top_k)
+        if group.uniform_CM is not None:
+            draws = DrawRows(index_C, group.uniform_CM)
+            return Draw(group.wanted)(hidden_states=hidden_states, head=head, context=draws)
         context: Any = index_C if group.ids_CK is None else ChosenRows(index_C, group.ids_CK)
         return Extract(group.wanted)(hidden_states=hidden_states, head=head, context=context)
 
@@ -129,7 +139,11 @@ def _groups(parts: Sequence[Part], starts: Sequence[int]) -> list[_Group]:
         ]
         ids = [_ids(parts[number]) for number in numbers]
         ids_CK = None if ids[0] is None else torch.cat([each for each in ids if each is not None])
-        groups.append(_Group(wanted, numbers, [len(each) for each in rows], torch.cat(index_C), ids_CK))
+        uniform_CM = None
+        if isinstance(wanted, SignalSpec) and wanted.kind == "sampled":
+            uniform_CM = torch.cat([_uniform(parts[number].document, wanted) for number in numbers])
+        lengths = [len(each) for each in rows]
+        groups.append(_Group(wanted, numbers, lengths, torch.cat(index_C), ids_CK, uniform_CM))
     return groups
 
 
@@ -141,8 +155,16 @@ def _ids(part: Part) -> Tensor | None:
     return document.ids_NK
 
 
+def _uniform(document: DocumentRows, spec: SignalSpec) -> Tensor:
+    """The same numbers for the same document, so that a repeated request gets the same draws."""
+    assert spec.top_k is not None
+    return torch.from_numpy(uniform_numbers(document_id(document.tokens), document.rows, spec.top_k))
+
+
 def _checked(tensors: dict[str, Tensor]) -> Outcome:
     for name, each in tensors.items():
         if each.isnan().any() or (name == "hidden" and each.isinf().any()):
             return NotFiniteError(f"the teacher's {name} are not finite")
+    if "counts" in tensors and not (tensors["ids"][:, :1] >= 0).all():
+        return NotFiniteError("the teacher's logits are not finite, so that nothing can be drawn")
     return tensors

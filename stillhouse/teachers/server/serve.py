@@ -27,7 +27,7 @@ from stillhouse.preemption import finishing, requested
 from stillhouse.teachers.server.app import Service, make_app
 from stillhouse.teachers.server.batching import Item, RequestQueue, ScoringFailedError
 from stillhouse.teachers.server.gate import AnsweredByProtocol
-from stillhouse.teachers.server.limits import Limits
+from stillhouse.teachers.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
 from stillhouse.teachers.server.metrics import Metrics
 from stillhouse.teachers.server.ranks import Ranks
 from stillhouse.teachers.server.scorer import Scorer
@@ -83,7 +83,9 @@ def serve(
             if is_first():
                 decoder = served.runner.students()[0]
                 longest = longest_sequence(decoder, batch_tokens)
-                limits = Limits(decoder.vocabulary_rows, longest, max(batch_tokens, queue_tokens // 4), max_top_k)
+                most = max(batch_tokens, queue_tokens // 4)
+                signals = SIGNALS if served.mesh is None else SIGNALS_OF_SHARDS
+                limits = Limits(decoder.vocabulary_rows, longest, most, max_top_k, signals)
                 queue = RequestQueue(batch_tokens, queue_tokens)
                 service = _service(served, limits, queue, token)
                 server = _Http(service, sockets)

@@ -28,7 +28,7 @@ from stillhouse.parallel import (
     process_count,
 )
 from stillhouse.parallel.build import only_head
-from stillhouse.teachers.server.limits import SIGNALS, Limits
+from stillhouse.teachers.server.limits import Limits
 from stillhouse.teachers.teacher_folder import save_teacher
 
 HEAD = "model.safetensors"
@@ -102,6 +102,7 @@ def with_limits(info: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """The answer of `GET /v1/info`."""
     return {
         **info,
+        "signals": list(limits.signals),
         "max_tokens": limits.max_tokens,
         "max_request_tokens": limits.max_request_tokens,
         "max_sequences": limits.max_sequences,
@@ -121,7 +122,6 @@ def _info(
         "vocabulary": decoder.vocabulary_rows,
         "width": int(decoder.config.get_text_config().hidden_size),
         "dtype": str(next(decoder.parameters()).dtype).removeprefix("torch."),
-        "signals": list(SIGNALS),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "chat_template": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
         "eos_token_ids": _eos_token_ids(decoder, tokenizer),
