@@ -325,3 +325,22 @@ def test_weights_that_change_unnoticed_are_found_by_the_repeated_proof(folder: P
         with pytest.raises(SignalsLostError, match="no longer gives the signals that it gave at the start"):
             session.source.request(own).result()
         session.close()
+
+
+@pytest.mark.parametrize("signal", ["hidden", "sampled"])
+def test_a_cache_of_a_served_teacher_gives_its_gradients(
+    folder: Path, server: str, signal: str, tmp_path: Path
+) -> None:
+    """A server is asked once, and any number of runs train from what it said."""
+    settings = {"objective.loss": "forward_kl"}
+    write_run(folder, cached=True, **settings, **{"teacher.url": server})
+    options = ("--signal", signal, *(("--top-k", "11", "--packed") if signal == "sampled" else ()))
+    shown = run("cache", folder / "run.yaml", "--out", tmp_path / "cache", *options).out
+    assert f"of {folder / 'teacher'} for" in shown
+    run("cache", "verify", tmp_path / "cache")
+    live = {"teacher.url": server, "teacher.signal": signal, "teacher.top_k": 11 if signal == "sampled" else 64}
+    cached = session_of(folder, cached=True, **settings, **{"teacher.cache": str(tmp_path / "cache")})
+    loss = forward_backward(cached).sums["loss"]
+    parameters = cached.runner.named_parameters()
+    found = loss, {name: each.grad for name, each in parameters if each.grad is not None}
+    assert_close(found, gradients(folder, **settings, **live))

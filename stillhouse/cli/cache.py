@@ -66,18 +66,19 @@ def write(
     config = load(arguments, given)
     quiet_libraries()
     from stillhouse.parallel import destroy_process_group, is_first
+    from stillhouse.train.cache_served import write_served_cache
     from stillhouse.train.write_cache import write_cache
 
     kind = SIGNALS[signal]
-    manifest = write_cache(
-        config,
-        out,
-        kind,
-        top_k=top_k or (50 if kind == "sampled" else 64),
-        dtype=dtype,
-        with_label=with_label,
-        packed=packed,
-    )
+    top_k = top_k or (50 if kind == "sampled" else 64)
+    if config.teacher is not None and config.teacher.url is not None:
+        if with_label:
+            raise misused("--with-label is not possible with a served teacher")
+        asked = {"signal": kind, "top_k": top_k, "dtype": dtype or config.teacher.dtype}
+        served = config.model_copy(update={"teacher": config.teacher.model_copy(update=asked)})
+        manifest = write_served_cache(served, out, packed=packed)
+    else:
+        manifest = write_cache(config, out, kind, top_k=top_k, dtype=dtype, with_label=with_label, packed=packed)
     if is_first():
         click.echo(manifest.summary(out))
     destroy_process_group()

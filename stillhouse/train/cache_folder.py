@@ -154,14 +154,14 @@ def write_documents(
     out: Path,
     about: Manifest,
     documents: Sequence[tuple[bytes, range]],
-    read: Callable[[int], dict[str, Tensor]],
+    read: Callable[[Sequence[int]], list[dict[str, Tensor]]],
     save_teacher: Callable[[Path], None],
     shard_bytes: int | None = None,
 ) -> Manifest:
     """Write a cache of signals that exist already, one shard in memory at a time.
 
     about: the description of the cache; its numbers of documents, rows and shards are filled in here. documents: the
-    id and the rows of each. read: the signal of a document's rows, by its place in `documents`.
+    id and the rows of each. read: the signals of several documents' rows, by their places in `documents`.
     """
     lengths = [len(rows) for _, rows in documents]
     if not lengths:
@@ -177,7 +177,7 @@ def write_documents(
     )
 
     def compute(number: int) -> dict[str, Tensor]:
-        parts = [read(document) for document in shards[number]]
+        parts = read(shards[number])
         tensors = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
         own = [documents[document] for document in shards[number]]
         return shard_tensors(manifest.layout, own, tensors)

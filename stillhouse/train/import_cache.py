@@ -59,12 +59,12 @@ def import_distillkit(
     spec = SignalSpec("top_k", compression.exact_dtype, compression.k, temperature)
     numbers, documents = _documents(files.tokens(), files.where, vocabulary)
 
-    def read(at: int) -> dict[str, Tensor]:
+    def read_one(at: int) -> dict[str, Tensor]:
         return files.signal(numbers[at], len(documents[at][1]), vocabulary)
 
     chosen = _spread(len(documents))
     for at, tokens in zip(chosen, _tokens_of(files.tokens(), [numbers[at] for at in chosen]), strict=True):
-        found = read(at)
+        found = read_one(at)
         error = _nats(decoder, tokens, found, temperature)
         if not error <= NATS:
             raise ValueError(
@@ -77,7 +77,7 @@ def import_distillkit(
         out,
         about,
         documents,
-        read,
+        lambda places: [read_one(at) for at in places],
         lambda folder: save_teacher(folder, decoder, tokenizer, with_head=False),
         shard_bytes,
     )
@@ -116,7 +116,7 @@ def import_speculators(
         norm = needed
 
     @torch.no_grad()
-    def read(at: int) -> dict[str, Tensor]:
+    def read_one(at: int) -> dict[str, Tensor]:
         rows = documents[at][1]
         hidden_NE = files.last_layer(numbers[at], len(rows) + 1, about.width)[: len(rows)]
         if hidden_NE.dtype != DTYPES[stored_dtype]:
@@ -129,7 +129,7 @@ def import_speculators(
         out,
         about,
         documents,
-        read,
+        lambda places: [read_one(at) for at in places],
         lambda folder: save_teacher(folder, decoder, tokenizer, with_head=True),
         shard_bytes,
     )

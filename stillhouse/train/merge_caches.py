@@ -38,9 +38,9 @@ def merge_caches(folders: Sequence[Path], out: Path, *, shard_bytes: int | None 
                 _require_equal(document, rows, owner, cache)
     documents = [(document, owner.documents()[document]) for document, owner in owners.items()]
 
-    def read(at: int) -> dict[str, Tensor]:
-        document, rows = documents[at]
-        return owners[document].read_document(document, rows)
+    def read(numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+        wanted = [documents[at] for at in numbers]
+        return [owners[document].read_document(document, rows) for document, rows in wanted]
 
     return write_documents(
         out, first.manifest, documents, read, lambda folder: _copy(first.teacher_folder, folder), shard_bytes

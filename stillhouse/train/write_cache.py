@@ -68,7 +68,7 @@ def write_cache(
         raise ConfigError("teacher.model", "is missing: a cache is written by a teacher that is in this job")
     device, _ = connect_ranks(config)
     data = load_run_data(config)
-    entries = list(_entries(data))
+    entries = list(cache_entries(data))
     teacher = load_teacher(config, device)
     if kind == "hidden":
         own = str(teacher.config.dtype).removeprefix("torch.")
@@ -173,7 +173,7 @@ class _Writer:
         return Draw(spec), DrawRows(on_device_C, uniform_CM)
 
 
-def _entries(data: RunData) -> Iterator[Entry]:
+def cache_entries(data: RunData) -> Iterator[Entry]:
     """Every different document of a run that has a target, once."""
     seen: dict[bytes, range] = {}
     for sequences in (data.train, data.evaluation):
