@@ -73,7 +73,7 @@ class Training:
 @pytest.mark.parametrize(
     ("data_ranks", "changes"),
     [
-        pytest.param(1, {}, id="teacher in the stages"),
+        pytest.param(1, {}, id="teacher in the stages", marks=pytest.mark.slow),
         pytest.param(2, TOP_K, id="top-k", marks=pytest.mark.slow),
     ],
 )

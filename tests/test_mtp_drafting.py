@@ -103,6 +103,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(drafting, imported | {"decoder": make(), "prompt": documents()[0][None]})
 
 
+@pytest.mark.slow
 def test_the_example_measures_both_drafters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

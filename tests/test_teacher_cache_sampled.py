@@ -188,4 +188,4 @@ def test_a_whole_run_from_draws(folder: Path, tmp_path: Path) -> None:
     assert found[-1]["step"] == 6
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
     write_run(folder, cached=True, **settings | {"objective.loss": "jsd(0.5)"}, out=str(tmp_path / "other"))
-    assert "sampled teacher ids estimate forward_kl only" in run("check", folder / "run.yaml", code=1).err
+    assert "draws can only estimate forward_kl" in run("check", folder / "run.yaml", code=2).err

@@ -261,7 +261,12 @@ def undisturbed(folder: Path) -> dict[str, Tensor]:
     return weights(distill(write_run(folder, out=str(folder / "undisturbed"))))
 
 
-@pytest.mark.parametrize("fault", list(FAULTS))
+QUICK = ("a truncated body", "a lost connection", "NaN")
+
+
+@pytest.mark.parametrize(
+    "fault", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAULTS]
+)
 def test_a_run_survives_and_ends_with_the_same_weights(
     folder: Path, server: str, undisturbed: dict[str, Tensor], fault: str, tmp_path: Path
 ) -> None:

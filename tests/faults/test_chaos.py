@@ -10,7 +10,7 @@ import pytest
 @pytest.mark.parametrize(
     ("layout", "faults"),
     [
-        ("fsdp 2", [chaos.kill_one, chaos.terminate_one, chaos.stale_file]),
+        pytest.param("fsdp 2", [chaos.kill_one, chaos.terminate_one, chaos.stale_file], marks=pytest.mark.slow),
         *(
             pytest.param(layout, [*chaos.DURING[:-1], *chaos.AFTER], marks=pytest.mark.slow)
             for layout in ("tensor 2", "pipeline 2", "context 2", "LoRA, fsdp 2")

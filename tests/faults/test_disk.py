@@ -63,8 +63,10 @@ def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None]) -> 
     ("processes", "hook"),
     [
         (1, at_once),
-        (2, skip_space_check),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, skip_space_check), (2, at_once))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, skip_space_check), (2, skip_space_check), (2, at_once))
+        ),
     ],
 )
 def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[[], None]) -> None:

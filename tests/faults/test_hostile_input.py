@@ -60,7 +60,7 @@ def foreign(folder: Path, known: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("processes", "command"), [(1, "check"), (2, "check")])
+@pytest.mark.parametrize(("processes", "command"), [(1, "check"), pytest.param(2, "check", marks=pytest.mark.slow)])
 def test_code_that_comes_with_a_model_is_not_run_whatever_is_answered(
     tmp_path: Path, processes: int, command: str
 ) -> None:

@@ -168,7 +168,7 @@ def _connected(pool: ServerPool, wanted: Wanted, api: str, model_folder: Path | 
     width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
     if folder is not None:
         with reading(f"{folder}: its configuration cannot be read"):
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             text = config.get_text_config()
             found, rows = int(text.hidden_size), int(text.vocab_size)
             dtype = str(config.dtype or "float32").removeprefix("torch.")
