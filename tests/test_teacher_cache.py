@@ -110,7 +110,7 @@ def test_a_cache_does_not_depend_on_where_it_was_interrupted(
 ) -> None:
     from stillhouse.train import write_cache as module
 
-    compute, calls = module._Writer._compute, []
+    compute, calls = module._Writer.compute, []
 
     def failing(writer: Any, entries: Any) -> dict[str, Tensor]:
         calls.append(entries)
@@ -118,7 +118,7 @@ def test_a_cache_does_not_depend_on_where_it_was_interrupted(
             raise KeyboardInterrupt
         return compute(writer, entries)
 
-    monkeypatch.setattr(module._Writer, "_compute", failing)
+    monkeypatch.setattr(module._Writer, "compute", failing)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             write_cache(write_run(folder), tmp_path / "x", "hidden", shard_bytes=SHARD_BYTES)

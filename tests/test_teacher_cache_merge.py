@@ -124,7 +124,7 @@ def test_a_document_with_other_rows_or_numbers_is_refused(folder: Path, tmp_path
 
     write_cache(config_of(folder, "b"), tmp_path / "b", "hidden")
     resealed(tmp_path / "b", noise)
-    with pytest.raises(ValueError, match=r"document [0-9a-f]{32} is in .* and in .* with other 'hidden'"):
+    with pytest.raises(ValueError, match=r"document [0-9a-f]{32} is in .* and in .* with other signals"):
         merge_caches([folder / "hidden a", tmp_path / "b"], tmp_path / "x")
 
     write_records(folder / "chat.jsonl", [{"prompt": "one two", "completion": f" {word}"} for word in ("a", "b")])

@@ -122,7 +122,7 @@ def test_an_interrupted_cache_of_draws_has_the_same_bytes(
     from stillhouse.train import write_cache as module
 
     whole = written(folder, tmp_path / "whole", packed=packed)
-    compute, calls = module._Writer._compute, []
+    compute, calls = module._Writer.compute, []
 
     def failing(writer: Any, entries: Any) -> dict[str, Tensor]:
         calls.append(entries)
@@ -130,7 +130,7 @@ def test_an_interrupted_cache_of_draws_has_the_same_bytes(
             raise KeyboardInterrupt
         return compute(writer, entries)
 
-    monkeypatch.setattr(module._Writer, "_compute", failing)
+    monkeypatch.setattr(module._Writer, "compute", failing)
     with pytest.raises(KeyboardInterrupt):
         written(folder, tmp_path / "x", packed=packed)
     assert contents(written(folder, tmp_path / "x", packed=packed)) == contents(whole)

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +12,19 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from faulty_proxy import proxy_to, reset
 from runs import forward_backward, save_model, session_of, write_run
 from stub_engines import Engine, Handler, Sglang, Vllm, serving
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from stillhouse.config import ConfigError
 from stillhouse.objective import TopK
+from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.client.api import ServerInfo
 from stillhouse.teachers.client.vllm_api import VllmApi
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
+from stillhouse.train.run import distill
 
 RECORDED = Path(__file__).parent / "engines"
 TOKENS = np.array([5, 17, 250, 999, 3, 42])
@@ -137,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a cap below K": ({"teacher.signal": "top_k", "teacher.top_k": 65}, "greater than max allowed: 64"),
     "hidden states without the head": ({}, "need the teacher's output head: expected teacher.model"),
-    "chosen ids": ({"teacher.signal": "chosen"}, "vllm cannot give the signal chosen: expected hidden or top_k"),
+    "chosen ids": ({"teacher.signal": "chosen"}, "(vllm) cannot give the signal chosen: expected hidden or top_k"),
     "another engine than is said": ({"teacher.api": "stillhouse"}, "/v1/info answers 404"),
 }
 
@@ -163,6 +170,65 @@ def test_an_engine_with_another_tokenizer_is_refused(folder: Path, tmp_path: Pat
         settings = {"teacher.url": url, "teacher.signal": "top_k", "teacher.top_k": 7}
         with pytest.raises(ConfigError, match="has another tokenizer than the student"):
             session_of(folder, cached=True, **settings)
+
+
+WRONG_STATES: dict[str, tuple[Callable[[Engine, list[int]], Tensor], str]] = {
+    "normalised": (
+        lambda engine, tokens: normalize(Engine.hidden_SE(engine, tokens), dim=1),
+        "hidden states of length 1: expected a server that does not normalise them",
+    ),
+    "no layers": (
+        lambda engine, tokens: engine.model.model.norm(
+            engine.model.model.embed_tokens(torch.tensor(tokens))
+        ).detach(),
+        "no row depends on an earlier token: the server has lost the teacher's layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG_STATES))
+def test_wrong_hidden_states_are_refused_without_the_teachers_weights(
+    folder: Path, engine: Engine, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, message = WRONG_STATES[case]
+    monkeypatch.setattr(engine, "hidden_SE", partial(states, engine))
+    settings = {"teacher.model": str(folder / "teacher"), "teacher.prove": "never"}
+    with serving(Vllm, engine) as url, pytest.raises(ConfigError, match=message):
+        session_of(folder, cached=True, **{"teacher.url": url}, **settings)
+
+
+def test_a_run_is_not_resumed_with_another_teacher(folder: Path, tmp_path: Path) -> None:
+    """vLLM does not tell who its teacher is, so the run's folder has what it answered at the start."""
+    save_model(tmp_path / "other", "qwen3", seed=9)
+    out = tmp_path / "out"
+    settings = {"teacher.model": str(folder / "teacher"), "teacher.prove": "never", "out": str(out)}
+    with serving(Vllm, Engine(folder / "teacher")) as url:
+        distill(write_run(folder, cached=True, **settings, **{"teacher.url": url}))
+    shutil.rmtree(out / "model")
+    with serving(Vllm, Engine(tmp_path / "other")) as url:
+        config = write_run(folder, cached=True, **settings, **{"teacher.url": url})
+        with pytest.raises(ValueError, match="does not give the signals that it gave when this run began"):
+            distill(config)
+        (out / "served_teacher.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"served_teacher\.safetensors is missing"):
+            distill(config)
+
+
+def test_a_server_that_comes_back_with_another_teacher_is_found(folder: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "other", "qwen3", seed=9)
+    settings = {"teacher.model": str(folder / "teacher"), "teacher.prove": "never"}
+    with (
+        serving(Vllm, Engine(folder / "teacher")) as first,
+        serving(Vllm, Engine(tmp_path / "other")) as second,
+        proxy_to(first) as (proxy, url),
+    ):
+        session = session_of(folder, cached=True, **{"teacher.url": url}, **settings)
+        own = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        session.source.request(own).result()
+        proxy.upstream, proxy.faults = second, [reset]
+        with pytest.raises(SignalsLostError, match="no longer gives the signals that it gave at the start"):
+            session.source.request(own).result()
+        session.close()
 
 
 def test_another_model_than_the_named_one_is_refused(folder: Path, tmp_path: Path) -> None:

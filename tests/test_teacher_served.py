@@ -1,10 +1,15 @@
 """A teacher behind `stillhouse serve`: the live teacher's gradients; what is wrong with a server is refused."""
 
+import contextlib
 import json
+import math
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from faulty_proxy import (
@@ -20,7 +25,7 @@ from faulty_proxy import (
     truncated,
     with_body,
 )
-from runs import forward_backward, run, save_model, session_of, write_run
+from runs import forward_backward, metrics, run, save_model, session_of, write_run
 from safetensors.torch import load, load_file, save
 from serving import Server
 from torch import Tensor
@@ -29,7 +34,10 @@ from stillhouse.config import ConfigError
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.cache.format import document_id
+from stillhouse.teachers.client.pool import ServerError, ServerPool
+from stillhouse.teachers.client.stillhouse_api import StillhouseApi
 from stillhouse.teachers.sampling import draw, uniform_numbers
+from stillhouse.teachers.spec import DocumentRows, SignalSpec
 from stillhouse.teachers.wire import KEY
 from stillhouse.train.run import distill
 
@@ -150,6 +158,7 @@ def make_uniform(tensors: dict[str, Tensor]) -> None:
         tensors["hidden"][:] = tensors["hidden"][0].clone()
     else:
         tensors["log_probs"].fill_(-5.99)
+        tensors["tail_log_prob"].fill_(math.log(1 - tensors["log_probs"].shape[1] * math.exp(-5.99)))
 
 
 def put_nan(tensors: dict[str, Tensor]) -> None:
@@ -278,22 +287,73 @@ def test_a_run_survives_and_ends_with_the_same_weights(
     assert_same_weights(tmp_path / "out", undisturbed)
 
 
+@pytest.mark.parametrize("answered", [5, 7, 8], ids=["in a step", "later", "in the last evaluation"])
 def test_without_any_server_a_run_saves_its_steps_and_stops(
-    folder: Path, server: str, undisturbed: dict[str, Tensor], tmp_path: Path
+    folder: Path, server: str, undisturbed: dict[str, Tensor], tmp_path: Path, answered: int
 ) -> None:
     out = tmp_path / "out"
     with proxy_to(server) as (proxy, url):
         settings = {"teacher.timeout": 3.0, "out": str(out)}
         write_run(folder, cached=True, **settings, **{"teacher.url": url})
-        proxy.after(PROOF + 5, [reset] * 10_000)
+        proxy.after(PROOF + answered, [reset] * 10_000)
         shown = run("distill", folder / "run.yaml", code=1)
     assert "no server of the teacher has answered for 3 seconds" in shown.err
     [saved] = (out / "checkpoints").iterdir()
     assert f"the run has stopped after a checkpoint: {saved}" in shown.err
-    assert 0 < int(saved.name.removeprefix("step-")) < 6
+    assert 0 < int(saved.name.removeprefix("step-")) <= 6
     write_run(folder, cached=True, **settings, **{"teacher.url": server})
     assert f"resuming from {saved}" in run("distill", folder / "run.yaml").out
     assert_same_weights(out, undisturbed)
+    assert [each["step"] for each in metrics(out) if "eval/cross_entropy" in each] == [0, 6]
+
+
+def test_a_server_that_always_fails_does_not_end_the_run(folder: Path, server: str) -> None:
+    """Its errors come faster than the other server's answers."""
+    with proxy_to(server) as (first, one), proxy_to(server) as (second, two):
+        session = session_of(folder, cached=True, **{"teacher.url": [one, two], "teacher.prove_every": 2})
+        own = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        expected = [each.hidden_BSE for each in session.source.request(own).result()]
+        first.faults, second.faults = [broken] * 10_000, [slow] * 10_000
+        for _ in range(3):
+            found = [each.hidden_BSE for each in session.source.request(own).result()]
+            for one_BSE, other_BSE in zip(found, expected, strict=True):
+                torch.testing.assert_close(one_BSE, other_BSE)
+        session.close()
+
+
+def test_closing_ends_whatever_is_under_way(server: str) -> None:
+    for seed in range(20):
+        pool = ServerPool([server], 30.0)
+        document = DocumentRows(np.arange(5, 30), range(24))
+        [info] = [StillhouseApi().describe(pool, server)]
+        [(_, call)] = StillhouseApi().calls(info, SignalSpec("hidden", "float32"), info.width or 0, [document])
+
+        def ask(pool: ServerPool = pool, call: Any = call) -> None:
+            with contextlib.suppress(ServerError):
+                while True:
+                    pool.score([call])
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(seed / 500)
+        pool.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_limits_of_the_server_are_kept(folder: Path) -> None:
+    """Requests of at most its tokens, and a proof with at most its ids."""
+    with Server(folder / "teacher", "--batch-tokens", 40, "--queue-tokens", 160, "--max-top-k", 9) as started:
+        for settings in ({}, {"teacher.signal": "chosen", "teacher.top_k": 9}):
+            gradients(folder, **{"teacher.url": started.url, "data.max_tokens": 32}, **settings)
+        with pytest.raises(ConfigError, match="gives at most 9 ids per token, got top_k=10"):
+            session_of(
+                folder,
+                cached=True,
+                **{"teacher.url": started.url, "teacher.signal": "top_k", "teacher.top_k": 10},
+            )
 
 
 def test_two_servers_share_the_work_and_one_may_die(

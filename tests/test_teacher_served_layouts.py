@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty_proxy import Proxy, proxy_to, slow
+from faulty_proxy import Proxy, proxy_to, reset, slow
 from ranks import Ranks
 from runs import Command, metrics, run, session_of, wait_for, write_run
 from safetensors.torch import load_file
@@ -106,6 +106,20 @@ def test_a_server_that_is_killed_within_a_request_and_started_again(workspace: P
     assert "fails, and is asked again" in command.out
     assert "answers again" in command.out
     assert_same_model(workspace / "killed", workspace / "in the job")
+
+
+@pytest.mark.slow
+def test_a_signal_is_obeyed_while_no_server_answers(workspace: Path, server: str) -> None:
+    out = workspace / "terminated"
+    with proxy_to(server) as (proxy, url):
+        write_run(workspace, cached=True, **OBJECTIVE, **{"teacher.url": url, "out": str(out)})
+        proxy.after(7, [reset] * 100_000)
+        command = Command("distill", workspace / "run.yaml")
+        wait_for(lambda: "fails, and is asked again" in command.out)
+        command.send(signal.SIGTERM)
+        assert command.wait(20) == 143, command.err
+    assert "resuming from" in run("distill", workspace / "run.yaml", f"teacher.url={server}").out
+    assert_same_model(out, workspace / "in the job")
 
 
 @pytest.mark.slow

@@ -35,15 +35,15 @@ def cache() -> None:
 
 @cache.command()
 @configured
-@click.option("--signal", type=click.Choice(list(SIGNALS)), default="hidden", show_default=True,
-              help="hidden: exact, at any temperature. top_k: the likeliest ids. sampled: drawn ids.")  # fmt: skip
+@click.option("--signal", type=click.Choice(list(SIGNALS)), help="hidden: exact, at any temperature. top_k: the "
+              "likeliest ids. sampled: drawn ids. [default: hidden; teacher.signal with teacher.url]")  # fmt: skip
 @click.option("--top-k", type=click.IntRange(1), help="Ids per token of top_k, draws of sampled. [default: 64; 50]")
 @click.option("--dtype", help="float32, bfloat16 or float16. [default: the teacher's; float32 for top_k]")
 @click.option("--with-label", is_flag=True, help="top_k: the actual next token, too.")
 @click.option("--packed", is_flag=True, help="top_k, sampled: ids and counts in as few bits as they need.")
 def write(
     arguments: tuple[str, ...],
-    signal: str,
+    signal: str | None,
     top_k: int | None,
     dtype: str | None,
     with_label: bool,
@@ -69,15 +69,16 @@ def write(
     from stillhouse.train.cache_served import write_served_cache
     from stillhouse.train.write_cache import write_cache
 
-    kind = SIGNALS[signal]
-    top_k = top_k or (50 if kind == "sampled" else 64)
     if config.teacher is not None and config.teacher.url is not None:
-        if with_label:
-            raise misused("--with-label is not possible with a served teacher")
-        asked = {"signal": kind, "top_k": top_k, "dtype": dtype or config.teacher.dtype}
-        served = config.model_copy(update={"teacher": config.teacher.model_copy(update=asked)})
-        manifest = write_served_cache(served, out, packed=packed)
+        asked = {"signal": signal, "top_k": top_k, "dtype": dtype}
+        asking = [f"teacher.{name}={value}" for name, value in asked.items() if value is not None]
+        config = load((*arguments, *asking), given)
+        if with_label or (dtype is not None and config.teacher is not None and config.teacher.signal != "hidden"):
+            raise misused("a served teacher sends no labels, and log-probabilities only in float32")
+        manifest = write_served_cache(config, out, packed=packed)
     else:
+        kind = SIGNALS[signal or "hidden"]
+        top_k = top_k or (50 if kind == "sampled" else 64)
         manifest = write_cache(config, out, kind, top_k=top_k, dtype=dtype, with_label=with_label, packed=packed)
     if is_first():
         click.echo(manifest.summary(out))

@@ -1,6 +1,7 @@
 """The model that is imitated, and where its signals come from."""
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -56,7 +57,8 @@ class TeacherConfig(ModelConfig):
     timeout: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds without an answer of any server, after which the run saves a checkpoint and stops.",
+        description="Seconds without an answer of any server, after which the run saves a checkpoint and stops. After a"
+        " quarter of them, a single request is given up and sent again.",
     )
     prove: Literal["auto", "always", "never"] = Field(
         default="auto",
@@ -67,8 +69,8 @@ class TeacherConfig(ModelConfig):
     prove_every: int = Field(
         default=0,
         ge=0,
-        description="Steps between two checks that the server still gives the signals that it gave at the start."
-        " 0: it is only checked at the start.",
+        description="Steps, and parts of evaluations, between two checks that the servers still give the signals that"
+        " they gave at the start. 0: only at the start, and when a server of vLLM or SGLang comes back.",
     )
     accept: list[Literal["chat_template", "eos"]] = Field(
         default=[],
@@ -109,13 +111,21 @@ class TeacherConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _fits_its_source(self) -> "TeacherConfig":
-        if self.url == []:
-            raise ConfigError("teacher.url", "expected one address or more")
+        for url in self.urls or ([""] if self.url is not None else []):
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+                raise ConfigError(
+                    "teacher.url", f"got {url!r}, expected http://host:port without a path, such as /v1"
+                )
         source = "cache" if self.cache is not None else "url"
         if self.parallel is not None and getattr(self, source) is not None:
             raise ConfigError("teacher.parallel", f"expected null with teacher.{source}: no teacher runs in this job")
         if self.url is not None and self.trust_remote_code:
             raise ConfigError("teacher.trust_remote_code", "expected false with teacher.url")
+        if self.url is not None and self.dtype == "float64":
+            raise ConfigError("teacher.dtype", "got float64, expected float32, bfloat16 or float16 with teacher.url")
+        if self.prove == "always" and self.model is None:
+            raise ConfigError("teacher.prove", "got always, which needs teacher.model: the weights to compare with")
         if self.url is None:
             for key in ("api", "signal", "top_k", "timeout", "prove", "prove_every", "accept"):
                 if getattr(self, key) != type(self).model_fields[key].default:

@@ -7,7 +7,7 @@ B rows of S tokens, T = B·S, E the teacher's width, K ids per token.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,12 @@ from torch import Tensor
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import PairSignal, Runner, ShardedMicroBatches, TeacherHidden, gathered, watchdog
+from stillhouse.preemption import requested
 from stillhouse.teachers.source import PendingSignals
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
+#: while signals are waited for, seconds between two looks whether the process is to stop
+SECONDS_BETWEEN_LOOKS = 0.5
 #: the tensors of a step's micro-batches
 StepTensors = list[dict[str, Tensor]]
 
@@ -50,8 +53,8 @@ class SignalStore(Protocol):
         ...
 
     @property
-    def has_timeout(self) -> bool:
-        """Whether `read` ends with an error by itself if it takes too long."""
+    def may_take_long(self) -> bool:
+        """Whether `read` may take longer than a step may, without being hung."""
         ...
 
     @property
@@ -108,7 +111,7 @@ class StoredTeacher:
 
         Raises SignalsLostError on all processes if one of them could not read.
         """
-        with watchdog.untimed("the teacher's signals") if self.store.has_timeout else nullcontext():
+        with watchdog.untimed("the teacher's signals") if self.store.may_take_long else nullcontext():
             found = self._waited(reading)
         if not self.runner.has_last_stage:
             return [None] * len(micro_batches)
@@ -122,8 +125,13 @@ class StoredTeacher:
         error, found = "", StepTensors()
         if reading is not None:
             try:
-                found = reading.result()
-            except (ValueError, OSError) as problem:
+                while not reading.done() and not requested():
+                    wait([reading], timeout=SECONDS_BETWEEN_LOOKS)
+                if reading.done():
+                    found = reading.result()
+                else:
+                    error = "a signal came while the run waited for the teacher"
+            except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__
         mesh = self.runner.mesh
         errors = [error] if mesh is None else gathered(error, mesh.everyone, mesh.device)
@@ -133,8 +141,9 @@ class StoredTeacher:
 
     def close(self) -> None:
         """Give up the requests that are under way, so that the process can end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self.store.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=True)
 
     def _read(self, step: ShardedMicroBatches, ids: Sequence[Tensor]) -> StepTensors:
         """The tensors of a step's micro-batches on the CPU; rows without a weight are 0."""

@@ -1,13 +1,21 @@
 """A folder with what a run needs of a teacher that does not run in its job: configuration, tokenizer, output head."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.models import Decoder
 from stillhouse.models.head import Head
+from stillhouse.parallel import empty_decoder, load_weights
+from stillhouse.parallel.build import only_head
 from stillhouse.parallel.loading import checkpoint_names
+
+#: how the weights of output heads, and of embeddings that are tied to them, end in the files of transformers' models
+_OF_HEADS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_embeddings", "tok_embeddings")
 
 
 def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerBase, *, with_head: bool) -> None:
@@ -23,3 +31,17 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
             for name, value in head.linear.named_parameters()
         }
         save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def head_of(folder: Path) -> Decoder:
+    """The output head of a model's folder, on the CPU; no layers are read."""
+    decoder = only_head(partial(empty_decoder, str(folder), dtype="auto"))()
+    load_weights(decoder, str(folder), torch.device("cpu"))
+    return decoder
+
+
+def files_of_head(index: Any) -> list[str]:
+    """The files with the output head, from the content of `model.safetensors.index.json`; all files if unsure."""
+    files = {name: str(file) for name, file in index["weight_map"].items()}
+    found = {file for name, file in files.items() if name.rpartition(".")[0].endswith(_OF_HEADS)}
+    return sorted(found or set(files.values()))

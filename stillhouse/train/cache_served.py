@@ -1,21 +1,18 @@
 """Writes a cache of the signals that a served teacher gives: asked once, for any number of runs."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.data import tokenizer_fingerprint
-from stillhouse.parallel import empty_decoder, load_weights, watchdog
-from stillhouse.parallel.build import only_head
+from stillhouse.parallel import watchdog
 from stillhouse.teachers import RemoteSignals
 from stillhouse.teachers.cache.content import problem_in
 from stillhouse.teachers.cache.format import Manifest
 from stillhouse.teachers.spec import DocumentRows
-from stillhouse.teachers.teacher_folder import save_teacher
+from stillhouse.teachers.teacher_folder import head_of, save_teacher
 from stillhouse.train.agreement import library_versions
 from stillhouse.train.cache_folder import write_documents
 from stillhouse.train.inputs import load_run_data
@@ -70,9 +67,7 @@ def write_served_cache(
         return found
 
     def save(into: Path) -> None:
-        decoder = only_head(partial(empty_decoder, str(folder), dtype="auto"))()
-        load_weights(decoder, str(folder), torch.device("cpu"))
-        save_teacher(into, decoder, data.tokenizer, with_head=store.signal.is_exact)
+        save_teacher(into, head_of(folder), data.tokenizer, with_head=store.signal.is_exact)
 
     watchdog.enter("writing the cache", timed=False)
     try:

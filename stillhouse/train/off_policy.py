@@ -39,9 +39,9 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     progress = _progress(session, folder, checkpoint)
     with ExitStack() as stack:
         log = stack.enter_context(open_log(folder, progress, step_schedule.steps, config.track))
-        if progress.step == 0 and session.evaluation is not None:
+        if session.evaluation is not None and _lacks_evaluation(session, progress):
             progress.metrics = evaluate(session)
-            log.evaluation(0, 0, progress.metrics)
+            log.evaluation(progress.step, progress.tokens, progress.metrics)
         stack.enter_context(finishing("this step and a checkpoint of it"))
         stack.enter_context(_saving_when_signals_are_lost(session, folder, progress, log))
         steps = range(progress.step, step_schedule.steps)
@@ -111,6 +111,9 @@ def _saving_when_signals_are_lost(
         if progress.step == 0 or from_all_ranks(path.exists(), session.device)[0]:
             raise
         saved = _save(session, folder, progress, log)
+        if stopped_by := agreed_signal(session.runner.mesh):
+            destroy_process_group()
+            raise Preempted(stopped_by, progress.step, saved) from error
         raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
 
 
@@ -125,6 +128,13 @@ def _save(session: Session, folder: RunFolder, progress: Progress, log: RunLog |
         for damage in prune(folder.checkpoints, settings.keep, settings.best):
             log.print_line(f"warning: {damage}")
     return saved
+
+
+def _lacks_evaluation(session: Session, progress: Progress) -> bool:
+    """Whether the evaluation of the present step is still to be made: the first one, or one that was interrupted."""
+    step = progress.step
+    is_due = step == 0 or _due(step, session.config.eval.every) or step == session.step_schedule.steps
+    return is_due and not progress.metrics
 
 
 def _due(step: int, every: int) -> bool:

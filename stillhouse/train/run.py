@@ -6,6 +6,7 @@ from pathlib import Path
 from stillhouse.config import RunConfig
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
+from stillhouse.teachers import RemoteSignals, SignalsLostError
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
 from stillhouse.train.build import model_fingerprints
 from stillhouse.train.export import save_merged, save_student
@@ -33,6 +34,9 @@ from stillhouse.train.session import (
     prepare,
 )
 
+#: what the servers of a teacher answered when the run began, in its folder
+SERVED_TEACHER = "served_teacher.safetensors"
+
 
 def distill(config: RunConfig) -> Path:
     """Start or resume the run of a configuration; returns the run's folder. A complete run is left as it is.
@@ -56,8 +60,29 @@ def distill(config: RunConfig) -> Path:
         checkpoint = open_checkpoint(session, folder, paths)
         if is_first():
             init_run_dir(folder, config)
+        _require_same_teacher(session, folder)
         _run(session, folder, checkpoint)
     return folder.path
+
+
+def _require_same_teacher(session: Session, folder: RunFolder) -> None:
+    """Raise ValueError on all ranks if a served teacher answers otherwise than when the run began."""
+    store, problem = session.store, ""
+    if not isinstance(store, RemoteSignals) or store.proof is None:
+        return
+    path = folder.path / SERVED_TEACHER
+    if is_first():
+        try:
+            if path.exists():
+                store.proof.compare(path)
+            elif any(folder.checkpoints.glob("step-*")):
+                raise ValueError(f"{path} is missing: whether the teacher is still the same cannot be checked")
+            else:
+                store.proof.save(path)
+        except ValueError as error:
+            problem = str(error)
+    if problem := from_all_ranks(problem, session.device)[0]:
+        raise ValueError(problem)
 
 
 def _report_complete(folder: RunFolder) -> Path:
@@ -90,7 +115,11 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
     progress = train(session, folder, checkpoint)
     with finishing("the final model"):
-        tokens = held_out_tokens(session, progress.step)
+        try:
+            tokens = held_out_tokens(session, progress.step)
+        except SignalsLostError as error:  # the model does not depend on them
+            tokens = None
+            log_rank0(f"warning: tokens.json is left out: {error}")
         if tokens is not None and is_first():
             folder.write_json("tokens.json", tokens)
         if is_first():

@@ -1,21 +1,26 @@
 """Opens the store of a teacher's signals that a configuration names, and proves that it fits the run."""
 
+import json
 import os
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig
-from stillhouse.data import PackedSequences
+from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
-from stillhouse.parallel import local_folder, log_rank0
+from stillhouse.parallel import is_first, log_rank0
 from stillhouse.teachers import RemoteSignals, SignalCache, SignalStore
 from stillhouse.teachers.client import Wanted, connect, prove
+from stillhouse.teachers.teacher_folder import files_of_head, head_of
+from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.inputs import RunData
 
 TOKEN = "STILLHOUSE_TOKEN"
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 #: with teacher.prove=auto, a model with at most these bytes of weights is loaded for the comparison
 SMALL = 2**30
 
@@ -32,7 +37,7 @@ def open_store(config: RunConfig) -> SignalStore | None:
             teacher.urls,
             Wanted(teacher.signal, teacher.top_k, config.objective.temperature, teacher.dtype),
             api=teacher.api,
-            model_folder=None if teacher.model is None else Path(local_folder(teacher.model, teacher.revision)),
+            model_folder=None if teacher.model is None else _teacher_files(teacher),
             timeout=teacher.timeout,
             token=os.environ.get(TOKEN),
             warn=lambda line: log_rank0(f"warning: {line}"),
@@ -57,27 +62,56 @@ def require_signals(config: RunConfig, data: RunData, store: SignalStore, device
         )
     if signal.kind == "sampled" and parse_objective(config.objective.loss).divergence not in (None, forward_kl()):
         raise ConfigError("objective.loss", f"got {config.objective.loss!r}: draws can only estimate forward_kl")
+    problem = ""
     try:
         for name, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
             if sequences is not None:
                 store.require(sequences.documents, name)
         if isinstance(store, RemoteSignals):
-            _prove(config.teacher, data, data.train, store, device)
-    except ValueError as error:
-        raise ConfigError(key, str(error)) from error
+            _prove(config.teacher, data, store, device)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    # all ranks stop together if one of them finds something
+    if problems := [each for each in from_all_ranks(problem, device) if each]:
+        raise ConfigError(key, problems[0])
 
 
-def _prove(
-    teacher: TeacherConfig, data: RunData, train: PackedSequences, store: RemoteSignals, device: torch.device
-) -> None:
-    local = None
-    if _is_readable(teacher):
-        assert teacher.model is not None
-        dtype = "auto" if teacher.dtype == "auto" else teacher.dtype
-        local = Decoder.from_pretrained(teacher.model, revision=teacher.revision, dtype=dtype, device=device)
-    proof = prove(store, train.documents, data.tokenizer, local)
-    store.prove, store.prove_every = proof.repeat, teacher.prove_every
-    log_rank0(f"teacher: {store.signal} from {store.name} ({store.api.name}); proven: {'; '.join(proof.findings)}")
+def _prove(teacher: TeacherConfig, data: RunData, store: RemoteSignals, device: torch.device) -> None:
+    """Prove the servers. The first rank also compares them with the model itself, if that is asked for."""
+    local = head = None
+    if is_first():
+        if _is_readable(teacher):
+            assert teacher.model is not None
+            local = Decoder.from_pretrained(
+                teacher.model, revision=teacher.revision, dtype=teacher.dtype, device=device
+            )
+        if store.signal.is_exact:
+            assert store.teacher_folder is not None
+            head = head_of(store.teacher_folder).output_head()
+    proof = prove(store, data.train.documents, data.tokenizer, local=local, head=head)
+    store.proof, store.prove, store.prove_every = proof, proof.repeat, teacher.prove_every
+    per_token = store.signal.bytes_per_token(store.width)
+    log_rank0(
+        f"teacher: {store.signal}, {per_token:,} bytes per token, from {store.name} ({store.api.name}); proven with "
+        f"{'; '.join(proof.findings)}"
+    )
+
+
+def _teacher_files(teacher: TeacherConfig) -> Path:
+    """A folder with the teacher's configuration and tokenizer, and with hidden states the files of its output head.
+
+    Of a model on the hub, no more than these files are downloaded.
+    """
+    assert teacher.model is not None
+    if os.path.isdir(teacher.model):
+        return Path(teacher.model)
+    with reading(f"the teacher {teacher.model!r} cannot be read from the hub"):
+        folder = Path(snapshot_download(teacher.model, revision=teacher.revision, allow_patterns=SMALL_FILES))
+        if teacher.signal == "hidden":
+            index = folder / "model.safetensors.index.json"
+            names = files_of_head(json.loads(index.read_text())) if index.is_file() else ["model.safetensors"]
+            snapshot_download(teacher.model, revision=teacher.revision, allow_patterns=names)
+    return folder
 
 
 def _is_readable(teacher: TeacherConfig) -> bool:

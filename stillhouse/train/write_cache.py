@@ -99,7 +99,7 @@ def write_cache(
     watchdog.enter("writing the cache", timed=False)
     CacheFolder(out, manifest).write(
         lambda folder: save_teacher(folder, teacher, data.tokenizer, with_head=spec.is_exact),
-        lambda number: writer._compute(shards[number]),
+        lambda number: writer.compute(shards[number]),
         device,
     )
     return manifest
@@ -113,7 +113,7 @@ class _Writer:
     device: torch.device
 
     @torch.no_grad()
-    def _compute(self, entries: Sequence[Entry]) -> dict[str, Tensor]:
+    def compute(self, entries: Sequence[Entry]) -> dict[str, Tensor]:
         """The tensors of one shard."""
         offsets = np.concatenate([[0], np.cumsum([len(each.rows) for each in entries])])
         spec, width = self.manifest.signal, self.manifest.width

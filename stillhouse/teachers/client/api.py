@@ -20,11 +20,12 @@ NumberedCall = tuple[Sequence[int], Call[Scores]]
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself.
+    """What a server says of itself; None is what it does not say.
 
-    model: the name under which it serves the teacher. identity: a hash of the teacher's weights, if it tells it.
-    vocabulary: rows of the teacher's head; width: E; max_tokens: the longest document that it scores (None: unknown).
-    files: the names and hashes of the files of the teacher's folder, if it offers them.
+    model: the name under which it serves the teacher. identity: a hash of the teacher's weights. vocabulary: rows of
+    the teacher's head. width: E. dtype: in which the teacher computes. max_tokens: the longest document that it
+    scores. request_tokens: of all documents of a request. max_top_k: ids per token. signals: which it gives. files:
+    the names and hashes of the files of the teacher's folder, if it offers them.
     """
 
     url: str
@@ -32,7 +33,11 @@ class ServerInfo:
     identity: str | None = None
     vocabulary: int | None = None
     width: int | None = None
+    dtype: str | None = None
     max_tokens: int | None = None
+    request_tokens: int | None = None
+    max_top_k: int | None = None
+    signals: frozenset[str] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
 

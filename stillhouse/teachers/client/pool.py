@@ -8,6 +8,7 @@ import asyncio
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ T = TypeVar("T")
 IN_FLIGHT = 16
 #: seconds for which a failing server is left alone: at first, and at most
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-#: how often a request is repeated whose answers are damaged, or which the server cannot process
+#: so many answers of every server that cannot be used end a request
 MOST_BAD_ANSWERS = 5
+#: the longest silence before a line says what is being waited for
+QUIET_SECONDS = 2.0
 #: answers that another attempt may change: the server is overloaded, restarting, or has lost its own backend
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
 
@@ -38,11 +41,13 @@ class RefusedError(ValueError):
 
 
 class _TryAgainError(Exception):
-    """An attempt has failed. damaged: the server did answer. pause: the seconds that it asks for, if it is busy."""
+    """An attempt has failed. damaged: the answer cannot be used. broken: the server could not process the request.
+    pause: the seconds that a busy server asks for.
+    """
 
-    def __init__(self, message: str, *, damaged: bool = False, pause: float | None = None):
+    def __init__(self, message: str, *, damaged: bool = False, broken: bool = False, pause: float | None = None):
         super().__init__(message)
-        self.damaged, self.pause = damaged, pause
+        self.damaged, self.broken, self.pause = damaged, broken, pause
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Server:
     tokens: int = 0
     failures: int = 0
     paused_until: float = 0.0
+    last_answer: float = 0.0
     warned: bool = False
 
     def pause(self, seconds: float | None) -> None:
@@ -99,24 +105,29 @@ class ServerPool:
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self.timeout, self._warn = timeout, warn
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._last_answer = 0.0
+        self._closed = False
+        #: servers that have failed and answer again, until `take_returned`
+        self._returned: set[str] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="teacher client", daemon=True)
         self._thread.start()
         self._client = httpx2.AsyncClient(
-            headers=self._headers,
+            # no compression: the size of a body is then the size in memory
+            headers=self._headers | {"Accept-Encoding": "identity"},
             timeout=httpx2.Timeout(timeout / 4, connect=min(10.0, timeout / 4)),
             limits=httpx2.Limits(max_connections=None),
             trust_env=False,
         )
 
-    def score(self, calls: Sequence[Call[T]], url: str | None = None) -> list[T]:
-        """The results of several requests, in their order. url: send them only to this server.
+    def score(self, calls: Sequence[Call[T]], url: str | None = None, timeout: float | None = None) -> list[T]:
+        """The results of several requests, in their order.
+
+        url: send them only to this server. timeout: seconds, in place of the pool's own.
 
         Raises ServerError if the servers cannot answer, RefusedError if one of them refuses a request.
         """
         servers = [each for each in self.servers if url in (None, each.url)]
-        return self._wait(self._all(calls, servers))
+        return self._wait(self._all(calls, servers, self.timeout if timeout is None else timeout))
 
     def ask(self, url: str, path: str, body: Any = None) -> httpx2.Response:
         """One answer of one server, whatever its status. body: JSON to post; None: a GET. Not repeated, except until
@@ -124,29 +135,43 @@ class ServerPool:
         """
         return self._wait(self._ask(f"{url.rstrip('/')}{path}", body))
 
+    def take_returned(self) -> list[str]:
+        """The URLs of servers that had failed and have answered again since the last call."""
+        returned, self._returned = self._returned, set()
+        return sorted(returned)
+
+    def is_failing(self, url: str) -> bool:
+        return any(each.warned for each in self.servers if each.url == url)
+
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """End requests that are under way; later ones raise ServerError."""
+        if not self._closed:
+            self._closed = True
+            asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
+            # a request that another thread has just begun still finds a loop, and ends with an error
+            self._loop.call_soon_threadsafe(self._loop.call_later, 1.0, self._loop.stop)
 
     def _wait(self, coroutine: Any) -> Any:
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+            return asyncio.run_coroutine_threadsafe(self._unless_closed(coroutine), self._loop).result()
         except CancelledError as error:
             raise ServerError("the request was given up, because the run ends") from error
 
+    async def _unless_closed(self, coroutine: Any) -> Any:
+        if self._closed:
+            coroutine.close()
+            raise ServerError("the request was given up, because the run ends")
+        return await coroutine
+
     async def _cancel(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
 
-    async def _all(self, calls: Sequence[Call[T]], servers: Sequence[Server]) -> list[T]:
-        tasks = [asyncio.create_task(self._answered(call, servers)) for call in calls]
+    async def _all(self, calls: Sequence[Call[T]], servers: Sequence[Server], timeout: float) -> list[T]:
+        tasks = [asyncio.create_task(self._answered(call, servers, timeout)) for call in calls]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -154,7 +179,7 @@ class ServerPool:
                 task.cancel()
 
     async def _ask(self, url: str, body: Any) -> httpx2.Response:
-        end = time.monotonic() + self.timeout
+        started, announced = time.monotonic(), False
         while True:
             try:
                 response = await self._client.request("GET" if body is None else "POST", url, json=body)
@@ -165,13 +190,18 @@ class ServerPool:
                 raise ValueError(f"{url} is no address: {error}") from error
             except httpx2.HTTPError as error:
                 problem = first_line(error)
-            if time.monotonic() > end:
+            waited = time.monotonic() - started
+            if waited > self.timeout:
                 raise ServerError(f"{url} has not answered for {self.timeout:g} seconds ({problem})")
+            if waited > QUIET_SECONDS and not announced:
+                self._warn(f"waiting up to {self.timeout:g} seconds for {url} ({problem})")
+                announced = True
             await asyncio.sleep(min(1.0, self.timeout / 10))
 
-    async def _answered(self, call: Call[T], servers: Sequence[Server]) -> T:
+    async def _answered(self, call: Call[T], servers: Sequence[Server], timeout: float) -> T:
         """The result of a request, from whichever server gives it."""
-        started, damaged = 0.0, 0
+        started = 0.0
+        damaged, broken = Counter[str](), Counter[str]()
         while True:
             server = await _free_server(servers)
             started = started or time.monotonic()
@@ -181,7 +211,7 @@ class ServerPool:
             except _TryAgainError as error:
                 problem = error
             else:
-                self._last_answer = time.monotonic()
+                server.last_answer = time.monotonic()
                 self._announce(server, "")
                 server.failures = 0
                 return result
@@ -190,12 +220,18 @@ class ServerPool:
             server.pause(problem.pause)
             if problem.pause is None:
                 self._announce(server, str(problem))
-            damaged += problem.damaged
-            if damaged >= MOST_BAD_ANSWERS:
-                raise ServerError(f"{server.url}: {damaged} answers could not be used; the last one: {problem}")
-            if time.monotonic() - max(started, self._last_answer) > self.timeout:
+            damaged[server.url] += problem.damaged
+            broken[server.url] += problem.broken
+            waited = time.monotonic() - started
+            if all(damaged[each.url] >= MOST_BAD_ANSWERS for each in servers):
                 raise ServerError(
-                    f"no server of the teacher has answered for {self.timeout:g} seconds; {server.url}: {problem}"
+                    f"{server.url}: {damaged[server.url]} answers could not be used; the last one: {problem}"
+                )
+            if all(broken[each.url] >= MOST_BAD_ANSWERS for each in servers) and waited > timeout:
+                raise ServerError(f"no server can process a request; {server.url}: {problem}")
+            if time.monotonic() - max(started, *(each.last_answer for each in servers)) > timeout:
+                raise ServerError(
+                    f"no server of the teacher has answered for {timeout:g} seconds; {server.url}: {problem}"
                 )
 
     async def _attempt(self, server: Server, call: Call[T]) -> T:
@@ -209,7 +245,7 @@ class ServerPool:
         if status in _BUSY:
             raise _TryAgainError(f"{status} {_message(response)}", pause=_seconds(response))
         if status == _BROKEN:
-            raise _TryAgainError(f"{status} {_message(response)}", damaged=True)
+            raise _TryAgainError(f"{status} {_message(response)}", broken=True)
         if status != 200:
             hint = f"; {call.absent}" if status == 404 and call.absent else ""
             raise RefusedError(f"{server.url}{call.path}: {status} {_message(response)}{hint}")
@@ -226,6 +262,7 @@ class ServerPool:
             self._warn(f"the teacher's server {server.url} fails, and is asked again: {problem}")
         elif not problem and server.warned:
             self._warn(f"the teacher's server {server.url} answers again")
+            self._returned.add(server.url)
         server.warned = bool(problem)
 
 
@@ -249,7 +286,9 @@ def _message(response: httpx2.Response) -> str:
     return str(found).strip()[:500]
 
 
-def _seconds(response: httpx2.Response) -> float:
-    """The seconds of the Retry-After header, at most a minute; 0 for a date or for nonsense."""
+def _seconds(response: httpx2.Response) -> float | None:
+    """The seconds of the Retry-After header, at most a minute. Without it, 0 for a busy server (429), else None."""
     text = response.headers.get("retry-after", "")
-    return min(60.0, float(text)) if text.isdecimal() else 0.0
+    if text.isdecimal():
+        return min(60.0, float(text))
+    return 0.0 if response.status_code == 429 else None

@@ -8,26 +8,34 @@ N rows, K ids per row.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
+from stillhouse.libraries import reading
 from stillhouse.models import Decoder
+from stillhouse.objective import OutputHead, linear_log_probs
+from stillhouse.teachers.client.pool import ServerError
 from stillhouse.teachers.client.remote import RemoteSignals
+from stillhouse.teachers.compare import largest_difference, row_differences
 from stillhouse.teachers.extract import Extract
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
 #: documents that are scored, and how many tokens of each
 PROBES, PROBE_TOKENS = 4, 128
+#: seconds for a repeated proof of one server
+REPEAT_SECONDS = 5.0
+#: the shortest document with a row before and one after a token that is changed
+LEAST_TOKENS = 4
 #: between two answers to the same request: of a batch of other requests, on another kernel, in half precision
 SAME = 0.05
-#: between a server and the same model in this process
-LOCAL = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
 
 
 @dataclass(frozen=True)
@@ -43,53 +51,103 @@ class Proof:
     answers: Sequence[dict[str, Tensor]]
     findings: Sequence[str]
 
-    def repeat(self) -> None:
-        """Raise ValueError if a server no longer answers what it answered at the start."""
-        for server in self.store.servers:
-            found = self.store.scores(self.probes, url=server.url, spec=self.spec)
-            worst = _worst(found, self.answers)
-            if not worst < SAME:
-                raise ValueError(
-                    f"{server.url} no longer gives the signals that it gave at the start (they differ by "
-                    f"{worst:.2g}): were its weights changed?"
-                )
+    def repeat(self, urls: Sequence[str]) -> None:
+        """Raise ValueError if one of these servers no longer answers what the servers answered at the start.
+
+        A server that does not answer at all is left out.
+        """
+        for url in urls:
+            try:
+                found = self.store.scores(self.probes, url=url, spec=self.spec, timeout=REPEAT_SECONDS)
+            except ServerError:
+                continue  # it gives no wrong signals either, and is proven when it comes back
+            self._require_same(found, f"{url} no longer gives the signals that it gave at the start")
+
+    def compare(self, path: Path) -> None:
+        """Raise ValueError if the servers do not give what they gave when `save` wrote this file."""
+        with reading(f"{path} is damaged: restore it, or choose another folder as out"):
+            tensors = load_file(path)
+            before = [
+                {name: tensors[f"{number} {name}"] for name in answer} for number, answer in enumerate(self.answers)
+            ]
+        self._require_same(before, f"{self.store.name} does not give the signals that it gave when this run began")
+
+    def save(self, path: Path) -> None:
+        """Write the answers, so that a resumed run finds another teacher behind the same address."""
+        partial = path.with_name(f"{path.name}.partial")
+        named = {
+            f"{number} {name}": each for number, answer in enumerate(self.answers) for name, each in answer.items()
+        }
+        save_file({name: each.contiguous() for name, each in named.items()}, partial)
+        partial.replace(path)
+
+    def _require_same(self, other: Sequence[dict[str, Tensor]], what: str) -> None:
+        worst = largest_difference(self.answers, other)
+        if not worst < SAME:
+            raise ValueError(f"{what} (they differ by {worst:.2g}): were its weights changed?")
 
 
 def prove(
-    store: RemoteSignals, documents: Documents, tokenizer: PreTrainedTokenizerBase, local: Decoder | None = None
+    store: RemoteSignals,
+    documents: Documents,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    local: Decoder | None = None,
+    head: OutputHead | None = None,
 ) -> Proof:
     """Score a few documents on every server. Raises ValueError for whatever the servers get wrong.
 
-    tokenizer: the run's own. local: the teacher in this process, to compare with.
+    tokenizer: the run's own. local: the teacher in this process, to compare with. head: the teacher's output head,
+    with which hidden states are judged by the cross-entropy of the next tokens.
     """
     probes = _probes(documents)
     _prove_tokenizer(store, probes, tokenizer)
-    spec = store.signal
-    if spec.kind in ("chosen", "sampled"):  # the same server gives ids that can be compared between requests
-        spec = replace(spec, kind="top_k", top_k=min(64, store.vocabulary or 64))
+    spec = _comparable(store)
     first = store.scores(probes, url=store.servers[0].url, spec=spec)
     for server in store.servers:
         found = store.scores(probes, url=server.url, spec=spec)
         _prove_informed(found, store.vocabulary, server.url)
         _prove_alignment(store, spec, probes, found, server.url)
         _prove_temperature(store, spec, probes, found, server.url)
-        worst = _worst(found, first)
+        worst = largest_difference(found, first)
         if not worst < SAME:
             raise ValueError(
                 f"{server.url} and {store.servers[0].url} give different signals for the same tokens (they differ by "
                 f"{worst:.2g}): expected servers of the same teacher"
             )
-    findings = [f"{len(probes)} documents on {len(store.servers)} server(s): aligned, informed"]
+        if spec != store.signal:  # whether the server can do what the run will ask for
+            asked = [replace(each, ids_NK=part["ids"]) for each, part in zip(probes, found, strict=True)]
+            store.scores(asked if store.signal.kind == "chosen" else probes, url=server.url)
+    findings = [f"{len(probes)} documents on {len(store.servers)} server(s)"]
+    findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:
         findings.append(_prove_local(store, spec, probes, first, local))
+    elif store.servers[0].identity is None:
+        findings.append("its weights were not compared (teacher.prove=always does that)")
     return Proof(store, spec, probes, first, findings)
+
+
+def _comparable(store: RemoteSignals) -> SignalSpec:
+    """The run's signal, or for "chosen" and "sampled" the likeliest ids, which can be compared between requests."""
+    spec = store.signal
+    if spec.kind not in ("chosen", "sampled"):
+        return spec
+    caps = [each.max_top_k for each in store.servers if each.max_top_k is not None]
+    most = min([64, store.vocabulary or 64, *caps])
+    return replace(spec, kind="top_k", top_k=most if spec.kind == "sampled" else min(most, spec.top_k or most))
 
 
 def _probes(documents: Documents) -> list[DocumentRows]:
     """The beginnings of a few documents, the longest of the first hundred."""
     candidates = sorted(range(min(100, len(documents))), key=lambda number: -documents.lengths_D[number])
     beginnings = [documents.tokens(number)[:PROBE_TOKENS] for number in candidates[:PROBES]]
-    return [DocumentRows(each, range(len(each) - 1)) for each in beginnings if len(each) > 1]
+    probes = [DocumentRows(each, range(len(each) - 1)) for each in beginnings if len(each) >= LEAST_TOKENS]
+    if not probes:
+        raise ValueError(
+            f"none of the first hundred documents has {LEAST_TOKENS} tokens, so the teacher cannot be proven; "
+            "expected longer documents"
+        )
+    return probes
 
 
 def _prove_tokenizer(
@@ -122,6 +180,8 @@ def _prove_informed(found: Sequence[dict[str, Tensor]], vocabulary: int | None, 
         spread = (hidden_NE - hidden_NE[0]).norm() / hidden_NE.norm().clamp_min(1e-30)
         if not spread > 1e-6:
             raise ValueError(f"{url} gives the same hidden state for every token: it has lost the teacher's weights")
+        if ((hidden_NE.norm(dim=1) - 1).abs() < 5e-3).all():
+            raise ValueError(f"{url} gives hidden states of length 1: expected a server that does not normalise them")
         return
     log_probs_NK = torch.cat([each["log_probs"] for each in found]).float()
     if (log_probs_NK.amax(1) - log_probs_NK.amin(1)).max() < 1e-4 and log_probs_NK.shape[1] > 1:
@@ -139,21 +199,24 @@ def _prove_alignment(
     found: Sequence[dict[str, Tensor]],
     url: str,
 ) -> None:
-    """Change one token of each document: the rows before it must stay, and its own row must change."""
-    places = [(len(each.tokens) - 1) // 2 for each in probes]
+    """Change one token of each document: the rows before it must stay, its own row and later ones must change."""
+    places = [max(1, (len(each.tokens) - 2) // 2) for each in probes]
     changed = [_changed(each, place, probes) for each, place in zip(probes, places, strict=True)]
     others = store.scores(changed, url=url, spec=spec)
-    before, own = 0.0, 0.0
+    before = own = after = 0.0
     for place, one, other in zip(places, found, others, strict=True):
-        differences_N = _differences(one, other)
-        before += float(differences_N[:place].max()) if place else 0.0
+        differences_N = row_differences(one, other)
+        before += float(differences_N[:place].max())
         own += float(differences_N[place])
+        after += float(differences_N[place + 1 :].max())
     if not own > 5 * before or not own > 0:
         raise ValueError(
             f"{url}: after one token was changed, the rows before it changed by {before:.2g} and its own row by "
             f"{own:.2g}. The rows are shifted, or the model is not causal; row t must be the distribution of token "
             "t + 1"
         )
+    if not after > before:
+        raise ValueError(f"{url}: no row depends on an earlier token: the server has lost the teacher's layers")
 
 
 def _changed(document: DocumentRows, place: int, probes: Sequence[DocumentRows]) -> DocumentRows:
@@ -188,6 +251,29 @@ def _prove_temperature(
         )
 
 
+def _cross_entropy(
+    probes: Sequence[DocumentRows],
+    found: Sequence[dict[str, Tensor]],
+    head: OutputHead | None,
+    vocabulary: int | None,
+) -> Iterator[str]:
+    """The mean cross-entropy of the next tokens in words: a teacher that knows nothing of the data is seen here."""
+    losses: list[Tensor] = []
+    for document, tensors in zip(probes, found, strict=True):
+        next_N = torch.from_numpy(document.tokens[1:].astype(np.int64))
+        if head is not None and "hidden" in tensors:
+            losses.append(-linear_log_probs(tensors["hidden"].to(head.weight_VD.dtype), head, next_N)[0])
+        elif "ids" in tensors:
+            is_next_NK = tensors["ids"] == next_N[:, None]
+            outside_N = tensors["tail_log_prob"].double()
+            of_next_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
+            losses.append(-torch.where(is_next_NK.any(1), of_next_N, outside_N))
+    if losses:
+        mean = float(torch.cat(losses).mean())
+        uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"
+        yield f"cross-entropy {mean:.2f} nats per token{uniform}"
+
+
 def _prove_local(
     store: RemoteSignals,
     spec: SignalSpec,
@@ -196,14 +282,15 @@ def _prove_local(
     local: Decoder,
 ) -> str:
     own = [_scored_here(local, spec, each) for each in probes]
-    worst = _worst(found, own)
-    limit = LOCAL[str(next(local.parameters()).dtype).removeprefix("torch.")] if spec.dtype == "float32" else 0.05
-    if not worst < limit:
+    worst = largest_difference(found, own)
+    # a server that does not say its dtype may compute in half precision
+    is_float32 = {store.servers[0].dtype, spec.dtype, str(next(local.parameters()).dtype)[6:]} == {"float32"}
+    if not worst < (1e-3 if is_float32 else SAME):
         raise ValueError(
             f"{store.name} and the model in this process give different signals for the same tokens (they differ by "
-            f"{worst:.2g}): expected the same weights, in the same precision"
+            f"{worst:.2g}): expected the same weights; teacher.prove=never leaves out this comparison"
         )
-    return f"as the same model in this process, which differs by at most {worst:.1e}"
+    return f"it differs from the same model in this process by at most {worst:.1e}"
 
 
 def _scored_here(local: Decoder, spec: SignalSpec, document: DocumentRows) -> dict[str, Tensor]:
@@ -216,24 +303,3 @@ def _scored_here(local: Decoder, spec: SignalSpec, document: DocumentRows) -> di
             input_ids_BS, position_ids=positions_BS, processor=Extract(spec), context=index_C
         )
     return scored
-
-
-def _worst(found: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]]) -> float:
-    """The largest difference of any row; NaN if one of them is NaN."""
-    return float(torch.cat([_differences(*each) for each in zip(found, expected, strict=True)]).max())
-
-
-def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:
-    """How much each row differs, [N] from 0 to about 1.
-
-    Of hidden states the relative error; of ids the total variation, where an id that the other one lacks has
-    probability 0 there.
-    """
-    if "hidden" in one:
-        one_NE, other_NE = one["hidden"].double(), other["hidden"].double()
-        return (one_NE - other_NE).norm(dim=1) / other_NE.norm(dim=1).clamp_min(1e-30)
-    one_NK, other_NK = one["log_probs"].double().exp(), other["log_probs"].double().exp()
-    same_NKK = one["ids"][:, :, None] == other["ids"][:, None, :]
-    shared_NK = (same_NKK * other_NK[:, None, :]).sum(2)
-    absent_NK = ~same_NKK.any(1)
-    return ((one_NK - shared_NK).abs().sum(1) + (other_NK * absent_NK).sum(1)) / 2

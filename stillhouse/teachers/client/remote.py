@@ -6,21 +6,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING
 
+import httpx2
 import numpy as np
 from torch import Tensor
 from transformers import AutoConfig
 
 from stillhouse.data import DataError, Documents
+from stillhouse.data.tokenizers import MOST_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint
+from stillhouse.teachers.cache.content import problem_in
 from stillhouse.teachers.client.api import Api, Scores, ServerInfo
 from stillhouse.teachers.client.download import download_teacher
-from stillhouse.teachers.client.pool import ServerPool
+from stillhouse.teachers.client.pool import Call, ServerPool
 from stillhouse.teachers.client.sglang_api import SglangApi
 from stillhouse.teachers.client.stillhouse_api import StillhouseApi
 from stillhouse.teachers.client.vllm_api import VllmApi
 from stillhouse.teachers.spec import DTYPES, DocumentRows, SignalKind, SignalSpec
+
+if TYPE_CHECKING:
+    from stillhouse.teachers.client.proof import Proof
 
 APIS: tuple[Api, ...] = (StillhouseApi(), VllmApi(), SglangApi())
 
@@ -40,7 +48,8 @@ class RemoteSignals:
 
     spec: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
-    prove, prove_every: `prove` is called before every n-th step that is read (0: never).
+    prove, prove_every: `prove` is called with URLs of servers before every n-th reading (0: never), and with those
+    that answer again after they had failed, unless every answer has the teacher's hash.
     """
 
     def __init__(
@@ -56,13 +65,14 @@ class RemoteSignals:
     ):
         self.pool, self.api, self.servers = pool, api, servers
         self.signal, self.width, self.vocabulary, self.teacher_folder = spec, width, vocabulary, teacher_folder
-        self.prove: Callable[[], object] | None = None
+        self.prove: Callable[[Sequence[str]], object] | None = None
         self.prove_every = 0
+        self.proof: Proof | None = None
         self._reads = count(1)
 
     @property
-    def has_timeout(self) -> bool:
-        return True
+    def may_take_long(self) -> bool:
+        return True  # it has a timeout of its own
 
     @property
     def name(self) -> str:
@@ -96,18 +106,31 @@ class RemoteSignals:
 
     def read(self, wanted: Sequence[DocumentRows]) -> Scores:
         if self.prove is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
-            self.prove()
-        return self.scores(wanted)
+            self.prove([each.url for each in self.servers if not self.pool.is_failing(each.url)])
+        found = self.scores(wanted)
+        # a server that was away may have come back with other weights: its answers are not used before it is proven
+        returned = self.pool.take_returned()
+        if self.prove is not None and returned and self.servers[0].identity is None:
+            self.prove(returned)
+        return found
 
     def scores(
-        self, wanted: Sequence[DocumentRows], *, url: str | None = None, spec: SignalSpec | None = None
+        self,
+        wanted: Sequence[DocumentRows],
+        *,
+        url: str | None = None,
+        spec: SignalSpec | None = None,
+        timeout: float | None = None,
     ) -> Scores:
-        """For each of these, the tensors of a signal. url: ask only this server. spec: another signal than the run's.
+        """For each of these, the tensors of a signal.
+
+        url: ask only this server. spec: another signal than the run's. timeout: another one than the pool's.
 
         Raises ServerError (an OSError) if no server answers, and ValueError for a request that a server refuses.
         """
-        calls = self.api.calls(self.servers[0], spec or self.signal, self.width, wanted)
-        answers = self.pool.score([call for _, call in calls], url)
+        spec = spec or self.signal
+        calls = self.api.calls(self.servers[0], spec, self.width, wanted)
+        answers = self.pool.score([self._checked(call, spec) for _, call in calls], url, timeout)
         found: list[dict[str, Tensor]] = [{}] * len(wanted)
         for (numbers, _), parts in zip(calls, answers, strict=True):
             for number, part in zip(numbers, parts, strict=True):
@@ -116,6 +139,18 @@ class RemoteSignals:
 
     def close(self) -> None:
         self.pool.close()
+
+    def _checked(self, call: Call[Scores], spec: SignalSpec) -> Call[Scores]:
+        """The call, whose answer is refused if it has what no teacher can give."""
+
+        def parse(response: httpx2.Response) -> Scores:
+            parts = call.parse(response)
+            for part in parts:
+                if problem := problem_in(spec, self.vocabulary or MOST_IDS, part):
+                    raise ValueError(f"{problem} in the answer")
+            return parts
+
+        return replace(call, parse=parse)
 
 
 def connect(
@@ -147,18 +182,8 @@ def _connected(pool: ServerPool, wanted: Wanted, api: str, model_folder: Path | 
     chosen = _api_of(pool, urls[0], api)
     servers = [chosen.describe(pool, url) for url in urls]
     for each in servers[1:]:
-        # a teacher that tells its hash may have another name on each server
-        if replace(each, url=urls[0], model=each.model if each.identity is None else servers[0].model) != servers[0]:
-            raise ValueError(f"{each.url} and {urls[0]} serve different teachers: {each} and {servers[0]}")
-    if wanted.signal not in chosen.signals:
-        raise ValueError(
-            f"{chosen.name} cannot give the signal {wanted.signal}: expected {' or '.join(sorted(chosen.signals))}"
-        )
-    if wanted.signal not in chosen.any_temperature and wanted.temperature != 1.0:
-        raise ValueError(
-            f"{chosen.name} gives {wanted.signal} only at temperature 1, whatever it is asked for; the objective has "
-            f"temperature {wanted.temperature:g}: expected the signal hidden, which gives every temperature"
-        )
+        _require_same(servers[0], each)
+    _require_signal(chosen, servers, wanted)
     folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
     if wanted.signal == "hidden" and folder is None:
         raise ValueError(
@@ -180,6 +205,35 @@ def _connected(pool: ServerPool, wanted: Wanted, api: str, model_folder: Path | 
         width, vocabulary = found, rows
     spec = _spec(wanted, dtype)
     return RemoteSignals(pool, chosen, servers, spec, width=width, vocabulary=vocabulary, teacher_folder=folder)
+
+
+def _require_same(first: ServerInfo, other: ServerInfo) -> None:
+    """Raise ValueError for servers of different teachers. A server without the teacher's hash needs the same name."""
+    names = ("identity", "vocabulary", "width", "dtype", "files")
+    for name in names if first.identity is not None else (*names, "model"):
+        if getattr(first, name) != getattr(other, name):
+            own, others = (shorten(str(getattr(each, name)), 100) for each in (first, other))
+            raise ValueError(
+                f"{first.url} and {other.url} serve different teachers: {name} is {own} and {others}; expected "
+                "servers of one teacher"
+            )
+
+
+def _require_signal(api: Api, servers: Sequence[ServerInfo], wanted: Wanted) -> None:
+    for server in servers:
+        known = api.signals if server.signals is None else server.signals
+        if wanted.signal not in known:
+            raise ValueError(
+                f"{server.url} ({api.name}) cannot give the signal {wanted.signal}: expected "
+                f"{' or '.join(sorted(known))}"
+            )
+        if wanted.signal in ("top_k", "chosen") and server.max_top_k is not None and wanted.top_k > server.max_top_k:
+            raise ValueError(f"{server.url} gives at most {server.max_top_k} ids per token, got top_k={wanted.top_k}")
+    if wanted.signal not in api.any_temperature and wanted.temperature != 1.0:
+        raise ValueError(
+            f"{api.name} gives {wanted.signal} only at temperature 1, whatever it is asked for; the objective has "
+            f"temperature {wanted.temperature:g}: expected the signal hidden, which gives every temperature"
+        )
 
 
 def _spec(wanted: Wanted, saved_dtype: str) -> SignalSpec:

@@ -23,7 +23,11 @@ class _Info(BaseModel):
     teacher: str
     vocabulary: int
     width: int
-    max_tokens: int | None
+    dtype: str
+    max_tokens: int
+    max_request_tokens: int
+    max_top_k: int
+    signals: list[str]
     files: dict[str, str]
 
 
@@ -44,7 +48,19 @@ class StillhouseApi:
             info = _Info.model_validate_json(answer.content)
         except ValidationError as error:
             raise ValueError(f"{url}/v1/info is not that of `stillhouse serve`: {error}") from error
-        return ServerInfo(url, info.model, info.teacher, info.vocabulary, info.width, info.max_tokens, info.files)
+        return ServerInfo(
+            url,
+            info.model,
+            info.teacher,
+            info.vocabulary,
+            info.width,
+            info.dtype,
+            info.max_tokens,
+            info.max_request_tokens,
+            info.max_top_k,
+            frozenset(info.signals),
+            info.files,
+        )
 
     def tokenize(self, pool: ServerPool, server: ServerInfo, text: str) -> list[int] | None:
         return None
@@ -52,7 +68,8 @@ class StillhouseApi:
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, wanted: Sequence[DocumentRows]
     ) -> list[NumberedCall]:
-        return [(numbers, _call(info, spec, width, [wanted[at] for at in numbers])) for numbers in _groups(wanted)]
+        groups = _groups(wanted, min(REQUEST_TOKENS, info.request_tokens or REQUEST_TOKENS))
+        return [(numbers, _call(info, spec, width, [wanted[at] for at in numbers])) for numbers in groups]
 
 
 def _call(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[DocumentRows]) -> Call[Scores]:
@@ -69,12 +86,12 @@ def _call(info: ServerInfo, spec: SignalSpec, width: int, documents: Sequence[Do
     return Call("/v1/score", encode_request(spec, documents), SAFETENSORS, parse, tokens)
 
 
-def _groups(wanted: Sequence[DocumentRows]) -> Iterator[list[int]]:
-    """Neighbouring documents of `REQUEST_TOKENS` tokens together."""
+def _groups(wanted: Sequence[DocumentRows], most: int) -> Iterator[list[int]]:
+    """The numbers of neighbouring documents that have at most so many tokens together; or of one longer document."""
     group: list[int] = []
     held = 0
     for number, each in enumerate(wanted):
-        if group and held + len(each.tokens) > REQUEST_TOKENS:
+        if group and held + len(each.tokens) > most:
             yield group
             group, held = [], 0
         group.append(number)

@@ -131,7 +131,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
 
         limit = limits.json_bytes if kind == JSON else limits.binary_bytes
         async with bodies.read(request, limit) as content:
-            signal, parts = await _apart(parse, content, len(content))
+            signal, parts = await _in_thread_if_large(parse, content, len(content))
 
         def encode(found: list[dict[str, Tensor]]) -> bytes:
             return encode_answer(service.identity, signal, found)
@@ -154,7 +154,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
                 raise RequestError(HTTPStatus.BAD_REQUEST, str(error), param=error.param) from error
 
         async with bodies.read(request, limits.json_bytes) as content:
-            body, parts = await _apart(parse, content, len(content))
+            body, parts = await _in_thread_if_large(parse, content, len(content))
 
         def encode(found: list[dict[str, Tensor]]) -> bytes:
             content = completions.answer(body, service.name, parts, found, service.tokenizer)
@@ -183,7 +183,7 @@ async def _answered(
     try:
         found = await _unless_disconnected(request, ticket)
         size = sum(each.nbytes for tensors in found for each in tensors.values())
-        content = await _apart(encode, found, size)
+        content = await _in_thread_if_large(encode, found, size)
         is_sending = True
         return Answer(content, media_type, lambda: service.queue.release(ticket))
     except NotFiniteError as error:
@@ -195,7 +195,7 @@ async def _answered(
             service.queue.release(ticket)
 
 
-async def _apart(function: Callable[[Given], Made], given: Given, size: int) -> Made:
+async def _in_thread_if_large(function: Callable[[Given], Made], given: Given, size: int) -> Made:
     """Call a function: for a large argument in another thread, so that the other clients need not wait.
 
     A small one is faster at once: a change of threads waits for the model's thread to give up the interpreter.

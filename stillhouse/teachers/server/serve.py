@@ -39,6 +39,8 @@ LOOK_SECONDS, BEAT_SECONDS, LAST_SECONDS = 0.1, 60.0, 60.0
 #: how long a thread may keep the interpreter while another one waits. Python's 5 ms would be added to each request
 #: several times, because the model's thread hardly ever gives it up before
 SWITCH_SECONDS = 0.0005
+#: so many batches in a row whose pass fails, for another reason than too little memory, end the server
+MOST_FAILURES = 3
 #: connections at a time; uvicorn answers 503 to more
 CONNECTIONS = 2048
 
@@ -132,6 +134,7 @@ class _Loop:
 
     def __init__(self, scorer: Scorer, ranks: Ranks, service: Service, server: _Http, stop: threading.Event | None):
         self._scorer, self._ranks, self._service, self._server, self._stop = scorer, ranks, service, server, stop
+        self._failures = 0
 
     def run(self) -> None:
         queue, sent = self._service.queue, time.monotonic()
@@ -164,8 +167,9 @@ class _Loop:
             self._ranks.send(parts)
             outcomes = self._scorer.score(parts)
         except RuntimeError as error:
-            # Too little memory, and whatever else a kernel reports for this batch alone: only its requests fail. Of
-            # several ranks, the others may still be in the pass that has failed here, so nothing can follow.
+            # Too little memory, and whatever else a kernel reports for this batch alone: only its requests fail. After
+            # several such batches in a row the server ends, because the GPU may be lost. Of several ranks, the others
+            # may still be in the pass that has failed here, so nothing can follow.
             metrics.failed_batch()
             is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
             what = (
@@ -174,10 +178,12 @@ class _Loop:
             for ticket, _ in batch:
                 ticket.fail(ScoringFailedError(what))
             print(f"a batch of {tokens:,} tokens failed: {first_line(error)}", file=sys.stderr, flush=True)
-            if not self._ranks.is_alone:
+            self._failures += not is_memory
+            if not self._ranks.is_alone or self._failures >= MOST_FAILURES:
                 raise
             _free_memory()
             return
+        self._failures = 0
         seconds = time.monotonic() - started
         queue.record_speed(tokens, seconds)
         metrics.batch(tokens, seconds)
