@@ -287,7 +287,14 @@ def test_a_run_survives_and_ends_with_the_same_weights(
     assert_same_weights(tmp_path / "out", undisturbed)
 
 
-@pytest.mark.parametrize("answered", [5, 7, 8], ids=["in a step", "later", "in the last evaluation"])
+@pytest.mark.parametrize(
+    "answered",
+    [
+        pytest.param(5, id="in a step"),
+        pytest.param(7, id="in a later step", marks=pytest.mark.slow),
+        pytest.param(8, id="in the last evaluation", marks=pytest.mark.slow),
+    ],
+)
 def test_without_any_server_a_run_saves_its_steps_and_stops(
     folder: Path, server: str, undisturbed: dict[str, Tensor], tmp_path: Path, answered: int
 ) -> None:
@@ -307,6 +314,7 @@ def test_without_any_server_a_run_saves_its_steps_and_stops(
     assert [each["step"] for each in metrics(out) if "eval/cross_entropy" in each] == [0, 6]
 
 
+@pytest.mark.slow
 def test_a_server_that_always_fails_does_not_end_the_run(folder: Path, server: str) -> None:
     """Its errors come faster than the other server's answers."""
     with proxy_to(server) as (first, one), proxy_to(server) as (second, two):

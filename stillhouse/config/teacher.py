@@ -57,8 +57,8 @@ class TeacherConfig(ModelConfig):
     timeout: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds without an answer of any server, after which the run saves a checkpoint and stops. After a"
-        " quarter of them, a single request is given up and sent again.",
+        description="Seconds without an answer of any server, after which the run saves a checkpoint and stops. A"
+        " single request is given up after a quarter of them, and sent again.",
     )
     prove: Literal["auto", "always", "never"] = Field(
         default="auto",

@@ -168,7 +168,7 @@ class _Loop:
             outcomes = self._scorer.score(parts)
         except RuntimeError as error:
             # Too little memory, and whatever else a kernel reports for this batch alone: only its requests fail. The
-            # server ends after several such batches in a row, because the GPU may be lost. Of several ranks, the others
+            # server ends after several such batches in a row, because the GPU may be lost. Of several ranks, others
             # may still be in the pass that has failed here, so nothing can follow.
             metrics.failed_batch()
             is_memory = isinstance(error, torch.OutOfMemoryError) or "memory" in str(error)
