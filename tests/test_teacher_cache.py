@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from runs import contents, forward_backward, metrics, run, session_of, write_run, write_texts
+from runs import contents, metrics, run, write_run, write_texts
+from teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
 from torch import Tensor
 
 from stillhouse.config import ConfigError
+from stillhouse.data import MicroBatch
 from stillhouse.objective import OutputHead, TopK
 from stillhouse.teachers import SignalCache
 from stillhouse.teachers.cache.format import shard_name
 from stillhouse.teachers.extract import top_k_log_probs
 from stillhouse.train.folder import folder_lock
+from stillhouse.train.session import Session
 from stillhouse.train.write_cache import write_cache
 
 SHARD_BYTES = 5000
@@ -38,21 +41,8 @@ def copied(hidden: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(hidden, tmp_path / "copied"))
 
 
-def gradients(folder: Path, cache: Path | None, **settings: Any) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of a run's first step, from the live teacher or from a cache."""
-    if cache is not None:
-        settings |= {"teacher.cache": str(cache)}
-    session = session_of(folder, cached=cache is not None, **settings)
-    loss = forward_backward(session).sums["loss"]
-    parameters = session.runner.named_parameters()
-    return loss, {name: each.grad for name, each in parameters if each.grad is not None}
-
-
-def assert_close(first: tuple[float, dict[str, Tensor]], second: tuple[float, dict[str, Tensor]]) -> None:
-    assert first[0] == pytest.approx(second[0], rel=1e-6)
-    assert first[1].keys() == second[1].keys()
-    for name, gradient in first[1].items():
-        torch.testing.assert_close(gradient, second[1][name], rtol=1e-5, atol=1e-7, msg=name)
+def cached(folder: Path) -> dict[str, Any]:
+    return {"teacher.cache": str(folder)}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -61,7 +51,7 @@ def test_hidden_states_give_the_gradients_of_the_live_teacher(
     folder: Path, hidden: Path, temperature: float, change: dict[str, Any]
 ) -> None:
     settings = {"objective.temperature": temperature, **change}
-    assert_close(gradients(folder, hidden, **settings), gradients(folder, None, **settings))
+    assert_close(gradients(folder, **cached(hidden), **settings), gradients(folder, **settings))
 
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "drop"])
@@ -69,20 +59,15 @@ def test_top_k_gives_the_gradients_of_a_signal_from_the_teachers_logits(folder: 
     out = folder / "top_k"
     settings = {"objective.temperature": 2.0, "objective.loss": "0.3*cross_entropy + 0.7*forward_kl"}
     write_cache(write_run(folder, **settings), out, "top_k", top_k=7, shard_bytes=SHARD_BYTES)
-    found = gradients(folder, out, **settings, **{"teacher.tail": tail})
+    found = gradients(folder, **cached(out), **settings, **{"teacher.tail": tail})
 
-    live = session_of(folder, **settings)
-    own = live.shard(live.step_schedule.micro_batches(live.train, 0))
-    signals = []
-    for each in own:
-        exact = live.teacher.double().signal(**each.inputs)
-        log_p_TV = (exact.hidden_TE @ exact.head.weight_VD.T / 2.0).log_softmax(1)
+    def likeliest(session: Session, micro_batch: MicroBatch) -> TopK:
+        log_p_TV = log_probs_TV(session, micro_batch, 2.0)
         best_TK, ids_TK = log_p_TV.topk(7)
         outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1)
-        signals.append(TopK(ids_TK, best_TK.float(), tail, outside_T.float(), 2.0))
-    loss = live.engine.forward_backward(own, signals, own.whole.normalizer).sums["loss"]
-    parameters = live.runner.named_parameters()
-    assert_close(found, (loss, {name: each.grad for name, each in parameters if each.grad is not None}))
+        return TopK(ids_TK, best_TK.float(), tail, outside_T.float(), 2.0)
+
+    assert_close(found, gradients_of_signals(folder, likeliest, **settings))
 
 
 def test_the_mass_outside_keeps_its_digits_on_peaked_rows() -> None:
@@ -176,7 +161,7 @@ def test_a_damaged_cache_is_refused_by_name(folder: Path, copied: Path, damage: 
     with pytest.raises(ValueError, match=message):
         SignalCache(copied).verify()
     with pytest.raises(ValueError, match=message):
-        gradients(folder, copied)
+        gradients(folder, **cached(copied))
 
 
 def test_a_shard_of_another_cache_is_refused(folder: Path, copied: Path, tmp_path: Path) -> None:
@@ -192,13 +177,13 @@ def test_a_cache_of_other_data_targets_or_temperature_is_refused(folder: Path, h
     with pytest.raises(
         ConfigError, match=r"teacher.cache: .* lacks 1 of the 41 documents of data.train.*more.jsonl:41"
     ):
-        gradients(folder, hidden, **{"data.train": str(tmp_path / "more.jsonl")})
+        gradients(folder, **cached(hidden), **{"data.train": str(tmp_path / "more.jsonl")})
     top_k = {"objective.loss": "forward_kl"}
     write_cache(write_run(folder, **top_k), tmp_path / "top_k", "top_k", top_k=3)
     with pytest.raises(
         ConfigError, match=r"objective.temperature: got 2, but .* at temperature 1: expected the same"
     ):
-        gradients(folder, tmp_path / "top_k", **top_k, **{"objective.temperature": 2.0})
+        gradients(folder, **cached(tmp_path / "top_k"), **top_k, **{"objective.temperature": 2.0})
 
 
 def test_a_folder_with_another_cache_is_not_continued(folder: Path, copied: Path, tmp_path: Path) -> None:
@@ -222,7 +207,7 @@ def test_rounded_hidden_states_change_gradients_by_their_rounding(
     folder: Path, tmp_path: Path, dtype: str, error: float
 ) -> None:
     write_cache(write_run(folder), tmp_path / "cache", "hidden", dtype=dtype)
-    found, exact = gradients(folder, tmp_path / "cache")[1], gradients(folder, None)[1]
+    found, exact = gradients(folder, **cached(tmp_path / "cache"))[1], gradients(folder)[1]
     for name, gradient in exact.items():
         assert 0 < (found[name] - gradient).norm() < error * gradient.norm(), name
 

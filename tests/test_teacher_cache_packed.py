@@ -20,7 +20,7 @@ from stillhouse.objective import OutputHead
 from stillhouse.teachers import SignalCache, SignalSpec
 from stillhouse.teachers.cache.bits import pack_rows, unpack_rows
 from stillhouse.teachers.cache.format import shard_name
-from stillhouse.teachers.cache.layout import Part, layout_of
+from stillhouse.teachers.cache.layout import StoredRows, layout_of
 from stillhouse.teachers.labelled import labelled_log_probs
 from stillhouse.teachers.sampling import distinct
 from stillhouse.teachers.spec import DocumentRows
@@ -136,7 +136,7 @@ def test_any_draws_are_read_as_they_were_written(
     with safe_open(path, framework="pt") as file:
         for document, length in enumerate(lengths):
             for rows in (range(length), range(length - 1, length)):
-                part = Part(document, int(offsets[document]), rows)
+                part = StoredRows(document, int(offsets[document]), rows)
                 found = layout.read(file, part)
                 assert torch.equal(found["ids"], ids[part.slice])
                 assert torch.equal(found["counts"], counts[part.slice])

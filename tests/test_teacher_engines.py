@@ -13,18 +13,21 @@ import numpy as np
 import pytest
 import torch
 from faulty_proxy import proxy_to, reset
-from runs import forward_backward, save_model, session_of, write_run
+from runs import save_model, session_of, write_run
 from stub_engines import Engine, Handler, Sglang, Vllm, serving
+from teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from stillhouse.config import ConfigError
+from stillhouse.data import MicroBatch
 from stillhouse.objective import TopK
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.client.api import ServerInfo
 from stillhouse.teachers.client.vllm_api import VllmApi
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 from stillhouse.train.run import distill
+from stillhouse.train.session import Session
 
 RECORDED = Path(__file__).parent / "engines"
 TOKENS = np.array([5, 17, 250, 999, 3, 42])
@@ -41,21 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
     return Engine(folder / "teacher")
-
-
-def gradients(folder: Path, **settings: Any) -> tuple[float, dict[str, Tensor]]:
-    session = session_of(folder, cached="teacher.url" in settings, **settings)
-    loss = forward_backward(session).sums["loss"]
-    found = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
-    session.close()
-    return loss, found
-
-
-def assert_close(first: tuple[float, dict[str, Tensor]], second: tuple[float, dict[str, Tensor]]) -> None:
-    assert first[0] == pytest.approx(second[0], rel=1e-6)
-    assert first[1].keys() == second[1].keys()
-    for name, gradient in first[1].items():
-        torch.testing.assert_close(gradient, second[1][name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_a_recorded_answer_of_vllms_pooling_is_read() -> None:
@@ -123,18 +111,14 @@ def test_the_likeliest_ids_give_the_gradients_of_the_teachers_own(folder: Path, 
         if kind == "sglang":
             served["teacher.model"] = str(folder / "teacher")
         found = gradients(folder, **served)
-    live = session_of(folder)
-    own = live.shard(live.step_schedule.micro_batches(live.train, 0))
-    signals = []
-    for each in own:
-        exact = live.teacher.double().signal(**each.inputs)
-        log_p_TV = (exact.hidden_TE @ exact.head.weight_VD.T).log_softmax(1)
+
+    def likeliest(session: Session, micro_batch: MicroBatch) -> TopK:
+        log_p_TV = log_probs_TV(session, micro_batch, 1.0)
         best_TK, ids_TK = log_p_TV.topk(7)
         outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1)
-        signals.append(TopK(ids_TK, best_TK.float(), "bucket", outside_T.float(), 1.0))
-    loss = live.engine.forward_backward(own, signals, own.whole.normalizer).sums["loss"]
-    parameters = live.runner.named_parameters()
-    assert_close(found, (loss, {name: each.grad for name, each in parameters if each.grad is not None}))
+        return TopK(ids_TK, best_TK.float(), "bucket", outside_T.float(), 1.0)
+
+    assert_close(found, gradients_of_signals(folder, likeliest))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

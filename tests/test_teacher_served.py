@@ -25,12 +25,14 @@ from faulty_proxy import (
     truncated,
     with_body,
 )
-from runs import forward_backward, metrics, run, save_model, session_of, write_run
+from runs import metrics, run, save_model, session_of, write_run
 from safetensors.torch import load, load_file, save
 from serving import Server
+from teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
 from torch import Tensor
 
 from stillhouse.config import ConfigError
+from stillhouse.data import MicroBatch
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.cache.format import document_id
@@ -40,6 +42,7 @@ from stillhouse.teachers.sampling import draw, uniform_numbers
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 from stillhouse.teachers.wire import KEY
 from stillhouse.train.run import distill
+from stillhouse.train.session import Session
 
 #: requests of the proof at the start of a run
 PROOF = 3
@@ -63,24 +66,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("STILLHOUSE_CACHE", str(tmp_path_factory.getbasetemp() / "downloads"))
 
 
-def gradients(folder: Path, **settings: Any) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of a run's first step."""
-    session = session_of(folder, cached="teacher.url" in settings, **settings)
-    loss = forward_backward(session).sums["loss"]
-    found = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
-    session.close()
-    return loss, found
-
-
-def assert_close(first: tuple[float, dict[str, Tensor]], second: tuple[float, dict[str, Tensor]]) -> None:
-    assert first[0] == pytest.approx(second[0], rel=1e-6)
-    assert first[1].keys() == second[1].keys()
-    for name, gradient in first[1].items():
-        torch.testing.assert_close(
-            gradient, second[1][name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_hidden_states_give_the_gradients_of_the_live_teacher(folder: Path, server: str, temperature: float) -> None:
     settings = {"objective.temperature": temperature}
@@ -91,43 +76,37 @@ def test_hidden_states_give_the_gradients_of_the_live_teacher(folder: Path, serv
 def test_ids_give_the_gradients_of_a_signal_from_the_teachers_logits(folder: Path, server: str, kind: str) -> None:
     settings = {"objective.temperature": 2.0, "objective.loss": "reverse_kl"}
     found = gradients(folder, **{"teacher.url": server, "teacher.signal": kind, "teacher.top_k": 7}, **settings)
-    live = session_of(folder, **settings)
-    own = live.shard(live.step_schedule.micro_batches(live.train, 0))
-    signals: list[Signal] = []
-    for each in own:
-        exact = live.teacher.double().signal(**each.inputs)
-        log_p_TV = (exact.hidden_TE @ exact.head.weight_VD.T / 2.0).log_softmax(1)
+
+    def scored(session: Session, micro_batch: MicroBatch) -> Signal:
+        log_p_TV = log_probs_TV(session, micro_batch, 2.0)
         with torch.no_grad():
-            logits_TV = log_p_TV if kind == "top_k" else live.student(**each.inputs).flatten(0, 1)
-        ids_TK = logits_TV.topk(7).indices
+            chooser_TV = log_p_TV if kind == "top_k" else session.student(**micro_batch.inputs).flatten(0, 1)
+        ids_TK = chooser_TV.topk(7).indices
         outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1).float()
         make = TopK if kind == "top_k" else Chosen
-        signals.append(make(ids_TK, log_p_TV.gather(1, ids_TK).float(), "bucket", outside_T, 2.0))
-    loss = live.engine.forward_backward(own, signals, own.whole.normalizer).sums["loss"]
-    parameters = live.runner.named_parameters()
-    assert_close(found, (loss, {name: each.grad for name, each in parameters if each.grad is not None}))
+        return make(ids_TK, log_p_TV.gather(1, ids_TK).float(), "bucket", outside_T, 2.0)
+
+    assert_close(found, gradients_of_signals(folder, scored, **settings))
 
 
 def test_draws_give_the_gradients_of_the_same_draws_here(folder: Path, server: str) -> None:
     settings = {"objective.temperature": 2.0, "objective.loss": "forward_kl"}
     found = gradients(folder, **{"teacher.url": server, "teacher.signal": "sampled", "teacher.top_k": 11}, **settings)
-    live = session_of(folder, **settings)
-    own = live.shard(live.step_schedule.micro_batches(live.train, 0))
-    signals = []
-    for each in own:
-        exact, position_T = live.teacher.signal(**each.inputs), each.position_ids_BS.flatten()
+
+    def drawn(session: Session, micro_batch: MicroBatch) -> Sampled:
+        assert session.teacher is not None
+        exact, position_T = session.teacher.signal(**micro_batch.inputs), micro_batch.position_ids_BS.flatten()
         uniform_TM = torch.zeros(len(position_T), 11, dtype=torch.float64)
-        for document in each.document_T.unique().tolist():
-            rows_C = (each.document_T == document).nonzero()[:, 0]
+        for document in micro_batch.document_T.unique().tolist():
+            rows_C = (micro_batch.document_T == document).nonzero()[:, 0]
             if document >= 0:
-                tokens = own.whole.document_tokens(document)
+                tokens = session.train.documents.tokens(document)
                 numbers = uniform_numbers(document_id(tokens), range(len(tokens)), 11)
                 uniform_TM[rows_C] = torch.from_numpy(numbers)[position_T[rows_C]]
-        drawn = draw(exact.hidden_TE, exact.head, uniform_TM, 2.0)
-        signals.append(Sampled(drawn["ids"], drawn["counts"] / 11))
-    loss = live.engine.forward_backward(own, signals, own.whole.normalizer).sums["loss"]
-    parameters = live.runner.named_parameters()
-    assert_close(found, (loss, {name: each.grad for name, each in parameters if each.grad is not None}))
+        found = draw(exact.hidden_TE, exact.head, uniform_TM, 2.0)
+        return Sampled(found["ids"], found["counts"] / 11)
+
+    assert_close(found, gradients_of_signals(folder, drawn, **settings))
 
 
 def test_half_precision_on_the_wire_changes_gradients_by_its_rounding(folder: Path, server: str) -> None:
@@ -412,8 +391,5 @@ def test_a_cache_of_a_served_teacher_gives_its_gradients(
     assert f"of {folder / 'teacher'} for" in shown
     run("cache", "verify", tmp_path / "cache")
     live = {"teacher.url": server, "teacher.signal": signal, "teacher.top_k": 11 if signal == "sampled" else 64}
-    cached = session_of(folder, cached=True, **settings, **{"teacher.cache": str(tmp_path / "cache")})
-    loss = forward_backward(cached).sums["loss"]
-    parameters = cached.runner.named_parameters()
-    found = loss, {name: each.grad for name, each in parameters if each.grad is not None}
-    assert_close(found, gradients(folder, **settings, **live))
+    cached = {"teacher.cache": str(tmp_path / "cache")}
+    assert_close(gradients(folder, **settings, **cached), gradients(folder, **settings, **live))

@@ -170,11 +170,16 @@ def _decoded(content: bytes, what: str) -> tuple[dict[str, Any], dict[str, Tenso
     """The JSON of a body's header and its tensors."""
     with reading(f"{what} is not a safetensors body"):
         tensors = load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        options = json.loads(header["__metadata__"][KEY])
+        options = header_of(content)
         if not isinstance(options, dict):
             raise ValueError(f"'{KEY}' of its header is no object")
     return options, tensors
+
+
+def header_of(content: bytes) -> Any:
+    """The JSON that a safetensors body has under `KEY` in its header."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header["__metadata__"][KEY])
 
 
 def _options(signal: SignalSpec) -> dict[str, Any]:

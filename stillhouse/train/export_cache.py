@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stillhouse.config import RunConfig, yaml_text
 from stillhouse.teachers import SignalCache
-from stillhouse.teachers.cache.distillkit import CONFIGURATION, Compression, write_documents
+from stillhouse.teachers.cache.distillkit import CONFIGURATION, Compression, write_parquet
 from stillhouse.teachers.cache.format import document_id
 from stillhouse.train.files import atomic_folder
 from stillhouse.train.inputs import load_run_data
@@ -48,7 +48,7 @@ def export_distillkit(folder: Path, config: RunConfig, out: Path) -> Compression
                     yield tokens, cache.read_document(document_id(tokens), rows)
 
     with atomic_folder(out) as partial:
-        write_documents(partial / "data_0.parquet", compression, documents())
+        write_parquet(partial / "data_0.parquet", compression, documents())
         if stored:
             raise ValueError(f"{folder} has {len(stored):,} documents that are not in the data of this configuration")
         text = yaml_text.write_yaml(compression.as_dict())

@@ -14,7 +14,7 @@ from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.teachers import RemoteSignals, SignalCache, SignalStore
-from stillhouse.teachers.client import Wanted, connect, prove
+from stillhouse.teachers.client import SignalRequest, connect, prove
 from stillhouse.teachers.teacher_folder import files_of_head, head_of
 from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.inputs import RunData
@@ -35,7 +35,7 @@ def open_store(config: RunConfig) -> SignalStore | None:
             return SignalCache(Path(teacher.cache))
         store = connect(
             teacher.urls,
-            Wanted(teacher.signal, teacher.top_k, config.objective.temperature, teacher.dtype),
+            SignalRequest(teacher.signal, teacher.top_k, config.objective.temperature, teacher.dtype),
             api=teacher.api,
             model_folder=None if teacher.model is None else _teacher_files(teacher),
             timeout=teacher.timeout,

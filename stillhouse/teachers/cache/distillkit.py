@@ -159,7 +159,7 @@ def encode(compression: Compression, ids: Tensor, log_probs: Tensor) -> tuple[np
     return values.view(torch.uint8).numpy(), pack_rows(ids.numpy(), compression.id_bits)
 
 
-def write_documents(
+def write_parquet(
     path: Path, compression: Compression, documents: Iterator[tuple[np.ndarray, dict[str, Tensor]]]
 ) -> None:
     """Write a Parquet file. documents: the token ids and the tensors of "top_k" of each, without the last row."""

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.config.teacher import CACHED
-from stillhouse.teachers.cache.layout import Layout, layout_of
+from stillhouse.teachers.cache.layout import ShardLayout, layout_of
 from stillhouse.teachers.spec import SignalSpec
 
 FORMAT = 2
@@ -70,7 +70,7 @@ class Manifest:
         layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardLayout:
         return layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
 
     @property
@@ -133,7 +133,7 @@ def target_rows(targets: np.ndarray) -> range:
 
 
 def shard_tensors(
-    layout: Layout, documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]
+    layout: ShardLayout, documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """All tensors of a shard. documents: the id and the stored rows of each. tensors: the signal of these rows."""
     offsets = np.concatenate([[0], np.cumsum([len(rows) for _, rows in documents])]).astype(np.int64)

@@ -27,7 +27,7 @@ from stillhouse.teachers.spec import SignalSpec
 TensorForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class Part(NamedTuple):
+class StoredRows(NamedTuple):
     """Some rows of a document. document: its number in the shard. start: its first row in the shard.
 
     rows: the rows that are wanted, counted from `start`.
@@ -42,7 +42,7 @@ class Part(NamedTuple):
         return slice(self.start + self.rows.start, self.start + self.rows.stop)
 
 
-class Layout(Protocol):
+class ShardLayout(Protocol):
     """The form of a signal in a shard. `file`: an opened safetensors file."""
 
     @property
@@ -58,12 +58,12 @@ class Layout(Protocol):
         """The tensors of a shard from those of the signal. offsets: [D+1], where each document's rows begin."""
         ...
 
-    def read(self, file: Any, part: Part) -> dict[str, Tensor]:
+    def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         """The tensors of the signal. Raises ValueError if the shard's tensors do not fit each other."""
         ...
 
 
-def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) -> Layout:
+def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) -> ShardLayout:
     """width: of the teacher. vocabulary: V. Raises ValueError for hidden states, which have no packed form."""
     if not packed:
         return Plain(spec, width)
@@ -87,7 +87,7 @@ class Plain:
     def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
         return dict(tensors)
 
-    def read(self, file: Any, part: Part) -> dict[str, Tensor]:
+    def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         return {name: _rows(file, name, part) for name in self.forms()}
 
 
@@ -121,7 +121,7 @@ class PackedIds:
         strings = pack_rows(ids.numpy() - self._least, self._bits)
         return {**tensors, "ids": torch.from_numpy(strings)}
 
-    def read(self, file: Any, part: Part) -> dict[str, Tensor]:
+    def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
         found = {name: _rows(file, name, part) for name in self.forms()}
         (entries,), _ = self.spec.tensors(0)["ids"]
         ids = unpack_rows(found["ids"].numpy(), entries, self._bits).astype(np.int64) + self._least
@@ -176,8 +176,8 @@ class PackedDraws:
             "pair_offsets": torch.from_numpy(starts[offsets].astype(np.int64)),
         }
 
-    def read(self, file: Any, part: Part) -> dict[str, Tensor]:
-        until = Part(part.document, part.start, range(part.rows.stop))
+    def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
+        until = StoredRows(part.document, part.start, range(part.rows.stop))
         distinct = _rows(file, "distinct", until).numpy().astype(np.int64)
         if distinct.size and distinct.max() > self.draws:
             raise ValueError(f"'distinct' has {distinct.max()} ids in a row of {self.draws} draws")
@@ -210,7 +210,7 @@ def bytes_for_each(numbers: np.ndarray, width: int) -> np.ndarray:
     return -(-numbers.astype(np.int64) * width // 8)
 
 
-def _rows(file: Any, name: str, part: Part) -> Tensor:
+def _rows(file: Any, name: str, part: StoredRows) -> Tensor:
     found: Tensor = file.get_slice(name)[part.slice]
     if len(found) != len(part.rows):
         raise ValueError(f"'{name}' ends before the last row")

@@ -32,7 +32,7 @@ from stillhouse.teachers.cache.format import (
     shard_name,
     target_rows,
 )
-from stillhouse.teachers.cache.layout import Part
+from stillhouse.teachers.cache.layout import StoredRows
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
 
@@ -147,7 +147,7 @@ class SignalCache:
             )
         self._verify(stored.shard)
         path, first = self.folder / shard_name(stored.shard), stored.rows.start
-        part = Part(stored.number, stored.start, range(rows.start - first, rows.stop - first))
+        part = StoredRows(stored.number, stored.start, range(rows.start - first, rows.stop - first))
         with reading(f"{path} is damaged: write the cache again"):
             found = self._layout.read(self._files[stored.shard], part)
         if problem := problem_in(self.signal, self.manifest.vocabulary, found):

@@ -6,6 +6,6 @@ of signals. `download.py`: the teacher's tokenizer and head. `proof.py`: what is
 
 from stillhouse.teachers.client.pool import ServerError
 from stillhouse.teachers.client.proof import Proof, prove
-from stillhouse.teachers.client.remote import RemoteSignals, Wanted, connect
+from stillhouse.teachers.client.remote import RemoteSignals, SignalRequest, connect
 
-__all__ = ["Proof", "RemoteSignals", "ServerError", "Wanted", "connect", "prove"]
+__all__ = ["Proof", "RemoteSignals", "ServerError", "SignalRequest", "connect", "prove"]

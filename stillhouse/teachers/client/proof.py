@@ -269,7 +269,7 @@ def _cross_entropy(
             of_next_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
             losses.append(-torch.where(is_next_NK.any(1), of_next_N, outside_N))
     if losses:
-        mean = float(torch.cat(losses).mean())
+        mean = float(torch.cat(losses).detach().mean())
         uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"
         yield f"cross-entropy {mean:.2f} nats per token{uniform}"
 

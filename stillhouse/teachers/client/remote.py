@@ -34,7 +34,7 @@ APIS: tuple[Api, ...] = (StillhouseApi(), VllmApi(), SglangApi())
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SignalRequest:
     """What a run wants of a server. dtype: "auto" is that of the teacher's saved weights."""
 
     signal: SignalKind = "hidden"
@@ -155,7 +155,7 @@ class RemoteSignals:
 
 def connect(
     urls: Sequence[str],
-    wanted: Wanted,
+    wanted: SignalRequest,
     *,
     api: str = "auto",
     model_folder: Path | None = None,
@@ -177,7 +177,7 @@ def connect(
     return store
 
 
-def _connected(pool: ServerPool, wanted: Wanted, api: str, model_folder: Path | None) -> RemoteSignals:
+def _connected(pool: ServerPool, wanted: SignalRequest, api: str, model_folder: Path | None) -> RemoteSignals:
     urls = [each.url for each in pool.servers]
     chosen = _api_of(pool, urls[0], api)
     servers = [chosen.describe(pool, url) for url in urls]
@@ -219,7 +219,7 @@ def _require_same(first: ServerInfo, other: ServerInfo) -> None:
             )
 
 
-def _require_signal(api: Api, servers: Sequence[ServerInfo], wanted: Wanted) -> None:
+def _require_signal(api: Api, servers: Sequence[ServerInfo], wanted: SignalRequest) -> None:
     for server in servers:
         known = api.signals if server.signals is None else server.signals
         if wanted.signal not in known:
@@ -236,7 +236,7 @@ def _require_signal(api: Api, servers: Sequence[ServerInfo], wanted: Wanted) -> 
         )
 
 
-def _spec(wanted: Wanted, saved_dtype: str) -> SignalSpec:
+def _spec(wanted: SignalRequest, saved_dtype: str) -> SignalSpec:
     if wanted.signal != "hidden":
         return SignalSpec(wanted.signal, "float32", wanted.top_k, wanted.temperature)
     dtype = saved_dtype if wanted.dtype == "auto" else wanted.dtype

@@ -19,9 +19,9 @@ from torch import Tensor
 from stillhouse.parallel import Mesh
 from stillhouse.teachers.server.scorer import Part, Ranked, Scorer
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
+from stillhouse.teachers.wire import KEY, header_of
 
 _NOTHING, _END = 0, -1
-_KEY = "batch"
 
 
 class Ranks:
@@ -75,16 +75,15 @@ def _encoded(parts: Sequence[Part]) -> bytes:
     wanted = [
         {"ranked": part.wanted.top_k} if isinstance(part.wanted, Ranked) else asdict(part.wanted) for part in parts
     ]
-    return save(tensors, {_KEY: json.dumps(wanted)})
+    return save(tensors, {KEY: json.dumps(wanted)})
 
 
 def _decoded(content: bytes) -> list[Part]:
     tensors = load(content)
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     token_ids, bounds = tensors["token_ids"].numpy(), tensors["offsets"].tolist()
     parts = []
     for number, ((start, stop), rows, wanted) in enumerate(
-        zip(pairwise(bounds), tensors["rows"].tolist(), json.loads(header["__metadata__"][_KEY]), strict=True)
+        zip(pairwise(bounds), tensors["rows"].tolist(), header_of(content), strict=True)
     ):
         document = DocumentRows(token_ids[start:stop], range(*rows), tensors.get(f"ids.{number}"))
         parts.append(Part(document, Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)))
