@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import httpx2
@@ -69,6 +70,9 @@ class RemoteSignals:
         self.prove_every = 0
         self.proof: Proof | None = None
         self._reads = count(1)
+        self._proving = Lock()
+        #: servers that were away and are not proven yet; they stay here if the proof fails
+        self._unproven: set[str] = set()
 
     @property
     def may_take_long(self) -> bool:
@@ -108,11 +112,21 @@ class RemoteSignals:
         if self.prove is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
             self.prove([each.url for each in self.servers if not self.pool.is_failing(each.url)])
         found = self.scores(wanted)
-        # a server that was away may have come back with other weights: its answers are not used before it is proven
-        returned = self.pool.take_returned()
-        if self.prove is not None and returned and self.servers[0].identity is None:
-            self.prove(returned)
+        self._prove_returned()
         return found
+
+    def _prove_returned(self) -> None:
+        """Prove servers that were away: they may have come back with other weights.
+
+        All readings wait for the proof, so that none of them uses an answer of a server that is not proven.
+        """
+        if self.prove is None or self.servers[0].identity is not None:
+            return
+        with self._proving:
+            self._unproven.update(self.pool.take_returned())
+            if self._unproven:
+                self.prove(sorted(self._unproven))
+                self._unproven.clear()
 
     def scores(
         self,
