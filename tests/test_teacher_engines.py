@@ -127,7 +127,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "gives top_k only at temperature 1, whatever it is asked for; the objective has temperature 2",
     ),
     "a cap below K": ({"teacher.signal": "top_k", "teacher.top_k": 65}, "greater than max allowed: 64"),
-    "hidden states without the head": ({}, "need the teacher's output head: expected teacher.model"),
+    "hidden states without the head": (
+        {},
+        "teacher.model: is missing: hidden states from vllm need",
+    ),
     "chosen ids": ({"teacher.signal": "chosen"}, "(vllm) cannot give the signal chosen: expected hidden or top_k"),
     "another engine than is said": ({"teacher.api": "stillhouse"}, "/v1/info answers 404"),
 }
@@ -143,7 +146,7 @@ def test_what_vllm_cannot_give_is_refused(folder: Path, engine: Engine, case: st
 def test_an_engine_without_a_tokenizer_needs_the_model(folder: Path) -> None:
     with serving(Vllm, Engine(folder / "teacher", has_tokenizer=False)) as url:
         settings = {"teacher.url": url, "teacher.signal": "top_k", "teacher.top_k": 7}
-        with pytest.raises(ConfigError, match=r"teacher.url: .* does not tell its tokenizer"):
+        with pytest.raises(ConfigError, match=r"teacher.model: is missing: .* does not tell its tokenizer"):
             session_of(folder, cached=True, **settings)
         session_of(folder, cached=True, **settings, **{"teacher.model": str(folder / "teacher")}).close()
 

@@ -201,7 +201,7 @@ def test_another_tokenizer_template_or_end_is_refused(folder: Path, tmp_path: Pa
         with Server(changed) as started:
             settings: dict[str, Any] = {"teacher.url": started.url}
             if name == "eos":
-                with pytest.raises(ValueError, match=rf"teacher.accept=\[{name}\]"):
+                with pytest.raises(ValueError, match=f"teacher.accept: .* {name} in this list"):
                     session_of(folder, cached=True, **settings)
             session_of(folder, cached=True, **settings, **{"teacher.accept": [name]}).close()
 

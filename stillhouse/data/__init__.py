@@ -5,7 +5,6 @@ from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro
 from stillhouse.data.packing import PackedMicroBatches, PackedSequences
 from stillhouse.data.reading import DataError, read_records
 from stillhouse.data.tokenizers import (
-    check_same_conversation,
     check_same_tokenizer,
     check_vocabulary,
     load_tokenizer,
@@ -20,7 +19,6 @@ __all__ = [
     "PackedMicroBatches",
     "PackedSequences",
     "StepMicroBatches",
-    "check_same_conversation",
     "check_same_tokenizer",
     "check_vocabulary",
     "load_documents",

@@ -10,7 +10,7 @@ the student's are used. A head may have more rows than there are tokens (padding
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -75,27 +75,6 @@ def check_same_tokenizer(student: PreTrainedTokenizerBase, teacher: PreTrainedTo
             "choose a teacher and a student that share one tokenizer"
         )
     return list(_role_warnings(student, teacher))
-
-
-def check_same_conversation(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str]
-) -> None:
-    """Raise ValueError if the teacher was made for another chat template or another end of sequence.
-
-    Such a teacher answers, but as to a text that it has never seen. accepted: "chat_template" and "eos", if that
-    difference is wanted.
-    """
-    if "eos" not in accepted and student.eos_token != teacher.eos_token:
-        raise ValueError(
-            f"the end-of-sequence token is {student.eos_token!r} for the student and {teacher.eos_token!r} for the "
-            "teacher: expected the same one, or teacher.accept=[eos] if this is meant"
-        )
-    templates = [each.chat_template for each in (student, teacher)]
-    if "chat_template" not in accepted and None not in templates and templates[0] != templates[1]:
-        raise ValueError(
-            "student and teacher have different chat templates, and the data is written with the student's: expected "
-            "the same template, or teacher.accept=[chat_template] if this is meant"
-        )
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

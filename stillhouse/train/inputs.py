@@ -1,5 +1,6 @@
 """Loads the tokenizers and the data, which a run needs before its models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -8,7 +9,6 @@ from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfi
 from stillhouse.data import (
     Documents,
     PackedSequences,
-    check_same_conversation,
     check_same_tokenizer,
     load_documents,
     load_tokenizer,
@@ -73,8 +73,31 @@ def load_tokenizers(config: RunConfig, store: SignalStore | None = None) -> tupl
     other = load_tokenizer(str(store.teacher_folder))
     warnings = check_same_tokenizer(tokenizer, other)
     if teacher.url is not None:
-        check_same_conversation(tokenizer, other, teacher.accept)
+        _require_same_conversation(tokenizer, other, teacher.accept)
     return tokenizer, warnings
+
+
+def _require_same_conversation(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str]
+) -> None:
+    """Raise ConfigError if the teacher was made for another chat template or another end of sequence.
+
+    Such a teacher answers, but as to a text that it has never seen. accepted: the differences that are wanted.
+    """
+    key = "teacher.accept"
+    if "eos" not in accepted and student.eos_token != teacher.eos_token:
+        raise ConfigError(
+            key,
+            f"the end-of-sequence token is {student.eos_token!r} for the student and {teacher.eos_token!r} for the "
+            "teacher: expected the same one, or eos in this list if the difference is meant",
+        )
+    templates = [each.chat_template for each in (student, teacher)]
+    if "chat_template" not in accepted and None not in templates and templates[0] != templates[1]:
+        raise ConfigError(
+            key,
+            "student and teacher have different chat templates, and the data is written with the student's: expected "
+            "the same template, or chat_template in this list if the difference is meant",
+        )
 
 
 def load_data(

@@ -14,7 +14,7 @@ from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.teachers import RemoteSignals, SignalCache, SignalStore
-from stillhouse.teachers.client import SignalRequest, connect, prove
+from stillhouse.teachers.client import NeedsModelError, SignalRequest, connect, prove
 from stillhouse.teachers.teacher_folder import files_of_head, head_of
 from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.inputs import RunData
@@ -42,6 +42,8 @@ def open_store(config: RunConfig) -> SignalStore | None:
             token=os.environ.get(TOKEN),
             warn=lambda line: log_rank0(f"warning: {line}"),
         )
+    except NeedsModelError as error:
+        raise ConfigError("teacher.model", f"is missing: {error}") from error
     except ValueError as error:
         raise ConfigError(_key(teacher), str(error)) from error
     return store
@@ -62,18 +64,20 @@ def require_signals(config: RunConfig, data: RunData, store: SignalStore, device
         )
     if signal.kind == "sampled" and parse_objective(config.objective.loss).divergence not in (None, forward_kl()):
         raise ConfigError("objective.loss", f"got {config.objective.loss!r}: draws can only estimate forward_kl")
-    problem = ""
+    problem: tuple[str, str] | None = None
     try:
         for name, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
             if sequences is not None:
                 store.require(sequences.documents, name)
         if isinstance(store, RemoteSignals):
             _prove(config.teacher, data, store, device)
+    except NeedsModelError as error:
+        problem = "teacher.model", f"is missing: {error}"
     except (ValueError, OSError) as error:
-        problem = str(error)
+        problem = key, str(error)
     # all ranks stop together if one of them finds something
     if problems := [each for each in from_all_ranks(problem, device) if each]:
-        raise ConfigError(key, problems[0])
+        raise ConfigError(*problems[0])
 
 
 def _prove(teacher: TeacherConfig, data: RunData, store: RemoteSignals, device: torch.device) -> None:

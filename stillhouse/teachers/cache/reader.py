@@ -109,11 +109,11 @@ class SignalCache:
         missing = [number for number in range(len(documents)) if not self._covers(documents, number)]
         if missing:
             known = document_id(documents.tokens(missing[0])) in self._documents
-            why = "rows of it are missing; was it written with other objective.tokens?" if known else "it is absent"
+            why = "rows of it are missing; was it written for other target tokens?" if known else "it is absent"
             raise ValueError(
                 f"{self.folder} lacks {len(missing):,} of the {len(documents):,} documents of {what}, the first is "
                 f"{documents.sources[missing[0]]} ({why}); expected a cache of this data, with the same tokenizer, "
-                "template and data.max_tokens"
+                "template and longest document"
             )
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:

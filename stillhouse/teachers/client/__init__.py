@@ -4,8 +4,9 @@
 of signals. `download.py`: the teacher's tokenizer and head. `proof.py`: what is proven before the first step.
 """
 
+from stillhouse.teachers.client.api import NeedsModelError
 from stillhouse.teachers.client.pool import ServerError
 from stillhouse.teachers.client.proof import Proof, prove
 from stillhouse.teachers.client.remote import RemoteSignals, SignalRequest, connect
 
-__all__ = ["Proof", "RemoteSignals", "ServerError", "SignalRequest", "connect", "prove"]
+__all__ = ["NeedsModelError", "Proof", "RemoteSignals", "ServerError", "SignalRequest", "connect", "prove"]

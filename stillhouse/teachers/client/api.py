@@ -18,6 +18,10 @@ Scores = list[dict[str, Tensor]]
 NumberedCall = tuple[Sequence[int], Call[Scores]]
 
 
+class NeedsModelError(ValueError):
+    """A server does not offer what the run needs of the teacher's files, so that the run must have the model."""
+
+
 @dataclass(frozen=True)
 class ServerInfo:
     """What a server says of itself; None is what it does not say.

@@ -22,6 +22,7 @@ from stillhouse.data import Documents
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import OutputHead, linear_log_probs
+from stillhouse.teachers.client.api import NeedsModelError
 from stillhouse.teachers.client.pool import ServerError
 from stillhouse.teachers.client.remote import RemoteSignals
 from stillhouse.teachers.compare import largest_difference, row_differences
@@ -123,7 +124,7 @@ def prove(
     if local is not None:
         findings.append(_prove_local(store, spec, probes, first, local))
     elif store.servers[0].identity is None:
-        findings.append("its weights were not compared (teacher.prove=always does that)")
+        findings.append("its weights were not compared with files here")
     return Proof(store, spec, probes, first, findings)
 
 
@@ -161,9 +162,9 @@ def _prove_tokenizer(
     for server in store.servers:
         found = store.api.tokenize(store.pool, server, text)
         if found is None:
-            raise ValueError(
-                f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it: expected "
-                "teacher.model, the model that the server has loaded"
+            raise NeedsModelError(
+                f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; expected the "
+                "model that the server has loaded"
             )
         if found != expected:
             at = next((at for at, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), -1)
@@ -288,7 +289,7 @@ def _prove_local(
     if not worst < (1e-3 if is_float32 else SAME):
         raise ValueError(
             f"{store.name} and the model in this process give different signals for the same tokens (they differ by "
-            f"{worst:.2g}): expected the same weights; teacher.prove=never leaves out this comparison"
+            f"{worst:.2g}): expected the same weights"
         )
     return f"it differs from the same model in this process by at most {worst:.1e}"
 

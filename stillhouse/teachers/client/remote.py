@@ -20,7 +20,7 @@ from stillhouse.data.tokenizers import MOST_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint
 from stillhouse.teachers.cache.content import problem_in
-from stillhouse.teachers.client.api import Api, Scores, ServerInfo
+from stillhouse.teachers.client.api import Api, NeedsModelError, Scores, ServerInfo
 from stillhouse.teachers.client.download import download_teacher
 from stillhouse.teachers.client.pool import Call, ServerPool
 from stillhouse.teachers.client.sglang_api import SglangApi
@@ -105,7 +105,7 @@ class RemoteSignals:
             raise DataError(
                 documents.sources[int(beyond[0])],
                 f"{tokens:,} tokens of {what}, but the teacher's server scores at most {longest:,.0f}: start it with "
-                "a longer limit, or lower data.max_tokens",
+                "a longer limit, or cut the documents",
             )
 
     def read(self, wanted: Sequence[DocumentRows]) -> Scores:
@@ -200,9 +200,9 @@ def _connected(pool: ServerPool, wanted: SignalRequest, api: str, model_folder: 
     _require_signal(chosen, servers, wanted)
     folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
     if wanted.signal == "hidden" and folder is None:
-        raise ValueError(
-            f"hidden states from {chosen.name} need the teacher's output head: expected teacher.model, the model "
-            "that the server has loaded"
+        raise NeedsModelError(
+            f"hidden states from {chosen.name} need the teacher's output head; expected the model that the server has "
+            "loaded"
         )
     width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
     if folder is not None:

@@ -24,7 +24,7 @@ _NO_POOLING = (
     "this vLLM generates text; expected one that was started with --runner pooling --convert embed --pooler-config "
     """'{"task":"token_embed","use_activation":false}'"""
 )
-_NO_COMPLETIONS = "this vLLM pools; expected one that generates text, or teacher.signal=hidden"
+_NO_COMPLETIONS = "this vLLM pools; expected one that generates text, or the signal hidden"
 
 
 class _Model(BaseModel):
