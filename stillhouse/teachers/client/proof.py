@@ -163,8 +163,8 @@ def _prove_tokenizer(
         found = store.api.tokenize(store.pool, server, text)
         if found is None:
             raise NeedsModelError(
-                f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; expected the "
-                "model that the server has loaded"
+                f"{server.url} does not tell its tokenizer, and an id beyond its vocabulary may stop it; expected "
+                "the model that the server has loaded"
             )
         if found != expected:
             at = next((at for at, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), -1)

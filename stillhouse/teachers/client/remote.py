@@ -201,8 +201,8 @@ def _connected(pool: ServerPool, wanted: SignalRequest, api: str, model_folder: 
     folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
     if wanted.signal == "hidden" and folder is None:
         raise NeedsModelError(
-            f"hidden states from {chosen.name} need the teacher's output head; expected the model that the server has "
-            "loaded"
+            f"hidden states from {chosen.name} need the teacher's output head; expected the model that the server "
+            "has loaded"
         )
     width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
     if folder is not None:
