@@ -93,7 +93,8 @@ def cli(context: click.Context) -> None:
     stillhouse demo                          distill a small model, in minutes, without a download
     stillhouse check run.yaml                check everything before a long run
     stillhouse distill run.yaml train.learning_rate=2e-5
-    stillhouse cache run.yaml --out caches/a  write the teacher's signals once, for many runs
+    stillhouse cache run.yaml --out caches/a write the teacher's signals once, for many runs
+    stillhouse serve Qwen/Qwen3-8B           serve a teacher to runs on other machines
     stillhouse serve Qwen/Qwen3-8B           answer requests for a teacher's signals
     stillhouse report runs/a
     stillhouse verify runs/a                 check the folder of a run
