@@ -95,7 +95,6 @@ def cli(context: click.Context) -> None:
     stillhouse distill run.yaml train.learning_rate=2e-5
     stillhouse cache run.yaml --out caches/a write the teacher's signals once, for many runs
     stillhouse serve Qwen/Qwen3-8B           serve a teacher to runs on other machines
-    stillhouse serve Qwen/Qwen3-8B           answer requests for a teacher's signals
     stillhouse report runs/a
     stillhouse verify runs/a                 check the folder of a run
     """
