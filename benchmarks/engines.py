@@ -122,11 +122,8 @@ def trained(folder: Path, name: str, **settings: Any) -> tuple[list[float], dict
         "device": "cpu",
         "out": str(folder / name),
     } | settings
-    layer: dict[str, Any] = {}
-    for key, value in given.items():
-        section, _, field = key.rpartition(".")
-        (layer.setdefault(section, {}) if section else layer)[field] = value
-    out = distill(load_config(None, settings=layer))
+    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    out = distill(load_config(None, overrides))
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [each["loss/total_nats_per_token"] for each in records if "loss/total_nats_per_token" in each]
     return losses, load_file(out / "model/model.safetensors")

@@ -139,11 +139,8 @@ def configuration(folder: Path, seed: int, steps: int, settings: dict[str, Any])
         "out": str(folder / "unused"),
         "seed": seed,
     } | settings
-    layer: dict[str, Any] = {}
-    for key, value in given.items():
-        section, _, field = key.rpartition(".")
-        (layer.setdefault(section, {}) if section else layer)[field] = value
-    return load_config(None, settings=layer)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    return load_config(None, overrides)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,14 @@ collect_ignore = (
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What runs fetch from servers goes to a temporary folder, not to that of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STILLHOUSE_CACHE", str(tmp_path_factory.getbasetemp() / "downloads"))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def ranks_rest() -> Iterator[None]:
     """End idle ranks after a module, because their threads cost time."""

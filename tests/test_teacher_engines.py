@@ -12,7 +12,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from faulty_proxy import proxy_to, reset
+from faulty_proxy import busy, proxy_to, reset
 from runs import save_model, session_of, write_run
 from stub_engines import Engine, Handler, Sglang, Vllm, serving
 from teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
@@ -23,6 +23,7 @@ from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
 from stillhouse.objective import TopK
 from stillhouse.teachers import SignalsLostError
+from stillhouse.teachers.client import proof
 from stillhouse.teachers.client.api import ServerInfo
 from stillhouse.teachers.client.vllm_api import VllmApi
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
@@ -215,6 +216,32 @@ def test_a_server_that_comes_back_with_another_teacher_is_found(folder: Path, tm
         proxy.upstream, proxy.faults = second, [reset]
         with pytest.raises(SignalsLostError, match="no longer gives the signals that it gave at the start"):
             session.source.request(own).result()
+        session.close()
+
+
+def test_no_answer_of_a_returned_server_is_used_before_it_is_proven(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers a step, and is then too busy for the proof."""
+    monkeypatch.setattr(proof, "REPEAT_SECONDS", 0.3)
+    save_model(tmp_path / "other", "qwen3", seed=9)
+    settings = {"teacher.model": str(folder / "teacher"), "teacher.prove": "never"}
+    with (
+        serving(Vllm, Engine(folder / "teacher")) as first,
+        serving(Vllm, Engine(tmp_path / "other")) as second,
+        proxy_to(first) as (proxy, url),
+    ):
+        session = session_of(folder, cached=True, **{"teacher.url": url}, **settings)
+        own = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        before = proxy.scored
+        session.source.request(own).result()
+        requests = proxy.scored - before
+        proxy.upstream = second
+        proxy.after(requests, [busy] * 8)
+        proxy.faults.insert(0, reset)
+        with pytest.raises(SignalsLostError, match="no longer gives the signals that it gave at the start"):
+            session.source.request(own).result()
+        assert proxy.scored - before > 3 * requests
         session.close()
 
 

@@ -61,11 +61,6 @@ def server(folder: Path) -> Iterator[str]:
         yield started.url
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STILLHOUSE_CACHE", str(tmp_path_factory.getbasetemp() / "downloads"))
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_hidden_states_give_the_gradients_of_the_live_teacher(folder: Path, server: str, temperature: float) -> None:
     settings = {"objective.temperature": temperature}

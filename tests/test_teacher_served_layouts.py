@@ -34,11 +34,6 @@ def server(workspace: Path) -> Iterator[str]:
         yield started.url
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STILLHOUSE_CACHE", str(tmp_path_factory.getbasetemp() / "downloads"))
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 

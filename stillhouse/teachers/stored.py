@@ -6,6 +6,7 @@ of a run do not matter to it.
 B rows of S tokens, T = B·S, E the teacher's width, K ids per token.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -25,8 +26,8 @@ from stillhouse.preemption import requested
 from stillhouse.teachers.source import PendingSignals
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
-#: while signals are waited for, seconds between two looks whether the process is to stop
-SECONDS_BETWEEN_LOOKS = 0.5
+#: while signals are waited for: seconds between two looks whether the process is to stop, and how long it waits on
+SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
 #: the tensors of a step's micro-batches
 StepTensors = list[dict[str, Tensor]]
 
@@ -54,7 +55,7 @@ class SignalStore(Protocol):
 
     @property
     def may_take_long(self) -> bool:
-        """Whether `read` may take longer than a step may, without being hung."""
+        """Whether `read` may take longer than a step may, without being hung. The same on all processes."""
         ...
 
     @property
@@ -125,12 +126,18 @@ class StoredTeacher:
         error, found = "", StepTensors()
         if reading is not None:
             try:
-                while not reading.done() and not requested():
+                stopping_since = None
+                while not reading.done():
+                    if requested():
+                        stopping_since = stopping_since or time.monotonic()
+                        if time.monotonic() - stopping_since > SECONDS_TO_STOP:
+                            break
                     wait([reading], timeout=SECONDS_BETWEEN_LOOKS)
                 if reading.done():
                     found = reading.result()
                 else:
                     error = "a signal came while the run waited for the teacher"
+            # torch's errors, too: the other processes wait for this one below
             except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__
         mesh = self.runner.mesh

@@ -33,9 +33,9 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
         save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def head_of(folder: Path) -> Decoder:
+def head_of(folder: Path | str, dtype: str = "auto") -> Decoder:
     """The output head of a model's folder, on the CPU; no layers are read."""
-    decoder = only_head(partial(empty_decoder, str(folder), dtype="auto"))()
+    decoder = only_head(partial(empty_decoder, str(folder), dtype=dtype))()
     load_weights(decoder, str(folder), torch.device("cpu"))
     return decoder
 

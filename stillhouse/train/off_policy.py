@@ -107,10 +107,11 @@ def _saving_when_signals_are_lost(
     try:
         yield
     except SignalsLostError as error:
-        path = folder.checkpoints / folder_name(progress.step)
-        if progress.step == 0 or from_all_ranks(path.exists(), session.device)[0]:
+        if progress.step == 0:
             raise
-        saved = _save(session, folder, progress, log)
+        saved = folder.checkpoints / folder_name(progress.step)
+        if not from_all_ranks(saved.exists(), session.device)[0]:
+            saved = _save(session, folder, progress, log)
         if stopped_by := agreed_signal(session.runner.mesh):
             destroy_process_group()
             raise Preempted(stopped_by, progress.step, saved) from error

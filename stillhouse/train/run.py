@@ -10,7 +10,7 @@ from stillhouse.teachers import RemoteSignals, SignalsLostError
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
 from stillhouse.train.build import model_fingerprints
 from stillhouse.train.export import save_merged, save_student
-from stillhouse.train.files import atomic_folder, file_names, hashes
+from stillhouse.train.files import UNFINISHED, atomic_folder, explained_write_errors, file_names, flush, hashes
 from stillhouse.train.folder import (
     HASHES,
     RunFolder,
@@ -78,7 +78,11 @@ def _require_same_teacher(session: Session, folder: RunFolder) -> None:
             elif any(folder.checkpoints.glob("step-*")):
                 raise ValueError(f"{path} is missing: whether the teacher is still the same cannot be checked")
             else:
-                store.proof.save(path)
+                partial = path.with_name(path.name + UNFINISHED)
+                with explained_write_errors(path):
+                    store.proof.save(partial)
+                    flush(partial)
+                    partial.rename(path)
         except ValueError as error:
             problem = str(error)
     if problem := from_all_ranks(problem, session.device)[0]:

@@ -89,8 +89,7 @@ class SignalCache:
 
     @property
     def may_take_long(self) -> bool:
-        """Until every shard has been compared with its hash."""
-        return len(self._verified) < self.manifest.shards
+        return False  # a step touches a few shards; a file system that does not answer is found by the watchdog
 
     @property
     def name(self) -> str:

@@ -52,17 +52,20 @@ class Proof:
     answers: Sequence[dict[str, Tensor]]
     findings: Sequence[str]
 
-    def repeat(self, urls: Sequence[str]) -> None:
+    def repeat(self, urls: Sequence[str]) -> set[str]:
         """Raise ValueError if one of these servers no longer answers what the servers answered at the start.
 
-        A server that does not answer at all is left out.
+        Returns those that are proven; a server that does not answer at all is not among them.
         """
+        proven: set[str] = set()
         for url in urls:
             try:
                 found = self.store.scores(self.probes, url=url, spec=self.spec, timeout=REPEAT_SECONDS)
             except ServerError:
-                continue  # it gives no wrong signals either, and is proven when it comes back
+                continue
             self._require_same(found, f"{url} no longer gives the signals that it gave at the start")
+            proven.add(url)
+        return proven
 
     def compare(self, path: Path) -> None:
         """Raise ValueError if the servers do not give what they gave when `save` wrote this file."""
@@ -71,16 +74,20 @@ class Proof:
             before = [
                 {name: tensors[f"{number} {name}"] for name in answer} for number, answer in enumerate(self.answers)
             ]
+            if any(
+                one[name].shape != other[name].shape
+                for one, other in zip(before, self.answers, strict=True)
+                for name in one
+            ):
+                raise ValueError("it is of another run")
         self._require_same(before, f"{self.store.name} does not give the signals that it gave when this run began")
 
     def save(self, path: Path) -> None:
         """Write the answers, so that a resumed run finds another teacher behind the same address."""
-        partial = path.with_name(f"{path.name}.partial")
         named = {
             f"{number} {name}": each for number, answer in enumerate(self.answers) for name, each in answer.items()
         }
-        save_file({name: each.contiguous() for name, each in named.items()}, partial)
-        partial.replace(path)
+        save_file({name: each.contiguous() for name, each in named.items()}, path)
 
     def _require_same(self, other: Sequence[dict[str, Tensor]], what: str) -> None:
         worst = largest_difference(self.answers, other)
@@ -225,7 +232,7 @@ def _changed(document: DocumentRows, place: int, probes: Sequence[DocumentRows])
     tokens = document.tokens.copy()
     known = np.unique(np.concatenate([each.tokens for each in probes]))
     others = known[known != tokens[place]]
-    tokens[place] = others[place % len(others)] if len(others) else (tokens[place] + 1) % max(2, int(known[0]) + 1)
+    tokens[place] = others[place % len(others)] if len(others) else int(tokens[place] == 0)
     return replace(document, tokens=tokens)
 
 

@@ -50,7 +50,8 @@ class RemoteSignals:
     spec: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
     vocabulary: the rows of the teacher's head; None if unknown.
     prove, prove_every: `prove` is called with URLs of servers before every n-th reading (0: never), and with those
-    that answer again after they had failed, unless every answer has the teacher's hash.
+    that answer again after they had failed, unless every answer has the teacher's hash. It raises ValueError for a
+    wrong server, and returns the servers that are proven.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class RemoteSignals:
     ):
         self.pool, self.api, self.servers = pool, api, servers
         self.signal, self.width, self.vocabulary, self.teacher_folder = spec, width, vocabulary, teacher_folder
-        self.prove: Callable[[Sequence[str]], object] | None = None
+        self.prove: Callable[[Sequence[str]], set[str]] | None = None
         self.prove_every = 0
         self.proof: Proof | None = None
         self._reads = count(1)
         self._proving = Lock()
-        #: servers that were away and are not proven yet; they stay here if the proof fails
+        #: servers that were away and are not proven yet
         self._unproven: set[str] = set()
 
     @property
@@ -111,22 +112,23 @@ class RemoteSignals:
     def read(self, wanted: Sequence[DocumentRows]) -> Scores:
         if self.prove is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
             self.prove([each.url for each in self.servers if not self.pool.is_failing(each.url)])
-        found = self.scores(wanted)
-        self._prove_returned()
-        return found
+        while True:
+            answered_by: set[str] = set()
+            found = self.scores(wanted, answered_by=answered_by)
+            if not answered_by & self._unproven_servers():
+                return found
 
-    def _prove_returned(self) -> None:
-        """Prove servers that were away: they may have come back with other weights.
+    def _unproven_servers(self) -> set[str]:
+        """Prove the servers that were away, which may have come back with other weights.
 
-        All readings wait for the proof, so that none of them uses an answer of a server that is not proven.
+        Returns those that cannot be asked now, whose answers must not be used. All readings wait for the proof.
         """
         if self.prove is None or self.servers[0].identity is not None:
-            return
+            return set()
         with self._proving:
             self._unproven.update(self.pool.take_returned())
-            if self._unproven:
-                self.prove(sorted(self._unproven))
-                self._unproven.clear()
+            self._unproven -= self.prove([url for url in self._unproven if not self.pool.is_failing(url)])
+            return set(self._unproven)
 
     def scores(
         self,
@@ -135,16 +137,18 @@ class RemoteSignals:
         url: str | None = None,
         spec: SignalSpec | None = None,
         timeout: float | None = None,
+        answered_by: set[str] | None = None,
     ) -> Scores:
         """For each of these, the tensors of a signal.
 
         url: ask only this server. spec: another signal than the run's. timeout: another one than the pool's.
+        answered_by: gets the addresses of the servers that have answered.
 
         Raises ServerError (an OSError) if no server answers, and ValueError for a request that a server refuses.
         """
         spec = spec or self.signal
         calls = self.api.calls(self.servers[0], spec, self.width, wanted)
-        answers = self.pool.score([self._checked(call, spec) for _, call in calls], url, timeout)
+        answers = self.pool.score([self._checked(call, spec, answered_by) for _, call in calls], url, timeout)
         found: list[dict[str, Tensor]] = [{}] * len(wanted)
         for (numbers, _), parts in zip(calls, answers, strict=True):
             for number, part in zip(numbers, parts, strict=True):
@@ -154,7 +158,7 @@ class RemoteSignals:
     def close(self) -> None:
         self.pool.close()
 
-    def _checked(self, call: Call[Scores], spec: SignalSpec) -> Call[Scores]:
+    def _checked(self, call: Call[Scores], spec: SignalSpec, answered_by: set[str] | None) -> Call[Scores]:
         """The call, whose answer is refused if it has what no teacher can give."""
 
         def parse(response: httpx2.Response) -> Scores:
@@ -162,6 +166,8 @@ class RemoteSignals:
             for part in parts:
                 if problem := problem_in(spec, self.vocabulary or MOST_IDS, part):
                     raise ValueError(f"{problem} in the answer")
+            if answered_by is not None:
+                answered_by.add(str(response.request.url).removesuffix(call.path))
             return parts
 
         return replace(call, parse=parse)

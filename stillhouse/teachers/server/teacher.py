@@ -27,9 +27,8 @@ from stillhouse.parallel import (
     local_rank,
     process_count,
 )
-from stillhouse.parallel.build import only_head
 from stillhouse.teachers.server.limits import Limits
-from stillhouse.teachers.teacher_folder import save_teacher
+from stillhouse.teachers.teacher_folder import head_of, save_teacher
 
 HEAD = "model.safetensors"
 #: after so many seconds without a sign of life, a rank counts as hung
@@ -79,7 +78,7 @@ def load_teacher(
     else:
         build = partial(empty_decoder, source, dtype=dtype, attention=attention)
         runner = build_runner(layout, mesh, _source(build, source, chosen), None)
-        with_head = _head_alone(build, source) if is_first() else runner.students()[0]
+        with_head = head_of(source, dtype) if is_first() else runner.students()[0]
     decoder = runner.students()[0]
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
     identity = model_fingerprint(source)
@@ -147,13 +146,6 @@ def _source(build: Any, folder: str, device: torch.device) -> ModelSource:
         return decoder
 
     return ModelSource(frozen, weights)
-
-
-def _head_alone(build: Any, folder: str) -> Decoder:
-    """The whole head on the CPU, for the file that clients get; it is not kept."""
-    decoder = only_head(build)()
-    load_weights(decoder, folder, torch.device("cpu"))
-    return decoder
 
 
 def _device(device: str) -> torch.device:
