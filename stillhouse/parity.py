@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stillhouse.config import RunConfig
-from stillhouse.data import PackedSequences, StepMicroBatches
+from stillhouse.data import StepMicroBatches
 from stillhouse.models import draw_lora
 from stillhouse.parallel import (
     SCHEMES,
@@ -31,11 +31,12 @@ from stillhouse.parallel import (
 )
 from stillhouse.parallel.expert_parallel import dispatched_experts
 from stillhouse.teachers import NoTeacher, SignalSource
-from stillhouse.train.build import distributed_engine, require_adapters, single_process_engine
+from stillhouse.train.build import distributed_engine, single_process_engine
 from stillhouse.train.engine import Engine
-from stillhouse.train.inputs import load_data, load_tokenizers
+from stillhouse.train.inputs import load_run_data
+from stillhouse.train.models import require_adapters
 from stillhouse.train.session import choose_device, objective_spec
-from stillhouse.train.stores import open_store
+from stillhouse.train.stores import open_stores
 
 #: two float32 gradients count as the same up to this relative difference
 SAME = 1e-4
@@ -94,16 +95,17 @@ def parity(config: RunConfig) -> Iterator[Row]:
             "teacher": config.teacher and config.teacher.model_copy(update={"dtype": "float32"}),
         }
     )
-    spec, store = objective_spec(config), open_store(config)
+    if config.teachers is not None:
+        exact = {name: each.model_copy(update={"dtype": "float32"}) for name, each in config.several.items()}
+        config = config.model_copy(update={"teachers": config.teachers.model_copy(update=exact)})
+    spec, stores = objective_spec(config), open_stores(config)
     require_adapters(config.student)
     device, processes = choose_device(config.device), process_count()
-    tokenizer, _ = load_tokenizers(config, store)
-    documents, _ = load_data(config.data, config.objective, tokenizer)
-    sequences = PackedSequences(documents, max_tokens=config.data.max_tokens, seed=config.seed)
+    sequences = load_run_data(config, stores).train
     numbers = sequences.order(0)[: MICRO_BATCHES * processes]
     step = sequences.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
     start(device, config.train.timeout)
-    reference, source = single_process_engine(config, spec, device, store)
+    reference, source = single_process_engine(config, spec, device, stores)
     expected = _gradient(config, reference, source, step)
     named = reference.runner.named_parameters()
     gradients = {name: each.grad.cpu() for name, each in named if each.grad is not None}
@@ -114,7 +116,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
     for layout in layouts(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
-            engine, source = distributed_engine(config, spec, layout, mesh, device, store)
+            engine, source = distributed_engine(config, spec, layout, mesh, device, stores)
             found = _gradient(config, engine, source, step)
         except ValueError as error:
             yield Row(str(layout), refused=str(error))

@@ -24,9 +24,9 @@ from stillhouse.config import (
         ("train_learning_rate", "did you mean train.learning_rate?"),
         ("every", "did you mean eval.every or checkpoint.every?"),
         ("max_token", "did you mean data.max_tokens?"),
-        ("model", "did you mean student.model or teacher.model?"),
+        ("model", "did you mean student.model or teacher.model or teachers.<name>.model?"),
         ("objective.qqq", "the keys of objective are: loss, temperature"),
-        ("zzz", "the keys are: student, teacher, data"),
+        ("zzz", "the keys are: student, teacher, teachers, data"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_right_one(key: str, hint: str) -> None:

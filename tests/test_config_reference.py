@@ -12,11 +12,12 @@ from ruamel.yaml import YAML
 
 from stillhouse.config import (
     RunConfig,
+    TeacherConfig,
     dump_config,
     load_config,
 )
 from stillhouse.config.document import EXAMPLE, json_schema, markdown, write
-from stillhouse.config.keys import section_of, value_fields
+from stillhouse.config.keys import ANY_NAME, section_of, value_fields
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -65,15 +66,24 @@ def test_a_dumped_configuration_loads_as_the_same(
 
 
 def test_a_dump_has_every_key_in_order() -> None:
-    dumped = YAML(typ="safe", pure=True).load(
-        dump_config(load("teacher={model: t, parallel: {}}", "student.adapter={}"))
+    dumped, several = (
+        YAML(typ="safe", pure=True).load(dump_config(load(*settings)))
+        for settings in (
+            ("teacher={model: t, parallel: {}}", "student.adapter={}"),
+            ("teachers={math: {model: t, parallel: {}}}",),
+        )
     )
 
     def keys(section: dict[str, Any], prefix: str = "") -> list[str]:
         named = [(f"{prefix}{name}", part) for name, part in section.items()]
         return [key for name, part in named for key in (keys(part, f"{name}.") if isinstance(part, dict) else [name])]
 
-    assert keys(dumped) == list(value_fields(RunConfig))
+    known = list(value_fields(RunConfig))
+    of_several = [key for key in known if key.startswith("teachers.")]
+    expected = ["teachers" if key == of_several[0] else key for key in known if key not in of_several[1:]]
+    assert keys(dumped) == expected
+    found = [key.replace("teachers.math.", f"teachers.{ANY_NAME}.") for key in keys(several)]
+    assert [key for key in found if key.startswith("teachers.")] == of_several
 
 
 def test_every_key_has_one_line_of_description() -> None:
@@ -93,7 +103,9 @@ def test_the_reference_is_up_to_date(tmp_path: Path) -> None:
 
 def test_the_reference_has_every_key() -> None:
     text = markdown()
-    assert all(f"| `{key}` |" in text for key in value_fields(RunConfig))
+    # the keys that teachers.<name> and teacher have in common are described once
+    common = {f"teachers.{ANY_NAME}.{key}" for key in value_fields(TeacherConfig)}
+    assert all(f"| `{key}` |" in text for key in value_fields(RunConfig) if key not in common)
     assert all(f"## `{name}`" in text for name, field in RunConfig.model_fields.items() if section_of(field))
 
 

@@ -50,7 +50,7 @@ def test_every_student_process_gets_each_of_its_columns_once(
     teacher: Degrees, student: Degrees, shapes_BS: list[tuple[int, int]], uniform_shapes: bool
 ) -> None:
     theirs, ours = padded_shapes(shapes_BS, teacher), padded_shapes(shapes_BS, student, uniform_shapes=uniform_shapes)
-    shapes = [MicroBatchShape(*each, theirs[at], ours[at]) for at, each in enumerate(shapes_BS)]
+    shapes = [MicroBatchShape(*each, theirs[at], ours[at], at) for at, each in enumerate(shapes_BS)]
     shapes += [MicroBatchShape(0, 0, (0, 0), each) for each in ours[len(shapes_BS) :]]
     received: dict[tuple[int, int], list[int]] = {}
     for each in route(shapes, grid(teacher), grid(student)):

@@ -15,6 +15,7 @@ from stillhouse.config.parallel import ParallelConfig
 from stillhouse.config.run import RunConfig
 from stillhouse.config.student import StudentConfig
 from stillhouse.config.teacher import TeacherConfig
+from stillhouse.config.teachers import NamedTeacherConfig, TeachersConfig
 from stillhouse.config.train import TrainConfig
 
 __all__ = [
@@ -24,11 +25,13 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "MissingKeyError",
+    "NamedTeacherConfig",
     "ObjectiveConfig",
     "ParallelConfig",
     "RunConfig",
     "StudentConfig",
     "TeacherConfig",
+    "TeachersConfig",
     "TrainConfig",
     "dump_config",
     "load_config",

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from stillhouse.config.keys import section_of
+from stillhouse.config.keys import ANY_NAME, named_sections, section_of
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
 from stillhouse.config.words import describe
@@ -97,6 +97,10 @@ def _tables(key: str, section: type[Section]) -> list[str]:
     for name, field in section.model_fields.items():
         if (inner := section_of(field)) is not None:
             tables += _tables(f"{key}.{name}", inner)
+    if (named := named_sections(section)) is not None:
+        # the keys of the class that it extends are in a table already
+        own = set(named.model_fields) - set(named.__mro__[1].model_fields)  # type: ignore[attr-defined]
+        tables.append(_table(f"`{key}.{ANY_NAME}`", f"{key}.{ANY_NAME}.", named, own))
     return tables
 
 

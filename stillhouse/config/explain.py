@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
-from stillhouse.config.keys import section_of, unknown_key
+from stillhouse.config.keys import inner_section, section_of, unknown_key
 from stillhouse.config.section import Section
 from stillhouse.config.words import describe
 
@@ -31,7 +31,7 @@ def explain(error: ValidationError, given: Mapping[str, Any], model: type[Sectio
 def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
     written = detail.get("ctx", {}).get("error")
     if isinstance(written, ConfigError):
-        yield written
+        yield _of_named_teacher(written, detail["loc"])
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
         yield unknown_key(".".join(map(str, detail["loc"])), model)
     else:
@@ -48,11 +48,23 @@ def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, 
     Parts of the location after the key are ignored: pydantic also names members of unions and items of lists.
     """
     name, *rest = map(str, location)
-    section = section_of(model.model_fields[name])
-    if section is None or not rest or rest[0] not in section.model_fields:
+    section = inner_section(model, name)
+    if (
+        section is None
+        or not rest
+        or (rest[0] not in section.model_fields and inner_section(section, rest[0]) is None)
+    ):
         return name, model, name
     key, owner, last = _field(tuple(rest), section)
     return f"{name}.{key}", owner, last
+
+
+def _of_named_teacher(error: ConfigError, location: tuple[int | str, ...]) -> ConfigError:
+    """The same error with its whole key: one of several teachers only knows the keys of the section teacher."""
+    if location[:1] != ("teachers",) or len(location) < 2:
+        return error
+    own = f"teachers.{location[1]}."
+    return type(error)(str(error.key).replace("teacher.", own, 1), error.problem.replace("teacher.", own))
 
 
 def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyError]:
@@ -68,7 +80,7 @@ def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyEr
 
 
 def _expected(owner: type[Section], name: str) -> str:
-    section = section_of(owner.model_fields[name])
+    section = inner_section(owner, name)
     if section is not None:
         return f"a section with the keys {', '.join(section.model_fields)}"
     return describe(owner.model_json_schema()["properties"][name])

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import get_args
+from typing import get_args, get_type_hints
 
 from pydantic.fields import FieldInfo
 
@@ -10,6 +10,8 @@ from stillhouse.config.errors import ConfigError
 from stillhouse.config.section import Section
 
 CLOSE_ENOUGH = 0.6
+#: stands for a name of the user's choice in a dotted key
+ANY_NAME = "<name>"
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
@@ -18,6 +20,20 @@ def section_of(field: FieldInfo) -> type[Section] | None:
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
     return None
+
+
+def named_sections(model: type[Section]) -> type[Section] | None:
+    """The class of the sections that a section has under names of the user's choice; None if it has none."""
+    if model.model_config.get("extra") != "allow":
+        return None
+    return get_args(get_type_hints(model)["__pydantic_extra__"])[1]
+
+
+def inner_section(model: type[Section], name: str) -> type[Section] | None:
+    """The class of the section with this name in a section; None for a plain value and for an unknown name."""
+    if name in model.model_fields:
+        return section_of(model.model_fields[name])
+    return named_sections(model)
 
 
 def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
@@ -29,6 +45,8 @@ def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]
             fields[prefix + name] = field
         else:
             fields |= value_fields(section, f"{prefix}{name}.")
+    if named := named_sections(model):
+        fields |= value_fields(named, f"{prefix}{ANY_NAME}.")
     return fields
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from stillhouse.config.errors import ConfigError
 from stillhouse.config.explain import explain
-from stillhouse.config.keys import section_of, unknown_key
+from stillhouse.config.keys import inner_section, named_sections, section_of, unknown_key
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
 from stillhouse.config.yaml_text import read_yaml, write_yaml
@@ -94,9 +94,9 @@ def _check_key(key: str) -> None:
         if model is None:
             parent = ".".join(parents)
             raise ConfigError(key, f"{parent} is a value without keys of its own: write {parent}=...")
-        if name not in model.model_fields:
+        if name not in model.model_fields and named_sections(model) is None:
             raise unknown_key(key, RunConfig)
-        model = section_of(model.model_fields[name])
+        model = inner_section(model, name)
         parents.append(name)
 
 

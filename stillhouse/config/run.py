@@ -13,6 +13,7 @@ from stillhouse.config.parallel import ParallelConfig
 from stillhouse.config.section import PathText, Section
 from stillhouse.config.student import StudentConfig
 from stillhouse.config.teacher import TeacherConfig
+from stillhouse.config.teachers import NamedTeacherConfig, TeachersConfig
 from stillhouse.config.train import TrainConfig
 
 
@@ -21,6 +22,7 @@ class RunConfig(Section):
 
     student: StudentConfig
     teacher: TeacherConfig | None = None
+    teachers: TeachersConfig | None = None
     data: DataConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
@@ -47,6 +49,25 @@ class RunConfig(Section):
         examples=["auto", "cpu", "cuda", "cuda:1"],
         description="The device to compute on. auto: a GPU if there is one, else the CPU.",
     )
+
+    @property
+    def several(self) -> dict[str, NamedTeacherConfig]:
+        """The teachers of the section teachers, by their names; empty if the run has no such section."""
+        return {} if self.teachers is None else self.teachers.named
+
+    @property
+    def teacher_sections(self) -> dict[str, TeacherConfig]:
+        """All teachers, by the dotted keys of their sections."""
+        alone = {} if self.teacher is None else {"teacher": self.teacher}
+        return alone | {f"teachers.{name}": each for name, each in self.several.items()}
+
+    @model_validator(mode="after")
+    def _has_one_kind_of_teachers(self) -> "RunConfig":
+        if self.teacher is not None and self.teachers is not None:
+            raise ConfigError(
+                "teachers", "expected null with teacher: give all teachers under teachers, each by a name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> "RunConfig":

@@ -1,6 +1,6 @@
 """The model that is imitated, and where its signals come from."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -19,6 +19,9 @@ class TeacherConfig(ModelConfig):
 
     One of `model` (it runs in this job), `cache` and `url` says where its signals come from.
     """
+
+    #: the keys of which one says where the signals come from
+    sources: ClassVar[tuple[str, ...]] = ("model", "cache", "url")
 
     model: PathText | None = Field(
         default=None,
@@ -99,14 +102,17 @@ class TeacherConfig(ModelConfig):
     def _has_a_source(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        named = [name for name in ("model", "cache", "url") if given.get(name) is not None]
+        named = [name for name in cls.sources if given.get(name) is not None]
+        others = [f"teacher.{name}" for name in cls.sources[1:]]
         if not named:
             raise MissingKeyError(
                 "teacher.model",
-                "required, but not given; expected: the model, teacher.cache or teacher.url, such as Qwen/Qwen3-8B",
+                f"required, but not given; expected: the model, {', '.join(others[:-1])} or {others[-1]}, such as"
+                " Qwen/Qwen3-8B",
             )
-        if "cache" in named and len(named) > 1:
-            raise ConfigError("teacher.cache", f"expected one source of signals, got {' and '.join(named)}")
+        for name in ("cache", "student"):
+            if name in named and len(named) > 1:
+                raise ConfigError(f"teacher.{name}", f"expected one source of signals, got {' and '.join(named)}")
         return given
 
     @model_validator(mode="after")

@@ -26,9 +26,12 @@ from stillhouse.objective import (
     ObjectiveOutput,
     OutputHead,
     PolicyGradient,
+    RoutedSignals,
+    SeveralSignals,
     Term,
     linear_log_probs,
     linear_objective,
+    routed_objective,
 )
 from stillhouse.objective.spec import ObjectiveSpec
 
@@ -117,15 +120,43 @@ def cross_entropy(*, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Outpu
 def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> OutputProcessor:
     """Return a processor that gives the `ObjectiveOutput` of a spec; its context is `DistillTargets`.
 
-    spec: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`.
+    spec: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`. With `RoutedSignals`, the metrics have
+    the number of rows of each teacher as `tokens/<name>`.
     """
 
     def terms(context: DistillTargets) -> list[Term]:
         if spec.needs_teacher and context.signal is None:
             raise ValueError(f"signal is missing: expected a teacher's signal for {len(context.labels_T)} tokens")
+        assert not isinstance(context.signal, RoutedSignals)
         return spec.terms(context.labels_T, context.signal)
 
-    return Objective(terms, chunk_tokens)
+    objective = Objective(terms, chunk_tokens)
+
+    def process(
+        *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
+    ) -> ObjectiveOutput:
+        here = context.at(depth)
+        if not isinstance(here.signal, RoutedSignals):
+            return objective(hidden_states=hidden_states, head=head, context=context, depth=depth)
+        output = routed_objective(
+            hidden_states.flatten(0, -2),
+            head,
+            _groups(spec, here.labels_T, here.signal),
+            weights_T=here.weights_T,
+            normalizer=here.normalizer,
+            chunk_tokens=chunk_tokens,
+        )
+        counts = {f"tokens/{name}": output.loss.new_tensor(len(each)) for name, each in here.signal.rows.items()}
+        return replace(output, metrics=output.metrics | counts)
+
+    return process
+
+
+def _groups(spec: ObjectiveSpec, labels_T: Tensor, signals: RoutedSignals) -> Iterator[tuple[Tensor, list[Term]]]:
+    """Yield each teacher's rows and terms, while the teacher's output head is there."""
+    for name, index in signals.rows.items():
+        with signals.opened(name) as signal:
+            yield index, spec.terms(labels_T, SeveralSignals({name: signal}))
 
 
 def policy_gradient(

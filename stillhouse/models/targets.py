@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from stillhouse.objective import Signal
+from stillhouse.objective import RoutedSignals, Signal
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +89,12 @@ class Targets:
 
 @dataclass(frozen=True, eq=False)
 class DistillTargets(Targets):
-    """Targets, and the teacher's signal for the same rows; None if no term needs a teacher."""
+    """Targets, and the teacher's signal for the same rows; None if no term needs a teacher.
 
-    signal: Signal | None = None
+    `RoutedSignals` cannot be cut into rows or shifted for multi-token prediction.
+    """
+
+    signal: Signal | RoutedSignals | None = None
 
     _per_token = (*Targets._per_token, "signal")
 

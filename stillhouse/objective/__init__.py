@@ -14,10 +14,11 @@ from stillhouse.objective.divergence import (
     skew_reverse_kl,
     total_variation,
 )
-from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective
+from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.log_probs import linear_log_probs
 from stillhouse.objective.sampled import PolicyGradient, SampledKL
+from stillhouse.objective.several import RoutedSignals, SeveralSignals
 from stillhouse.objective.signals import Chosen, DenseLogits, FullVocab, Sampled, Signal, TopK
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.vocab import VocabShard
@@ -33,8 +34,10 @@ __all__ = [
     "ObjectiveOutput",
     "OutputHead",
     "PolicyGradient",
+    "RoutedSignals",
     "Sampled",
     "SampledKL",
+    "SeveralSignals",
     "Signal",
     "Term",
     "TopK",
@@ -47,6 +50,7 @@ __all__ = [
     "logits_objective",
     "parse_divergence",
     "reverse_kl",
+    "routed_objective",
     "skew_forward_kl",
     "skew_reverse_kl",
     "total_variation",

@@ -14,7 +14,7 @@ T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,40 @@ def linear_objective(
         )
     _check(leaves, terms, weights_T, normalizer, valid_index, chunk_tokens)
     source = HeadRows(hidden_TD, head, terms)
-    return _objective(source, leaves, terms, weights_T, normalizer, valid_index, chunk_tokens)
+    rows = [(source, terms, valid_index)]
+    return _objective(rows, leaves, weights_T, normalizer, chunk_tokens)
+
+
+@_disable_dynamo
+def routed_objective(
+    hidden_TD: Tensor,
+    head: OutputHead,
+    groups: Iterable[tuple[Tensor, Sequence[Term]]],
+    *,
+    weights_T: Tensor | None = None,
+    normalizer: float | Tensor = 1.0,
+    chunk_tokens: int | None = None,
+) -> ObjectiveOutput:
+    """Compute `linear_objective` where different rows have different terms, such as those of different teachers.
+
+    groups: one or more times the rows (int64, no row in two groups) and their terms. They are taken one after the
+    other, and a group's terms are not used any more when the next one is taken. All groups add to the same gradients.
+    The other arguments are those of `linear_objective`.
+
+    Raises ValueError without a group, and for what `linear_objective` refuses.
+    """
+    leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
+    check_leaves(leaves)
+
+    def passes() -> Iterator[tuple[Source, Sequence[Term], Tensor]]:
+        gradients = None
+        for index, terms in groups:
+            _check(leaves, terms, weights_T, normalizer, index, chunk_tokens)
+            source = HeadRows(hidden_TD, head, terms, gradients)
+            gradients = source.gradients
+            yield source, terms, index
+
+    return _objective(passes(), leaves, weights_T, normalizer, chunk_tokens)
 
 
 @_disable_dynamo
@@ -129,30 +162,34 @@ def logits_objective(
         check_shard(shard, logits_TV.shape[1])
     _check(leaves, terms, weights_T, normalizer, None, None)
     source = LogitsRows(logits_TV, shard, terms)
-    return _objective(source, leaves, terms, weights_T, normalizer, None, None)
+    return _objective([(source, terms, None)], leaves, weights_T, normalizer, None)
 
 
 def _objective(
-    source: Source,
+    passes: Iterable[tuple[Source, Sequence[Term], Tensor | None]],
     leaves: dict[str, Tensor | None],
-    terms: Sequence[Term],
     weights_T: Tensor | None,
     normalizer: float | Tensor,
-    valid_index: Tensor | None,
     chunk_tokens: int | None,
 ) -> ObjectiveOutput:
-    tokens = _tokens(leaves)
-    valid_index = _valid_rows(weights_T, valid_index, source.device)
-    with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
-        totals = _Totals(terms, tokens, source)
-        _pass(source, terms, tokens, weights_T, valid_index, chunk_tokens, totals)
+    """passes: for some rows or all (None), their source and their terms. All sources have the same gradients."""
+    tokens, whole = _tokens(leaves), None
+    for source, terms, index in passes:
+        index = _valid_rows(weights_T, index, source.device)
+        with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
+            totals = _Totals(terms, tokens, source)
+            _pass(source, terms, tokens, weights_T, index, chunk_tokens, totals)
+            whole = totals if whole is None else whole.plus(totals)
+    if whole is None:
+        raise ValueError("no group of rows: expected at least one, which may be empty")
+    with torch.no_grad():
         factor = _reciprocal(normalizer, source)
-        loss = totals.loss.to(source.dtype) * factor
+        loss = whole.loss.to(source.dtype) * factor
     if source.needs_gradient:
         loss = _Attach.apply(loss, factor, source.gradients, source.shard, *leaves.values())
-    metrics = {key: value.to(source.dtype) for key, value in totals.sums.items()}
-    metrics[CHUNK_TOKENS] = torch.full_like(factor, totals.chunk_tokens)
-    return ObjectiveOutput(loss, metrics, totals.per_token)
+    metrics = {key: value.to(source.dtype) for key, value in whole.sums.items()}
+    metrics[CHUNK_TOKENS] = torch.full_like(factor, whole.chunk_tokens)
+    return ObjectiveOutput(loss, metrics, whole.per_token)
 
 
 def _pass(
@@ -237,6 +274,16 @@ class _Totals:
         self.loss = torch.zeros((), dtype=torch.float64, device=source.device)
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(self.loss))
         self.chunk_tokens = 0
+
+    def plus(self, other: "_Totals") -> "_Totals":
+        """Add the totals of other rows."""
+        self.loss += other.loss
+        self.chunk_tokens = max(self.chunk_tokens, other.chunk_tokens)
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for name, value_T in other.per_token.items():
+            self.per_token[name] = self.per_token[name] + value_T if name in self.per_token else value_T
+        return self
 
     def add(self, position: int, rows: RowIndex, own_C: Tensor, result: TermResult) -> None:
         """Add a term's result on a chunk. A row of weight 0 adds 0 even if its value is NaN."""

@@ -25,6 +25,7 @@ class Source:
         dtype: torch.dtype,
         leaves: Sequence[Tensor | None],
         logit_columns: int | None = None,
+        gradients: list[Tensor | None] | None = None,
     ):
         teacher_heads = {id(each): each for term in terms for signal in term.signals() for each in signal.heads()}
         #: the size of the whole vocabulary, over all ranks
@@ -32,19 +33,22 @@ class Source:
         self.shard = shard
         self.start, self.stop = (0, self.vocabulary) if shard is None else shard.within(self.vocabulary)
         self.dtype = dtype
-        needed = (leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves)
-        self.gradients = [
-            None
-            if leaf is None or not torch.is_grad_enabled()
-            else torch.zeros_like(leaf, dtype=self.kept_dtype(leaf), memory_format=torch.contiguous_format)
-            for leaf in needed
-        ]
+        self.gradients = self._zeros(leaves) if gradients is None else gradients
         self._teachers: dict[int, Projection] = {}
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     scale: float
     softcap: float | None
     device: torch.device
+
+    def _zeros(self, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+        needed = (leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+        return [
+            None
+            if leaf is None or not torch.is_grad_enabled()
+            else torch.zeros_like(leaf, dtype=self.kept_dtype(leaf), memory_format=torch.contiguous_format)
+            for leaf in needed
+        ]
 
     @property
     def columns(self) -> int:
@@ -116,12 +120,20 @@ class Source:
 class HeadRows(Source):
     """Hidden states and a head. Gradients stay float32 (or float64) until backward has multiplied them."""
 
-    def __init__(self, hidden_TD: Tensor, head: OutputHead, terms: Sequence[Term]):
+    def __init__(
+        self,
+        hidden_TD: Tensor,
+        head: OutputHead,
+        terms: Sequence[Term],
+        gradients: list[Tensor | None] | None = None,
+    ):
+        """gradients: those of another source with the same hidden states and head, to be added to."""
         dtype = operand_dtype(hidden_TD, head.weight_VD)
         self.hidden_TD, self.device = hidden_TD.detach(), hidden_TD.device
         self.scale, self.softcap = head.scale, head.softcap
         leaves = (hidden_TD, head.weight_VD, head.bias)
-        super().__init__([head], terms, head.shard, torch.promote_types(dtype, torch.float32), leaves)
+        wide = torch.promote_types(dtype, torch.float32)
+        super().__init__([head], terms, head.shard, wide, leaves, gradients=gradients)
         self.projection = Projection(head, self.vocabulary, dtype, head.shard)
 
     def kept_dtype(self, leaf: Tensor) -> torch.dtype:

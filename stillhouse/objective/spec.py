@@ -6,19 +6,39 @@ share one pass over the tile; the term's name in metrics is the divergences' exp
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from stillhouse.objective.divergence import DIVERGENCES, Divergence
 from stillhouse.objective.expression import Part, parse_sum, unknown_name
+from stillhouse.objective.mixture import Mixture
+from stillhouse.objective.several import SeveralSignals
 from stillhouse.objective.signals import Signal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 
 @dataclass(frozen=True)
+class TeacherShare:
+    """The part of one of several teachers in an objective.
+
+    weight: multiplies its divergence, or, in a mixture, its probabilities. temperature: of its divergence; None: the
+    objective's.
+    """
+
+    weight: float = 1.0
+    temperature: float | None = None
+
+
+@dataclass(frozen=True)
 class ObjectiveSpec:
-    """The objective of a run, without the data of a batch."""
+    """The objective of a run, without the data of a batch.
+
+    teachers: the shares of several teachers, by their names. is_mixture: the student has one divergence, from the
+    weighted sum of the teachers' probabilities, instead of one from each teacher.
+    """
 
     cross_entropy: float | None = None
     label_smoothing: float = 0.0
@@ -28,13 +48,18 @@ class ObjectiveSpec:
     entropy: float | None = None
     temperature: float = 1.0
     scale_by_temperature_squared: bool = False
+    teachers: Mapping[str, TeacherShare] = field(default_factory=dict)
+    is_mixture: bool = False
 
     @property
     def needs_teacher(self) -> bool:
         return self.divergence is not None
 
     def terms(self, labels_T: Tensor, signal: Signal | None) -> list[Term]:
-        """Return the terms for one batch. `signal` may be None only if no term needs a teacher."""
+        """Return the terms for one batch. `signal` may be None only if no term needs a teacher.
+
+        With several teachers, it is `SeveralSignals` of all of them, or of the one to which the rows belong.
+        """
         terms: list[Term] = []
         if self.cross_entropy is not None:
             # the term's scale multiplies its whole value, but in the expression z-loss has its own coefficient
@@ -42,18 +67,30 @@ class ObjectiveSpec:
             terms.append(CrossEntropy(labels_T, self.cross_entropy, self.label_smoothing, z_loss))
         if self.divergence is not None:
             assert signal is not None
-            terms.append(
-                Distill(
-                    signal,
-                    self.divergence,
-                    self.divergence_scale,
-                    self.temperature,
-                    self.scale_by_temperature_squared,
-                )
-            )
+            terms += self._distill_terms(self.divergence, signal)
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
         return terms
+
+    def _distill_terms(self, divergence: Divergence, signal: Signal) -> list[Term]:
+        squared = self.scale_by_temperature_squared
+        distill = partial(Distill, divergence=divergence, scale_by_temperature_squared=squared)
+        if not isinstance(signal, SeveralSignals):
+            return [distill(signal, scale=self.divergence_scale, temperature=self.temperature)]
+        shares = [(name, each, self.teachers[name]) for name, each in signal.named.items()]
+        if self.is_mixture:
+            signals, weights = [each for _, each, _ in shares], [share.weight for *_, share in shares]
+            mixture = Mixture(signals, weights, self.temperature)
+            return [distill(mixture, scale=self.divergence_scale, temperature=self.temperature)]
+        return [
+            distill(
+                each,
+                scale=self.divergence_scale * share.weight,
+                temperature=self.temperature if share.temperature is None else share.temperature,
+                label=name,
+            )
+            for name, each, share in shares
+        ]
 
     def in_words(self) -> str:
         """Return the objective in words, for the first lines of a run's output."""

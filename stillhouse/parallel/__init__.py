@@ -1,11 +1,27 @@
 """Distributes student and teacher over processes, from outside of the models' own code (see `runner.py`)."""
 
 from stillhouse.parallel import watchdog
-from stillhouse.parallel.build import build_runner, only_layers, require_own_teacher, single_process_runner
+from stillhouse.parallel.build import (
+    apply_parallelism,
+    build_runner,
+    only_head,
+    only_layers,
+    require_own_teacher,
+    single_process_runner,
+)
+from stillhouse.parallel.heads import TeacherHeads
 from stillhouse.parallel.layout import Layout, ModelSource
 from stillhouse.parallel.loading import empty_decoder, load_weights, local_folder
 from stillhouse.parallel.mesh import Degrees, Mesh
-from stillhouse.parallel.pair import IN_STAGE, Computation, PairSignal, TeacherHidden, TeacherStudentPair
+from stillhouse.parallel.pair import (
+    IN_STAGE,
+    Computation,
+    NamedSignals,
+    PairSignal,
+    StudentHidden,
+    TeacherHidden,
+    TeacherStudentPair,
+)
 from stillhouse.parallel.pipeline import SCHEMES
 from stillhouse.parallel.processes import (
     destroy_process_group,
@@ -31,11 +47,15 @@ __all__ = [
     "Layout",
     "Mesh",
     "ModelSource",
+    "NamedSignals",
     "PairSignal",
     "Runner",
     "ShardedMicroBatches",
+    "StudentHidden",
+    "TeacherHeads",
     "TeacherHidden",
     "TeacherStudentPair",
+    "apply_parallelism",
     "build_runner",
     "destroy_process_group",
     "empty_decoder",
@@ -47,6 +67,7 @@ __all__ = [
     "local_processes",
     "local_rank",
     "log_rank0",
+    "only_head",
     "only_layers",
     "padded_shapes",
     "process_count",

@@ -5,13 +5,15 @@
     IN_STAGE        the teacher's layers on this stage, then the student with the teacher's exact distribution
     TeacherHidden   the teacher's head on hidden states that were computed elsewhere or earlier, then the student
     a `Signal`      the student with this signal
+    NamedSignals    the student with the signals of several teachers
 
 B rows, S tokens per row; D, E widths of student and teacher.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, RouterAuxLoss, evaluating, without_lora
 from stillhouse.models.processors import full_vocab
-from stillhouse.objective import OutputHead, Signal
+from stillhouse.objective import OutputHead, RoutedSignals, SeveralSignals, Signal
+from stillhouse.parallel.heads import TeacherHeads
 
 
 class TeacherHidden(NamedTuple):
@@ -30,13 +33,29 @@ class TeacherHidden(NamedTuple):
     hidden_BSE: Tensor
 
 
+class StudentHidden(NamedTuple):
+    """The student's own hidden states [B, S, D] after its last norm, as a teacher's. The head is the student's."""
+
+    hidden_BSD: Tensor
+
+
+class NamedSignals(NamedTuple):
+    """The signals of several teachers for the same micro-batch.
+
+    rows: by the teacher's name, the rows that it judges, if every row has one teacher; None: each judges all rows.
+    """
+
+    named: Mapping[str, Signal | TeacherHidden | StudentHidden]
+    rows: Mapping[str, Tensor] | None
+
+
 class InStage(NamedTuple):
     """Marks micro-batches whose teacher runs in the student's stages."""
 
 
 IN_STAGE = InStage()
 
-PairSignal: TypeAlias = Signal | TeacherHidden | InStage | None
+PairSignal: TypeAlias = Signal | TeacherHidden | StudentHidden | NamedSignals | InStage | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ class Computation:
     """
 
     processor: OutputProcessor
-    context: Callable[[MicroBatch, Signal | None], Any]
+    context: Callable[[MicroBatch, Signal | RoutedSignals | None], Any]
     precision: Callable[[], AbstractContextManager[Any]]
     router_aux_loss: Callable[[MicroBatch], RouterAuxLoss] | None = None
 
@@ -60,6 +79,7 @@ class TeacherStudentPair(nn.Module):
 
     teacher_is_base: the teacher is the student without its adapter, and `teacher` is None.
     keep_gathered: under FSDP, whether the teacher's head stays gathered until the end of the step.
+    heads: the output heads of several teachers, if there are any.
     """
 
     def __init__(
@@ -74,6 +94,7 @@ class TeacherStudentPair(nn.Module):
         assert teacher is None or not teacher_is_base
         self.student, self.teacher_is_base, self.keep_gathered = student, teacher_is_base, keep_gathered
         self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
+        self.heads: TeacherHeads | None = None
 
     def train(self, mode: bool = True) -> "TeacherStudentPair":
         """Set the student's mode; the teacher stays in eval mode."""
@@ -105,6 +126,8 @@ class TeacherStudentPair(nn.Module):
             with self._teacher_head() as head:
                 exact = full_vocab(hidden_states=signal.hidden_BSE, head=head, context=None)
                 return self.student_forward(computation, micro_batch, exact, student_BSD)
+        if isinstance(signal, NamedSignals) and self.student.has_head:
+            return self._forward_with_several(computation, micro_batch, signal, student_BSD)
         given = signal if isinstance(signal, Signal) else None
         return self.student_forward(computation, micro_batch, given, student_BSD)
 
@@ -168,8 +191,46 @@ class TeacherStudentPair(nn.Module):
                 hidden_states=hidden_states, head=head, context=computation.context(context, exact), depth=depth
             )
 
-        with_base = Computation(processor, lambda given, _: given, computation.precision, computation.router_aux_loss)
+        with_base = replace(computation, processor=processor, context=lambda given, _: given)
         return self.student_forward(with_base, micro_batch, None, student_BSD)
+
+    def _forward_with_several(
+        self, computation: Computation, micro_batch: MicroBatch, signals: NamedSignals, student_BSD: Tensor | None
+    ) -> Any:
+        """Run the student with several teachers, whose heads are needed only while the student's processor runs."""
+
+        def processor(*, hidden_states: Tensor, head: OutputHead, context: MicroBatch, depth: int = 0) -> Any:
+            opened = partial(self._opened, signals, head)
+            process = partial(computation.processor, hidden_states=hidden_states, head=head, depth=depth)
+            if signals.rows is not None:
+                return process(context=computation.context(context, RoutedSignals(self._routed(signals), opened)))
+            with ExitStack() as heads:
+                several = SeveralSignals({name: heads.enter_context(opened(name)) for name in signals.named})
+                return process(context=computation.context(context, several))
+
+        with_heads = replace(computation, processor=processor, context=lambda given, _: given)
+        return self.student_forward(with_heads, micro_batch, None, student_BSD)
+
+    @contextmanager
+    def _opened(self, signals: NamedSignals, student_head: OutputHead, name: str) -> Iterator[Signal]:
+        """Yield the signal of one of several teachers; its head is there until the context ends."""
+        signal = signals.named[name]
+        if isinstance(signal, StudentHidden):
+            yield full_vocab(hidden_states=signal.hidden_BSD, head=student_head, context=None)
+        elif isinstance(signal, TeacherHidden):
+            assert self.heads is not None
+            with self.heads.opened(name) as head:
+                yield full_vocab(hidden_states=signal.hidden_BSE, head=head, context=None)
+        else:
+            yield signal
+
+    def _routed(self, signals: NamedSignals) -> dict[str, Tensor]:
+        """The teachers of a micro-batch with their rows; at least one, which may have none."""
+        assert signals.rows is not None
+        if self.heads is not None and self.heads.is_sharded:
+            return dict(signals.rows)  # all processes gather the shards of all heads, in the same order
+        present = {name: index for name, index in signals.rows.items() if len(index)}
+        return present or dict(list(signals.rows.items())[:1])
 
 
 def _model_inputs(inputs: Mapping[str, Tensor], hidden: Tensor | None) -> dict[str, Any]:

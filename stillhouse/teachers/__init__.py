@@ -4,10 +4,13 @@ from stillhouse.teachers.cache import SignalCache
 from stillhouse.teachers.chosen import ChosenTeacher
 from stillhouse.teachers.client import RemoteSignals
 from stillhouse.teachers.in_stage import InStageTeacher, NoTeacher
+from stillhouse.teachers.self_teacher import SelfTeacher
 from stillhouse.teachers.separate import SeparateTeacher
+from stillhouse.teachers.several import SeveralTeachers
 from stillhouse.teachers.source import PendingSignals, ReadySignals, SignalSource, request_ahead
 from stillhouse.teachers.spec import SignalSpec
 from stillhouse.teachers.stored import SignalsLostError, SignalStore, StoredTeacher
+from stillhouse.teachers.weight_average import WeightAverage
 
 __all__ = [
     "ChosenTeacher",
@@ -16,12 +19,15 @@ __all__ = [
     "PendingSignals",
     "ReadySignals",
     "RemoteSignals",
+    "SelfTeacher",
     "SeparateTeacher",
+    "SeveralTeachers",
     "SignalCache",
     "SignalSource",
     "SignalSpec",
     "SignalStore",
     "SignalsLostError",
     "StoredTeacher",
+    "WeightAverage",
     "request_ahead",
 ]

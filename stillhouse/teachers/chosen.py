@@ -33,8 +33,9 @@ class ChosenTeacher(StoredTeacher):
         vocabulary: int,
         precision: Callable[[], AbstractContextManager[Any]],
         tail: Tail = "bucket",
+        name: str | None = None,
     ):
-        super().__init__(store, runner, tail)
+        super().__init__(store, runner, tail, name)
         assert store.signal.top_k is not None
         self._vocabulary = vocabulary
         processor = Extract(SignalSpec("top_k", "float32", store.signal.top_k, 1.0))

@@ -15,12 +15,16 @@ from stillhouse.parallel import Mesh, padded_shapes
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch's rows and tokens per row before padding, and its padded shapes in the two layouts."""
+    """A micro-batch's rows and tokens per row before padding, and its padded shapes in the two layouts.
+
+    teacher_number: its number among the micro-batches on which the teacher runs.
+    """
 
     rows: int
     tokens: int
     teacher_BS: tuple[int, int]
     student_BS: tuple[int, int]
+    teacher_number: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,24 @@ class Transfer:
 
 
 def shapes_of(
-    whole_BS: Sequence[tuple[int, int]], teacher: Mesh, student: Mesh, *, uniform_shapes: bool
+    whole_BS: Sequence[tuple[int, int]],
+    chosen: Sequence[int],
+    teacher: Mesh,
+    student: Mesh,
+    *,
+    uniform_shapes: bool,
 ) -> list[MicroBatchShape]:
     """Return the shapes of a step's micro-batches in both layouts.
 
-    The student's layout may add repeated micro-batches without targets. Their shapes have 0 rows, because the teacher
-    sends nothing for them.
+    chosen: the numbers of the micro-batches on which the teacher runs. The others have 0 rows here, because the
+    teacher sends nothing for them; so do the repeated micro-batches without targets that the student's layout adds.
     """
-    teacher_shapes = padded_shapes(whole_BS, teacher.degrees)
     student_shapes = padded_shapes(whole_BS, student.degrees, uniform_shapes=uniform_shapes)
-    given = zip(whole_BS, teacher_shapes, student_shapes, strict=False)
-    shapes = [MicroBatchShape(*whole, teacher_BS, student_BS) for whole, teacher_BS, student_BS in given]
-    return shapes + [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in student_shapes[len(whole_BS) :]]
+    shapes = [MicroBatchShape(0, 0, (0, 0), student_BS) for student_BS in student_shapes]
+    teacher_shapes = padded_shapes([whole_BS[number] for number in chosen], teacher.degrees) if chosen else []
+    for teacher_number, (number, teacher_BS) in enumerate(zip(chosen, teacher_shapes, strict=False)):
+        shapes[number] = MicroBatchShape(*whole_BS[number], teacher_BS, student_shapes[number], teacher_number)
+    return shapes
 
 
 def route(shapes: Sequence[MicroBatchShape], teacher: LastStage, student: LastStage) -> Iterator[Transfer]:
@@ -90,10 +100,10 @@ def route(shapes: Sequence[MicroBatchShape], teacher: LastStage, student: LastSt
                 stop = min((teacher_rank + 1) * teacher_columns, (student_rank + 1) * student_columns, shape.tokens)
                 if start >= stop:
                     continue
+                sources_T = teacher.ranks_DCT[shape.teacher_number % teacher.data, teacher_rank]
                 for tensor in range(student.tensor):
-                    source = teacher.ranks_DCT[number % teacher.data, teacher_rank, tensor % teacher.tensor]
                     target = student.ranks_DCT[number % student.data, student_rank, tensor]
-                    yield Transfer(number, int(source), int(target), start, stop)
+                    yield Transfer(number, int(sources_T[tensor % teacher.tensor]), int(target), start, stop)
 
 
 def columns(shape_BS: tuple[int, int], mesh: Mesh) -> slice:

@@ -89,13 +89,14 @@ class StoredTeacher:
     Only processes with the student's last stage need signals, and of those that share their tokens (tensor parallel)
     only the first one reads them. Each reads the rows of its own tokens that have a weight, and no others.
 
-    tail: how the mass outside of a sparse signal's ids counts.
+    tail: how the mass outside of a sparse signal's ids counts. name: of one of several teachers, which may read a
+    prefix before each document.
     """
 
     steps_ahead = 2
 
-    def __init__(self, store: SignalStore, runner: Runner, tail: Tail = "bucket"):
-        self.store, self.runner, self._tail = store, runner, tail
+    def __init__(self, store: SignalStore, runner: Runner, tail: Tail = "bucket", name: str | None = None):
+        self.store, self.runner, self._tail, self._name = store, runner, tail, name
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
@@ -168,8 +169,8 @@ class StoredTeacher:
                 if ids:
                     ids_NK = torch.full((last + 1 - first, ids[number].shape[1]), -1, dtype=torch.int32)
                     ids_NK[rows_C] = ids[number][chosen]
-                tokens = step.whole.document_tokens(document)
-                wanted.append(DocumentRows(tokens, range(first, last + 1), ids_NK))
+                tokens, shift = step.whole.teacher_tokens(document, self._name)
+                wanted.append(DocumentRows(tokens, range(first + shift, last + 1 + shift), ids_NK))
                 places.append((tensors, valid_index[chosen], rows_C))
         for (tensors, index_C, rows_C), stored in zip(places, self.store.read(wanted), strict=True):
             for name, value in stored.items():

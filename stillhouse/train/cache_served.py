@@ -17,7 +17,7 @@ from stillhouse.train.agreement import library_versions
 from stillhouse.train.cache_folder import write_documents
 from stillhouse.train.inputs import load_run_data
 from stillhouse.train.session import connect_ranks
-from stillhouse.train.stores import open_store, require_signals
+from stillhouse.train.stores import open_stores, require_signals
 from stillhouse.train.write_cache import cache_entries
 
 
@@ -30,10 +30,11 @@ def write_served_cache(
     job. Raises ConfigError for a server that is not the teacher that is meant, or that does not offer its tokenizer.
     """
     device, _ = connect_ranks(config)
-    store = open_store(config)
+    stores = open_stores(config)
+    store = stores["teacher"]
     assert isinstance(store, RemoteSignals)
-    data = load_run_data(config, store)
-    require_signals(config, data, store, device)
+    data = load_run_data(config, stores)
+    require_signals(config, data, stores, device)
     folder = store.teacher_folder
     if folder is None or store.vocabulary is None:
         raise ConfigError("teacher.model", "is missing: a cache has a copy of the teacher's tokenizer")

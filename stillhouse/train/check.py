@@ -61,13 +61,15 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     """The printed lines. state: a description of the run folder."""
     config, step_schedule = session.config, session.step_schedule
     yield _row("student", _model_line(session.student))
-    if session.teacher is not None:
-        yield _row("teacher", _model_line(session.teacher))
-    if session.store is not None:
-        yield _row("signals", f"{session.store.signal}, from {session.store.name}")
+    for section, teacher in session.teachers.items():
+        yield _row(section.removeprefix("teachers."), _model_line(teacher))
+    for section, store in session.stores.items():
+        name = "signals" if section == "teacher" else section.removeprefix("teachers.")
+        yield _row(name, f"{store.signal}, from {store.name}")
     if session.student.lora is not None:
         yield _row("adapter", adapter_in_words(session))
     same = ", the same for both" if session.config.teacher is not None else ""
+    same = ", the same for all" if session.config.teachers is not None else same
     yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {session.tokenizer_hash[:12]}{same}")
     yield from (_row("warning", warning) for warning in session.warnings)
     for which, report in data_reports(session).items():

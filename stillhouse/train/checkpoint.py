@@ -21,8 +21,10 @@ import torch.distributed.checkpoint as dcp
 
 from stillhouse.parallel import Mesh, Runner, is_first
 from stillhouse.parallel.gradients import local
+from stillhouse.teachers import WeightAverage
 from stillhouse.train.checkpoint_tensors import (
     RANDOM,
+    averages,
     bytes_to_write,
     checkpoint_tensors,
     element_count,
@@ -40,15 +42,21 @@ from stillhouse.train.progress import Progress, State, folder_name, write_state
 
 
 def save_checkpoint(
-    folder: Path, progress: Progress, runner: Runner, optimizer: torch.optim.Optimizer, tokenizer: Any
+    folder: Path,
+    progress: Progress,
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Any,
+    average: WeightAverage | None = None,
 ) -> Path:
     """Write checkpoints/step-<n>, completely or not at all; returns its path. A collective of all ranks.
 
+    average: of the student's weights, if the run has one.
     Raises ValueError, before anything is written, if a weight or the optimizer's state is not finite, or if the disk
     has too little space.
     """
     final, mesh = folder / folder_name(progress.step), runner.mesh
-    tensors = checkpoint_tensors(runner, optimizer)
+    tensors = checkpoint_tensors(runner, optimizer, average)
     _require_finite(progress.step, tensors, runner)
     needed_bytes = bytes_to_write(tensors, runner)
     require_space(folder, needed_bytes, mesh)
@@ -68,21 +76,26 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(checkpoint: IntactCheckpoint, runner: Runner, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore weights, optimizer and random generators; returns the progress that the checkpoint holds.
+def load_checkpoint(
+    checkpoint: IntactCheckpoint,
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None = None,
+) -> Progress:
+    """Restore weights, their average, optimizer and random generators; returns the progress of the checkpoint.
 
     The checkpoint may have been saved under another layout. Raises ValueError for a checkpoint of another model.
     """
     path, state = checkpoint.path, checkpoint.state
     stored = stored_tensors(path / RESUME)
-    wanted = student_weights(runner) | empty_moments(runner, state.without_moments)
+    wanted = student_weights(runner) | empty_moments(runner, state.without_moments) | averages(runner, average)
     require_fit(path, stored, wanted, whole=runner.layout.stages == 1)
     # a state may be absent: the checkpoint was written on another type of device, or by fewer ranks
     random = {name: value for name, value in random_states(runner).items() if name in stored}
     tensors = wanted | random
     with one_process():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(path / RESUME)), no_dist=True)
-    restore(tensors, runner, optimizer)
+    restore(tensors, runner, optimizer, average)
     return state.progress
 
 

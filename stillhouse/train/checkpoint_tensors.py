@@ -2,6 +2,7 @@
 
     student.<parameter>                   a weight or a buffer
     optimizer.state.<parameter>.<moment>  a moment of AdamW
+    average.<parameter>                   the exponential moving average of a trained weight, if the run has one
     random.<device>.<rank>                the state of a random generator (without a rank in a run of one process)
 
 Under FSDP, tensor or expert parallelism a rank has only a shard of a tensor, as a DTensor.
@@ -17,17 +18,21 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stillhouse.parallel import Runner
 from stillhouse.parallel.gradients import copies, local
+from stillhouse.teachers import WeightAverage
 from stillhouse.train.export import WEIGHT
 from stillhouse.train.files import gather_from_ranks
 
 RANDOM = "random."
 _MOMENT = "optimizer.state."
+_AVERAGE = "average."
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 
 
-def checkpoint_tensors(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def checkpoint_tensors(
+    runner: Runner, optimizer: torch.optim.Optimizer, average: WeightAverage | None
+) -> dict[str, Any]:
     """All tensors of a checkpoint that this rank holds, by their names."""
-    tensors = student_weights(runner) | random_states(runner)
+    tensors = student_weights(runner) | random_states(runner) | averages(runner, average)
     for name, parameter in _trained_parameters(runner).items():
         # the optimizer's hyper-parameters are not saved: they come from the configuration
         tensors |= {f"{_MOMENT}{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
@@ -46,6 +51,14 @@ def student_weights(runner: Runner) -> dict[str, Any]:
             if name not in frozen:
                 weights.setdefault(f"{WEIGHT}{runner.shared_name(name)}", value)
     return weights
+
+
+def averages(runner: Runner, average: WeightAverage | None) -> dict[str, Tensor]:
+    """The averages of this rank's trained weights; of two copies of a tied weight, that of the first."""
+    found: dict[str, Tensor] = {}
+    for name, value in ({} if average is None else average.tensors).items():
+        found.setdefault(f"{_AVERAGE}{runner.shared_name(name)}", value)
+    return found
 
 
 def empty_moments(runner: Runner, without_moments: list[str]) -> dict[str, Tensor]:
@@ -82,11 +95,20 @@ def random_states(runner: Runner) -> dict[str, Tensor]:
     return states
 
 
-def restore(tensors: Mapping[str, Any], runner: Runner, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer's moments, the random generators and the second copy of a tied weight.
+def restore(
+    tensors: Mapping[str, Any],
+    runner: Runner,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None,
+) -> None:
+    """Restore the optimizer's moments, the random generators, and second copies of a tied weight and its average.
 
-    tensors: by name, as DCP has just read them. DCP has written all other weights into the parameters already.
+    tensors: by name, as DCP has just read them. DCP has written all other weights and averages in place already.
     """
+    for name, value in ({} if average is None else average.tensors).items():
+        first = tensors[f"{_AVERAGE}{runner.shared_name(name)}"]
+        if value is not first:
+            local(value).copy_(local(first))
     parameters = _trained_parameters(runner)
     for name, parameter in runner.named_parameters():
         if not parameter.requires_grad:
@@ -119,7 +141,7 @@ def element_count(tensors: Mapping[str, Any], runner: Runner) -> int:
     if runner.tied and runner.pipeline is not None and 0 not in runner.pairs:
         # the head's copy of a tied embedding, which only the first stage saves
         shared = runner.students()[0].embedding_name
-        names -= {f"{WEIGHT}{shared}", *(f"{_MOMENT}{shared}.{key}" for key in _MOMENTS)}
+        names -= {f"{WEIGHT}{shared}", f"{_AVERAGE}{shared}", *(f"{_MOMENT}{shared}.{key}" for key in _MOMENTS)}
     return round(sum(gather_from_ranks(sum(_share_of(tensors[name], runner) for name in names), runner.mesh)))
 
 
@@ -135,7 +157,7 @@ def require_fit(
     shapes = {name: tuple(each.size) for name, each in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}
     names = shapes.keys() | expected.keys() if whole else expected.keys()
-    for name in sorted(name for name in names if name.startswith((WEIGHT, _MOMENT))):
+    for name in sorted(name for name in names if name.startswith((WEIGHT, _MOMENT, _AVERAGE))):
         there, here = (f"of shape {each[name]}" if name in each else "absent" for each in (shapes, expected))
         if there != here:
             raise ValueError(

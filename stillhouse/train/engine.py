@@ -13,7 +13,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,11 +26,13 @@ from stillhouse.data import MicroBatch
 from stillhouse.models import OutputProcessor, RouterAuxLoss, evaluating
 from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import ObjectiveOutput, Signal
+from stillhouse.objective import ObjectiveOutput, RoutedSignals, Signal
 from stillhouse.objective.divergence import forward_kl
 from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Computation, PairSignal, Runner, gathered, watchdog
+from stillhouse.parallel import Computation, NamedSignals, PairSignal, Runner, gathered, watchdog
+from stillhouse.teachers.weight_average import WeightAverage
 
 #: the key of the routers' load-balancing loss among a step's sums
 ROUTER_LOSS = "router_aux"
@@ -70,7 +72,8 @@ class Engine:
     """Trains a student on micro-batches and the teacher's signals for them.
 
     objective: the minimised loss. bf16: compute matrix products in bfloat16; the weights keep their own dtype.
-    chunk_tokens: rows of a logits tile; None: chosen by a memory budget. router_aux_loss: the coefficient of the
+    chunk_tokens: rows of a logits tile; None: chosen by a memory budget. average: of the student's weights, which
+    follows every update; None: there is none. router_aux_loss: the coefficient of the
     load-balancing loss of a mixture of experts.
     """
 
@@ -88,6 +91,7 @@ class Engine:
         self.runner, self.objective, self.device = runner, objective, device
         self.settings = optimizer or OptimizerSettings()
         self.bf16, self.chunk_tokens, self.router_aux_loss = bf16, chunk_tokens, router_aux_loss
+        self.average: WeightAverage | None = None
 
     @cached_property
     def optimizer(self) -> torch.optim.AdamW:
@@ -117,25 +121,41 @@ class Engine:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update()
 
     def evaluate(self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]) -> dict[str, float]:
-        """Sums over all target tokens: the cross-entropy and, if there are signals, the forward KL, at temperature 1.
+        """Sums over all target tokens: the cross-entropy and, if there are signals, the forward KL.
 
-        Every process returns the same sums. They do not depend on the engine's own objective.
+        Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. Every
+        process returns the same sums. They do not depend on the engine's own objective.
         """
         outputs: list[ObjectiveOutput] = []
         for micro_batches, signals in parts:
-            divergence = None if all(each is None for each in signals) else forward_kl()
-            objective = ObjectiveSpec(cross_entropy=1.0, divergence=divergence)
-            processor = distillation(objective, chunk_tokens=self.chunk_tokens)
+            processor = distillation(self._held_out_objective(signals), chunk_tokens=self.chunk_tokens)
             outputs += self.process(processor, partial(_targets, normalizer=1.0), micro_batches, signals)
             del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
         return self._totals(outputs)
 
+    def _held_out_objective(self, signals: Sequence[PairSignal]) -> ObjectiveSpec:
+        """The cross-entropy, and the forward KL if there are signals."""
+        given = [each for each in signals if each is not None]
+        if not given:
+            return ObjectiveSpec(cross_entropy=1.0)
+        named = given[0].named if isinstance(given[0], NamedSignals) else {}
+        shares = self.objective.teachers
+        return ObjectiveSpec(
+            cross_entropy=1.0,
+            divergence=forward_kl(),
+            temperature=_temperature(given[0]),
+            teachers={name: replace(shares[name], temperature=_temperature(each)) for name, each in named.items()},
+            is_mixture=self.objective.is_mixture,
+        )
+
     def process(
         self,
         processor: OutputProcessor,
-        context: Callable[[MicroBatch, Signal | None], Any],
+        context: Callable[[MicroBatch, Signal | RoutedSignals | None], Any],
         micro_batches: Sequence[MicroBatch],
         signals: Sequence[PairSignal],
     ) -> list[Any]:
@@ -162,7 +182,7 @@ class Engine:
     def _computation(
         self,
         processor: OutputProcessor,
-        context: Callable[[MicroBatch, Signal | None], Any],
+        context: Callable[[MicroBatch, Signal | RoutedSignals | None], Any],
         routers: "RouterAuxLosses | None" = None,
     ) -> Computation:
         return Computation(processor, context, self.precision, None if routers is None else routers.start)
@@ -262,7 +282,13 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettin
     )
 
 
-def _targets(micro_batch: MicroBatch, signal: Signal | None, *, normalizer: float) -> DistillTargets:
+def _temperature(signal: object) -> float:
+    """The temperature of a held-out divergence: 1, or the only one at which a sparse signal is known."""
+    known = signal.temperature if isinstance(signal, SparseSignal) else None
+    return 1.0 if known is None else known
+
+
+def _targets(micro_batch: MicroBatch, signal: Signal | RoutedSignals | None, *, normalizer: float) -> DistillTargets:
     return DistillTargets(
         micro_batch.labels_T, micro_batch.weights_T, normalizer, micro_batch.valid_index, signal=signal
     )

@@ -1,10 +1,12 @@
 """Held-out metrics per target token: cross-entropy, forward KL over the full vocabulary, agreement, entropies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from stillhouse.data import MicroBatch
+from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import PairSignal, watchdog
 from stillhouse.train.session import Session
 
@@ -19,7 +21,7 @@ KEYS = {
 
 
 def evaluate(session: Session) -> dict[str, float]:
-    """Means over all target tokens of the held-out documents, always at temperature 1.
+    """Means over all target tokens of the held-out documents (see `Engine.evaluate`).
 
     They do not depend on the run's own objective. Without a teacher, the metrics that need one are absent. Without
     held-out data, the result is empty.
@@ -28,8 +30,35 @@ def evaluate(session: Session) -> dict[str, float]:
         return {}
     watchdog.enter("an evaluation")
     sums = session.engine.evaluate(_parts(session))
-    tokens = sums["tokens"]
-    return {key: sums[name] / tokens for name, key in KEYS.items() if name in sums} | {"eval/tokens": tokens}
+    found: dict[str, float] = {}
+    for name, mean in means(sums, session.spec).items():
+        kind, slash, teacher = name.partition("/")
+        if kind in KEYS:
+            found[f"{KEYS[kind]}{slash}{teacher}"] = mean
+    return found | {"eval/tokens": sums["tokens"]}
+
+
+def means(sums: Mapping[str, float], objective: ObjectiveSpec) -> dict[str, float]:
+    """The metrics of a step or an evaluation per target token, under the names that the objective gives them.
+
+    A metric of one of several teachers is `<name>/<teacher>`, per token that this teacher judges; `<name>` is then
+    the sum over the teachers with their weights, or over the tokens of each if every token has one teacher.
+    """
+    found: dict[str, float] = {}
+    tokens = max(1.0, sums["tokens"])
+    for name, value in sums.items():
+        kind, _, teacher = name.partition("/")
+        if kind in ("loss", "tokens", CHUNK_TOKENS):
+            continue
+        if not teacher:
+            found[name] = value / tokens
+            continue
+        own, is_routed = sums.get(f"tokens/{teacher}", tokens), f"tokens/{teacher}" in sums
+        if own:
+            found[name] = value / own
+        share = 1.0 if is_routed else objective.teachers[teacher].weight
+        found[kind] = found.get(kind, 0.0) + share * value / tokens
+    return found
 
 
 def _parts(session: Session) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:

@@ -31,7 +31,7 @@ def export_distillkit(folder: Path, config: RunConfig, out: Path) -> Compression
         raise ValueError(f"{out} exists: expected a new folder")
     assert spec.top_k is not None
     compression = Compression(cache.manifest.vocabulary, spec.top_k, spec.dtype, delta_encoding=False)
-    data, stored = load_run_data(config), dict(cache.documents())
+    data, stored = load_run_data(config, {}), dict(cache.documents())
 
     def documents() -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         for each in (each.documents for each in (data.train, data.evaluation) if each is not None):

@@ -37,11 +37,11 @@ def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
 
     A token's divergence and likeliest tokens describe the distributions that predicted the token, so the first token
     of a document has none.
-    Returns None without a teacher of the full vocabulary, and without held-out data. A collective of all processes,
-    with the same result on each.
+    Returns None without held-out data, and unless there is one teacher, of the full vocabulary. A collective of all
+    processes, with the same result on each.
     """
     sequences = session.evaluation
-    if session.config.teacher is None or sequences is None or not session.has_exact_teacher:
+    if sequences is None or not session.has_dense_teacher:
         return None
     chosen = _choose(sequences.documents)
     micro_batches = session.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)

@@ -32,7 +32,16 @@ _FREE = {
 def decisive_values(config: RunConfig) -> dict[str, Any]:
     """The values that must not change when a run is resumed, by their dotted keys."""
     free = tuple(f"{key}." for key in _FREE)
-    return {key: value for key, value in dotted_values(config).items() if not f"{key}.".startswith(free)}
+    values = dotted_values(config)
+    for name in config.several:
+        values |= {f"teachers.{name}.{key}": value for key, value in values.pop(f"teachers.{name}").items()}
+    return {key: value for key, value in values.items() if not _like_teacher(key).startswith(free)}
+
+
+def _like_teacher(key: str) -> str:
+    """The key with a dot at its end; a key of one of several teachers as that of the section teacher."""
+    section, _, rest = key.partition(".")
+    return f"teacher.{rest.partition('.')[2]}." if section == "teachers" and "." in rest else f"{key}."
 
 
 def configuration_hash(config: RunConfig) -> str:

@@ -1,12 +1,15 @@
 """Loads the tokenizers and the data, which a run needs before its models."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig
+from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig, TeachersConfig
 from stillhouse.data import (
+    DataError,
     Documents,
     PackedSequences,
     check_same_tokenizer,
@@ -30,13 +33,13 @@ class RunData:
     warnings: list[str]
 
 
-def load_run_data(config: RunConfig, store: SignalStore | None = None) -> RunData:
-    """Load tokenizers and data. store: of the teacher's signals, if the teacher does not run in this job.
+def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunData:
+    """Load tokenizers and data. stores: of the teachers' signals, by the keys of their sections (`open_stores`).
 
     Raises ConfigError for a mistake in the configuration, ValueError for one in the data or the tokenizers.
     """
-    tokenizer, warnings = load_tokenizers(config, store)
-    train, held_out = load_data(config.data, config.objective, tokenizer)
+    tokenizer, warnings = load_tokenizers(config, stores)
+    train, held_out = load_data(config.data, config.objective, tokenizer, config.teachers)
     splits = {"train": train} | ({} if held_out is None else {"eval": held_out})
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
@@ -45,46 +48,49 @@ def load_run_data(config: RunConfig, store: SignalStore | None = None) -> RunDat
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
-    max_tokens, seed = config.data.max_tokens, config.seed
+    pack = partial(PackedSequences, max_tokens=config.data.max_tokens, seed=config.seed, **_layout(config))
     return RunData(
         tokenizer,
-        PackedSequences(train, max_tokens=max_tokens, seed=seed),
-        None if held_out is None else PackedSequences(held_out, max_tokens=max_tokens, seed=seed, shuffle=False),
+        pack(train),
+        None if held_out is None else pack(held_out, shuffle=False),
         {which: documents.fingerprint() for which, documents in splits.items()},
         warnings,
     )
 
 
-def load_tokenizers(config: RunConfig, store: SignalStore | None = None) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """The student's tokenizer, and warnings. Raises ValueError if the teacher's tokenizer is a different one.
+def load_tokenizers(
+    config: RunConfig, stores: Mapping[str, SignalStore]
+) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """The student's tokenizer, and warnings. Raises ValueError if a teacher's tokenizer is a different one.
 
     If a store of signals has no tokenizer, there is nothing to compare here.
     """
-    student, teacher = config.student, config.teacher
+    student, warnings = config.student, list[str]()
     tokenizer = load_tokenizer(student.model, student.revision, student.trust_remote_code)
-    if teacher is None:
-        return tokenizer, []
-    if store is None:
-        assert teacher.model is not None
-        other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
-        return tokenizer, check_same_tokenizer(tokenizer, other)
-    if store.teacher_folder is None:
-        return tokenizer, []
-    other = load_tokenizer(str(store.teacher_folder))
-    warnings = check_same_tokenizer(tokenizer, other)
-    if teacher.url is not None:
-        _require_same_conversation(tokenizer, other, teacher.accept)
+    for section, teacher in config.teacher_sections.items():
+        store = stores.get(section)
+        if store is not None:
+            if store.teacher_folder is None:
+                continue
+            other = load_tokenizer(str(store.teacher_folder))
+        elif teacher.model is not None:
+            other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
+        else:  # the student itself
+            continue
+        warnings += check_same_tokenizer(tokenizer, other)
+        if teacher.url is not None:
+            _require_same_conversation(tokenizer, other, teacher.accept, f"{section}.accept")
     return tokenizer, warnings
 
 
 def _require_same_conversation(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str]
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, accepted: Sequence[str], key: str
 ) -> None:
     """Raise ConfigError if the teacher was made for another chat template or another end of sequence.
 
-    Such a teacher answers, but as to a text that it has never seen. accepted: the differences that are wanted.
+    Such a teacher answers, but as to a text that it has never seen. accepted: the differences that are wanted, under
+    this key of the configuration.
     """
-    key = "teacher.accept"
     if "eos" not in accepted and student.eos_token != teacher.eos_token:
         raise ConfigError(
             key,
@@ -100,15 +106,43 @@ def _require_same_conversation(
         )
 
 
+def _layout(config: RunConfig) -> dict[str, Any]:
+    """How several teachers change the packing.
+
+    Prefixes of teachers in this job need room in the sequences, and documents of one teacher are packed together.
+    """
+    if config.teachers is None:
+        return {}
+    in_job = (name for name, each in config.several.items() if each.url is None and each.prefix is not None)
+    return {"gaps": tuple(in_job), "together": config.teachers.route}
+
+
 def load_data(
-    data: DataConfig, objective: ObjectiveConfig, tokenizer: PreTrainedTokenizerBase
+    data: DataConfig,
+    objective: ObjectiveConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    teachers: TeachersConfig | None = None,
 ) -> tuple[Documents, Documents | None]:
-    """The training documents and the held-out documents (None if the configuration asks for none)."""
+    """The training documents and the held-out documents (None if the configuration asks for none).
+
+    teachers: the column that names a document's teacher and the teachers' prefixes are read, too.
+    """
+    route = None if teachers is None else teachers.route
+    prefixes = {} if teachers is None else {name: each.prefix for name, each in teachers.named.items() if each.prefix}
 
     def load(source: str) -> Documents:
-        return load_documents(
-            source, tokenizer, max_tokens=data.max_tokens, tokens=objective.tokens, on_error=data.on_error
+        documents = load_documents(
+            source,
+            tokenizer,
+            max_tokens=data.max_tokens,
+            tokens=objective.tokens,
+            on_error=data.on_error,
+            columns=() if route is None else (route,),
+            prefixes=prefixes,
         )
+        if teachers is not None and route is not None:
+            _require_teachers(documents, route, teachers.named)
+        return documents
 
     train = load(data.train)
     if isinstance(data.eval, str):
@@ -117,3 +151,10 @@ def load_data(
         return train.split(data.eval) if data.eval else (train, None)
     except ValueError as error:
         raise ConfigError("data.eval", str(error)) from error
+
+
+def _require_teachers(documents: Documents, route: str, teachers: Container[str]) -> None:
+    """Raise DataError for the first document that names no teacher of the run."""
+    for value, source in zip(documents.columns[route], documents.sources, strict=True):
+        if value not in teachers:
+            raise DataError(source, f"column '{route}' is {value!r}: expected the name of one of the run's teachers")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import destroy_process_group, is_first, watchdog
 from stillhouse.preemption import Preempted, finishing
 from stillhouse.teachers import SignalsLostError, request_ahead
@@ -17,7 +18,7 @@ from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.checkpoint_folder import prune
 from stillhouse.train.engine import ROUTER_LOSS
-from stillhouse.train.evaluation import evaluate
+from stillhouse.train.evaluation import evaluate, means
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.identity import configuration_hash
@@ -27,6 +28,15 @@ from stillhouse.train.progress import Progress, folder_name
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
 from stillhouse.train.stopping import agreed_signal
+
+#: the keys of metrics that are no summand of the loss, or not in nats
+_KEYS = {
+    ROUTER_LOSS: f"loss/{ROUTER_LOSS}",
+    "student_entropy": "train/student_entropy_nats",
+    "teacher_entropy": "train/teacher_entropy_nats",
+    "agreement": "train/agreement",
+    "teacher_mass": "train/teacher_mass",
+}
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
@@ -61,7 +71,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
             progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
             seconds = time.monotonic() - started
             speed = whole.tokens / seconds
-            log.train(progress.step, progress.tokens, _train_metrics(output.sums, rate, norm, speed))
+            log.train(progress.step, progress.tokens, _train_metrics(output.sums, session.spec, rate, norm, speed))
             last = progress.step == step_schedule.steps
             saving = _due(progress.step, config.checkpoint.every) or last
             progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
@@ -84,7 +94,7 @@ def _progress(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint 
     """The run's progress at its start, after the checkpoint, if there is one, has been loaded."""
     progress, steps = Progress(), session.step_schedule.steps
     if checkpoint is not None:
-        progress = load_checkpoint(checkpoint, session.runner, session.engine.optimizer)
+        progress = load_checkpoint(checkpoint, session.runner, session.engine.optimizer, session.engine.average)
         if progress.step > steps:
             raise ValueError(
                 f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
@@ -123,7 +133,9 @@ def _save(session: Session, folder: RunFolder, progress: Progress, log: RunLog |
     watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
     progress.seconds, progress.log_bytes, progress.log_sha256 = log.seconds, *log.position
     engine = session.engine
-    saved = save_checkpoint(folder.checkpoints, progress, engine.runner, engine.optimizer, session.tokenizer)
+    saved = save_checkpoint(
+        folder.checkpoints, progress, engine.runner, engine.optimizer, session.tokenizer, engine.average
+    )
     if is_first():
         settings = session.config.checkpoint
         for damage in prune(folder.checkpoints, settings.keep, settings.best):
@@ -142,18 +154,14 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _train_metrics(sums: dict[str, float], rate: float, norm: float, speed: float) -> dict[str, float]:
+def _train_metrics(
+    sums: dict[str, float], objective: ObjectiveSpec, rate: float, norm: float, speed: float
+) -> dict[str, float]:
     """A step's log record: each unscaled term and their scaled total, in nats per target token, and other metrics."""
-    tokens = max(1.0, sums["tokens"])
-    known = {"student_entropy": "_nats", "teacher_entropy": "_nats", "agreement": "", "teacher_mass": ""}
     metrics = {"loss/total_nats_per_token": sums["loss"]}
-    for name, value in sums.items():
-        if name == ROUTER_LOSS:
-            metrics[f"loss/{name}"] = value / tokens
-        elif name in known:
-            metrics[f"train/{name}{known[name]}"] = value / tokens
-        elif name not in ("loss", "tokens", CHUNK_TOKENS):
-            metrics[f"loss/{name}_nats_per_token"] = value / tokens
+    for name, mean in means(sums, objective).items():
+        kind, slash, teacher = name.partition("/")
+        metrics[f"{_KEYS.get(kind, f'loss/{kind}_nats_per_token')}{slash}{teacher}"] = mean
     return metrics | {
         "train/learning_rate": rate,
         "train/gradient_norm": norm,

@@ -7,8 +7,8 @@ from stillhouse.config import RunConfig
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.teachers import RemoteSignals, SignalsLostError
+from stillhouse.teachers.client import Proof
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
-from stillhouse.train.build import model_fingerprints
 from stillhouse.train.export import save_merged, save_student
 from stillhouse.train.files import UNFINISHED, atomic_folder, explained_write_errors, file_names, flush, hashes
 from stillhouse.train.folder import (
@@ -21,6 +21,7 @@ from stillhouse.train.folder import (
 )
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.integrity import RESUME, IntactCheckpoint
+from stillhouse.train.models import model_fingerprints
 from stillhouse.train.off_policy import train
 from stillhouse.train.progress import Progress, folder_name
 from stillhouse.train.resume import candidates, open_checkpoint
@@ -34,8 +35,8 @@ from stillhouse.train.session import (
     prepare,
 )
 
-#: what the servers of a teacher answered when the run began, in its folder
-SERVED_TEACHER = "served_teacher.safetensors"
+#: the beginning of the names of files in a run's folder: what the servers of a teacher answered when the run began
+SERVED_TEACHER = "served_teacher"
 
 
 def distill(config: RunConfig) -> Path:
@@ -60,33 +61,39 @@ def distill(config: RunConfig) -> Path:
         checkpoint = open_checkpoint(session, folder, paths)
         if is_first():
             init_run_dir(folder, config)
-        _require_same_teacher(session, folder)
+        _require_same_teachers(session, folder)
         _run(session, folder, checkpoint)
     return folder.path
 
 
-def _require_same_teacher(session: Session, folder: RunFolder) -> None:
+def _require_same_teachers(session: Session, folder: RunFolder) -> None:
     """Raise ValueError on all ranks if a served teacher answers otherwise than when the run began."""
-    store, problem = session.store, ""
-    if not isinstance(store, RemoteSignals) or store.proof is None:
-        return
-    path = folder.path / SERVED_TEACHER
-    if is_first():
-        try:
-            if path.exists():
-                store.proof.compare(path)
-            elif any(folder.checkpoints.glob("step-*")):
-                raise ValueError(f"{path} is missing: whether the teacher is still the same cannot be checked")
-            else:
-                partial = path.with_name(path.name + UNFINISHED)
-                with explained_write_errors(path):
-                    store.proof.save(partial)
-                    flush(partial)
-                    partial.rename(path)
-        except ValueError as error:
-            problem = str(error)
-    if problem := from_all_ranks(problem, session.device)[0]:
-        raise ValueError(problem)
+    for section, store in session.stores.items():
+        if not isinstance(store, RemoteSignals) or store.proof is None:
+            continue
+        name, problem = section.partition(".")[2], ""
+        if is_first():
+            try:
+                _require_same(folder, store.proof, f"{SERVED_TEACHER}{f'.{name}' if name else ''}.safetensors")
+            except ValueError as error:
+                problem = str(error)
+        if problem := from_all_ranks(problem, session.device)[0]:
+            raise ValueError(problem)
+
+
+def _require_same(folder: RunFolder, proof: Proof, name: str) -> None:
+    """Compare a served teacher with what it answered when the run began; a new run's folder gets its answers."""
+    path = folder.path / name
+    if path.exists():
+        proof.compare(path)
+    elif any(folder.checkpoints.glob("step-*")):
+        raise ValueError(f"{path} is missing: whether the teacher is still the same cannot be checked")
+    else:
+        partial = path.with_name(path.name + UNFINISHED)
+        with explained_write_errors(path):
+            proof.save(partial)
+            flush(partial)
+            partial.rename(path)
 
 
 def _report_complete(folder: RunFolder) -> Path:
@@ -114,7 +121,7 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
     if checkpoint is not None:
         log_rank0(f"resuming from {checkpoint.path}")
     if is_first():
-        words = in_words(config, session.spec, session.store)
+        words = in_words(config, session.spec, session.stores)
         folder.write_json("environment.json", environment(words, config.seed, session.device))
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
     progress = train(session, folder, checkpoint)
@@ -156,7 +163,7 @@ def _require_same_base(session: Session) -> None:
     The adapter was trained on those files, and will be merged into them.
     """
     name = session.config.student.model
-    if model_fingerprints(session.config, session.store)["student"] != session.model_hashes["student"]:
+    if model_fingerprints(session.config, session.stores)["student"] != session.model_hashes["student"]:
         raise ValueError(
             f"student: the files of {name} have changed since this run was started; restore them, and the same "
             "command merges the adapter into them"

@@ -4,12 +4,13 @@
 divergence is reported within a second, and a teacher with another tokenizer before any weight is read.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config import ConfigError, RunConfig, TeacherConfig, TeachersConfig
 from stillhouse.data import (
     DataReport,
     PackedSequences,
@@ -19,7 +20,7 @@ from stillhouse.data import (
 )
 from stillhouse.display import escaped
 from stillhouse.models import Decoder, check_document_length, check_saving
-from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 from stillhouse.parallel import (
     Runner,
     ShardedMicroBatches,
@@ -29,30 +30,32 @@ from stillhouse.parallel import (
     start,
     watchdog,
 )
-from stillhouse.teachers import NoTeacher, SeparateTeacher, SignalSource, SignalStore, StoredTeacher
-from stillhouse.train.agreement import require_same_configuration, require_same_sources
-from stillhouse.train.build import (
-    build_engine,
-    model_fingerprints,
-    require_adapters,
-    teacher_is_base,
-    teacher_layout,
+from stillhouse.teachers import (
+    NoTeacher,
+    SeparateTeacher,
+    SeveralTeachers,
+    SignalSource,
+    SignalStore,
+    StoredTeacher,
 )
+from stillhouse.train.agreement import require_same_configuration, require_same_sources
+from stillhouse.train.build import build_engine
 from stillhouse.train.engine import Engine
 from stillhouse.train.inputs import load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
+from stillhouse.train.models import model_fingerprints, require_adapters, teacher_is_base, teacher_layout
 from stillhouse.train.schedule import StepSchedule, make_step_schedule
-from stillhouse.train.stores import open_store, require_signals
+from stillhouse.train.stores import open_stores, require_signals
 
 
 @dataclass
 class Session:
     """One run, ready to start.
 
-    evaluation: the held-out data; None if the configuration asks for none. source: where the teacher's signals come
-    from. data_hashes: a hash of each split's documents. model_hashes: a hash of the tokenizer and of each model's
-    files.
+    evaluation: the held-out data; None if the configuration asks for none. source: where the teachers' signals come
+    from. stores: the caches and servers among them, by the keys of the teachers' sections. data_hashes: a hash of
+    each split's documents. model_hashes: a hash of the tokenizer and of each model's files.
     """
 
     config: RunConfig
@@ -65,6 +68,7 @@ class Session:
     step_schedule: StepSchedule
     engine: Engine
     source: SignalSource
+    stores: dict[str, SignalStore]
     data_hashes: dict[str, str]
     model_hashes: dict[str, str]
     warnings: list[str] = field(default_factory=list)
@@ -82,19 +86,22 @@ class Session:
     def teacher(self) -> Decoder | None:
         """The teacher; under a pipeline, its part on this process's first stage.
 
-        None if there is no teacher, or if the teacher is the student's own base model.
+        None if there is none or several, if its signals come from a store, or if it is the student's base model.
         """
         return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.runner.teacher
 
     @property
-    def store(self) -> SignalStore | None:
-        """The store from which the teacher's signals come, if they come from one."""
-        return self.source.store if isinstance(self.source, StoredTeacher) else None
+    def teachers(self) -> dict[str, Decoder]:
+        """The teachers that run in this job as separate models, by the keys of their sections."""
+        if isinstance(self.source, SeveralTeachers):
+            found = self.source.teachers.items()
+            return {f"teachers.{name}": each.decoder for name, each in found if isinstance(each, SeparateTeacher)}
+        return {} if self.teacher is None else {"teacher": self.teacher}
 
     @property
-    def has_exact_teacher(self) -> bool:
-        """Whether the teacher's signals give the whole distribution, and not only some ids."""
-        return self.config.teacher is not None and (self.store is None or self.store.signal.is_exact)
+    def has_dense_teacher(self) -> bool:
+        """Whether there is one teacher, whose signals give the whole distribution, and not only some ids."""
+        return self.config.teacher is not None and all(each.signal.is_exact for each in self.stores.values())
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
@@ -103,7 +110,7 @@ class Session:
 
     def close(self) -> None:
         """Give up requests for signals that are under way."""
-        if isinstance(self.source, StoredTeacher):
+        if isinstance(self.source, StoredTeacher | SeveralTeachers):
             self.source.close()
 
     def source_for(self, objective: ObjectiveSpec) -> SignalSource:
@@ -117,23 +124,22 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     announce: print the resolved objective first, before anything is loaded.
     """
-    spec, store = objective_spec(config), open_store(config)
+    spec, stores = objective_spec(config), open_stores(config)
     if announce:
-        print(in_words(config, spec, store), flush=True)
+        print(in_words(config, spec, stores), flush=True)
     require_trackers(config.track)
     require_adapters(config.student)
     layout = layout_of(config.parallel, process_count())
     device, warnings = connect_ranks(config)
     watchdog.enter("reading the data", timed=False)
     torch.manual_seed(config.seed)
-    data = load_run_data(config, store)
-    if store is not None:
-        require_signals(config, data, store, device)
-    models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, store)}
+    data = load_run_data(config, stores)
+    require_signals(config, data, stores, device)
+    models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, stores)}
     watchdog.enter("comparing data and models")
     require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, device)
     watchdog.enter("loading the models", timed=False)
-    engine, source = build_engine(config, spec, layout, device, store)
+    engine, source = build_engine(config, spec, layout, device, stores)
     sequences = len(data.train)
     session = Session(
         config=config,
@@ -148,6 +154,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         ),
         engine=engine,
         source=source,
+        stores=stores,
         data_hashes=data.hashes,
         model_hashes=models,
     )
@@ -159,9 +166,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 def check_models(session: Session) -> list[str]:
     """Check that the models fit the data and can be saved; returns warnings. Raises ValueError if they do not."""
     max_tokens, warnings = session.config.data.max_tokens, list[str]()
-    for which, decoder in (("student", session.student), ("teacher", session.teacher)):
-        if decoder is None:
-            continue
+    for which, decoder in (("student", session.student), *session.teachers.items()):
         warnings += check_vocabulary(session.tokenizer, decoder.vocabulary_rows, which)
         try:
             check_document_length(decoder.pretrained, max_tokens, which)
@@ -181,9 +186,9 @@ def connect_ranks(config: RunConfig) -> tuple[torch.device, list[str]]:
     a warning for each library whose version differs between ranks. Raises ConfigError for an impossible layout, and
     if the ranks were started with different configurations.
     """
-    layout, separate_layout = layout_of(config.parallel, process_count()), teacher_layout(config)
+    layouts = [teacher_layout(config, section) for section in config.teacher_sections]
     device = choose_device(config.device)
-    for each in (layout, separate_layout):
+    for each in (layout_of(config.parallel, process_count()), *layouts):
         if each is not None:
             require_sharing(each, device)
     if process_count() > 1:
@@ -201,7 +206,9 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
         spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
-    if config.teacher is None:
+    if config.teachers is not None:
+        spec = replace(spec, teachers=_shares(config.teachers), is_mixture=config.teachers.sum == "distributions")
+    elif config.teacher is None:
         if spec.needs_teacher:
             raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
         if config.data.eval and config.checkpoint.best not in ("eval/cross_entropy", None):
@@ -221,20 +228,57 @@ def adapter_in_words(session: Session) -> str:
     return f"{session.student.lora}{teacher}"
 
 
-def in_words(config: RunConfig, spec: ObjectiveSpec, store: SignalStore | None) -> str:
+def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:
+    """Each teacher's part in the objective: without a route, their weights sum to 1."""
+    total = sum(each.weight for each in teachers.named.values()) if teachers.route is None else 1.0
+    return {name: TeacherShare(each.weight / total, each.temperature) for name, each in teachers.named.items()}
+
+
+def in_words(config: RunConfig, spec: ObjectiveSpec, stores: Mapping[str, SignalStore]) -> str:
     """The resolved objective as a sentence: the first line that a run prints."""
-    teacher, over = "", ""
+    teachers, over = "", ""
     if config.teacher is not None and spec.needs_teacher:
-        teacher = f" ← {config.teacher.model if store is None else store.name}"
-        over = "over the full vocabulary, "
-        if store is not None and not store.signal.is_exact:
-            tail = "" if store.signal.kind == "sampled" else f" (tail: {config.teacher.tail})"
-            over = f"over {store.signal} of the teacher{tail}, "
+        teachers = f" ← {_teacher_in_words(config.teacher, stores.get('teacher'))}"
+        over = f"{_over(config.teacher, stores.get('teacher'))}, "
+    elif config.teachers is not None and spec.needs_teacher:
+        teachers = f" ← {_several_in_words(config.teachers, spec, stores)}"
     return (
         f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
         f"mean over {config.objective.tokens} tokens of each step: "
-        f"{config.student.model}{teacher}"
+        f"{config.student.model}{teachers}"
     )
+
+
+def _teacher_in_words(teacher: TeacherConfig, store: SignalStore | None) -> str:
+    return str(teacher.model) if store is None else store.name
+
+
+def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
+    """What a teacher's divergence is taken over."""
+    if store is None or store.signal.is_exact:
+        return "over the full vocabulary"
+    tail = "" if store.signal.kind == "sampled" else f" (tail: {teacher.tail})"
+    return f"over {store.signal} of the teacher{tail}"
+
+
+def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Mapping[str, SignalStore]) -> str:
+    parts = []
+    for name, teacher in teachers.named.items():
+        share, store = spec.teachers[name], stores.get(f"teachers.{name}")
+        what = _teacher_in_words(teacher, store)
+        if teacher.student is not None:
+            what = (
+                "the student" if teacher.student == "live" else f"the student's average (decay {teacher.ema_decay:g})"
+            )
+        details = [_over(teacher, store)]
+        if teacher.prefix is not None:
+            details.append("behind a prefix")
+        if share.temperature is not None:
+            details.append(f"temperature {share.temperature:g}")
+        factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
+        parts.append(f"{factor}{name}: {what} ({', '.join(details)})")
+    how = f"one by column '{teachers.route}'" if teachers.route else f"sum of {teachers.sum}"
+    return f"{how} of {'; '.join(parts)}"
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,13 +1,14 @@
-"""Opens the store of a teacher's signals that a configuration names, and proves that it fits the run."""
+"""Opens the stores of teachers' signals that a configuration names, and proves that they fit the run."""
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 
-from stillhouse.config import ConfigError, RunConfig, TeacherConfig
+from stillhouse.config import ConfigError, NamedTeacherConfig, RunConfig, TeacherConfig
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import forward_kl
@@ -25,17 +26,25 @@ SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 SMALL = 2**30
 
 
-def open_store(config: RunConfig) -> SignalStore | None:
-    """The store of the teacher's signals, if the configuration names one. Raises ConfigError if it cannot be used."""
-    teacher = config.teacher
-    if teacher is None or (teacher.cache is None and teacher.url is None):
-        return None
+def open_stores(config: RunConfig) -> dict[str, SignalStore]:
+    """The stores of teachers' signals that the configuration names, by the keys of the teachers' sections.
+
+    Raises ConfigError for one that cannot be used.
+    """
+    return {
+        section: _open(section, teacher, _temperature(config, teacher))
+        for section, teacher in config.teacher_sections.items()
+        if teacher.cache is not None or teacher.url is not None
+    }
+
+
+def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalStore:
     try:
         if teacher.cache is not None:
             return SignalCache(Path(teacher.cache))
-        store = connect(
+        return connect(
             teacher.urls,
-            SignalRequest(teacher.signal, teacher.top_k, config.objective.temperature, teacher.dtype),
+            SignalRequest(teacher.signal, teacher.top_k, temperature, teacher.dtype),
             api=teacher.api,
             model_folder=None if teacher.model is None else _teacher_files(teacher),
             timeout=teacher.timeout,
@@ -43,41 +52,59 @@ def open_store(config: RunConfig) -> SignalStore | None:
             warn=lambda line: log_rank0(f"warning: {line}"),
         )
     except NeedsModelError as error:
-        raise ConfigError("teacher.model", f"is missing: {error}") from error
+        raise ConfigError(f"{section}.model", f"is missing: {error}") from error
     except ValueError as error:
-        raise ConfigError(_key(teacher), str(error)) from error
-    return store
+        raise ConfigError(_key(section, teacher), str(error)) from error
 
 
-def require_signals(config: RunConfig, data: RunData, store: SignalStore, device: torch.device) -> None:
-    """Raise ConfigError if the store of the teacher's signals does not fit the data or the objective.
+def require_signals(
+    config: RunConfig, data: RunData, stores: Mapping[str, SignalStore], device: torch.device
+) -> None:
+    """Raise ConfigError if a store of a teacher's signals does not fit the data or the objective.
 
     A server is also asked for the signals of some documents, to prove that they are those of the teacher.
     """
-    assert config.teacher is not None
-    signal, key = store.signal, _key(config.teacher)
-    if signal.temperature not in (None, config.objective.temperature):
+    problem: tuple[str, str] | None = None
+    for section, store in stores.items():
+        teacher = config.teacher_sections[section]
+        _require_objective(config, section, store)
+        try:
+            for name, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
+                if sequences is not None:
+                    store.require(sequences.documents, name)
+            if isinstance(store, RemoteSignals):
+                _prove(teacher, data, store, device)
+        except NeedsModelError as error:
+            problem = f"{section}.model", f"is missing: {error}"
+        except (ValueError, OSError) as error:
+            problem = _key(section, teacher), str(error)
+        # all ranks stop together if one of them finds something
+        if problems := [each for each in from_all_ranks(problem, device) if each]:
+            raise ConfigError(*problems[0])
+
+
+def _require_objective(config: RunConfig, section: str, store: SignalStore) -> None:
+    """Raise ConfigError if the objective cannot be computed from the store's signals."""
+    signal, wanted = store.signal, _temperature(config, config.teacher_sections[section])
+    if signal.temperature not in (None, wanted):
+        own = f"{section}.temperature"
         raise ConfigError(
-            "objective.temperature",
-            f"got {config.objective.temperature:g}, but {store.name} holds {signal}: expected the same "
+            "objective.temperature" if section == "teacher" else own,
+            f"got {wanted:g}, but {store.name} holds {signal}: expected the same "
             "temperature, or hidden states, which give every temperature",
         )
     if signal.kind == "sampled" and parse_objective(config.objective.loss).divergence not in (None, forward_kl()):
         raise ConfigError("objective.loss", f"got {config.objective.loss!r}: draws can only estimate forward_kl")
-    problem: tuple[str, str] | None = None
-    try:
-        for name, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
-            if sequences is not None:
-                store.require(sequences.documents, name)
-        if isinstance(store, RemoteSignals):
-            _prove(config.teacher, data, store, device)
-    except NeedsModelError as error:
-        problem = "teacher.model", f"is missing: {error}"
-    except (ValueError, OSError) as error:
-        problem = key, str(error)
-    # all ranks stop together if one of them finds something
-    if problems := [each for each in from_all_ranks(problem, device) if each]:
-        raise ConfigError(*problems[0])
+    if config.teachers is not None and config.teachers.sum == "distributions" and not signal.is_exact:
+        raise ConfigError(
+            f"{section}.cache", f"holds {signal}: expected hidden states, from which distributions can be summed"
+        )
+
+
+def _temperature(config: RunConfig, teacher: TeacherConfig) -> float:
+    """The temperature of a teacher's divergence."""
+    own = teacher.temperature if isinstance(teacher, NamedTeacherConfig) else None
+    return config.objective.temperature if own is None else own
 
 
 def _prove(teacher: TeacherConfig, data: RunData, store: RemoteSignals, device: torch.device) -> None:
@@ -128,5 +155,5 @@ def _is_readable(teacher: TeacherConfig) -> bool:
     return 0 < sum(path.stat().st_size for path in files) <= SMALL
 
 
-def _key(teacher: TeacherConfig) -> str:
-    return "teacher.cache" if teacher.cache is not None else "teacher.url"
+def _key(section: str, teacher: TeacherConfig) -> str:
+    return f"{section}.cache" if teacher.cache is not None else f"{section}.url"

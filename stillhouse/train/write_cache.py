@@ -25,9 +25,9 @@ from stillhouse.teachers.spec import SignalKind, SignalSpec
 from stillhouse.teachers.teacher_folder import save_teacher
 from stillhouse.train import cache_folder
 from stillhouse.train.agreement import library_versions
-from stillhouse.train.build import load_teacher, model_fingerprints
 from stillhouse.train.cache_folder import CacheFolder, divide
 from stillhouse.train.inputs import RunData, load_run_data
+from stillhouse.train.models import load_teacher, model_fingerprints
 from stillhouse.train.session import connect_ranks
 
 
@@ -67,7 +67,7 @@ def write_cache(
     if config.teacher is None or config.teacher.model is None or config.teacher.url is not None:
         raise ConfigError("teacher.model", "is missing: a cache is written by a teacher that is in this job")
     device, _ = connect_ranks(config)
-    data = load_run_data(config)
+    data = load_run_data(config, {})
     entries = list(cache_entries(data))
     teacher = load_teacher(config, device)
     if kind == "hidden":
@@ -84,7 +84,7 @@ def write_cache(
     manifest = Manifest(
         spec,
         config.teacher.model,
-        model_fingerprints(config)["teacher"],
+        model_fingerprints(config, {})["teacher"],
         tokenizer_fingerprint(data.tokenizer),
         vocabulary,
         width,

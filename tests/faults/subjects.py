@@ -64,7 +64,7 @@ def configurations(folder: Path) -> Load:
         config = load_config(path, [f"{draw.choice(keys)}={text}" for text in odd])
         load_config(None, settings={"student": {}} | json.loads(config.model_dump_json()))
         dump_config(config)
-        in_words(config, objective_spec(config), None)
+        in_words(config, objective_spec(config), {})
         layout_of(config.parallel, 1)
         choose_device(config.device)
 

@@ -1,0 +1,138 @@
+"""The models of a run: their files, how they are loaded, and how a student is prepared for training."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+
+from stillhouse.config import ConfigError, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.models import Decoder, add_lora, balance_routers, check_finite_weights, draw_lora, model_fingerprint
+from stillhouse.parallel import Layout, ModelSource, empty_decoder, load_weights, local_folder, process_count
+from stillhouse.teachers import SignalStore
+from stillhouse.train.layouts import layout_of
+
+
+def model_fingerprints(config: RunConfig, stores: Mapping[str, SignalStore]) -> dict[str, str]:
+    """For the student and each teacher, a hash of the model's files; for a model of the hub, the commit; for a store,
+    its identity. A student that is its own teacher has one hash.
+    """
+    hashes = {"student": _fingerprint(config.student.model, config.student.revision)}
+    for section, teacher in config.teacher_sections.items():
+        if section in stores:
+            hashes[section] = stores[section].identity
+        elif teacher.model is not None:
+            hashes[section] = _fingerprint(teacher.model, teacher.revision)
+    return hashes
+
+
+def require_adapters(student: StudentConfig) -> None:
+    """Raise ConfigError if the student has an adapter and peft is not installed."""
+    if student.adapter is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
+
+
+def teacher_is_base(config: RunConfig) -> bool:
+    """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
+    student, teacher = config.student, config.teacher
+    if student.adapter is None or teacher is None or teacher.url is not None:
+        return False
+    same = all(getattr(student, key) == getattr(teacher, key) for key in ("model", "revision", "attention"))
+    return same and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
+
+
+def load_student(config: RunConfig, device: torch.device) -> Decoder:
+    """Load the student onto the device, prepare it for training, and check that its weights are finite."""
+    student = prepared_for_training(_load("student", config.student.model, config.student, device), config)
+    draw_lora(student, config.seed)
+    return student
+
+
+def load_teacher(config: RunConfig, device: torch.device) -> Decoder:
+    """Load the teacher onto the device and check that its weights are finite."""
+    assert config.teacher is not None
+    assert config.teacher.model is not None
+    return _load("teacher", config.teacher.model, config.teacher, device)
+
+
+def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None:
+    """A teacher's own layout, if its section has the key `parallel`; else None."""
+    teacher = config.teacher_sections.get(section)
+    if teacher is None or teacher.parallel is None:
+        return None
+    for key in ("gather_dtype", "offload"):
+        if getattr(teacher.parallel, key):
+            raise ConfigError(f"{section}.parallel.{key}", f"is of both models: expected parallel.{key} in its place")
+    layout = layout_of(teacher.parallel, process_count(), f"{section}.parallel")
+    return replace(layout, offload=config.parallel.offload)
+
+
+def _fingerprint(name: str, revision: str | None) -> str:
+    if os.path.isdir(name):
+        return model_fingerprint(name)
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
+
+
+def model_source(
+    which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
+) -> ModelSource:
+    """which: the key of the model's section. name: its hub id or folder."""
+    if model.trust_remote_code:
+        raise ConfigError(
+            f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
+        )
+    folder = local_folder(name, model.revision)
+
+    def weights(decoder: Decoder) -> None:
+        load_weights(decoder, folder, device, offload=offload)
+        draw_lora(decoder, seed)
+        check_finite_weights(decoder, which)
+
+    return ModelSource(partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention), weights)
+
+
+def head_source(
+    which: str, teacher: TeacherConfig, store: SignalStore, device: torch.device, offload: bool, seed: int
+) -> ModelSource:
+    """The teacher of a store with hidden states, of which only the output head can be built."""
+    assert store.teacher_folder is not None
+    return model_source(which, str(store.teacher_folder), teacher, device, offload, seed)
+
+
+def prepared_for_training(student: Decoder, config: RunConfig) -> Decoder:
+    """Prepare the student for training: its adapter, router losses, activation checkpointing, train mode."""
+    adapter = config.student.adapter
+    if adapter is not None:
+        options = adapter.model_dump(exclude={"type"})
+        try:
+            add_lora(student, **options, base=config.student.model, revision=config.student.revision)
+        except ValueError as error:
+            raise ConfigError("student.adapter.targets", str(error)) from error
+    if config.objective.router_aux_loss:
+        try:
+            balance_routers(student)
+        except ValueError as error:
+            raise ConfigError("objective.router_aux_loss", str(error)) from error
+    if config.train.activation_checkpointing:
+        student.gradient_checkpointing_enable()
+    return student.train()
+
+
+def _load(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
+    try:
+        decoder = Decoder.from_pretrained(
+            name,
+            revision=model.revision,
+            dtype=model.dtype,
+            attention=model.attention,
+            trust_remote_code=model.trust_remote_code,
+            device=device,
+        )
+    except ValueError as error:
+        raise ValueError(f"{which}: {error}") from error
+    check_finite_weights(decoder, which)
+    return decoder

@@ -1,0 +1,121 @@
+"""Builds the sources of teachers' signals that are not computed in the student's stages."""
+
+from collections.abc import Mapping
+
+import torch
+
+from stillhouse.config import ConfigError, NamedTeacherConfig, RunConfig, TeacherConfig
+from stillhouse.models import Decoder
+from stillhouse.parallel import (
+    Layout,
+    Mesh,
+    ModelSource,
+    TeacherHeads,
+    apply_parallelism,
+    only_head,
+)
+from stillhouse.teachers import (
+    ChosenTeacher,
+    RemoteSignals,
+    SelfTeacher,
+    SeparateTeacher,
+    SeveralTeachers,
+    SignalSource,
+    SignalStore,
+    StoredTeacher,
+    WeightAverage,
+)
+from stillhouse.train.engine import Engine
+from stillhouse.train.models import head_source, model_source, teacher_layout
+
+
+def separate_teacher(
+    section: str,
+    source: ModelSource,
+    layout: Layout,
+    mesh: Mesh | None,
+    student_layout: Layout,
+    student_mesh: Mesh | None,
+    device: torch.device,
+) -> SeparateTeacher:
+    """section: the key of the teacher's section."""
+    try:
+        return SeparateTeacher(source, layout, mesh, student_layout, student_mesh, device)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{section}.parallel", str(error)) from error
+
+
+def stored_source(
+    teacher: TeacherConfig, store: SignalStore, engine: Engine, name: str | None = None
+) -> StoredTeacher:
+    """name: of one of several teachers, which may read a prefix."""
+    if isinstance(store, RemoteSignals) and store.signal.kind == "chosen":
+        assert store.vocabulary is not None
+        return ChosenTeacher(store, engine.runner, store.vocabulary, engine.precision, teacher.tail, name)
+    return StoredTeacher(store, engine.runner, teacher.tail, name)
+
+
+def several_teachers(
+    config: RunConfig, engine: Engine, mesh: Mesh | None, stores: Mapping[str, SignalStore]
+) -> SeveralTeachers:
+    """The source of all teachers' signals. It also gives the student's last stage the teachers' output heads.
+
+    A collective of all processes. Raises ConfigError for a model that its layout does not fit.
+    """
+    assert config.teachers is not None
+    sources: dict[str, SignalSource] = {}
+    heads: dict[str, ModelSource] = {}
+    is_sharded = mesh is not None and mesh.sharding is not None
+    # a head that FSDP does not shard waits in host memory
+    head_device = engine.device if is_sharded else torch.device("cpu")
+    offload = config.parallel.offload
+    for name, teacher in config.several.items():
+        section = f"teachers.{name}"
+        store = stores.get(section)
+        if teacher.student is not None:
+            sources[name] = _self_teacher(section, teacher, engine)
+        elif store is not None:
+            sources[name] = stored_source(teacher, store, engine, name)
+            if store.signal.is_exact:
+                heads[name] = head_source(section, teacher, store, head_device, offload, config.seed)
+        else:
+            model = str(teacher.model)
+            source = model_source(section, model, teacher, engine.device, offload, config.seed)
+            heads[name] = model_source(section, model, teacher, head_device, offload, config.seed)
+            sources[name] = _in_job(config, section, source, engine, mesh)
+    if engine.runner.has_last_stage:
+        decoders = {name: _head(source, engine.runner.layout, mesh) for name, source in heads.items()}
+        teacher_heads = TeacherHeads(decoders, engine.device, is_sharded=is_sharded)
+        engine.runner.pairs[engine.runner.layout.stages - 1].heads = teacher_heads
+    return SeveralTeachers(sources, engine.runner, engine.device, config.teachers.route)
+
+
+def _self_teacher(section: str, teacher: NamedTeacherConfig, engine: Engine) -> SelfTeacher:
+    if teacher.student == "live":
+        return SelfTeacher(engine.runner, engine.precision)
+    if engine.average is not None:
+        raise ConfigError(f"{section}.student", "got ema a second time; expected one teacher with student: ema")
+    engine.average = WeightAverage(engine.runner, teacher.ema_decay)
+    return SelfTeacher(engine.runner, engine.precision, engine.average)
+
+
+def _in_job(
+    config: RunConfig, section: str, source: ModelSource, engine: Engine, mesh: Mesh | None
+) -> SeparateTeacher:
+    """A teacher that runs in this job: in a layout of its own, or in the student's."""
+    student = engine.runner.layout
+    own = teacher_layout(config, section)
+    layout = own or Layout(student.degrees, offload=student.offload)
+    own_mesh = mesh if own is None else Mesh(own.degrees, engine.device)
+    return separate_teacher(section, source, layout, own_mesh, student, mesh, engine.device)
+
+
+def _head(source: ModelSource, layout: Layout, mesh: Mesh | None) -> Decoder:
+    decoder = only_head(source.build)().requires_grad_(False).eval()
+    if mesh is not None:
+        apply_parallelism(decoder, layout, mesh, None)
+    assert source.load_weights is not None
+    source.load_weights(decoder)
+    return decoder
