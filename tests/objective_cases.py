@@ -18,6 +18,7 @@ from stillhouse.objective import (
     Divergence,
     Entropy,
     FullVocab,
+    Mixture,
     ObjectiveOutput,
     OutputHead,
     Sampled,
@@ -134,14 +135,37 @@ def make_signal(
     temperature: float = 1.0,
     entries: int = 8,
 ) -> Signal:
-    """Make a signal by its name in `SIGNALS`. Sparse signals have log-probabilities at the temperature."""
+    """Make a signal by its name in `SIGNALS`, or "mixture". Sparse signals and mixtures are at the temperature."""
     if kind == "full":
         return make_full(tokens, vocabulary, dtype=dtype, sharpness=sharpness)
     logits = torch.randn(tokens, vocabulary, generator=generator(4), dtype=torch.float64) * sharpness
     if kind == "dense":
         return DenseLogits(logits.to(dtype))
+    if kind == "mixture":
+        return make_mixture(tokens, vocabulary, dtype=dtype, sharpness=sharpness, temperature=temperature)
     signal = make_topk(torch.log_softmax(logits / temperature, 1), entries, tail=kind)
     return converted(signal, dtype)
+
+
+def make_mixture(
+    tokens: int = T,
+    vocabulary: int = V,
+    *,
+    temperature: float = 1.0,
+    weights: Sequence[float] = (3.0, 1.0, 0.5),
+    **options: Any,
+) -> Mixture:
+    """Make a mixture of three teachers: two with heads of other widths, one of which has more rows, and logits.
+
+    The options are those of `make_leaves`.
+    """
+    wide = make_leaves(tokens, vocabulary + 5, 8, seed=9, **options)
+    signals = [
+        make_full(tokens, vocabulary, **options),
+        FullVocab(wide.hidden, OutputHead(wide.weight, wide.bias, softcap=30.0)),
+        make_signal("dense", tokens, vocabulary, **options),
+    ]
+    return Mixture(signals[: len(weights)], weights, temperature)
 
 
 def every_term(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> list[Term]:
@@ -163,6 +187,8 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     """Return a copy of a term, signal or head with its floating-point tensors in another dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(converted(each, dtype) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Divergence):
         fields = [each for each in dataclasses.fields(value) if each.init]
         return dataclasses.replace(

@@ -23,6 +23,7 @@ from stillhouse.objective import (
     DenseLogits,
     Distill,
     FullVocab,
+    Mixture,
     ObjectiveOutput,
     OutputHead,
     Signal,
@@ -171,6 +172,8 @@ def local_terms(rank: Rank, layout: Layout, terms: list[Term]) -> list[Term]:
 
 def _local_signal(rank: Rank, layout: Layout, signal: Signal) -> Signal:
     borders = layout.teacher or layout.student
+    if isinstance(signal, Mixture):
+        return replace(signal, signals=[_local_signal(rank, layout, each) for each in signal.signals])
     if borders == "whole" or not isinstance(signal, FullVocab | DenseLogits):
         return signal
     rows = slice(*borders[rank.number])

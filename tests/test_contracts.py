@@ -17,6 +17,7 @@ CONTRACTS = {
     "Chosen": "ids_TK, log_probs_TK, tail='bucket', tail_log_prob_T=None, temperature=None",
     "Sampled": "ids_TM, weights_TM",
     "DenseLogits": "logits_TV",
+    "Mixture": "signals, weights, temperature=1.0",
     "forward_kl": "",
     "reverse_kl": "",
     "jsd": "beta, normalized=False",
@@ -27,7 +28,8 @@ CONTRACTS = {
     "parse_divergence": "text",
     "CrossEntropy": "labels_T, scale=1.0, label_smoothing=0.0, z_loss=0.0, *, weights_T=None",
     "Distill": (
-        "signal, divergence, scale=1.0, temperature=1.0, scale_by_temperature_squared=False, *, weights_T=None"
+        "signal, divergence, scale=1.0, temperature=1.0, scale_by_temperature_squared=False, *, weights_T=None, "
+        "label=None"
     ),
     "SampledKL": "labels_T, teacher_log_probs_T, estimator='k2', scale=1.0, temperature=1.0, *, weights_T=None",
     "PolicyGradient": (

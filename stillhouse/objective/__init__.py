@@ -17,6 +17,7 @@ from stillhouse.objective.divergence import (
 from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.log_probs import linear_log_probs
+from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.several import RoutedSignals, SeveralSignals
 from stillhouse.objective.signals import Chosen, DenseLogits, FullVocab, Sampled, Signal, TopK
@@ -31,6 +32,7 @@ __all__ = [
     "Divergence",
     "Entropy",
     "FullVocab",
+    "Mixture",
     "ObjectiveOutput",
     "OutputHead",
     "PolicyGradient",

@@ -82,12 +82,15 @@ def check_index(valid_index: Tensor, tokens: int) -> None:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a term, its signal and the signal's head, with their names."""
+    """Yield the tensors of a term, its signals and their heads, with their names."""
     if isinstance(value, Tensor):
         yield name, value
     elif is_dataclass(value):
         for each in fields(value):
             yield from _tensors(f"{name}.{each.name}", getattr(value, each.name))
+    elif isinstance(value, tuple):
+        for at, each in enumerate(value):
+            yield from _tensors(f"{name}[{at}]", each)
 
 
 def check_device(name: str, tensor: Tensor, first: str, leaf: Tensor | None) -> None:

@@ -56,7 +56,8 @@ class ObjectiveOutput:
         a cross-entropy with label smoothing or z-loss has `negative_log_likelihood`, the plain −log q_y; with z-loss
         it also has `z_loss`, that summand of its value; both are 0 without a label.
     The second term of the same name gets "#2" after its name; the second term of the same class gets "#2" after its
-    statistics' names, or the next free number. The keys depend only on the terms, not on the rows.
+    statistics' names, or the next free number. A `label` of a distillation term follows its name and its statistics'
+    names ("forward_kl/label"; see `StatisticKeys`). The keys depend only on the terms, not on the rows.
     The metric `chunk_tokens` is not a sum: it is the largest number of rows of a tile, chosen by memory or given.
     `per_token`: detached [T], each term's unweighted value under its name; 0 where its weight is 0.
     """
@@ -295,8 +296,9 @@ class _Totals:
         if self.scales[position]:  # a term of scale 0 is only reported: it may be infinite
             self.loss += self.scales[position] * value
         for name, statistic_C in (result.statistics | result.parts).items():
-            statistic_C = statistic_C.masked_fill(has_none_C, 0.0)
-            self.sums[self.keys.of(position, name)] += (statistic_C.double() * own_C).sum()
+            if key := self.keys.of(position, name):
+                statistic_C = statistic_C.masked_fill(has_none_C, 0.0)
+                self.sums[key] += (statistic_C.double() * own_C).sum()
 
 
 class _Attach(torch.autograd.Function):

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count
 
-from stillhouse.objective.terms import Term
+from stillhouse.objective.terms import Distill, Term, labelled
 
 #: the key of the only metric that is not a sum
 CHUNK_TOKENS = "chunk_tokens"
@@ -23,20 +23,37 @@ def unique_names(terms: Sequence[Term]) -> list[str]:
 class StatisticKeys:
     """The keys of the terms' statistics: the second term of a class gets "#2" or the next free number.
 
+    The statistics of a term with a label have the label after their names, and are numbered only among the terms of
+    that label. But the student's entropy depends on no teacher: if a distillation term has a label, and all of them
+    have one temperature and no weights of their own, then only the first of them reports it, without a label.
+
     Numbers are assigned at the first chunk, in the order of the terms. So the keys depend only on the terms.
     """
 
     def __init__(self, terms: Sequence[Term], names: Sequence[str]):
-        kinds = [type(term) for term in terms]
+        kinds = [(type(term), term.label) for term in terms]
+        self.labels = [term.label for term in terms]
         self.ordinals = [kinds[:position].count(kind) + 1 for position, kind in enumerate(kinds)]
         self.taken = {"tokens", CHUNK_TOKENS, *names}
         self.given: dict[tuple[int, str], str] = {}
+        distilled = {position: term for position, term in enumerate(terms) if isinstance(term, Distill)}
+        one_entropy = len({term.temperature for term in distilled.values()}) == 1
+        one_entropy &= all(term.weights_T is None for term in distilled.values())
+        is_labelled = any(term.label is not None for term in distilled.values())
+        #: the distillation terms with the same student's entropy; empty if every one reports its own
+        self.share_entropy = list(distilled) if one_entropy and is_labelled else []
 
-    def of(self, position: int, name: str) -> str:
-        """Return the key of the statistic `name` of the term at `position`."""
+    def of(self, position: int, name: str) -> str | None:
+        """Return the key of the statistic `name` of the term at `position`; None: an earlier term reports it."""
+        label = self.labels[position]
+        if name == "student_entropy" and position in self.share_entropy:
+            if position != self.share_entropy[0]:
+                return None
+            label = None
         if (position, name) not in self.given:
+            name_and_label = labelled(name, label)
             numbers = count(self.ordinals[position])
-            keys = (name if number == 1 else f"{name}#{number}" for number in numbers)
+            keys = (name_and_label if number == 1 else f"{name_and_label}#{number}" for number in numbers)
             key = next(key for key in keys if key not in self.taken)
             self.taken.add(key)
             self.given[position, name] = key

@@ -17,7 +17,8 @@ from stillhouse.objective.checks import check_device, check_leaves
 from stillhouse.objective.fused import linear_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.sampled import LogProb, check_drawn
-from stillhouse.objective.terms import Entropy, check_temperature
+from stillhouse.objective.signals import check_temperature
+from stillhouse.objective.terms import Entropy
 
 
 def linear_log_probs(

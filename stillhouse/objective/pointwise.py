@@ -5,6 +5,7 @@
                  over unnormalized e^l, which `statistics.py` normalizes; and the other sums of a `PointwisePlan`.
                  The sums cover the whole vocabulary or one shard of it.
     mixed_sums   a second sweep, for divergences that need both normalizers in every element: Σf and Σq·h.
+    log_mean     the logits of the mean of several teachers' distributions (`mixture.py`), before any of these sweeps.
     gradient     ∂loss/∂logits = Σ_τ q_τ·(a + b·log q_τ) + Σ_pairs w·q·h + Σ_buckets c·q/q(outside) + u
                  with coefficients a, b, w, c, u per row: the gradient of all terms except at single ids.
 
@@ -117,6 +118,20 @@ def gradient(
         grad_BV = grad_BV + rows["uniform", 0]
     grad_BV = before_head(grad_BV, logits_BV, plan.scale, plan.softcap)
     logits_BV.copy_(torch.where(rows["counted", 0] == 0, 0.0, grad_BV))
+
+
+def log_mean(plan: PointwisePlan, tiles_BV: Sequence[Tensor], rows_BX: Tensor) -> None:
+    """Overwrite the first tile with τ·log Σ_i e^(l_i − c_i), with l_i = (logits of tile i − reference_i) / τ.
+
+    τ is the plan's only temperature. rows_BX: reference_i and c_i of each tile, [B, 2·tiles].
+    """
+    (temperature,) = plan.temperatures
+    columns = iter(rows_BX.split(1, 1))
+    logs = [_cooled(tile_BV - next(columns), temperature) - next(columns) for tile_BV in tiles_BV]
+    total_BV = logs[0]
+    for log_BV in logs[1:]:
+        total_BV = torch.logaddexp(total_BV, log_BV)
+    tiles_BV[0].copy_(total_BV * temperature)
 
 
 def before_head(grad: Tensor, logits: Tensor, scale: float, softcap: float | None) -> Tensor:

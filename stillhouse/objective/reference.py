@@ -16,6 +16,7 @@ from stillhouse.objective.formulas import sides
 from stillhouse.objective.fused import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.keys import unique_names
+from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
 from stillhouse.objective.sparse import LOG_ZERO
@@ -128,14 +129,9 @@ def _at_drawn(term: SampledKL | PolicyGradient, log_q_T: Tensor, drawn_T: Tensor
 
 def _distill(signal: Signal, divergence: Divergence, log_q_TV: Tensor, temperature: float, vocabulary: int) -> Tensor:
     match signal:
-        case FullVocab() | DenseLogits():
+        case FullVocab() | DenseLogits() | Mixture():
             with torch.no_grad():
-                logits_TV = (
-                    signal.logits_TV.to(log_q_TV.dtype)
-                    if isinstance(signal, DenseLogits)
-                    else _logits(signal.hidden_TE, signal.head, vocabulary, log_q_TV.dtype)
-                )
-                log_p_TV = torch.log_softmax(logits_TV / temperature, 1)
+                log_p_TV = _teacher_log_probs(signal, temperature, vocabulary, log_q_TV.dtype)
             return divergence.balanced(sides(log_p_TV, log_q_TV)).sum(1)
         case SparseSignal():
             return torch.stack([_sparse_row(signal, t, divergence, log_q_TV[t]) for t in range(len(log_q_TV))])
@@ -143,6 +139,22 @@ def _distill(signal: Signal, divergence: Divergence, log_q_TV: Tensor, temperatu
             present = (signal.ids_TM >= 0) & (signal.ids_TM < vocabulary)
             log_q_TM = log_q_TV.gather(1, signal.ids_TM.masked_fill(~present, 0).long())
             return -torch.where(present, signal.weights_TM.to(log_q_TV.dtype) * log_q_TM, 0).sum(1)
+    raise TypeError(f"no reference for {type(signal).__name__}")
+
+
+def _teacher_log_probs(signal: Signal, temperature: float, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    match signal:
+        case FullVocab():
+            logits_TV = _logits(signal.hidden_TE, signal.head, vocabulary, dtype)
+            return torch.log_softmax(logits_TV / temperature, 1)
+        case DenseLogits():
+            return torch.log_softmax(signal.logits_TV.to(dtype) / temperature, 1)
+        case Mixture():
+            parts = [
+                log_weight + _teacher_log_probs(each, temperature, vocabulary, dtype)
+                for each, log_weight in zip(signal.signals, signal.log_weights, strict=True)
+            ]
+            return torch.logsumexp(torch.stack(parts), 0)
     raise TypeError(f"no reference for {type(signal).__name__}")
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.plan import PlanBuilder
-from stillhouse.objective.signals import RowIndex
+from stillhouse.objective.signals import RowIndex, check_temperature
 from stillhouse.objective.stable import expect
-from stillhouse.objective.terms import Term, check_labels, check_scale, check_temperature
+from stillhouse.objective.terms import Term, check_labels, check_scale
 from stillhouse.objective.tile import TermResult, Tile
 
 

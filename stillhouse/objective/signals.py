@@ -167,6 +167,11 @@ class Sampled(Signal):
         return replace(self, ids_TM=self.ids_TM[rows], weights_TM=self.weights_TM[rows])
 
 
+def check_temperature(temperature: float) -> None:
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature={temperature}: expected a positive number")
+
+
 def check_pairs(ids_name: str, ids: Tensor, values_name: str, values: Tensor) -> None:
     if ids.dim() != 2 or ids.shape != values.shape or ids.shape[1] == 0:
         raise ValueError(

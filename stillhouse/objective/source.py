@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.head import OutputHead, Projection, common_vocabulary, operand_dtype
+from stillhouse.objective.mixture import Mixture, add_members
 from stillhouse.objective.signals import DenseLogits, FullVocab, RowIndex, Signal
 from stillhouse.objective.terms import Term
 from stillhouse.objective.vocab import VocabShard
@@ -83,6 +84,8 @@ class Source:
         raise NotImplementedError
 
     def _teacher_logits(self, signal: Signal, out_CV: Tensor) -> Tensor:
+        if isinstance(signal, Mixture):
+            return self._mixture_logits(signal, out_CV)
         if isinstance(signal, DenseLogits):
             return out_CV.copy_(self._dense_columns(signal.logits_TV.detach()))
         assert isinstance(signal, FullVocab)
@@ -97,6 +100,24 @@ class Source:
             return projection.logits(hidden_CE, out_CV)
         return out_CV.copy_(projection.logits(hidden_CE))  # a float64 teacher and a float32 student
 
+    def _mixture_logits(self, mixture: Mixture, out_CV: Tensor) -> Tensor:
+        """Return logits τ·log p, whose softmax at the mixture's temperature τ is p.
+
+        In one process, every member's logits are added before the next member's are computed, in one work tile. Over
+        several ranks, all members' logits are kept until one collective has gathered the sums of all of them.
+        """
+        together = 1 if self.shard is None or self.shard.is_alone else len(mixture.signals)
+        log_weights = mixture.log_weights
+        for first in range(0, len(mixture.signals), together):
+            batch = slice(first, first + together)
+            members_CV = [
+                # no chunk needs a work tile any more when this function returns, so all chunks have the same ones
+                self._teacher_logits(signal, self._buffer(-place, 0, len(out_CV)) if place else out_CV)
+                for place, signal in enumerate(mixture.signals[batch], start=min(first, 1))
+            ]
+            add_members(out_CV, members_CV, log_weights[batch], mixture.temperature, self.shard)
+        return out_CV
+
     def _dense_columns(self, logits_TV: Tensor) -> Tensor:
         """Return a dense teacher's logits on this rank's columns; logits_TV has all columns or only this rank's."""
         if logits_TV.shape[1] == self.vocabulary:
@@ -109,7 +130,10 @@ class Source:
         )
 
     def _buffer(self, place: int, number: int, rows: int) -> Tensor:
-        """Return a work tile [C, V], allocated once and overwritten by later chunks."""
+        """Return a work tile [C, V], allocated once and overwritten by later chunks.
+
+        place: 0 for the student, then the dense signals' places; negative for the members of a mixture.
+        """
         held = self._buffers.get((place, number))
         if held is None or len(held) < rows:
             held = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)

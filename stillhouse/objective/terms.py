@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.objective.formulas import Divergence, ForwardKL, ReverseKL, WeightedSum, weighted_parts
+from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.plan import PlanBuilder
-from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal
+from stillhouse.objective.signals import RowIndex, Sampled, Signal, SparseSignal, check_temperature
 from stillhouse.objective.sparse import sampled, sparse
 from stillhouse.objective.stable import expect
 from stillhouse.objective.tile import TermResult, Tile
@@ -27,6 +28,8 @@ class Term(ABC):
 
     scale: float
     weights_T: Tensor | None
+    #: distinguishes terms of one class in metrics
+    label: str | None = None
 
     @property
     @abstractmethod
@@ -139,6 +142,8 @@ class Distill(Term):
 
     `scale_by_temperature_squared` multiplies by τ², so that the size of gradients hardly depends on the temperature.
     For a sum of divergences, the value of each is also reported, with that τ² and without its coefficient.
+    `label`: tells the term apart from others in metrics, for example by the teacher's name. With it, "/label" follows
+    the term's name and the names of its statistics.
     """
 
     signal: Signal
@@ -148,15 +153,25 @@ class Distill(Term):
     scale_by_temperature_squared: bool = False
     _: KW_ONLY
     weights_T: Tensor | None = None
+    label: str | None = None
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
         check_scale(self.scale)
+        if self.label is not None and (not self.label or "#" in self.label):
+            raise ValueError(
+                f"label={self.label!r}: expected a name without '#', which numbers terms of the same name, or None"
+            )
         signal = self.signal
         if isinstance(signal, SparseSignal) and signal.temperature not in (None, self.temperature):
             raise ValueError(
                 f"the teacher's log-probabilities were taken at temperature {signal.temperature}, the term asks for "
                 f"{self.temperature}; expected the same: take them again, or set the term's temperature"
+            )
+        if isinstance(signal, Mixture) and signal.temperature != self.temperature:
+            raise ValueError(
+                f"the mixture's distributions are taken at temperature {signal.temperature}, the term asks for "
+                f"{self.temperature}; expected the same: set the temperature of the mixture, or of the term"
             )
         if isinstance(signal, Sampled) and not isinstance(self.divergence, ForwardKL):
             raise ValueError(
@@ -172,7 +187,8 @@ class Distill(Term):
     @property
     def name(self) -> str:
         # sampled ids estimate forward KL plus the teacher's entropy, which is not a KL and needs another name
-        return "sampled_cross_entropy" if isinstance(self.signal, Sampled) else str(self.divergence)
+        name = "sampled_cross_entropy" if isinstance(self.signal, Sampled) else str(self.divergence)
+        return labelled(name, self.label)
 
     @property
     def tokens(self) -> int:
@@ -241,6 +257,11 @@ class Entropy(Term):
         return TermResult(entropy_C, {})
 
 
+def labelled(name: str, label: str | None) -> str:
+    """Return the name of a value or statistic of a term with this label."""
+    return name if label is None else f"{name}/{label}"
+
+
 def check_labels(label_C: Tensor, vocabulary: int) -> None:
     """Raise ValueError for a label beyond the vocabulary; only on a CPU, since a check on a GPU would wait for it."""
     if label_C.device.type == "cpu" and bool((label_C >= vocabulary).any()):
@@ -248,11 +269,6 @@ def check_labels(label_C: Tensor, vocabulary: int) -> None:
             f"labels_T holds {int(label_C.max())}: expected labels below {vocabulary}, the size of the vocabulary, "
             "or a negative one where there is nothing to predict"
         )
-
-
-def check_temperature(temperature: float) -> None:
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature={temperature}: expected a positive number")
 
 
 def check_scale(scale: float) -> None:

@@ -13,7 +13,7 @@ student's probability, τ a temperature, l = (logit − reference) / τ.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,7 +100,7 @@ class Tile:
         rows_CX = self._gradient_rows()
         # first write the formula for tokens outside all buckets' ids everywhere, then overwrite the values at the ids
         corrected = [self._gradient_at(signal, rows_CX) for signal, _ in self._plan.buckets]
-        for block in self._blocks():
+        for block in row_blocks(self.logits_CV):
             pointwise(gradient, self._pointwise, self._block(block), rows_CX[block])
         for places_CK, values_CK in corrected:
             logits_CV.scatter_(1, places_CK, values_CK)
@@ -187,7 +187,7 @@ class Tile:
     # this rank's part
 
     def _sums(self, plan: PointwisePlan) -> Tensor:
-        return torch.cat([pointwise(raw_sums, plan, self._block(block)[: plan.tiles]) for block in self._blocks()])
+        return own_sums(plan, self._tiles_CV[: plan.tiles])
 
     def _outside_sums(self, signal: SparseSignal, softmax: StudentSoftmax) -> Tensor:
         """Return the largest logit and Σe^l outside the signal's ids, [C, 2].
@@ -214,7 +214,7 @@ class Tile:
         normalizers_CX = self._known.normalizers()
         blocks = (
             pointwise(mixed_sums, self._pointwise, self._block(block), normalizers_CX[block])
-            for block in self._blocks()
+            for block in row_blocks(self.logits_CV)
         )
         return torch.cat(list(blocks))
 
@@ -227,15 +227,6 @@ class Tile:
             known["outside_log_mass", at] = self._known.outside_log_mass[at]
         coefficients = [known.get(column, zero_C) for column in self._pointwise.coefficients]
         return torch.cat([self._known.normalizers(), torch.stack(coefficients, 1)], 1)
-
-    def _blocks(self) -> Iterator[slice]:
-        """Return at least one block of rows, which may be empty. On a GPU the whole chunk is one block."""
-        rows, columns = self.logits_CV.shape
-        size = max(rows, 1)
-        if self.logits_CV.device.type == "cpu":
-            per_thread = BLOCK_BYTES // (max(columns, 1) * self.logits_CV.element_size())
-            size = torch.get_num_threads() * max(per_thread, 2)
-        return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
 
     def _block(self, block: slice) -> list[Tensor]:
         return [tile_CV[block] for tile_CV in self._tiles_CV]
@@ -286,3 +277,19 @@ class Tile:
 
     def _add(self, column: Column, coefficient_C: Tensor) -> None:
         self._coefficients[column] = self._coefficients.get(column, 0.0) + coefficient_C
+
+
+def own_sums(plan: PointwisePlan, tiles_CV: Sequence[Tensor]) -> Tensor:
+    """Return `raw_sums` over this rank's part of the vocabulary, [C, X]."""
+    blocks = row_blocks(tiles_CV[0])
+    return torch.cat([pointwise(raw_sums, plan, [tile_CV[block] for tile_CV in tiles_CV]) for block in blocks])
+
+
+def row_blocks(tile_CV: Tensor) -> Iterator[slice]:
+    """Return at least one block of rows, which may be empty. On a GPU the whole chunk is one block."""
+    rows, columns = tile_CV.shape
+    size = max(rows, 1)
+    if tile_CV.device.type == "cpu":
+        per_thread = BLOCK_BYTES // (max(columns, 1) * tile_CV.element_size())
+        size = torch.get_num_threads() * max(per_thread, 2)
+    return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))

@@ -1,0 +1,121 @@
+"""Several dense teachers as one: the weighted mean of their distributions.
+
+    p = Σ_i w_i softmax(z_i / τ),   Σ_i w_i = 1
+
+A pass keeps p as one more tile of logits, τ·log p: its softmax at the temperature τ is p, so terms, statistics and
+gradients treat a mixture like any other dense teacher. p is exact: every member is normalized over the whole
+vocabulary before it is added.
+
+C rows of a chunk, V vocabulary of this rank, R ranks, X named numbers of a row. z_i are the logits of member i.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.compiled import pointwise
+from stillhouse.objective.head import OutputHead
+from stillhouse.objective.plan import STUDENT, PointwisePlan
+from stillhouse.objective.pointwise import log_mean
+from stillhouse.objective.signals import DenseLogits, FullVocab, RowIndex, Signal, check_temperature
+from stillhouse.objective.statistics import statistics
+from stillhouse.objective.tile import own_sums, row_blocks
+from stillhouse.objective.vocab import AsyncAllGather, VocabShard
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture(Signal):
+    """The mean of the distributions of several dense teachers at one temperature, which the term must have, too.
+
+    `signals`: `FullVocab` or `DenseLogits`, all over the same tokens. `weights`: a positive number for each signal;
+    they are divided by their sum.
+    """
+
+    signals: Sequence[Signal]
+    weights: Sequence[float]
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        # a list could be changed after these checks
+        object.__setattr__(self, "signals", tuple(self.signals))
+        object.__setattr__(self, "weights", tuple(self.weights))
+        check_temperature(self.temperature)
+        if not self.signals or len(self.signals) != len(self.weights):
+            raise ValueError(
+                f"a mixture of {len(self.signals)} signals with {len(self.weights)} weights: expected one signal or "
+                "more, and one weight for each"
+            )
+        for at, signal in enumerate(self.signals):
+            _check_member(f"signals[{at}]", signal, self.tokens)
+        for at, weight in enumerate(self.weights):
+            if isinstance(weight, bool) or not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"weights[{at}]={weight}: expected a positive number; leave out signals of weight 0")
+
+    @property
+    def tokens(self) -> int:
+        return self.signals[0].tokens
+
+    @property
+    def log_weights(self) -> list[float]:
+        """log w_i."""
+        logs = [math.log(weight) for weight in self.weights]
+        # in log space, so that neither the sum of the weights nor a quotient leaves the range of a float
+        largest = max(logs)
+        total = largest + math.log(math.fsum(math.exp(each - largest) for each in logs))
+        return [each - total for each in logs]
+
+    def rows(self, rows: RowIndex) -> "Mixture":
+        return replace(self, signals=[each.rows(rows) for each in self.signals])
+
+    def heads(self) -> list[OutputHead]:
+        return [head for each in self.signals for head in each.heads()]
+
+
+def add_members(
+    total_CV: Tensor,
+    members_CV: Sequence[Tensor],
+    log_weights: Sequence[float],
+    temperature: float,
+    shard: VocabShard | None,
+) -> None:
+    """Add the members' parts w_i p_i to a total, which holds τ·log of the sum of earlier parts.
+
+    members_CV: the members' logits. If the first of them is in the total's own tile, there are no earlier parts.
+    Over several ranks, one collective gathers the sums of all these members.
+    """
+    plan = PointwisePlan(temperatures=(temperature,))
+    own_CX = torch.cat([own_sums(plan, [member_CV]) for member_CV in members_CV], 1)
+    gathered_RCX = AsyncAllGather(own_CX, shard).wait()
+    columns = []
+    for raw_RCX, log_weight in zip(gathered_RCX.split(len(plan.raw_sums), 2), log_weights, strict=True):
+        known = statistics(plan, raw_RCX)
+        columns += [known.references[STUDENT], known.student_log_mass[0] - log_weight]
+    tiles_CV = list(members_CV)
+    if members_CV[0] is not total_CV:
+        # the total is one more tile of logits, and needs no normalizer
+        tiles_CV = [total_CV, *tiles_CV]
+        columns = [torch.zeros_like(columns[0])] * 2 + columns
+    rows_CX = torch.stack(columns, 1)
+    plan = replace(plan, tiles=len(tiles_CV))
+    for block in row_blocks(total_CV):
+        pointwise(log_mean, plan, [each_CV[block] for each_CV in tiles_CV], rows_CX[block])
+
+
+def _check_member(name: str, signal: Signal, tokens: int) -> None:
+    if isinstance(signal, Mixture):
+        raise ValueError(
+            f"{name} is a Mixture: expected FullVocab or DenseLogits; give that mixture's own signals instead, with "
+            "its weight multiplied into theirs"
+        )
+    if not isinstance(signal, FullVocab | DenseLogits):
+        raise ValueError(
+            f"{name} is of type {type(signal).__name__}: expected FullVocab or DenseLogits, which give every token's "
+            "probability; give another signal a term of its own"
+        )
+    if signal.tokens != tokens:
+        raise ValueError(
+            f"{name} has {signal.tokens} tokens, signals[0] {tokens}; expected one row per token in both"
+        )
