@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, NamedTeacherConfig, RunConfig, TeacherConfig
+from stillhouse.data import Documents
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import forward_kl
@@ -70,10 +72,11 @@ def require_signals(
         _require_objective(config, section, store)
         try:
             for name, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
-                if sequences is not None:
-                    store.require(sequences.documents, name)
+                if sequences is not None and len(own := _documents_of(config, section, sequences.documents)):
+                    store.require(own, name)
             if isinstance(store, RemoteSignals):
-                _prove(teacher, data, store, device)
+                own = _documents_of(config, section, data.train.documents)
+                _prove(teacher, own if len(own) else data.train.documents, data.tokenizer, store, device)
         except NeedsModelError as error:
             problem = f"{section}.model", f"is missing: {error}"
         except (ValueError, OSError) as error:
@@ -107,7 +110,23 @@ def _temperature(config: RunConfig, teacher: TeacherConfig) -> float:
     return config.objective.temperature if own is None else own
 
 
-def _prove(teacher: TeacherConfig, data: RunData, store: RemoteSignals, device: torch.device) -> None:
+def _documents_of(config: RunConfig, section: str, documents: Documents) -> Documents:
+    """The documents that a teacher judges."""
+    if config.teachers is None or config.teachers.route is None:
+        return documents
+    name = section.partition(".")[2]
+    return documents.select(
+        [at for at, value in enumerate(documents.columns[config.teachers.route]) if value == name]
+    )
+
+
+def _prove(
+    teacher: TeacherConfig,
+    documents: Documents,
+    tokenizer: PreTrainedTokenizerBase,
+    store: RemoteSignals,
+    device: torch.device,
+) -> None:
     """Prove the servers. The first rank also compares them with the model itself, if that is asked for."""
     local = head = None
     if is_first():
@@ -119,7 +138,7 @@ def _prove(teacher: TeacherConfig, data: RunData, store: RemoteSignals, device: 
         if store.signal.is_exact:
             assert store.teacher_folder is not None
             head = head_of(store.teacher_folder).output_head()
-    proof = prove(store, data.train.documents, data.tokenizer, local=local, head=head)
+    proof = prove(store, documents, tokenizer, local=local, head=head)
     store.proof, store.prove, store.prove_every = proof, proof.repeat, teacher.prove_every
     per_token = store.signal.bytes_per_token(store.width)
     log_rank0(
