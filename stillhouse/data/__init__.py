@@ -1,8 +1,10 @@
 """Data: reads records, turns them into tokens and masks, packs and batches them. Labels are shifted only here."""
 
-from stillhouse.data.documents import DataReport, Documents, load_documents
+from stillhouse.data.documents import DataReport, Documents
+from stillhouse.data.loading import load_documents
 from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch
 from stillhouse.data.packing import PackedMicroBatches, PackedSequences
+from stillhouse.data.prefixes import Prefixes
 from stillhouse.data.reading import DataError, read_records
 from stillhouse.data.tokenizers import (
     check_same_tokenizer,
@@ -18,6 +20,7 @@ __all__ = [
     "MicroBatch",
     "PackedMicroBatches",
     "PackedSequences",
+    "Prefixes",
     "StepMicroBatches",
     "check_same_tokenizer",
     "check_vocabulary",

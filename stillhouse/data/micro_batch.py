@@ -3,7 +3,12 @@
 Labels are shifted only here: row t of the flattened micro-batch predicts the token at t+1 of the same document. So a
 document's last row predicts nothing, and the row of a prompt's last token predicts the first token of the completion.
 
-B rows, S tokens per row (the longest of the micro-batch), T = B·S.
+A teacher with a prefix reads more tokens than the student. So that the rows of both line up under every layout, the
+student's micro-batch has a gap before each document, as long as the longest prefix of this document over the teachers
+that are asked for. A gap is padding: the student reads tokens there that do not matter, as a document of their own.
+Each teacher has its prefix directly before the document, and padding before a shorter prefix.
+
+B rows, S columns per row (the longest of the micro-batch), T = B·S.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +30,8 @@ class MicroBatch:
 
     inputs: arguments of a model's forward. It always has `input_ids` and `position_ids`, [B, S] int64. Positions
         restart at every document. They separate the documents only if the model gets no attention mask and
-        `use_cache=False`. The padding of a row is a separate document, without weight. Tensors whose first two
-        dims are not [B, S] belong to the micro-batch as a whole.
+        `use_cache=False`. The padding of a row and each gap are separate documents, without weight. Tensors whose
+        first two dims are not [B, S] belong to the micro-batch as a whole.
     labels_T: int64, the token that row t predicts, or -1.
     weights_T: float32, 1 where there is a label, else 0.
     document_T: int64, the document's number in its `Documents`; -1 for padding.
@@ -172,7 +177,7 @@ class StepMicroBatches(Sequence[MicroBatch]):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of all documents, without padding."""
+        """The number of tokens of all documents, without padding and gaps."""
         return sum(int((each.document_T >= 0).sum()) for each in self._micro_batches)
 
     @property
@@ -187,6 +192,17 @@ class StepMicroBatches(Sequence[MicroBatch]):
                 return each.input_ids_BS.flatten()[is_of_T].cpu().numpy()
         raise ValueError(f"no micro-batch of this step has document {document}")
 
+    def for_teacher(self, name: str) -> "StepMicroBatches":
+        """The same micro-batches, with `teacher_inputs` if this teacher reads a prefix for which there are gaps."""
+        return self
+
+    def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, int]:
+        """All ids that this teacher reads of a document, and by how many its rows are shifted among them.
+
+        With a shift of s, row s + i of the teacher is row i of the document. It does not depend on gaps.
+        """
+        return self.document_tokens(document), 0
+
 
 def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
     """Rows of a tensor [T, …], with `padding` where the index is -1."""
@@ -195,41 +211,72 @@ def take(values_T: Tensor, index_T: Tensor, padding: float = 0) -> Tensor:
     return taken_T.masked_fill(is_padding_T, padding)
 
 
-def make_micro_batch(documents: Documents, rows: Sequence[Sequence[int] | np.ndarray]) -> MicroBatch:
+def make_micro_batch(
+    documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str] = ()
+) -> MicroBatch:
     """Pack documents into a micro-batch. rows: for each row, the numbers of its documents, in their order.
+
+    gaps: the teachers for whose prefixes there is a gap before each document.
 
     Raises ValueError if there is no row, or a row without a document.
     """
     if not rows or not all(len(row) for row in rows):
         raise ValueError("a micro-batch needs at least one row, and each row at least one document")
-    tokens = max(int(documents.lengths_D[np.asarray(row)].sum()) for row in rows)
-    shape = (len(rows), tokens)
-    input_ids_BS = np.zeros(shape, dtype=np.int64)
-    position_ids_BS = np.zeros(shape, dtype=np.int64)
-    labels_BS = np.full(shape, NO_LABEL, dtype=np.int64)
-    document_BS = np.full(shape, -1, dtype=np.int64)
-    for row, members in enumerate(rows):
-        start = 0
-        for document in members:
-            ids, targets = documents.tokens(document), documents.targets(document)
-            stop = start + len(ids)
-            input_ids_BS[row, start:stop] = ids
-            position_ids_BS[row, start:stop] = np.arange(len(ids))
-            labels_BS[row, start : stop - 1] = np.where(targets[1:], ids[1:], NO_LABEL)
-            document_BS[row, start:stop] = document
-            start = stop
-        position_ids_BS[row, start:] = np.arange(tokens - start)
+    placed = _placed(documents, rows, gaps)
+    inputs = _packed_inputs(placed, [documents.tokens(document) for _, document, _ in placed])
+    shape_BS = inputs["input_ids"].shape
+    labels_BS = np.full(shape_BS, NO_LABEL, dtype=np.int64)
+    document_BS = np.full(shape_BS, -1, dtype=np.int64)
+    for row, document, stop in placed:
+        ids, targets = documents.tokens(document), documents.targets(document)
+        start = stop - len(ids)
+        labels_BS[row, start : stop - 1] = np.where(targets[1:], ids[1:], NO_LABEL)
+        document_BS[row, start:stop] = document
     labels_T = torch.from_numpy(labels_BS.reshape(-1))
     return MicroBatch(
-        inputs={
-            "input_ids": torch.from_numpy(input_ids_BS),
-            "position_ids": torch.from_numpy(position_ids_BS),
-        },
+        inputs=inputs,
         labels_T=labels_T,
         weights_T=(labels_T >= 0).float(),
         document_T=torch.from_numpy(document_BS.reshape(-1)),
         valid_index=torch.from_numpy(np.flatnonzero(labels_BS >= 0)),
     )
+
+
+def teacher_inputs(
+    documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str], teacher: str
+) -> dict[str, Tensor]:
+    """What a teacher of `gaps` that has prefixes reads at the rows of `make_micro_batch(documents, rows, gaps)`."""
+    placed, prefixes = _placed(documents, rows, gaps), documents.prefixes[teacher]
+    return _packed_inputs(placed, [prefixes.before(each, documents.tokens(each)) for _, each, _ in placed])
+
+
+def _placed(
+    documents: Documents, rows: Sequence[Sequence[int] | np.ndarray], gaps: Sequence[str]
+) -> list[tuple[int, int, int]]:
+    """(row, document, the column behind its last token) of each document, row by row, from left to right."""
+    widths_D = documents.lengths_D + documents.gaps_D(gaps)
+    return [
+        (row, int(document), int(stop))
+        for row, members in enumerate(rows)
+        for document, stop in zip(members, np.cumsum(widths_D[np.asarray(members)]), strict=True)
+    ]
+
+
+def _packed_inputs(placed: Sequence[tuple[int, int, int]], ids: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """The tokens `ids` of each placed document, which end where it ends, and between them padding of its own."""
+    shape_BS = placed[-1][0] + 1, max(stop for _, _, stop in placed)
+    input_ids_BS = np.zeros(shape_BS, dtype=np.int64)
+    position_ids_BS = np.zeros(shape_BS, dtype=np.int64)
+    ends_B = [0] * shape_BS[0]
+    for (row, _, stop), its_ids in zip(placed, ids, strict=True):
+        start = stop - len(its_ids)
+        input_ids_BS[row, start:stop] = its_ids
+        position_ids_BS[row, ends_B[row] : start] = np.arange(start - ends_B[row])
+        position_ids_BS[row, start:stop] = np.arange(stop - start)
+        ends_B[row] = stop
+    for row, end in enumerate(ends_B):
+        position_ids_BS[row, end:] = np.arange(shape_BS[1] - end)
+    return {"input_ids": torch.from_numpy(input_ids_BS), "position_ids": torch.from_numpy(position_ids_BS)}
 
 
 def _moved(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:

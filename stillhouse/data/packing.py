@@ -7,35 +7,50 @@ number, and a resumed run continues exactly where it stopped without any saved s
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch
+from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch, teacher_inputs
 
 
 class PackedSequences:
     """The documents as packed sequences, numbered 0 to len-1.
 
     max_tokens: capacity of a sequence. seed: decides the order of the sequences, and the order in which documents of
-    equal length are packed. shuffle=False: keep the given order of both (for evaluation).
+    equal length are packed. shuffle=False: keep the given order of both (for evaluation). gaps: the teachers for
+    whose prefixes there is a gap before each document (see `micro_batch.py`).
+
+    widths_D: how many columns each document takes, int64: its gap and its tokens.
     """
 
-    def __init__(self, documents: Documents, *, max_tokens: int, seed: int, shuffle: bool = True):
-        lengths_D = documents.lengths_D
-        if len(lengths_D) == 0 or lengths_D.max() > max_tokens:
+    def __init__(
+        self,
+        documents: Documents,
+        *,
+        max_tokens: int,
+        seed: int,
+        shuffle: bool = True,
+        gaps: Sequence[str] = (),
+    ):
+        widths_D = documents.lengths_D + documents.gaps_D(gaps)
+        if len(widths_D) == 0 or widths_D.max() > max_tokens:
+            what = f"{max_tokens} tokens{' with their prefixes' if gaps else ''}"
             raise ValueError(
-                f"documents of at most {max_tokens} tokens are needed to pack, got "
-                f"{len(lengths_D)} of at most {lengths_D.max(initial=0)}"
+                f"documents of at most {what} are needed to pack, "
+                f"got {len(widths_D)} of at most {widths_D.max(initial=0)}"
             )
         self.documents = documents
+        self.gaps = tuple(gaps)
+        self.widths_D = widths_D
         self.max_tokens = max_tokens
         self.seed = seed
         self.shuffle = shuffle
         # Draw 0 orders documents of equal length for packing, once; draw e + 1 is the order of epoch e.
-        order_D = _permutation(len(lengths_D), seed, 0) if shuffle else np.arange(len(lengths_D))
-        sequence_D = np.empty(len(lengths_D), dtype=np.int64)
-        sequence_D[order_D] = best_fit(lengths_D[order_D], max_tokens)
+        order_D = _permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))
+        sequence_D = np.empty(len(widths_D), dtype=np.int64)
+        sequence_D[order_D] = best_fit(widths_D[order_D], max_tokens)
         self._members = np.argsort(sequence_D, kind="stable")
         counts = np.bincount(sequence_D)
         self._borders = np.concatenate([[0], np.cumsum(counts)])
@@ -46,16 +61,20 @@ class PackedSequences:
 
     @property
     def fill(self) -> float:
-        """The share of all sequences' capacity that is filled with tokens."""
-        return len(self.documents.tokens_N) / (len(self) * self.max_tokens)
+        """The share of all sequences' capacity that is filled with tokens and gaps."""
+        return int(self.widths_D.sum()) / (len(self) * self.max_tokens)
 
     def members(self, sequence: int) -> np.ndarray:
         """The numbers of the documents of one sequence."""
         return self._members[self._borders[sequence] : self._borders[sequence + 1]]
 
-    def micro_batch(self, sequences: Sequence[int] | np.ndarray) -> MicroBatch:
-        """These sequences as the rows of one micro-batch."""
-        return make_micro_batch(self.documents, [self.members(sequence) for sequence in sequences])
+    def micro_batch(self, sequences: Sequence[int] | np.ndarray, teacher: str | None = None) -> MicroBatch:
+        """These sequences as the rows of one micro-batch. teacher: one of `gaps` with prefixes, which reads it."""
+        rows = [self.members(sequence) for sequence in sequences]
+        micro_batch = make_micro_batch(self.documents, rows, self.gaps)
+        if teacher is None:
+            return micro_batch
+        return replace(micro_batch, teacher_inputs=teacher_inputs(self.documents, rows, self.gaps, teacher))
 
     def micro_batches(self, rows: Sequence[np.ndarray]) -> "PackedMicroBatches":
         """Micro-batches of these sequences, one for each array of sequence numbers."""
@@ -88,26 +107,31 @@ class PackedSequences:
 class PackedMicroBatches(StepMicroBatches):
     """Micro-batches of packed sequences, each built when it is accessed.
 
-    rows: for each micro-batch, the numbers of its sequences.
+    rows: for each micro-batch, the numbers of its sequences. teacher: see `PackedSequences.micro_batch`.
     """
 
-    def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray]):
+    def __init__(self, sequences: PackedSequences, rows: Sequence[np.ndarray], teacher: str | None = None):
         super().__init__(())
-        self.sequences, self.rows = sequences, list(rows)
+        self.sequences, self.rows, self.teacher = sequences, list(rows), teacher
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def _build(self, number: int) -> MicroBatch:
-        return self.sequences.micro_batch(self.rows[number])
+        return self.sequences.micro_batch(self.rows[number], self.teacher)
 
     @property
     def shapes_BS(self) -> list[tuple[int, int]]:
-        return [(len(each), max(self._lengths(each))) for each in self.rows]
+        widths_D = self.sequences.widths_D
+        return [
+            (len(rows), max(int(widths_D[self.sequences.members(sequence)].sum()) for sequence in rows))
+            for rows in self.rows
+        ]
 
     @property
     def tokens(self) -> int:
-        return sum(sum(self._lengths(each)) for each in self.rows)
+        lengths_D = self.sequences.documents.lengths_D
+        return sum(int(lengths_D[self.documents(rows)].sum()) for rows in self.rows)
 
     @property
     def normalizer(self) -> int:
@@ -118,14 +142,19 @@ class PackedMicroBatches(StepMicroBatches):
     def document_tokens(self, document: int) -> np.ndarray:
         return self.sequences.documents.tokens(document)
 
+    def for_teacher(self, name: str) -> "PackedMicroBatches":
+        has_gaps = name in self.sequences.gaps and name in self.sequences.documents.prefixes
+        teacher = name if has_gaps else None
+        return self if teacher == self.teacher else PackedMicroBatches(self.sequences, self.rows, teacher)
+
+    def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, int]:
+        documents = self.sequences.documents
+        ids, prefixes = documents.tokens(document), documents.prefixes.get(name)
+        return (ids, 0) if prefixes is None else (prefixes.before(document, ids), len(prefixes.tokens(document)))
+
     def documents(self, rows: np.ndarray) -> list[int]:
         """The numbers of the documents of some sequences."""
         return [document for sequence in rows for document in self.sequences.members(sequence).tolist()]
-
-    def _lengths(self, rows: np.ndarray) -> list[int]:
-        """The number of tokens of each of these sequences."""
-        lengths_D = self.sequences.documents.lengths_D
-        return [int(lengths_D[self.sequences.members(sequence)].sum()) for sequence in rows]
 
 
 def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:

@@ -18,7 +18,7 @@ It belongs to the target, but the white space after it does not.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -32,6 +32,8 @@ from stillhouse.data.reading import describe
 from stillhouse.display import first_line, name_list
 
 Tokens = Literal["completion", "all"]
+#: who writes the beginning-of-sequence token (BOS) of a document; None if nobody does
+BosFrom = Literal["tokenizer", "chat template"] | None
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 #: most characters of one record in total: a tokenizer takes about 200 bytes of memory for each
@@ -69,12 +71,14 @@ class Template(Protocol):
     """Turns records of one form into tokens.
 
     columns: the columns that a record must have. extras: optional columns, which are part of the record's content if
-    present. splits: whether a long record is cut into pieces; otherwise it is cut at its end.
+    present. splits: whether a long record is cut into pieces; otherwise it is cut at its end. bos_from: who writes
+    the BOS at the beginning of a document.
     """
 
     columns: tuple[str, ...]
     extras: tuple[str, ...]
     splits: bool
+    bos_from: BosFrom
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         """One record as text. Raises RecordError if the record does not have this form."""
@@ -82,6 +86,10 @@ class Template(Protocol):
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """The tokens of many rendered records."""
+        ...
+
+    def render_prefix(self, text: str) -> str:
+        """A prefix in the form in which it is tokenized without special tokens. Raises RecordError as `render`."""
         ...
 
 
@@ -115,13 +123,17 @@ class TextTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.eos = _eos_id(tokenizer)
+        self.bos_from = _bos_from(tokenizer)
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         return Rendered(_string(fields, "text"))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        bodies = _tokenize(self.tokenizer, [one.body for one in rendered], special=True)
+        bodies = tokenize(self.tokenizer, [one.body for one in rendered], special=True)
         return [_encoded([], _with_eos(ids, self.eos), every=True) for ids in bodies]
+
+    def render_prefix(self, text: str) -> str:
+        return text
 
 
 class CompletionTemplate:
@@ -139,30 +151,35 @@ class CompletionTemplate:
         self.tokenizer = tokenizer
         self.every = tokens == "all"
         self.eos = _eos_id(tokenizer)
+        self.bos_from = _bos_from(tokenizer)
         # Only an end of sequence that the tokenizer appends is removed from the prompt, never one in its text.
-        self.prompt_ends = _tokenize(tokenizer, ["a"], special=True)[0][-1] == self.eos
+        self.prompt_ends = tokenize(tokenizer, ["a"], special=True)[0][-1] == self.eos
 
     def render(self, fields: dict[str, Any]) -> Rendered:
         return Rendered(_string(fields, "completion"), prompt=_string(fields, "prompt", may_be_empty=True))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        prompts = _tokenize(self.tokenizer, [one.prompt for one in rendered], special=True)
+        prompts = tokenize(self.tokenizer, [one.prompt for one in rendered], special=True)
         if self.prompt_ends:
             prompts = [ids[:-1] for ids in prompts]
-        completions = _tokenize(self.tokenizer, [one.body for one in rendered], special=False)
+        completions = tokenize(self.tokenizer, [one.body for one in rendered], special=False)
         pairs = zip(prompts, completions, strict=True)
         return [_encoded(prompt, _with_eos(answer, self.eos), self.every) for prompt, answer in pairs]
+
+    def render_prefix(self, text: str) -> str:
+        return text
 
 
 class ChatTemplate:
     """Conversations, rendered by the tokenizer's chat template, which writes all special tokens itself.
 
     The template's own `{% generation %}` blocks mark the assistant's characters; if it has none, `Turns` finds them.
-    Of prompt + completion, only the assistant's turns in the completion are targets.
+    Of prompt + completion, only the assistant's turns in the completion are targets. A prefix is a system turn.
     """
 
     extras: tuple[str, ...] = ("tools",)
     splits = False
+    bos_from: BosFrom = "chat template"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], tokens: Tokens):
         if not tokenizer.chat_template:
@@ -184,14 +201,9 @@ class ChatTemplate:
         messages = [message for part in parts for message in part]
         first = 0 if len(parts) == 1 else len(parts[0])  # the first message that may be a target
         tools = _tools(fields)
-        _check_length(sum(len(message.get("content", "")) for message in messages), " and ".join(self.columns))
-        try:
-            body, spans, problem = self.render_isolated(messages, tools, first)
-        except LimitError as error:
-            raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
-        if problem:
-            raise RecordError(problem)
-        _check_encodable(body, self.columns[0])
+        check_length(sum(len(message.get("content", "")) for message in messages), " and ".join(self.columns))
+        body, spans = self._with_spans(messages, tools, first)
+        check_encodable(body, f"'{self.columns[0]}'")
         return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
@@ -206,6 +218,18 @@ class ChatTemplate:
             _chat_encoded(ids, offsets, one.spans)
             for ids, offsets, one in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
         ]
+
+    def render_prefix(self, text: str) -> str:
+        return self._with_spans([{"role": "system", "content": text}], None, 0)[0]
+
+    def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
+        try:
+            body, spans, problem = self.render_isolated(messages, tools, first)
+        except LimitError as error:
+            raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
+        if problem:
+            raise RecordError(problem)
+        return body, spans
 
 
 def _chat_encoded(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:
@@ -224,7 +248,7 @@ def _encoded(prompt: list[int], completion: list[int], every: bool) -> Encoded:
     return Encoded(np.asarray(prompt + completion, dtype=np.int32), targets_T)
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
 
 
@@ -241,37 +265,42 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
-def _value(fields: dict[str, Any], column: str) -> Any:
+def _bos_from(tokenizer: PreTrainedTokenizerBase) -> BosFrom:
+    bos = tokenizer.bos_token_id
+    return None if bos is None or tokenize(tokenizer, ["a"], special=True)[0][:1] != [bos] else "tokenizer"
+
+
+def column_value(fields: Mapping[str, Any], column: str) -> Any:
     if column not in fields:
         raise RecordError(f"column '{column}' is missing (found {name_list(fields)})")
     return fields[column]
 
 
 def _string(fields: dict[str, Any], column: str, may_be_empty: bool = False) -> str:
-    value = _value(fields, column)
+    value = column_value(fields, column)
     if not isinstance(value, str):
         raise RecordError(f"'{column}' must be a string, got {describe(value)}")
     if not value and not may_be_empty:
         raise RecordError(f"'{column}' is empty")
-    _check_length(len(value), f"'{column}'")
-    _check_encodable(value, column)
+    check_length(len(value), f"'{column}'")
+    check_encodable(value, f"'{column}'")
     return value
 
 
-def _check_length(characters: int, what: str) -> None:
+def check_length(characters: int, what: str) -> None:
     if characters > MOST_CHARACTERS:
         raise RecordError(too_long(what, characters, MOST_CHARACTERS))
 
 
-def _check_encodable(text: str, column: str) -> None:
+def check_encodable(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RecordError(f"'{column}' contains half of a surrogate pair at character {error.start + 1}") from error
+        raise RecordError(f"{what} contains half of a surrogate pair at character {error.start + 1}") from error
 
 
 def _messages(fields: dict[str, Any], column: str) -> list[Message]:
-    value = _value(fields, column)
+    value = column_value(fields, column)
     if not isinstance(value, list):
         raise RecordError(f"'{column}' must be a list of messages, got {describe(value)}")
     if not value:

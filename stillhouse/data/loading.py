@@ -1,0 +1,276 @@
+"""Makes documents from records: reads, tokenizes, cuts and counts them.
+
+A text longer than the limit is cut into consecutive pieces, which are separate documents. A prompt with completion or
+a conversation is cut at its end. The report counts both, and every record that was skipped or has no target token.
+What a teacher reads, a document and its prefix, has the same limit.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.documents import DataReport, Documents
+from stillhouse.data.prefixes import EncodedPrefix, Prefixes, PrefixTemplate, offsets_of
+from stillhouse.data.reading import DataError, Record, read_records
+from stillhouse.data.templates import (
+    MOST_CHARACTERS,
+    Encoded,
+    RecordError,
+    Rendered,
+    Template,
+    TemplateLimitError,
+    Tokens,
+    column_value,
+    template_for,
+    without_null,
+)
+from stillhouse.display import first_line
+
+_BATCH = 512  # records tokenized at once
+_REASONS = 5  # reasons for skips that a report keeps
+
+
+def load_documents(
+    source: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    tokens: Tokens = "completion",
+    on_error: Literal["raise", "skip"] = "raise",
+    columns: Sequence[str] = (),
+    prefixes: Mapping[str, str] = MappingProxyType({}),
+) -> Documents:
+    """Read and tokenize a dataset (see `read_records` for what `source` may be).
+
+    max_tokens: the longest document, with its longest prefix. tokens: which tokens are targets if a record has a
+    prompt or several roles. on_error: "raise" for a record that cannot be used, or "skip" it and count it. columns:
+    further columns to keep, which every record must have. prefixes: by teacher, the template of what it reads in
+    front of a document (see `PrefixTemplate`).
+
+    Raises ValueError for a missing or empty dataset and for a prefix that is no template, DataError (`file:line:
+    reason`) for a record that cannot be used and for columns of no known form.
+    """
+    if max_tokens < 2:
+        raise ValueError(
+            f"max_tokens must be at least 2 (one input token and one token to predict), got {max_tokens}"
+        )
+    loader = _Loader(tokenizer, os.fspath(source), max_tokens, tokens, on_error == "skip", columns, prefixes)
+    for record in read_records(source):
+        loader.add(record)
+    return loader.finish()
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A record before it is tokenized. values: of the columns to keep. prefixes: the text for each teacher."""
+
+    rendered: Rendered
+    where: str
+    key: int
+    values: list[Any]
+    prefixes: list[str]
+
+    @property
+    def characters(self) -> int:
+        return sum(map(len, (self.rendered.prompt, self.rendered.body, *self.prefixes)))
+
+
+class _Loader:
+    """Collects documents record by record, tokenizing a batch at a time."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: str,
+        max_tokens: int,
+        tokens: Tokens,
+        skip: bool,
+        columns: Sequence[str],
+        prefixes: Mapping[str, str],
+    ):
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.targets_are: Tokens = tokens
+        self.skip = skip
+        self.columns = columns
+        self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in prefixes.items()}
+        self.report = DataReport(source)
+        self.template: Template | None = None
+        self.waiting: list[_Waiting] = []
+        self.characters = 0  # of the waiting records
+        # one entry per document
+        self.pieces: list[Encoded] = []
+        self.keys: list[int] = []
+        self.sources: list[str] = []
+        self.values: list[list[Any]] = []
+        self.prefixes: list[list[EncodedPrefix]] = []
+
+    def add(self, record: Record) -> None:
+        self.report.read += 1
+        if record.problem:
+            self._reject(DataError(record.where, record.problem))
+            return
+        template = self.template = self.template or self._template_for(record)
+        try:
+            waiting = self._rendered(record, template)
+        except TemplateLimitError as error:
+            raise DataError(record.where, str(error)) from error
+        except (RecordError, RecursionError) as error:
+            self._reject(DataError(record.where, first_line(error)))
+            return
+        if self.waiting and self.characters + waiting.characters > MOST_CHARACTERS:
+            self._encode(template)
+        self.waiting.append(waiting)
+        self.characters += waiting.characters
+        if len(self.waiting) == _BATCH:
+            self._encode(template)
+
+    def finish(self) -> Documents:
+        if self.template is not None:
+            self._encode(self.template)
+        if not self.pieces:
+            raise ValueError(self._why_empty())
+        lengths = [len(piece.ids) for piece in self.pieces]
+        tokens_N = np.concatenate([piece.ids for piece in self.pieces])
+        targets_N = np.concatenate([piece.targets for piece in self.pieces])
+        self.report.documents = len(lengths)
+        self.report.tokens = len(tokens_N)
+        self.report.target_tokens = int(targets_N.sum())
+        self._warn_if_it_never_stops(tokens_N[targets_N])
+        keys_D = np.asarray(self.keys, dtype=np.uint64)
+        columns = dict(zip(self.columns, map(list, zip(*self.values, strict=True)), strict=True))
+        by_teacher = map(Prefixes.of, zip(*self.prefixes, strict=True))
+        prefixes = dict(zip(self.prefix_templates, by_teacher, strict=True))
+        offsets = offsets_of(lengths)
+        return Documents(tokens_N, targets_N, offsets, keys_D, self.sources, self.report, columns, prefixes)
+
+    def _template_for(self, record: Record) -> Template:
+        try:
+            return template_for(record.fields, self.tokenizer, self.targets_are)
+        except ValueError as error:  # concerns the whole dataset: never skipped
+            raise DataError(record.where, str(error)) from error
+
+    def _rendered(self, record: Record, template: Template) -> _Waiting:
+        return _Waiting(
+            template.render(record.fields),
+            record.where,
+            _content_key(record.fields, template),
+            [_kept_value(record.fields, column) for column in self.columns],
+            [prefix.render(record.fields, template) for prefix in self.prefix_templates.values()],
+        )
+
+    def _reject(self, error: DataError) -> None:
+        if not self.skip:
+            raise error
+        self.report.skipped += 1
+        if len(self.report.reasons) < _REASONS:
+            self.report.reasons.append(str(error))
+
+    def _encode(self, template: Template) -> None:
+        if not self.waiting:
+            return
+        batch = template.encode([each.rendered for each in self.waiting])
+        texts_by_teacher = zip(*(each.prefixes for each in self.waiting), strict=True)
+        by_teacher = [
+            prefix.encode(texts, batch, self.tokenizer, template.bos_from)
+            for prefix, texts in zip(self.prefix_templates.values(), texts_by_teacher, strict=True)
+        ]
+        for number, (encoded, waiting) in enumerate(zip(batch, self.waiting, strict=True)):
+            self._keep(encoded, waiting, [prefixes[number] for prefixes in by_teacher], template.splits)
+        self.waiting.clear()
+        self.characters = 0
+
+    def _fit(self, encoded: Encoded, max_tokens: int, splits: bool) -> list[Encoded]:
+        """The document within the limit: unchanged, cut into pieces, or cut at its end."""
+        excess = len(encoded.ids) - max_tokens
+        if excess <= 0:
+            return [encoded]
+        if not splits:
+            self.report.cut_documents += 1
+            self.report.cut_tokens += excess
+            return [Encoded(encoded.ids[:max_tokens], encoded.targets[:max_tokens])]
+        self.report.split_documents += 1
+        return _pieces(encoded, max_tokens)
+
+    def _keep(self, encoded: Encoded, waiting: _Waiting, prefixes: list[EncodedPrefix], splits: bool) -> None:
+        longest = max((len(prefix.ids) for prefix in prefixes), default=0)
+        if self.max_tokens - longest < 2:
+            self._reject(DataError(waiting.where, self._no_room(prefixes, longest)))
+            return
+        pieces = self._fit(encoded, self.max_tokens - longest, splits)
+        if not any(piece.targets.any() for piece in pieces):
+            self.report.without_target += 1
+            return
+        self.report.kept += 1
+        for number, piece in enumerate(pieces):
+            self.pieces.append(piece)
+            self.keys.append(waiting.key)
+            at = f" (piece {number + 1} of {len(pieces)})" if len(pieces) > 1 else ""
+            self.sources.append(waiting.where + at)
+            self.values.append(waiting.values)
+            self.prefixes.append([prefix.for_piece(number) for prefix in prefixes])
+
+    def _no_room(self, prefixes: list[EncodedPrefix], longest: int) -> str:
+        teacher = next(
+            name for name, prefix in zip(self.prefix_templates, prefixes, strict=True) if len(prefix.ids) == longest
+        )
+        return (
+            f"the prefix of teacher {teacher!r} has {longest:,} tokens, which leaves fewer than 2 of the "
+            f"{self.max_tokens:,} of max_tokens for the document: expected a shorter prefix or a larger max_tokens"
+        )
+
+    def _why_empty(self) -> str:
+        report = self.report
+        if not report.read:
+            return f"{report.source}: the dataset is empty"
+        text = f"{report.source}: nothing to train on; of {report.read} records {report.skipped} were skipped"
+        if report.without_target:
+            text += (
+                f" and {report.without_target} have no token to predict (no completion or assistant turn "
+                f"within max_tokens={self.max_tokens}; {report.cut_documents} were cut there)"
+            )
+        return text + "".join(f"\n  {reason}" for reason in report.reasons)
+
+    def _warn_if_it_never_stops(self, predicted: np.ndarray) -> None:
+        eos = self.tokenizer.eos_token_id
+        if eos is not None and not (predicted == eos).any():
+            self.report.warnings.append(
+                f"{self.report.source}: the end-of-sequence token {self.tokenizer.eos_token!r} is never a "
+                "target, so the student does not learn to stop with it (the chat template ends turns with "
+                "another token, or the limit cuts every document)"
+            )
+
+
+def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
+    """Consecutive pieces of `max_tokens`. The last one may be shorter, but has at least 2 tokens if possible."""
+    length = len(encoded.ids)
+    starts = list(range(0, length, max_tokens))
+    if length - starts[-1] == 1 and max_tokens > 2:
+        starts[-1] -= 1
+    pieces = []
+    for start, stop in zip(starts, starts[1:] + [length], strict=True):
+        targets = encoded.targets[start:stop].copy()
+        targets[:1] = False  # nothing precedes it within the piece
+        pieces.append(Encoded(encoded.ids[start:stop], targets))
+    return pieces
+
+
+def _kept_value(fields: dict[str, Any], column: str) -> Any:
+    value = column_value(fields, column)
+    if value is None:  # Parquet stores an absent value as null
+        raise RecordError(f"column '{column}' is null; expected a value in every record")
+    return value
+
+
+def _content_key(fields: dict[str, Any], template: Template) -> int:
+    """The first 64 bits of the sha256 of a record's used columns. Absent, null and empty extras give the same key."""
+    used = [*template.columns, *(column for column in template.extras if fields.get(column))]
+    content = json.dumps([without_null(fields[column]) for column in used], sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")
