@@ -13,6 +13,7 @@ from objective_cases import (
     make_full,
     make_labels,
     make_leaves,
+    make_mixture,
     make_signal,
     run,
 )
@@ -52,6 +53,10 @@ def full_terms(tokens: int = T, dtype: torch.dtype = torch.float32) -> list[Term
         Distill(make_signal("bucket", tokens, V, dtype=dtype), reverse_kl(), 0.4),
         Entropy(-0.05, 1.5),
     ]
+
+
+def mixture_terms(tokens: int = T, dtype: torch.dtype = torch.float32) -> list[Term]:
+    return [Distill(make_mixture(tokens, V, temperature=1.5, dtype=dtype), parse_divergence("jsd(0.3)"), 0.7, 1.5)]
 
 
 PLANS: dict[str, Callable[..., list[Term]]] = {"plain": plain_terms, "full": full_terms}

@@ -20,6 +20,8 @@ from stillhouse.objective import (
     Distill,
     Entropy,
     FullVocab,
+    Mixture,
+    OutputHead,
     PolicyGradient,
     Sampled,
     SampledKL,
@@ -118,6 +120,28 @@ def heads_of(student_rows: int, teacher_rows: int, student_size: int | None, tea
     return Problem(
         make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, head={"vocab_size": student_size}
     )
+
+
+def mixture_of(expression: str, student_rows: int, teacher_rows: tuple[int, int], size: int | None) -> Problem:
+    """A mixture of two teachers whose heads have different row counts, next to a term with one of them alone."""
+    one = make_full(vocabulary=teacher_rows[0], dtype=torch.float32)
+    wide = make_leaves(vocabulary=teacher_rows[1], width=8, dtype=torch.float32, seed=9)
+    two = FullVocab(wide.hidden, OutputHead(wide.weight, wide.bias, softcap=5.0))
+    terms: list[Term] = [
+        Distill(Mixture([one, two], [0.3, 0.7], 1.3), parse_divergence(expression), 0.5, 1.3),
+        Distill(two, forward_kl(), 0.5),
+    ]
+    return Problem(make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, head={"vocab_size": size})
+
+
+def masked_mixture(expression: str, first: int, last: int) -> Problem:
+    """One teacher has logits of −inf from column `first` to `last`, the other one in every fifth column."""
+    columns_V = torch.arange(V)
+    one_TV, two_TV = (torch.randn(T, V, generator=generator(seed)) * 3 for seed in (4, 14))
+    one_TV[:, first : last + 1] = -torch.inf
+    two_TV[:, columns_V % 5 == 0] = -torch.inf
+    mixture = Mixture([DenseLogits(one_TV), DenseLogits(two_TV)], [1, 2], 2.0)
+    return Problem(make_leaves(dtype=torch.float32), [Distill(mixture, parse_divergence(expression), 0.7, 2.0)])
 
 
 #: a token's ids, most of them next to the borders of FOUR

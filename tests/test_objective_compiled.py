@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_cases import PLANS, V, assert_close, exact, full_terms, leaves_of
+from compiled_cases import PLANS, V, assert_close, exact, full_terms, leaves_of, mixture_terms
 from objective_cases import (
     ALL_DIVERGENCES,
     TAILS,
@@ -68,6 +68,12 @@ def test_plans_against_float64(plan: str, ran_compiled: list[str]) -> None:
     assert_no_worse_than_plain(leaves_of(), PLANS[plan](), normalizer=29.0)
     sweeps = {"raw_sums", "gradient"} if plan == "plain" else {"raw_sums", "mixed_sums", "gradient"}
     assert set(ran_compiled) == sweeps
+
+
+@pytest.mark.parametrize("tokens", [T, 2, 1])
+def test_a_mixture_of_teachers_against_float64(tokens: int, ran_compiled: list[str]) -> None:
+    assert_no_worse_than_plain(leaves_of(tokens), mixture_terms(tokens))
+    assert set(ran_compiled) == ({"raw_sums", "log_mean", "mixed_sums", "gradient"} if tokens > 1 else set())
 
 
 @pytest.mark.parametrize("tail", TAILS)

@@ -18,6 +18,7 @@ from stillhouse.objective import (
     Distill,
     Entropy,
     FullVocab,
+    Mixture,
     OutputHead,
     PolicyGradient,
     Sampled,
@@ -183,6 +184,45 @@ ERRORS: dict[str, tuple[Any, str]] = {
         lambda: Distill(Chosen(IDS, LOG_PROBS, temperature=1.0), forward_kl(), temperature=2.0),
         "taken at temperature 1.0, the term asks for 2.0",
     ),
+    "other temperature than the mixture's": (
+        lambda: Distill(Mixture([make_full()], [1.0], 1.5), forward_kl()),
+        "the mixture's distributions are taken at temperature 1.5, the term asks for 1.0; expected the same",
+    ),
+    "mixture's temperature": (lambda: Mixture([make_full()], [1.0], 0.0), "temperature=0.0: expected a positive"),
+    "mixture of nothing": (lambda: Mixture([], []), "a mixture of 0 signals with 0 weights: expected one signal"),
+    "mixture's number of weights": (
+        lambda: Mixture([make_full()], [0.5, 0.5]),
+        "a mixture of 1 signals with 2 weights: expected one signal or more, and one weight for each",
+    ),
+    "mixture's weight": (lambda: Mixture(2 * [make_full()], [1, 0.0]), "weights[1]=0.0: expected a positive number"),
+    "negative weight of a mixture": (lambda: Mixture([make_full()], [-1.0]), "weights[0]=-1.0"),
+    "nan weight of a mixture": (lambda: Mixture([make_full()], [NAN]), "weights[0]=nan"),
+    "infinite weight of a mixture": (lambda: Mixture([make_full()], [math.inf]), "weights[0]=inf"),
+    "bool as weight of a mixture": (lambda: Mixture([make_full()], [True]), "weights[0]=True"),
+    "top-k in a mixture": (
+        lambda: Mixture([make_full(), TopK(IDS, LOG_PROBS)], [1, 1]),
+        "signals[1] is of type TopK: expected FullVocab or DenseLogits",
+    ),
+    "mixture in a mixture": (
+        lambda: Mixture([Mixture([make_full()], [1])], [1]),
+        "signals[0] is a Mixture: expected FullVocab or DenseLogits",
+    ),
+    "mixture's tokens": (
+        lambda: Mixture([make_full(), make_full(36)], [1, 1]),
+        "signals[1] has 36 tokens, signals[0] 37",
+    ),
+    "tokens of a mixture": (
+        lambda: objective([Distill(Mixture([make_full(36)], [1]), forward_kl())]),
+        "terms[0] (forward_kl) has 36 tokens, the student 37",
+    ),
+    "columns in a mixture": (
+        lambda: objective([Distill(Mixture([DenseLogits(torch.zeros(T, 256))], [1]), forward_kl())]),
+        "teacher logits over 256 tokens, student over 251",
+    ),
+    "vocabularies in a mixture": (
+        lambda: objective([Distill(Mixture([make_full(vocab_size=240), make_full(vocab_size=250)], [1, 1]), KL)]),
+        "vocab_size [240, 250]; expected one number",
+    ),
     "logits' dims": (lambda: logits_objective(torch.zeros(2, T, V), CE), "logits_TV of shape (2, 37, 251)"),
 }
 
@@ -241,6 +281,20 @@ ON_META: dict[str, tuple[Any, str]] = {
             [Distill(FullVocab(torch.zeros(T, 24), OutputHead(torch.zeros(V, 24, device="meta"))), KL)]
         ),
         "terms[0].signal.head.weight_VD",
+    ),
+    "head in a mixture": (
+        lambda: objective(
+            [
+                Distill(
+                    Mixture(
+                        [make_full(), FullVocab(torch.zeros(T, 24), OutputHead(torch.zeros(V, 24, device="meta")))],
+                        [1, 1],
+                    ),
+                    KL,
+                )
+            ]
+        ),
+        "terms[0].signal.signals[1].head.weight_VD",
     ),
     "teacher's ids": (
         lambda: objective([Distill(TopK(IDS.to("meta"), LOG_PROBS), KL)]),

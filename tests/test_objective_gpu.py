@@ -17,6 +17,7 @@ from stillhouse.objective import (
     Distill,
     Entropy,
     FullVocab,
+    Mixture,
     OutputHead,
     Sampled,
     Term,
@@ -61,6 +62,18 @@ def make_terms(dtype: torch.dtype, device: str = "cuda") -> list[Term]:
         Distill(Sampled(ids_TK.to(device), log_p_TK.exp().to(device, exact)), forward_kl(), 0.1),
         Entropy(-0.05),
     ]
+
+
+def mixture_term(dtype: torch.dtype, device: str = "cuda") -> Distill:
+    """A mixture of two teachers, whose heads have different row counts."""
+    signals = [
+        FullVocab(
+            normal(seed, T, E).bfloat16().to(device, dtype),
+            OutputHead((normal(seed + 1, rows, E) / 10).bfloat16().to(device, dtype)),
+        )
+        for seed, rows in ((2, V + 5), (7, V))
+    ]
+    return Distill(Mixture(signals, [2, 1], 1.5), jsd(0.3), 0.7, 1.5)
 
 
 def gradients(
@@ -110,6 +123,26 @@ def test_loss_and_gradients_meet_the_float64_oracle(
     for one, other, oracle in zip(actual, plain, exact, strict=True):
         assert one.dtype == other.dtype
         assert distance(one, oracle) <= max(2 * distance(other, oracle), rounding)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2e-3), (torch.bfloat16, 8e-3)])
+def test_a_mixture_of_teachers(dtype: torch.dtype, rounding: float) -> None:
+    """It meets the float64 oracle, and the pass does not wait for the device."""
+    results = []
+    for objective, its_dtype, device in ((linear_objective, dtype, "cuda"), (dense_objective, torch.float64, "cpu")):
+        hidden, weight = make_leaves(its_dtype, device)
+        term = mixture_term(its_dtype, device)
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        try:
+            output = objective(hidden, OutputHead(weight), [term], chunk_tokens=50)
+            output.loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        results.append((output.loss.detach(), hidden.grad, weight.grad))
+    for one, oracle in zip(*results, strict=True):
+        assert distance(one, oracle) < rounding
 
 
 def test_float16_gradients_survive_until_the_loss_scale() -> None:

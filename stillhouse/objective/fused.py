@@ -35,7 +35,8 @@ from stillhouse.objective.tile import TermResult, Tile
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
 
 #: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
-#: tile for the student and one for each dense teacher, and over vocabulary shards twice as many (for two chunks)
+#: tile for the student and one for each dense teacher, and over vocabulary shards twice as many (for two chunks).
+#: Mixtures of teachers need at least one more (`Source._mixture_logits`)
 TILE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 #: the fewest and the most rows of a tile. The minimum overrides `TILE_BYTES`: with fewer rows, matrix products are
 #: slow and, on a GPU, adding to the weight's gradient is bandwidth-bound. More rows than the maximum gain nothing
@@ -91,8 +92,8 @@ def linear_objective(
     Over a sharded head, all ranks call this with the same tokens, terms and options and get the same loss and
     metrics; each rank gets the weight's gradient for its own rows. Collectives: for each chunk, one all-gather of a
     few dozen sums per row and of one logit for each id of a sparse signal; a second all-gather for divergences other
-    than forward and reverse KL; in backward, an all-reduce of the hidden states' gradient [T, D] in float32 (float64
-    for float64 inputs), unless `VocabShard.reduce_hidden_grad` is False.
+    than forward and reverse KL; one more for each mixture of teachers; in backward, an all-reduce of the hidden
+    states' gradient [T, D] in float32 (float64 for float64 inputs), unless `VocabShard.reduce_hidden_grad` is False.
 
     Raises ValueError for shapes or devices that do not match, for tensors on the meta device, for forward-mode
     tangents, and for weights or a normalizer that require grad. For numbers and for tensors on a CPU it also raises
