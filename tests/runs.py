@@ -123,9 +123,10 @@ def forward_backward(
 ) -> StepOutput:
     """Run forward and backward of a step, by default of the first one, without an update."""
     if micro_batches is None:
-        micro_batches = list(session.step_schedule.micro_batches(session.train, 0))
+        micro_batches = session.step_schedule.micro_batches(session.train, 0)
     engine = session.engine if objective is None else session.engine.with_objective(objective)
-    own = session.shard(StepMicroBatches(micro_batches))
+    whole = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
+    own = session.shard(whole)
     signals = session.source_for(engine.objective).request(own).result()
     return engine.forward_backward(own, signals, own.whole.normalizer)
 

@@ -1,12 +1,13 @@
 """Several teachers of one student: gradients against plain float64 autograd, one document at a time."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import forward_backward, save_model, session_of, write_records, write_run
+from runs import MAX_TOKENS, forward_backward, save_model, session_of, write_records, write_run
 from serving import Server
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    with Server(folder / "code") as started:
+    with Server(folder / "code", "--max-top-k", 1000) as started:
         yield started.url
 
 
@@ -97,9 +98,11 @@ def expected(
         with torch.no_grad():
             z = {name: each(ids[None]).logits[0][rows] for name, each in teachers.items()}
             for name, text in (prefixes or {}).items():
-                before = session.tokenizer(text.format(answer=answer_of(documents.sources[number], folder)))
-                prefix = torch.tensor(before["input_ids"]).long()
-                z[name] = teachers[name](torch.cat([prefix, ids])[None]).logits[0][rows + len(prefix)]
+                filled = text.format(answer=answer_of(documents.sources[number], folder))
+                prefix = torch.tensor(session.tokenizer(filled, add_special_tokens=False)["input_ids"]).long()
+                front = int(ids[0] == session.tokenizer.bos_token_id)  # a later piece of a text has no BOS
+                read = torch.cat([ids[:front], prefix, ids[front:]])
+                z[name] = teachers[name](read[None]).logits[0][rows + len(prefix)]
         name = documents.columns["subject"][number] if "subject" in documents.columns else ""
         total = total + 0.3 * cross_entropy(q_logits, ids[rows + 1], reduction="sum")
         total = total + 0.7 * divergence(q_logits, z, name).sum()
@@ -111,9 +114,7 @@ def expected(
 
 def answer_of(source: str, folder: Path) -> str:
     """The column `answer` of the record at `file:line`."""
-    import json
-
-    line = int(source.rpartition(":")[2])
+    line = int(source.rpartition(":")[2].partition(" ")[0])
     return json.loads((folder / "train.jsonl").read_text().splitlines()[line - 1])["answer"]
 
 
@@ -171,7 +172,8 @@ def test_a_column_names_each_documents_teacher(folder: Path) -> None:
 
 
 def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
-    session = session_with(folder, **named(folder, {}, {}), **{"teachers.route": "subject"})
+    one_row = {"train.micro_batch_tokens": MAX_TOKENS}
+    session = session_with(folder, **named(folder, {}, {}), **{"teachers.route": "subject"}, **one_row)
     assert isinstance(session.source, SeveralTeachers)
     seen: dict[str, int] = {}
     for name, teacher in session.source.teachers.items():
@@ -182,19 +184,17 @@ def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
 
         teacher.decoder.register_forward_pre_hook(count, with_kwargs=True)
     step = session.step_schedule.micro_batches(session.train, 0)
-    forward_backward(session, list(step))
-    assert sum(seen.values()) <= 1.5 * step.tokens
+    forward_backward(session, step)
+    assert seen.keys() == {"math", "code"}
+    assert sum(seen.values()) == sum(rows * columns for rows, columns in step.shapes_BS)
     session.close()
 
 
 @pytest.mark.parametrize("signal", ["hidden", "top_k"])
 def test_one_teacher_in_the_job_and_one_on_a_server(folder: Path, server: str, signal: str) -> None:
     """A server's top-k over the whole vocabulary is exact, too."""
-    rows = 400 if signal == "hidden" else 10_000
-    session = session_with(folder, **named(folder, {}, {"url": server}), **{"teachers.route": "subject"})
-    vocabulary = session.student.vocabulary_rows
-    session.close()
-    keys = {"url": server, "signal": signal, "weight": 0.5, "temperature": 2.0, "top_k": min(rows, vocabulary)}
+    rows = json.loads((folder / "code" / "config.json").read_text())["vocab_size"]
+    keys = {"url": server, "signal": signal, "weight": 0.5, "temperature": 2.0, "top_k": rows}
     session = session_with(folder, **named(folder, {}, keys), **{"teachers.route": "subject"})
     reference = expected(session, folder, routed)
     assert_same(gradients(session), reference)
@@ -254,6 +254,7 @@ def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
     for name, each in session.runner.named_parameters():
         each.data.copy_(average.tensors[name])
     session.student.pretrained.save_pretrained(folder / "average")
+    session.tokenizer.save_pretrained(folder / "average")
     for name, each in session.runner.named_parameters():
         each.data.copy_(before[name])
         each.grad = None
@@ -341,6 +342,12 @@ def test_heads_of_one_shape_share_a_buffer() -> None:
 def test_data_that_do_not_fit_the_teachers_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         session_with(folder, **named(folder, {}, {}), **settings)
+
+
+def test_a_teacher_without_documents_is_refused(folder: Path) -> None:
+    teachers = named(folder, {}, {}) | {"teachers.art": {"model": str(folder / "math")}}
+    with pytest.raises(ConfigError, match=r"teachers.art: no document of data.train has 'art' in its column"):
+        session_with(folder, **teachers, **{"teachers.route": "subject"})
 
 
 def test_one_average_per_run(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stillhouse.data.prefixes import Prefixes, chosen_tokens
+from stillhouse.data.prefixes import Prefixes, chosen_tokens, offsets_of
 from stillhouse.data.reading import DataError
 from stillhouse.display import escaped
 
@@ -95,6 +95,20 @@ class Documents:
         """The longest prefix of each document over these teachers, in tokens, int64; 0 without a prefix."""
         lengths = [self.prefixes[name].lengths_D for name in teachers if name in self.prefixes]
         return np.max([np.zeros(len(self), dtype=np.int64), *lengths], axis=0)
+
+    def as_read_by(self, teacher: str) -> "Documents":
+        """The documents with this teacher's prefixes as part of them; the same documents if it has none."""
+        if teacher not in self.prefixes:
+            return self
+        prefixes = self.prefixes[teacher]
+        tokens = [prefixes.before(document, self.tokens(document)) for document in range(len(self))]
+        # neither a prefix nor the BOS in front of it is a target
+        targets = [
+            np.concatenate([np.zeros(len(ids) - self.lengths_D[document], dtype=bool), self.targets(document)])
+            for document, ids in enumerate(tokens)
+        ]
+        offsets = offsets_of([len(each) for each in tokens])
+        return replace(self, tokens_N=np.concatenate(tokens), targets_N=np.concatenate(targets), offsets=offsets)
 
     def fingerprint(self) -> str:
         """A sha256 of tokens, targets and offsets, and of the columns and prefixes, if there are any.

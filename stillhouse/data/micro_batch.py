@@ -13,7 +13,7 @@ B rows, S columns per row (the longest of the micro-batch), T = B·S.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -191,6 +191,15 @@ class StepMicroBatches(Sequence[MicroBatch]):
             if bool((is_of_T := each.document_T == document).any()):
                 return each.input_ids_BS.flatten()[is_of_T].cpu().numpy()
         raise ValueError(f"no micro-batch of this step has document {document}")
+
+    def documents_of(self, number: int) -> list[int]:
+        """The documents of one of the micro-batches."""
+        document_T = self[number].document_T
+        return document_T[document_T >= 0].unique().tolist()
+
+    def value(self, document: int, column: str) -> Any:
+        """A document's value in a column of the data. Raises ValueError if it is not known."""
+        raise ValueError(f"column '{column}' of document {document} is not known: these are only tokens")
 
     def for_teacher(self, name: str) -> "StepMicroBatches":
         """The same micro-batches, with `teacher_inputs` if this teacher reads a prefix for which there are gaps."""

@@ -8,6 +8,7 @@ number, and a resumed run continues exactly where it stopped without any saved s
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,8 @@ class PackedSequences:
 
     max_tokens: capacity of a sequence. seed: decides the order of the sequences, and the order in which documents of
     equal length are packed. shuffle=False: keep the given order of both (for evaluation). gaps: the teachers for
-    whose prefixes there is a gap before each document (see `micro_batch.py`).
+    whose prefixes there is a gap before each document (see `micro_batch.py`). together: a column of the documents;
+    only documents with the same value in it are packed into one sequence.
 
     widths_D: how many columns each document takes, int64: its gap and its tokens.
     """
@@ -33,6 +35,7 @@ class PackedSequences:
         seed: int,
         shuffle: bool = True,
         gaps: Sequence[str] = (),
+        together: str | None = None,
     ):
         widths_D = documents.lengths_D + documents.gaps_D(gaps)
         if len(widths_D) == 0 or widths_D.max() > max_tokens:
@@ -49,11 +52,19 @@ class PackedSequences:
         self.shuffle = shuffle
         # Draw 0 orders documents of equal length for packing, once; draw e + 1 is the order of epoch e.
         order_D = _permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))
+        kind_D = np.zeros(len(widths_D), dtype=np.int64)
+        if together is not None:
+            kind_D = np.unique([str(each) for each in documents.columns[together]], return_inverse=True)[1]
         sequence_D = np.empty(len(widths_D), dtype=np.int64)
-        sequence_D[order_D] = best_fit(widths_D[order_D], max_tokens)
+        opened = 0
+        for kind in range(kind_D.max() + 1):
+            of_kind = order_D[kind_D[order_D] == kind]
+            sequence_D[of_kind] = opened + best_fit(widths_D[of_kind], max_tokens)
+            opened = int(sequence_D[of_kind].max()) + 1
         self._members = np.argsort(sequence_D, kind="stable")
         counts = np.bincount(sequence_D)
         self._borders = np.concatenate([[0], np.cumsum(counts)])
+        self._kinds = kind_D[self._members[self._borders[:-1]]]
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -92,16 +103,18 @@ class PackedSequences:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
         A step may contain the end of one epoch and the beginning of the next. Only the last step may have fewer
-        sequences. So every sequence is used once per epoch. Raises ValueError for a step outside the training.
+        sequences. So every sequence is used once per epoch. Sequences of documents that are packed together follow
+        each other. Raises ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
         if not 0 <= start < stop:
             raise ValueError(f"step {step} of {sequences_per_step} sequences lies outside a training on {total}")
         positions = np.arange(start, stop)
         epochs = positions // len(self)
-        return np.concatenate(
+        chosen = np.concatenate(
             [self.order(int(epoch))[positions[epochs == epoch] % len(self)] for epoch in np.unique(epochs)]
         )
+        return chosen[np.argsort(self._kinds[chosen], kind="stable")]
 
 
 class PackedMicroBatches(StepMicroBatches):
@@ -141,6 +154,12 @@ class PackedMicroBatches(StepMicroBatches):
 
     def document_tokens(self, document: int) -> np.ndarray:
         return self.sequences.documents.tokens(document)
+
+    def documents_of(self, number: int) -> list[int]:
+        return self.documents(self.rows[number])
+
+    def value(self, document: int, column: str) -> Any:
+        return self.sequences.documents.columns[column][document]
 
     def for_teacher(self, name: str) -> "PackedMicroBatches":
         has_gaps = name in self.sequences.gaps and name in self.sequences.documents.prefixes

@@ -33,7 +33,7 @@ class ChosenTeacher(StoredTeacher):
         vocabulary: int,
         precision: Callable[[], AbstractContextManager[Any]],
         tail: Tail = "bucket",
-        name: str | None = None,
+        name: str = "",
     ):
         super().__init__(store, runner, tail, name)
         assert store.signal.top_k is not None

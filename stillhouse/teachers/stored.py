@@ -95,7 +95,7 @@ class StoredTeacher:
 
     steps_ahead = 2
 
-    def __init__(self, store: SignalStore, runner: Runner, tail: Tail = "bucket", name: str | None = None):
+    def __init__(self, store: SignalStore, runner: Runner, tail: Tail = "bucket", name: str = ""):
         self.store, self.runner, self._tail, self._name = store, runner, tail, name
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,6 +38,10 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
     """
     tokenizer, warnings = load_tokenizers(config, stores)
     train, held_out = load_data(config.data, config.objective, tokenizer, config.teachers)
+    if config.teachers is not None and config.teachers.route is not None:
+        route = config.teachers.route
+        for name in config.several.keys() - set(train.columns[route]):
+            raise ConfigError(f"teachers.{name}", f"no document of data.train has {name!r} in its column '{route}'")
     splits = {"train": train} | ({} if held_out is None else {"eval": held_out})
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
@@ -48,10 +50,20 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             f"{shared:,} of the {len(held_out):,} held-out documents are also in the training data: "
             "held-out metrics will look better than they are"
         )
-    pack = partial(PackedSequences, max_tokens=config.data.max_tokens, seed=config.seed, **_layout(config))
+
+    def pack(documents: Documents, *, shuffle: bool) -> PackedSequences:
+        return PackedSequences(
+            documents,
+            max_tokens=config.data.max_tokens,
+            seed=config.seed,
+            shuffle=shuffle,
+            gaps=_with_gaps(config),
+            together=None if config.teachers is None else config.teachers.route,
+        )
+
     return RunData(
         tokenizer,
-        pack(train),
+        pack(train, shuffle=True),
         None if held_out is None else pack(held_out, shuffle=False),
         {which: documents.fingerprint() for which, documents in splits.items()},
         warnings,
@@ -106,15 +118,9 @@ def _require_same_conversation(
         )
 
 
-def _layout(config: RunConfig) -> dict[str, Any]:
-    """How several teachers change the packing.
-
-    Prefixes of teachers in this job need room in the sequences, and documents of one teacher are packed together.
-    """
-    if config.teachers is None:
-        return {}
-    in_job = (name for name, each in config.several.items() if each.url is None and each.prefix is not None)
-    return {"gaps": tuple(in_job), "together": config.teachers.route}
+def _with_gaps(config: RunConfig) -> list[str]:
+    """The teachers in this job with a prefix, which needs room in the sequences."""
+    return [name for name, each in config.several.items() if each.url is None and each.prefix is not None]
 
 
 def load_data(

@@ -174,7 +174,7 @@ def check_models(session: Session) -> list[str]:
             raise ConfigError("data.max_tokens", str(error)) from error
         for sequences in (session.train, session.evaluation):
             if sequences is not None:
-                sequences.documents.check_ids(decoder.vocabulary_rows, which)
+                sequences.documents.check_ids(decoder.vocabulary_rows, which, [which.partition(".")[2]])
     check_saving(session.student.pretrained)
     return warnings
 

@@ -47,9 +47,7 @@ def separate_teacher(
         raise ConfigError(f"{section}.parallel", str(error)) from error
 
 
-def stored_source(
-    teacher: TeacherConfig, store: SignalStore, engine: Engine, name: str | None = None
-) -> StoredTeacher:
+def stored_source(teacher: TeacherConfig, store: SignalStore, engine: Engine, name: str = "") -> StoredTeacher:
     """name: of one of several teachers, which may read a prefix."""
     if isinstance(store, RemoteSignals) and store.signal.kind == "chosen":
         assert store.vocabulary is not None

@@ -75,8 +75,7 @@ def require_signals(
                 if sequences is not None and len(own := _documents_of(config, section, sequences.documents)):
                     store.require(own, name)
             if isinstance(store, RemoteSignals):
-                own = _documents_of(config, section, data.train.documents)
-                _prove(teacher, own if len(own) else data.train.documents, data.tokenizer, store, device)
+                _prove(teacher, _documents_of(config, section, data.train.documents), data.tokenizer, store, device)
         except NeedsModelError as error:
             problem = f"{section}.model", f"is missing: {error}"
         except (ValueError, OSError) as error:
@@ -111,13 +110,11 @@ def _temperature(config: RunConfig, teacher: TeacherConfig) -> float:
 
 
 def _documents_of(config: RunConfig, section: str, documents: Documents) -> Documents:
-    """The documents that a teacher judges."""
-    if config.teachers is None or config.teachers.route is None:
-        return documents
-    name = section.partition(".")[2]
-    return documents.select(
-        [at for at, value in enumerate(documents.columns[config.teachers.route]) if value == name]
-    )
+    """The documents that a teacher judges, with its prefixes."""
+    name, route = section.partition(".")[2], None if config.teachers is None else config.teachers.route
+    if route is not None:
+        documents = documents.select([at for at, value in enumerate(documents.columns[route]) if value == name])
+    return documents.as_read_by(name)
 
 
 def _prove(
