@@ -44,7 +44,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec) -> dict[str, floa
     A metric of one of several teachers is `<name>/<teacher>`, per token that this teacher judges; `<name>` is then
     the sum over the teachers with their weights, or over the tokens of each if every token has one teacher.
     """
-    found: dict[str, float] = {}
+    found, of_one = dict[str, float](), dict[str, float]()
     tokens = max(1.0, sums["tokens"])
     for name, value in sums.items():
         kind, _, teacher = name.partition("/")
@@ -55,10 +55,10 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec) -> dict[str, floa
             continue
         own, is_routed = sums.get(f"tokens/{teacher}", tokens), f"tokens/{teacher}" in sums
         if own:
-            found[name] = value / own
+            of_one[name] = value / own
         share = 1.0 if is_routed else objective.teachers[teacher].weight
         found[kind] = found.get(kind, 0.0) + share * value / tokens
-    return found
+    return found | of_one
 
 
 def _parts(session: Session) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:

@@ -161,7 +161,8 @@ def _train_metrics(
     metrics = {"loss/total_nats_per_token": sums["loss"]}
     for name, mean in means(sums, objective).items():
         kind, slash, teacher = name.partition("/")
-        metrics[f"{_KEYS.get(kind, f'loss/{kind}_nats_per_token')}{slash}{teacher}"] = mean
+        key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
+        metrics[key] = mean
     return metrics | {
         "train/learning_rate": rate,
         "train/gradient_norm": norm,

@@ -104,7 +104,7 @@ def _in_job(
 ) -> SeparateTeacher:
     """A teacher that runs in this job: in a layout of its own, or in the student's."""
     student = engine.runner.layout
-    own = teacher_layout(config, section)
+    own = None if mesh is None else teacher_layout(config, section)
     layout = own or Layout(student.degrees, offload=student.offload)
     own_mesh = mesh if own is None else Mesh(own.degrees, engine.device)
     return separate_teacher(section, source, layout, own_mesh, student, mesh, engine.device)
