@@ -30,11 +30,11 @@ def evaluate(session: Session) -> dict[str, float]:
         return {}
     watchdog.enter("an evaluation")
     sums = session.engine.evaluate(_parts(session))
-    found: dict[str, float] = {}
-    for name, mean in means(sums, session.spec).items():
-        kind, slash, teacher = name.partition("/")
-        if kind in KEYS:
-            found[f"{KEYS[kind]}{slash}{teacher}"] = mean
+    known, found = means(sums, session.spec), dict[str, float]()
+    for of_teacher in ("", *(f"/{name}" for name in session.config.several)):
+        found |= {
+            f"{key}{of_teacher}": known[name + of_teacher] for name, key in KEYS.items() if name + of_teacher in known
+        }
     return found | {"eval/tokens": sums["tokens"]}
 
 

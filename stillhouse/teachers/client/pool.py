@@ -267,12 +267,15 @@ class ServerPool:
 
 
 async def _free_server(servers: Sequence[Server]) -> Server:
-    """The server with the fewest outstanding tokens, of those that have not failed and are not full."""
+    """The server with the fewest outstanding tokens, of those that have not failed and are not full.
+
+    Of several such servers, the one that has not answered for the longest time.
+    """
     while True:
         now = time.monotonic()
         free = [each for each in servers if each.calls < IN_FLIGHT and each.paused_until <= now]
         if free:
-            return min(free, key=lambda each: each.tokens)
+            return min(free, key=lambda each: (each.tokens, each.last_answer))
         waits = [each.paused_until - now for each in servers if each.paused_until > now]
         await asyncio.sleep(min([0.02, *waits]))
 
