@@ -4,6 +4,8 @@ The forms are those of recorded answers (tests/engines), which `test_teacher_eng
 real engine is tried by `make test-engines`.
 """
 
+import base64
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,12 +23,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Engine:
-    """max_logprobs: the cap on `prompt_logprobs`. has_tokenizer: whether /tokenize answers."""
+    """max_logprobs: the cap on `prompt_logprobs`. has_tokenizer: whether /tokenize answers. scores_ids: whether it
+    scores chosen ids.
+    """
 
-    def __init__(self, folder: Path, *, max_logprobs: int = 64, has_tokenizer: bool = True):
+    def __init__(self, folder: Path, *, max_logprobs: int = 64, has_tokenizer: bool = True, scores_ids: bool = True):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
-        self.max_logprobs = max_logprobs
+        self.max_logprobs, self.scores_ids = max_logprobs, scores_ids
         self.lock = threading.Lock()
         self.asked: list[tuple[str, Any]] = []
 
@@ -111,6 +116,20 @@ class Vllm(Handler):
             rows.append({str(each): _entry(log_probs_V, each) for each in dict.fromkeys([token, *best])})
         choice = {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": rows}
         self.reply(200, {"id": "cmpl", "object": "text_completion", "model": "t", "choices": [choice]})
+
+    def post_inference_v1_generate(self, body: dict[str, Any]) -> None:
+        """As in the source of vLLM 0.32; its own CPU build refuses chosen ids."""
+        tokens, options = body["token_ids"], body["sampling_params"]
+        start, ids = options["prompt_logprob_start"], np.array(options["prompt_logprob_token_ids"])
+        if not self.engine.scores_ids or len(ids) != len(tokens) - 1 - start:
+            message = "prompt_logprob_token_ids requires the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1)."
+            self.reply(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
+            return
+        ids_NK = torch.from_numpy(ids)
+        found_NK = self.engine.log_probs_SV(tokens)[start:-1].gather(1, ids_NK.clamp(min=0))
+        content = io.BytesIO()
+        np.save(content, found_NK.masked_fill(ids_NK < 0, -torch.inf).numpy(), allow_pickle=False)
+        self.reply(200, {"choices": [], "prompt_token_id_logprobs": base64.b64encode(content.getvalue()).decode()})
 
 
 class Sglang(Handler):

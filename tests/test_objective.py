@@ -36,8 +36,8 @@ from stillhouse.objective import (
     OutputHead,
     Term,
     TopK,
+    chunks,
     forward_kl,
-    fused,
     jsd,
     linear_objective,
     logits_objective,
@@ -286,19 +286,19 @@ def test_the_two_losses_of_the_documentation_are_equal() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_rows_of_a_tile_follow_the_budget_between_two_bounds(device: str) -> None:
     kind = "cpu" if device == "meta" else device
-    fewest, most = fused.TILE_ROWS[kind]
+    fewest, most = chunks.TILE_ROWS[kind]
     source = HeadRows(torch.zeros(1, 1), OutputHead(torch.zeros(1, 1)), [])
     source.device = torch.device(device)
     source.vocabulary = 1 << 30
-    assert fused._tile_rows(source, 10 * most) == fewest
+    assert chunks.tile_rows(source, 10 * most) == fewest
     source.vocabulary = 10
-    assert fused._tile_rows(source, 10 * most) == most
-    source.vocabulary = fused.TILE_BYTES[kind] // 4 // (most - 1)
-    assert fused._tile_rows(source, 10**9) in (most - 1, most - 2)
+    assert chunks.tile_rows(source, 10 * most) == most
+    source.vocabulary = chunks.TILE_BYTES[kind] // 4 // (most - 1)
+    assert chunks.tile_rows(source, 10**9) in (most - 1, most - 2)
     # tokens are distributed evenly, so the last chunk does not have only a few rows
     source.vocabulary = 10
-    assert fused._tile_rows(source, most + 2) == most // 2 + 1
-    assert fused._tile_rows(source, 0) == most
+    assert chunks.tile_rows(source, most + 2) == most // 2 + 1
+    assert chunks.tile_rows(source, 0) == most
 
 
 def test_the_choice_of_rows_is_in_the_metrics() -> None:

@@ -44,7 +44,7 @@ from stillhouse.models.processors import (
     selected_log_probs,
 )
 from stillhouse.models.targets import DistillTargets, PolicyTargets, Targets
-from stillhouse.objective import TopK, fused
+from stillhouse.objective import TopK, chunks
 from stillhouse.objective.spec import parse_objective
 
 MODELS = {
@@ -265,7 +265,7 @@ PROCESSORS: dict[str, Callable[[], OutputProcessor]] = {
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_no_tensor_is_as_large_as_the_logits(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, including the backbone, create no tensor of this size; the control with logits does."""
-    monkeypatch.setitem(fused.TILE_ROWS, "cpu", (1, 64))
+    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 64))
     rows, tokens, vocabulary = 16, 40, 1021
     decoder = Decoder(build("qwen3", tied=False, vocab_size=vocabulary), verify=False)
     ids_BS = torch.randint(3, vocabulary, (rows, tokens), generator=generator(5))

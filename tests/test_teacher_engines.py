@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
-from stillhouse.objective import TopK
+from stillhouse.objective import Chosen, TopK
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.client import proof
 from stillhouse.teachers.client.api import ServerInfo
@@ -122,6 +122,50 @@ def test_the_likeliest_ids_give_the_gradients_of_the_teachers_own(folder: Path, 
     assert_close(found, gradients_of_signals(folder, likeliest))
 
 
+def test_ids_that_the_student_chooses_give_the_gradients_of_the_teachers_own(folder: Path, engine: Engine) -> None:
+    with serving(Vllm, engine) as url:
+        served = {"teacher.url": url, "teacher.model": str(folder / "teacher")}
+        found = gradients(folder, **served, **{"teacher.signal": "chosen", "teacher.top_k": 7})
+
+    def chosen(session: Session, micro_batch: MicroBatch) -> Chosen:
+        log_p_TV = log_probs_TV(session, micro_batch, 1.0)
+        with torch.no_grad():
+            ids_TK = session.student(**micro_batch.inputs).flatten(0, 1).topk(7).indices
+        outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1)
+        return Chosen(ids_TK, log_p_TV.gather(1, ids_TK).float(), "bucket", outside_T.float(), 1.0)
+
+    assert_close(found, gradients_of_signals(folder, chosen))
+
+
+def test_a_vllm_that_scores_no_chosen_ids_is_refused_in_its_own_words(folder: Path) -> None:
+    with serving(Vllm, Engine(folder / "teacher", scores_ids=False)) as url:
+        settings = {"teacher.url": url, "teacher.model": str(folder / "teacher"), "teacher.signal": "chosen"}
+        with pytest.raises(ConfigError, match=r"teacher.url: .* requires the V2 model runner"):
+            session_of(folder, cached=True, **settings, **{"teacher.top_k": 7})
+
+
+@pytest.mark.parametrize("wrong", ["shifted", "few", "pickle", "above one"])
+def test_wrong_scores_of_chosen_ids_are_refused(
+    folder: Path, engine: Engine, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saved(file: Any, array: np.ndarray, **_: Any) -> None:
+        changed = {
+            "shifted": lambda: np.roll(array, 1, 0),
+            "few": lambda: array[:, 1:],
+            "pickle": lambda: array.astype(object),
+            "above one": lambda: array * 0,
+        }[wrong]()
+        save(file, changed, allow_pickle=True)
+
+    save = np.save
+    monkeypatch.setattr(np, "save", saved)
+    message = {"shifted": "scores chosen ids otherwise than", "few": "expected one number for each"}.get(wrong, "")
+    with serving(Vllm, engine) as url:
+        settings = {"teacher.url": url, "teacher.model": str(folder / "teacher"), "teacher.signal": "chosen"}
+        with pytest.raises(ConfigError, match=f"teacher.url: .*{message}"):
+            session_of(folder, cached=True, **settings, **{"teacher.top_k": 7, "teacher.timeout": 3.0})
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a temperature that the engine ignores": (
         {"teacher.signal": "top_k", "objective.temperature": 2.0},
@@ -132,7 +176,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {},
         "teacher.model: is missing: hidden states from vllm need",
     ),
-    "chosen ids": ({"teacher.signal": "chosen"}, "(vllm) cannot give the signal chosen: expected hidden or top_k"),
+    "draws": ({"teacher.signal": "sampled"}, "(vllm) cannot give the signal sampled: expected chosen or hidden or"),
+    "chosen ids without the size of the vocabulary": (
+        {"teacher.signal": "chosen", "teacher.top_k": 7},
+        "teacher.model: is missing: ids that the student chooses for vllm need",
+    ),
     "another engine than is said": ({"teacher.api": "stillhouse"}, "/v1/info answers 404"),
 }
 

@@ -12,7 +12,6 @@ products run.
 T tokens, C rows of a chunk, D student width, V vocabulary (of this rank).
 """
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from stillhouse.objective.checks import check_index, check_leaves, check_normalizer, check_terms, check_weights
+from stillhouse.objective.chunks import chunks, tile_rows
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.keys import CHUNK_TOKENS, StatisticKeys, unique_names
 from stillhouse.objective.plan import Plan, PlanBuilder
@@ -33,14 +33,6 @@ from stillhouse.objective.source import HeadRows, LogitsRows, Source
 from stillhouse.objective.terms import Term
 from stillhouse.objective.tile import TermResult, Tile
 from stillhouse.objective.vocab import VocabShard, check_shard, reduce_hidden_grad
-
-#: memory budget of one tile of logits, in bytes; a tile is float32, or float64 for float64 inputs. A pass keeps one
-#: tile for the student and one for each dense teacher, and over vocabulary shards twice as many (for two chunks).
-#: Mixtures of teachers need at least one more (`Source._mixture_logits`)
-TILE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-#: the fewest and the most rows of a tile. The minimum overrides `TILE_BYTES`: with fewer rows, matrix products are
-#: slow and, on a GPU, adding to the weight's gradient is bandwidth-bound. More rows than the maximum gain nothing
-TILE_ROWS = {"cpu": (64, 512), "cuda": (1024, 4096)}
 
 
 @dataclass(frozen=True)
@@ -209,11 +201,11 @@ def _pass(
     for term in terms:
         term.request(requests)
     plan = requests.build()
-    size = chunk_tokens or _tile_rows(source, tokens if valid_index is None else len(valid_index))
+    size = chunk_tokens or tile_rows(source, tokens if valid_index is None else len(valid_index))
     # over several ranks, the next chunk's products run while the collective of this chunk is under way
     ahead = 0 if source.shard is None or source.shard.is_alone else 1
     started: deque[_Chunk] = deque()
-    for number, rows in enumerate(_chunks(tokens, valid_index, size)):
+    for number, rows in enumerate(chunks(tokens, valid_index, size)):
         started.append(_start(source, plan, terms, rows, weights_T[rows], number % (ahead + 1)))
         if len(started) > ahead:
             _finish(source, terms, started.popleft(), totals)
@@ -388,21 +380,3 @@ def _reciprocal(normalizer: float | Tensor, source: Source) -> Tensor:
     if isinstance(normalizer, Tensor):
         return normalizer.to(source.device, source.dtype).reshape(()).reciprocal()
     return torch.full((), 1 / normalizer, dtype=source.dtype, device=source.device)
-
-
-def _chunks(tokens: int, valid_index: Tensor | None, size: int) -> Iterator[RowIndex]:
-    """Yield at least one chunk, which may be empty: so a micro-batch without a valid row has all metrics, too."""
-    if valid_index is not None:
-        yield from valid_index.split(size)
-    else:
-        yield from (slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size))
-
-
-def _tile_rows(source: Source, tokens: int) -> int:
-    """Return the rows of a tile by the memory budget; the tokens are spread evenly over the chunks."""
-    device = source.device.type if source.device.type in TILE_BYTES else "cpu"
-    fewest, most = TILE_ROWS[device]
-    # over shards, every rank must get the same number
-    columns = source.vocabulary if source.shard is None else source.shard.most_rows
-    rows = min(most, max(fewest, TILE_BYTES[device] // (columns * source.dtype.itemsize)))
-    return math.ceil(tokens / math.ceil(tokens / rows)) if tokens else rows

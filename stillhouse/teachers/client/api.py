@@ -89,7 +89,12 @@ def sparse_scores(pairs: Sequence[Mapping[int, float]], spec: SignalSpec) -> dic
         if len(best) != spec.top_k:
             raise ValueError(f"row {row} has {len(best)} ids: expected the {spec.top_k} likeliest ones")
         ids_NK[row], log_probs_NK[row] = zip(*best, strict=True)
-    mass_N = np.exp(log_probs_NK).sum(1)
+    return scores_of_ids(ids_NK, log_probs_NK, spec)
+
+
+def scores_of_ids(ids_NK: np.ndarray, log_probs_NK: np.ndarray, spec: SignalSpec) -> dict[str, Tensor]:
+    """The tensors of "top_k" or "chosen". The mass outside is computed as in `sparse_scores`."""
+    mass_N = np.exp(log_probs_NK.astype(np.float64)).sum(1)
     if np.isnan(log_probs_NK).any() or (mass_N > 1 + 1e-3).any():
         raise ValueError("its log-probabilities are NaN, or add up to more than 1")
     return {

@@ -125,7 +125,12 @@ def prove(
             )
         if spec != store.signal:  # whether the server can do what the run will ask for
             asked = [replace(each, ids_NK=part["ids"]) for each, part in zip(probes, found, strict=True)]
-            store.scores(asked if store.signal.kind == "chosen" else probes, url=server.url)
+            again = store.scores(asked if store.signal.kind == "chosen" else probes, url=server.url)
+            if store.signal.kind == "chosen" and not (worst := largest_difference(again, found)) < SAME:
+                raise ValueError(
+                    f"{server.url} scores chosen ids otherwise than the same ids as the likeliest ones (they differ "
+                    f"by {worst:.2g}): expected the same rows and temperature"
+                )
     findings = [f"{len(probes)} documents on {len(store.servers)} server(s)"]
     findings += _cross_entropy(probes, first, head, store.vocabulary)
     if local is not None:

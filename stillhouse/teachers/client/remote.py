@@ -210,6 +210,11 @@ def _connected(pool: ServerPool, wanted: SignalRequest, api: str, model_folder: 
             f"hidden states from {chosen.name} need the teacher's output head; expected the model that the server "
             "has loaded"
         )
+    if wanted.signal == "chosen" and folder is None:
+        raise NeedsModelError(
+            f"ids that the student chooses for {chosen.name} need the size of the teacher's vocabulary; expected the "
+            "model that the server has loaded"
+        )
     width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
     if folder is not None:
         with reading(f"{folder}: its configuration cannot be read"):

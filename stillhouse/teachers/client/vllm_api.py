@@ -1,10 +1,14 @@
-"""A stock vLLM (0.30 or later): hidden states from `/pooling`, the likeliest ids from `/v1/completions`.
+"""A stock vLLM (0.30 or later): hidden states from `/pooling`, the likeliest ids from `/v1/completions`, and ids that
+are chosen by the student from `/inference/v1/generate`.
 
-A server is started either for pooling or for completions, so it gives one of the two. Hidden states are those after
-the last norm; with the teacher's head, which the client has, they give the exact distribution at every temperature.
-The log-probabilities of `/v1/completions` are always at temperature 1, over the whole vocabulary.
+A server is started either for pooling or for completions, so it gives hidden states or ids. Hidden states are those
+after the last norm; with the teacher's head, which the client has, they give the exact distribution at every
+temperature. Log-probabilities are always at temperature 1, over the whole vocabulary. Chosen ids need vLLM 0.31 on a
+GPU, started with --enable-scale-out; that answer was written after its source, none was recorded.
 """
 
+import base64
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -12,10 +16,19 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 import httpx2
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stillhouse.teachers.client.api import NumberedCall, Scores, ServerInfo, next_tokens, sparse_scores
+from stillhouse.libraries import reading
+from stillhouse.teachers.client.api import (
+    NumberedCall,
+    Scores,
+    ServerInfo,
+    next_tokens,
+    scores_of_ids,
+    sparse_scores,
+)
 from stillhouse.teachers.client.pool import Call, ServerPool
 from stillhouse.teachers.spec import DTYPES, DocumentRows, SignalSpec
 from stillhouse.teachers.wire import JSON
@@ -24,6 +37,7 @@ _NO_POOLING = (
     "this vLLM generates text; expected one that was started with --runner pooling --convert embed --pooler-config "
     """'{"task":"token_embed","use_activation":false}'"""
 )
+_NO_SCORES = "this vLLM scores no chosen ids; expected 0.31 or later, started with --enable-scale-out"
 _NO_COMPLETIONS = "this vLLM pools; expected one that generates text, or the signal hidden"
 
 
@@ -64,9 +78,13 @@ class _Completion(BaseModel):
     choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
 
 
+class _Generated(BaseModel):
+    prompt_token_id_logprobs: str
+
+
 class VllmApi:
     name: ClassVar[str] = "vllm"
-    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k"})
+    signals: ClassVar[frozenset[str]] = frozenset({"hidden", "top_k", "chosen"})
     any_temperature: ClassVar[frozenset[str]] = frozenset({"hidden"})
 
     def recognises(self, pool: ServerPool, url: str) -> bool:
@@ -96,7 +114,7 @@ class VllmApi:
     def calls(
         self, info: ServerInfo, spec: SignalSpec, width: int, wanted: Sequence[DocumentRows]
     ) -> list[NumberedCall]:
-        make = _pooling if spec.kind == "hidden" else _completion
+        make = {"hidden": _pooling, "top_k": _completion, "chosen": _generation}[spec.kind]
         return [([number], make(info, spec, width, each)) for number, each in enumerate(wanted)]
 
 
@@ -164,3 +182,26 @@ def _likeliest(response: httpx2.Response, spec: SignalSpec, document: DocumentRo
             del found[token]  # it is added if it is not among the likeliest
         pairs.append(found)
     return [sparse_scores(pairs, spec)]
+
+
+def _generation(info: ServerInfo, spec: SignalSpec, width: int, document: DocumentRows) -> Call[Scores]:
+    assert document.ids_NK is not None
+    tokens = document.tokens[: document.rows.stop + 1].tolist()
+    next_tokens(document)  # this engine scores no last row, either
+    scored = {"prompt_logprob_start": document.rows.start, "prompt_logprob_token_ids": document.ids_NK.tolist()}
+    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "temperature": 0.0, **scored}}
+    parse = partial(_chosen, spec=spec, document=document)
+    return Call("/inference/v1/generate", json.dumps(body).encode(), JSON, parse, len(tokens), _NO_SCORES)
+
+
+def _chosen(response: httpx2.Response, spec: SignalSpec, document: DocumentRows) -> Scores:
+    assert document.ids_NK is not None
+    with reading("/inference/v1/generate gives no array of log-probabilities"):
+        content = base64.b64decode(_Generated.model_validate_json(response.content).prompt_token_id_logprobs)
+        log_probs_NK = np.load(io.BytesIO(content), allow_pickle=False)
+    if log_probs_NK.shape != tuple(document.ids_NK.shape) or log_probs_NK.dtype.kind != "f":
+        raise ValueError(
+            f"/inference/v1/generate gives {log_probs_NK.dtype} of shape {log_probs_NK.shape}: expected one number "
+            f"for each of {tuple(document.ids_NK.shape)} ids"
+        )
+    return [scores_of_ids(document.ids_NK.to(torch.int32).numpy(), log_probs_NK, spec)]
