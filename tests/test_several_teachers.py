@@ -331,7 +331,7 @@ def test_heads_of_one_shape_share_a_buffer() -> None:
         ({"teachers.route": "topic"}, r"train.jsonl:1: .*topic"),
         (
             {"teachers.route": "answer"},
-            r"train.jsonl:1: column 'answer' is 'one': expected the name of one of the run's",
+            r"train.jsonl:1: column 'answer' is a string .*: expected one of code, math",
         ),
         (
             {"teachers.other": {"student": "live", "prefix": "{solution}"}},
@@ -342,6 +342,18 @@ def test_heads_of_one_shape_share_a_buffer() -> None:
 def test_data_that_do_not_fit_the_teachers_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         session_with(folder, **named(folder, {}, {}), **settings)
+
+
+def test_a_document_without_a_teacher_is_skipped_if_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    odd = json.dumps({"text": "no teacher", "subject": "art", "answer": ""})
+    (tmp_path / "train.jsonl").write_text("\n".join([*lines[:5], odd, *lines[5:]]))
+    settings = {"data.train": str(tmp_path / "train.jsonl"), "data.on_error": "skip", "teachers.route": "subject"}
+    session = session_with(folder, **named(folder, {}, {}), **settings)
+    report = session.train.documents.report
+    assert (report.read, report.kept, report.skipped) == (len(lines) + 1, len(lines), 1)
+    assert "train.jsonl:6: column 'subject' is" in report.reasons[0]
+    session.close()
 
 
 def test_a_teacher_without_documents_is_refused(folder: Path) -> None:

@@ -8,7 +8,7 @@ What a teacher reads, a document and its prefix, has the same limit.
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.documents import DataReport, Documents
 from stillhouse.data.prefixes import EncodedPrefix, Prefixes, PrefixTemplate, offsets_of
-from stillhouse.data.reading import DataError, Record, read_records
+from stillhouse.data.reading import DataError, Record, describe, read_records
 from stillhouse.data.templates import (
     MOST_CHARACTERS,
     Encoded,
@@ -31,7 +31,7 @@ from stillhouse.data.templates import (
     template_for,
     without_null,
 )
-from stillhouse.display import first_line
+from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records tokenized at once
 _REASONS = 5  # reasons for skips that a report keeps
@@ -45,14 +45,15 @@ def load_documents(
     tokens: Tokens = "completion",
     on_error: Literal["raise", "skip"] = "raise",
     columns: Sequence[str] = (),
+    allowed: Mapping[str, Collection[Any]] = MappingProxyType({}),
     prefixes: Mapping[str, str] = MappingProxyType({}),
 ) -> Documents:
     """Read and tokenize a dataset (see `read_records` for what `source` may be).
 
     max_tokens: the longest document, with its longest prefix. tokens: which tokens are targets if a record has a
     prompt or several roles. on_error: "raise" for a record that cannot be used, or "skip" it and count it. columns:
-    further columns to keep, which every record must have. prefixes: by teacher, the template of what it reads in
-    front of a document (see `PrefixTemplate`).
+    further columns to keep, which every record must have. allowed: the only values that some of them may have.
+    prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`).
 
     Raises ValueError for a missing or empty dataset and for a prefix that is no template, DataError (`file:line:
     reason`) for a record that cannot be used and for columns of no known form.
@@ -61,7 +62,7 @@ def load_documents(
         raise ValueError(
             f"max_tokens must be at least 2 (one input token and one token to predict), got {max_tokens}"
         )
-    loader = _Loader(tokenizer, os.fspath(source), max_tokens, tokens, on_error == "skip", columns, prefixes)
+    loader = _Loader(tokenizer, os.fspath(source), max_tokens, tokens, on_error == "skip", columns, allowed, prefixes)
     for record in read_records(source):
         loader.add(record)
     return loader.finish()
@@ -93,13 +94,14 @@ class _Loader:
         tokens: Tokens,
         skip: bool,
         columns: Sequence[str],
+        allowed: Mapping[str, Collection[Any]],
         prefixes: Mapping[str, str],
     ):
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.targets_are: Tokens = tokens
         self.skip = skip
-        self.columns = columns
+        self.columns, self.allowed = columns, allowed
         self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in prefixes.items()}
         self.report = DataReport(source)
         self.template: Template | None = None
@@ -162,7 +164,7 @@ class _Loader:
             template.render(record.fields),
             record.where,
             _content_key(record.fields, template),
-            [_kept_value(record.fields, column) for column in self.columns],
+            [_kept_value(record.fields, column, self.allowed.get(column)) for column in self.columns],
             [prefix.render(record.fields, template) for prefix in self.prefix_templates.values()],
         )
 
@@ -262,10 +264,12 @@ def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
     return pieces
 
 
-def _kept_value(fields: dict[str, Any], column: str) -> Any:
+def _kept_value(fields: dict[str, Any], column: str, allowed: Collection[Any] | None) -> Any:
     value = column_value(fields, column)
     if value is None:  # Parquet stores an absent value as null
         raise RecordError(f"column '{column}' is null; expected a value in every record")
+    if allowed is not None and value not in allowed:
+        raise RecordError(f"column '{column}' is {describe(value)}: expected one of {name_list(allowed)}")
     return value
 
 

@@ -1,13 +1,12 @@
 """Loads the tokenizers and the data, which a run needs before its models."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig, TeachersConfig
 from stillhouse.data import (
-    DataError,
     Documents,
     PackedSequences,
     check_same_tokenizer,
@@ -137,18 +136,16 @@ def load_data(
     prefixes = {} if teachers is None else {name: each.prefix for name, each in teachers.named.items() if each.prefix}
 
     def load(source: str) -> Documents:
-        documents = load_documents(
+        return load_documents(
             source,
             tokenizer,
             max_tokens=data.max_tokens,
             tokens=objective.tokens,
             on_error=data.on_error,
             columns=() if route is None else (route,),
+            allowed={} if route is None or teachers is None else {route: list(teachers.named)},
             prefixes=prefixes,
         )
-        if teachers is not None and route is not None:
-            _require_teachers(documents, route, teachers.named)
-        return documents
 
     train = load(data.train)
     if isinstance(data.eval, str):
@@ -157,10 +154,3 @@ def load_data(
         return train.split(data.eval) if data.eval else (train, None)
     except ValueError as error:
         raise ConfigError("data.eval", str(error)) from error
-
-
-def _require_teachers(documents: Documents, route: str, teachers: Container[str]) -> None:
-    """Raise DataError for the first document that names no teacher of the run."""
-    for value, source in zip(documents.columns[route], documents.sources, strict=True):
-        if value not in teachers:
-            raise DataError(source, f"column '{route}' is {value!r}: expected the name of one of the run's teachers")
