@@ -19,11 +19,14 @@ from stillhouse.objective.head import OutputHead
 from stillhouse.objective.log_probs import linear_log_probs
 from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.signals import Chosen, DenseLogits, FullVocab, Sampled, Signal, TopK
+from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
+from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.vocab import VocabShard
 
 __all__ = [
     "Chosen",
+    "Continuation",
     "CrossEntropy",
     "DenseLogits",
     "Distill",
@@ -36,6 +39,9 @@ __all__ = [
     "Sampled",
     "SampledKL",
     "Signal",
+    "SortedL1",
+    "SortedTopK",
+    "SpanSignal",
     "Term",
     "TopK",
     "VocabShard",
