@@ -105,8 +105,7 @@ class SortedL1(Term):
             # q·(h − Σq·h) with h less the tail's slope, which is the slope of all other tokens
             tile.add_probability(self.temperature, expect(weights_C, -relative_CK.sum(1)))
             tile.add_at(ids_CK, expect(weights_C[:, None], relative_CK))
-        statistics = {"student_entropy": tile.entropy(self.temperature)}
-        return TermResult(gap_CB.abs().sum(1) * factor, statistics)
+        return TermResult(gap_CB.abs().sum(1) * factor, {})
 
 
 def sorted_l1(log_p_TB: Tensor, log_q_TV: Tensor) -> Tensor:

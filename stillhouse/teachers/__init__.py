@@ -3,6 +3,8 @@
 from stillhouse.teachers.cache import SignalCache
 from stillhouse.teachers.chosen import ChosenTeacher
 from stillhouse.teachers.client import RemoteSignals
+from stillhouse.teachers.cross_tokenizer import CrossTokenizerStore
+from stillhouse.teachers.in_job import TeacherInJob
 from stillhouse.teachers.in_stage import InStageTeacher, NoTeacher
 from stillhouse.teachers.separate import SeparateTeacher
 from stillhouse.teachers.source import PendingSignals, ReadySignals, SignalSource, request_ahead
@@ -11,6 +13,7 @@ from stillhouse.teachers.stored import SignalsLostError, SignalStore, StoredTeac
 
 __all__ = [
     "ChosenTeacher",
+    "CrossTokenizerStore",
     "InStageTeacher",
     "NoTeacher",
     "PendingSignals",
@@ -23,5 +26,6 @@ __all__ = [
     "SignalStore",
     "SignalsLostError",
     "StoredTeacher",
+    "TeacherInJob",
     "request_ahead",
 ]

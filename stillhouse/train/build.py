@@ -28,6 +28,7 @@ from stillhouse.parallel import (
 )
 from stillhouse.teachers import (
     ChosenTeacher,
+    CrossTokenizerStore,
     InStageTeacher,
     NoTeacher,
     RemoteSignals,
@@ -142,6 +143,8 @@ def _source(config: RunConfig, engine: Engine, store: SignalStore | None) -> Sig
         return NoTeacher()
     if store is None:
         return InStageTeacher(engine.runner)
+    if isinstance(store, CrossTokenizerStore) and engine.runner.has_results:
+        store.start(engine.device)
     if isinstance(store, RemoteSignals) and store.signal.kind == "chosen":
         assert store.vocabulary is not None
         return ChosenTeacher(store, engine.runner, store.vocabulary, engine.precision, config.teacher.tail)

@@ -26,7 +26,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.models import OutputProcessor, RouterAuxLoss, evaluating
 from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import ObjectiveOutput, Signal
+from stillhouse.objective import ObjectiveOutput, Signal, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import forward_kl
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
@@ -121,16 +121,25 @@ class Engine:
     def evaluate(self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]) -> dict[str, float]:
         """Sums over all target tokens: the cross-entropy and, if there are signals, the forward KL, at temperature 1.
 
-        Every process returns the same sums. They do not depend on the engine's own objective.
+        Every process returns the same sums. They do not depend on the engine's own objective. A teacher with another
+        tokenizer gives signals at one temperature, which is that of the objective; of sorted probabilities, the
+        result is their distance, `uld`.
         """
         outputs: list[ObjectiveOutput] = []
         for micro_batches, signals in parts:
-            divergence = None if all(each is None for each in signals) else forward_kl()
-            objective = ObjectiveSpec(cross_entropy=1.0, divergence=divergence)
-            processor = distillation(objective, chunk_tokens=self.chunk_tokens)
+            processor = distillation(self._held_out_objective(signals), chunk_tokens=self.chunk_tokens)
             outputs += self.process(processor, partial(_targets, normalizer=1.0), micro_batches, signals)
             del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
         return self._totals(outputs)
+
+    def _held_out_objective(self, signals: Sequence[PairSignal]) -> ObjectiveSpec:
+        temperature = self.objective.temperature
+        if any(isinstance(each, SortedTopK) for each in signals):
+            return ObjectiveSpec(cross_entropy=1.0, uld=1.0, temperature=temperature)
+        if any(isinstance(each, SpanSignal) for each in signals):
+            return ObjectiveSpec(cross_entropy=1.0, divergence=forward_kl(), temperature=temperature)
+        divergence = None if all(each is None for each in signals) else forward_kl()
+        return ObjectiveSpec(cross_entropy=1.0, divergence=divergence)
 
     def process(
         self,

@@ -15,6 +15,7 @@ KEYS = {
     "agreement": "eval/agreement",
     "student_entropy": "eval/student_entropy",
     "teacher_entropy": "eval/teacher_entropy",
+    "uld": "eval/uld",
 }
 
 
@@ -29,6 +30,8 @@ def evaluate(session: Session) -> dict[str, float]:
     watchdog.enter("an evaluation")
     sums = session.engine.evaluate(_parts(session))
     tokens = sums["tokens"]
+    if "continuation" in sums:  # the rest of the forward KL of spans, at the rows of their later tokens
+        sums["forward_kl"] += sums["continuation"]
     return {key: sums[name] / tokens for name, key in KEYS.items() if name in sums} | {"eval/tokens": tokens}
 
 

@@ -13,7 +13,7 @@ from stillhouse.data import (
     load_documents,
     load_tokenizer,
 )
-from stillhouse.teachers import SignalStore
+from stillhouse.teachers import CrossTokenizerStore, SignalStore
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,13 @@ def load_tokenizers(config: RunConfig, store: SignalStore | None = None) -> tupl
     if store is None:
         assert teacher.model is not None
         other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
-        return tokenizer, check_same_tokenizer(tokenizer, other)
+        try:
+            return tokenizer, check_same_tokenizer(tokenizer, other)
+        except ValueError as error:
+            approximate = "or set teacher.cross_tokenizer to gold or uld, which are approximations"
+            raise ValueError(f"{error}, {approximate}") from error
+    if isinstance(store, CrossTokenizerStore):
+        return tokenizer, store.warnings
     if store.teacher_folder is None:
         return tokenizer, []
     other = load_tokenizer(str(store.teacher_folder))

@@ -38,6 +38,7 @@ from stillhouse.train.build import (
     teacher_is_base,
     teacher_layout,
 )
+from stillhouse.train.cross_tokenizer import require_objective
 from stillhouse.train.engine import Engine
 from stillhouse.train.inputs import load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
@@ -201,6 +202,7 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
         spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
+    require_objective(config, spec)
     if config.teacher is None:
         if spec.needs_teacher:
             raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
@@ -228,7 +230,8 @@ def in_words(config: RunConfig, spec: ObjectiveSpec, store: SignalStore | None) 
         teacher = f" ← {config.teacher.model if store is None else store.name}"
         over = "over the full vocabulary, "
         if store is not None and not store.signal.is_exact:
-            tail = "" if store.signal.kind == "sampled" else f" (tail: {config.teacher.tail})"
+            without_tail = store.signal.kind == "sampled" or config.teacher.cross_tokenizer == "uld"
+            tail = "" if without_tail else f" (tail: {config.teacher.tail})"
             over = f"over {store.signal} of the teacher{tail}, "
     return (
         f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "

@@ -17,6 +17,7 @@ from stillhouse.teachers import RemoteSignals, SignalCache, SignalStore
 from stillhouse.teachers.client import NeedsModelError, SignalRequest, connect, prove
 from stillhouse.teachers.teacher_folder import files_of_head, head_of
 from stillhouse.train.agreement import from_all_ranks
+from stillhouse.train.cross_tokenizer import open_cross_tokenizer
 from stillhouse.train.inputs import RunData
 
 TOKEN = "STILLHOUSE_TOKEN"
@@ -28,6 +29,8 @@ SMALL = 2**30
 def open_store(config: RunConfig) -> SignalStore | None:
     """The store of the teacher's signals, if the configuration names one. Raises ConfigError if it cannot be used."""
     teacher = config.teacher
+    if teacher is not None and teacher.cross_tokenizer is not None:
+        return open_cross_tokenizer(config)
     if teacher is None or (teacher.cache is None and teacher.url is None):
         return None
     try:
@@ -129,4 +132,6 @@ def _is_readable(teacher: TeacherConfig) -> bool:
 
 
 def _key(teacher: TeacherConfig) -> str:
+    if teacher.cross_tokenizer is not None:
+        return "teacher.cross_tokenizer"
     return "teacher.cache" if teacher.cache is not None else "teacher.url"

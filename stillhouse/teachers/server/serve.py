@@ -30,7 +30,7 @@ from stillhouse.teachers.server.gate import AnsweredByProtocol
 from stillhouse.teachers.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
 from stillhouse.teachers.server.metrics import Metrics
 from stillhouse.teachers.server.ranks import Ranks
-from stillhouse.teachers.server.scorer import Scorer
+from stillhouse.teachers.scorer import Scorer
 from stillhouse.teachers.server.teacher import HEAD, ServedTeacher, load_teacher, longest_sequence, with_limits
 
 #: how often the main thread looks for a signal, how often idle ranks hear from rank 0, and how long the last answers
