@@ -16,6 +16,7 @@ N bytes of a text, G spans.
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -179,10 +180,7 @@ class Aligner:
         borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
         cuts = zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True)
         pairs = [(own + here, other + there) for here, there in cuts]
-        spans = (
-            Span(range(start[0], stop[0]), range(start[1], stop[1]))
-            for start, stop in zip(pairs, pairs[1:], strict=False)
-        )
+        spans = (Span(range(start[0], stop[0]), range(start[1], stop[1])) for start, stop in pairwise(pairs))
         return [span for span in spans if span.student and span.teacher]
 
     def _teacher_pieces(self, text: str, ids: list[int]) -> list[bytes]:

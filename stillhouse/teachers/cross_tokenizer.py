@@ -83,7 +83,8 @@ class AlignedSpec(SignalSpec):
 class CrossTokenizerStore:
     """A `SignalStore` for the student's documents, from a store for the same texts in the teacher's tokens.
 
-    inner: the teacher, which gives "top_k" with a label. Raises ValueError for a tokenizer whose tokens have no exact bytes.
+    inner: the teacher, which gives "top_k" with a label. Raises ValueError for a tokenizer whose tokens have no exact
+    bytes.
     """
 
     teacher_folder: Path | None = None
