@@ -60,7 +60,9 @@ def aligned(student: str, teacher: str, text: str) -> tuple[np.ndarray, AlignedD
     return ids, Aligner(tokenizer(student), tokenizer(teacher)).align([ids])[0]
 
 
-def as_texts(student: str, teacher: str, ids: np.ndarray, found: AlignedDocument) -> list[tuple[list[str], list[str]]]:
+def as_texts(
+    student: str, teacher: str, ids: np.ndarray, found: AlignedDocument
+) -> list[tuple[list[str], list[str]]]:
     """The tokens of each span as they are in the vocabularies."""
     return [
         (

@@ -1,8 +1,8 @@
 """Real tokenizers that cut the same text differently, trained on the demo's text, and models for them.
 
-    small, large    byte-level BPE of 300 and 512 tokens; the second one has Llama 3's pattern of words and no <s>
-    pieces          SentencePiece's way: BPE over "▁", bytes for unknown characters, and a space before each text
-    words           WordPiece, whose tokens have no exact bytes
+small, large    byte-level BPE of 300 and 512 tokens; the second one has Llama 3's pattern of words and no <s>
+pieces          SentencePiece's way: BPE over "▁", bytes for unknown characters, and a space before each text
+words           WordPiece, whose tokens have no exact bytes
 """
 
 import json
