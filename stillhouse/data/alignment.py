@@ -3,9 +3,11 @@
 A document is kept as the student's ids alone, so its text is recovered from their bytes. The teacher's tokenizer then
 reads the same text. Special tokens are no text. They are translated one by one:
 
-    what begins a text of the student   left out; a document of the teacher begins as all of the teacher's texts do
+    what begins a text of the student   what begins a text of the teacher
     the end (or begin) of a sequence    the teacher's token of the same role; without one, as the next line says
     another special token               the teacher's special token of the same name; without one, the name as text
+
+If the student's tokenizer puts nothing before a text, every document is taken for one that begins there.
 
 A document may begin or end within a character, where a long text was cut. The bytes of such a character have no
 counterpart, and the teacher does not see them.
@@ -16,6 +18,7 @@ N bytes of a text, G spans.
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -52,9 +55,12 @@ class AlignedDocument:
 
 @dataclass
 class _Draft:
-    """A document that is being translated. parts: each part's student tokens, and a text or the teacher's ids."""
+    """A document that is being translated. parts: each part's student tokens, and a text or the teacher's ids.
 
-    tokens: np.ndarray
+    begins: whether it begins as a text does, and not in the middle of one.
+    """
+
+    begins: bool
     parts: "list[tuple[range, _Text | list[int]]]" = field(default_factory=list)
 
 
@@ -72,7 +78,8 @@ class Aligner:
     """Translates documents of the student's ids into the teacher's.
 
     teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1. student_of:
-    the inverse. Each id has at most one counterpart.
+    the inverse; each id has at most one counterpart. first_of: for each id of the teacher, its counterpart, or else
+    the first of the tokens into which the student's tokenizer cuts its bytes; -1 if these are no whole characters.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -89,6 +96,19 @@ class Aligner:
         for own, others in sorted(self._special.items(), key=lambda pair: pair[0] != self._student.eos):
             if len(others) == 1 and others[0] in self._teacher.special and self.student_of[others[0]] == ABSENT:
                 self.teacher_of[own], self.student_of[others[0]] = others[0], own
+
+    @cached_property
+    def first_of(self) -> np.ndarray:
+        found, texts = self.student_of.copy(), dict[int, str]()
+        for content, index in self._teacher.id_of.items():
+            if found[index] == ABSENT and (text := _whole(content)) is not None:
+                texts[index] = text[1:] if self._student.adds_space and text.startswith(" ") else text
+        encoded = self._student.encode(list(texts.values()))
+        for index, ids in zip(texts, encoded, strict=True):
+            if ids and not self._student.special.keys() & set(ids):
+                is_exact = b"".join(self._student.pieces(ids)) == self._teacher.pieces([index])[0]
+                found[index] = ids[0] if is_exact else ABSENT
+        return found
 
     @property
     def shared(self) -> int:
@@ -139,8 +159,9 @@ class Aligner:
         return same or self._teacher.encode([name])[0]
 
     def _draft(self, tokens: np.ndarray) -> _Draft:
-        ids, draft = tokens.tolist(), _Draft(tokens)
+        ids = tokens.tolist()
         begin = self._begin(ids)
+        draft = _Draft(begins=begin > 0 or not self._student.prefix)
         special = [at for at in range(begin, len(ids)) if ids[at] in self._student.special]
         for at, stop in zip([begin - 1, *special], [*special, len(ids)], strict=True):
             if at >= begin:
@@ -163,7 +184,7 @@ class Aligner:
         return int(bool(ids) and ids[0] == self._student.bos)
 
     def _aligned(self, draft: _Draft, encoded: list[list[int]]) -> AlignedDocument:
-        teacher_ids, spans = list(self._teacher.prefix), list[Span]()
+        teacher_ids, spans = list(self._teacher.prefix if draft.begins else ()), list[Span]()
         for own, part in draft.parts:
             first = len(teacher_ids)
             if isinstance(part, _Text):
@@ -192,6 +213,14 @@ class Aligner:
             shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
             raise ValueError(f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps it")
         return pieces
+
+
+def _whole(content: bytes) -> str | None:
+    """The text of these bytes; None if they are not whole characters."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:

@@ -10,11 +10,13 @@ With gold, a span has student tokens y_0 … y_k and teacher tokens x_0 … x_l.
 teacher's next token is one of these disjoint events, and each counts for one outcome of the student:
 
     x_0 and then x_1 … x_l             y_0; its probability is P = Π_j p(x_j)
-    x_0 and then something else        the student's id with the bytes of x_0; p(x_0) − P
-    one of the other K likeliest ids   the student's id with the same bytes
+    x_0 and then something else        the student's token for the bytes of x_0; p(x_0) − P
+    one of the other K likeliest ids   the student's token for its bytes
     any other id                       the tail
 
-An event whose bytes are no token of the student counts for the tail, too. So the outcomes' probabilities add up to 1.
+The token for some bytes is the one with these bytes, or else the first of those into which the student's tokenizer
+cuts them: a text that begins with these bytes most likely begins with that token. Bytes that are no whole characters
+and no token count for the tail. The probabilities of events for one token add up, and those of all outcomes are 1.
 
 N rows of a document, R rows of the teacher, K ids of the teacher per row, B = K + 2 outcomes (K ids, y_0, x_0).
 """
@@ -194,15 +196,17 @@ class CrossTokenizerStore:
         is_outcome_SB = (twin_SB >= 0) & ~is_y_0_SB & (log_p_SB > -math.inf)
         in_tail_SB = log_p_SB.masked_fill(twin_SB >= 0, -math.inf)
         tail_S = torch.cat([teacher.tail_R[starts_S][:, None], in_tail_SB], 1).logsumexp(1)
-        ids_SB = torch.cat([first_S[:, None], twin_SB.masked_fill(~is_outcome_SB, ABSENT)], 1)
-        log_probs_SB = torch.cat([log_y_0_S[:, None], log_p_SB.masked_fill(~is_outcome_SB, -math.inf)], 1)
-        return ids_SB, log_probs_SB, tail_S
+        twin_SB, log_p_SB = _added_up(
+            twin_SB.masked_fill(~is_outcome_SB, ABSENT), log_p_SB.masked_fill(~is_outcome_SB, -math.inf)
+        )
+        ids_SB = torch.cat([first_S[:, None], twin_SB], 1)
+        return ids_SB, torch.cat([log_y_0_S[:, None], log_p_SB], 1), tail_S
 
     def _twins(self, ids: Tensor) -> Tensor:
-        """The student's ids with the same bytes, or -1. A head may have more rows than its tokenizer has ids."""
-        student_of = torch.from_numpy(self.aligner.student_of).long()
-        is_known = (ids >= 0) & (ids < len(student_of))
-        return student_of[ids.masked_fill(~is_known, 0)].masked_fill(~is_known, ABSENT)
+        """The student's first token of each id, or -1. A head may have more rows than its tokenizer has ids."""
+        first_of = torch.from_numpy(self.aligner.first_of).long()
+        is_known = (ids >= 0) & (ids < len(first_of))
+        return first_of[ids.masked_fill(~is_known, 0)].masked_fill(~is_known, ABSENT)
 
 
 @dataclass(frozen=True)
@@ -275,6 +279,19 @@ def _needed(rows: range, spans: Sequence[Span]) -> list[Span]:
 def _teacher_rows(spans: Sequence[Span]) -> range:
     """The teacher's rows that predict the tokens of these spans."""
     return range(spans[0].teacher.start - 1, spans[-1].teacher.stop - 1)
+
+
+def _added_up(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
+    """The probabilities of equal ids of a row added up, in descending order of ids; the entries left over are -1."""
+    ids_SB, order_SB = ids_SB.sort(1, descending=True)
+    log_p_SB = log_p_SB.gather(1, order_SB)
+    is_new_SB = torch.ones_like(ids_SB, dtype=torch.bool)
+    is_new_SB[:, 1:] = ids_SB[:, 1:] != ids_SB[:, :-1]
+    largest_S1 = log_p_SB.amax(1, keepdim=True).clamp(min=torch.finfo(log_p_SB.dtype).min)
+    mass_SB = torch.zeros_like(log_p_SB).scatter_add_(1, is_new_SB.cumsum(1) - 1, (log_p_SB - largest_S1).exp())
+    first_SB = mass_SB.gather(1, is_new_SB.cumsum(1) - 1).log() + largest_S1
+    is_outcome_SB = is_new_SB & (ids_SB >= 0)
+    return ids_SB.masked_fill(~is_outcome_SB, ABSENT), first_SB.masked_fill(~is_outcome_SB, -math.inf)
 
 
 def _places(starts_S: Tensor, stops_S: Tensor) -> tuple[Tensor, Tensor]:
