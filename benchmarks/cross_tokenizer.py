@@ -35,7 +35,7 @@ from stillhouse.demo.student import save_new_student
 from stillhouse.demo.tokenizer import END, encode
 from stillhouse.train.run import distill
 
-MAX_TOKENS, TOP_K = 256, 64
+MAX_TOKENS, TOP_K = 256, 256
 #: of the other tokenizer: its number of tokens, and Llama 3's pattern of words
 VOCABULARY = 4096
 PATTERN = (
@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100, help="steps of each student")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each student")
     parser.add_argument("--teacher-steps", type=int, default=120, help="steps of the other teacher")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -107,8 +107,8 @@ def configuration(folder: Path, seed: int, steps: int, settings: dict[str, Any])
         "data.train": str(folder / "train.jsonl"),
         "data.eval": str(folder / "held_out.jsonl"),
         "data.max_tokens": MAX_TOKENS,
-        "train.tokens_per_step": 1024,
-        "train.micro_batch_tokens": 1024,
+        "train.tokens_per_step": 512,
+        "train.micro_batch_tokens": 512,
         "train.steps": steps,
         "train.learning_rate": 3e-3,
         "train.warmup": 0.1,
