@@ -143,7 +143,7 @@ def test_one_tokenizer_on_both_sides_gives_the_top_k_signal(folder: Path, name: 
     store = store_of(folder, name, name)
     model = Decoder.from_pretrained(folder / f"model {name}", dtype="float32")
     for tokens, found in zip(documents(name), store.read([whole(each) for each in documents(name)]), strict=True):
-        first = len(store.aligner._teacher.prefix)
+        first = len(store.aligner.teacher.prefix)
         with torch.no_grad():
             hidden = model(torch.from_numpy(tokens.astype(np.int64))[None], head=False)[0, :-1]
         labels = torch.from_numpy(tokens[1:].astype(np.int64))

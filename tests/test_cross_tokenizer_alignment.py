@@ -177,7 +177,7 @@ def test_special_tokens() -> None:
     aligner = Aligner(student, teacher)
     (found,) = aligner.align([ids])
     spans = as_texts("small", "large", ids, found)
-    as_text = teacher.convert_ids_to_tokens(aligner._teacher.encode(["<|im_start|>"])[0])
+    as_text = teacher.convert_ids_to_tokens(aligner.teacher.encode(["<|im_start|>"])[0])
     assert len(as_text) > 1
     assert spans[0] == (["<|im_start|>"], as_text)
     assert spans[-2:] == [(["<|im_end|>"], ["<|im_end|>"]), (["</s>"], ["<|end|>"])]
@@ -201,6 +201,24 @@ def test_ids_match_if_they_stand_for_the_same_bytes(student: str, teacher: str) 
     if student == teacher:  # of two ids for a byte, that of the character is meant
         assert all(index == twin for index, twin in found.items())
         assert found.keys() >= {index for index in own if len(own[index]) > 1}
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_the_first_token_of_the_teachers_tokens(student: str, teacher: str) -> None:
+    one, other = tokenizer(student), tokenizer(teacher)
+    aligner, own = Aligner(one, other), plain(one)
+    found = {index: int(aligner.first_of[index]) for index in plain(other)}
+    for index, piece in plain(other).items():
+        if piece in own.values():
+            assert own[found[index]] == piece
+        elif found[index] >= 0:
+            assert piece.startswith(own[found[index]])
+            assert own[found[index]]
+    longer = [index for index, piece in plain(other).items() if piece not in own.values() and piece.isascii()]
+    assert all(found[index] >= 0 for index in longer) or student == "pieces"  # which adds a space before a text
+    assert {index for index in found if found[index] < 0} <= set(longer) | {
+        index for index, piece in plain(other).items() if not piece.isascii()
+    }
 
 
 def plain(made: PreTrainedTokenizerBase) -> dict[int, bytes]:

@@ -78,35 +78,39 @@ class Aligner:
     """Translates documents of the student's ids into the teacher's.
 
     teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1. student_of:
-    the inverse; each id has at most one counterpart. first_of: for each id of the teacher, its counterpart, or else
-    the first of the tokens into which the student's tokenizer cuts its bytes; -1 if these are no whole characters.
+    the inverse; each id has at most one counterpart. first_of: for each id of the teacher, the student's token for
+    its bytes, or else the first of those into which the student's tokenizer cuts them; -1 if there is none.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
 
     def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase):
-        self._student, self._teacher = TokenBytes(student), TokenBytes(teacher)
+        self.student, self.teacher = TokenBytes(student), TokenBytes(teacher)
         self.teacher_of = np.full(1 + max(student.get_vocab().values()), ABSENT, dtype=np.int32)
         self.student_of = np.full(1 + max(teacher.get_vocab().values()), ABSENT, dtype=np.int32)
-        self._special = {index: self._translated(index) for index in self._student.special}
-        for content, own in self._student.id_of.items():
-            if (other := self._teacher.id_of.get(content)) is not None:
+        self._special = {index: self._translated(index) for index in self.student.special}
+        for content, own in self.student.id_of.items():
+            if (other := self.teacher.id_of.get(content)) is not None:
                 self.teacher_of[own], self.student_of[other] = other, own
         # the end of sequence comes first: the teacher's may have the name of another token of the student
-        for own, others in sorted(self._special.items(), key=lambda pair: pair[0] != self._student.eos):
-            if len(others) == 1 and others[0] in self._teacher.special and self.student_of[others[0]] == ABSENT:
+        for own, others in sorted(self._special.items(), key=lambda pair: pair[0] != self.student.eos):
+            if len(others) == 1 and others[0] in self.teacher.special and self.student_of[others[0]] == ABSENT:
                 self.teacher_of[own], self.student_of[others[0]] = others[0], own
 
     @cached_property
     def first_of(self) -> np.ndarray:
         found, texts = self.student_of.copy(), dict[int, str]()
-        for content, index in self._teacher.id_of.items():
-            if found[index] == ABSENT and (text := _whole(content)) is not None:
-                texts[index] = text[1:] if self._student.adds_space and text.startswith(" ") else text
-        encoded = self._student.encode(list(texts.values()))
+        for index, content in self.teacher.bytes_of.items():
+            if found[index] != ABSENT:
+                continue
+            if content in self.student.id_of:
+                found[index] = self.student.id_of[content]
+            elif (text := _whole(content)) is not None:
+                texts[index] = text[1:] if self.student.adds_space and text.startswith(" ") else text
+        encoded = self.student.encode(list(texts.values()))
         for index, ids in zip(texts, encoded, strict=True):
-            if ids and not self._student.special.keys() & set(ids):
-                is_exact = b"".join(self._student.pieces(ids)) == self._teacher.pieces([index])[0]
+            if ids and not self.student.special.keys() & set(ids):
+                is_exact = b"".join(self.student.pieces(ids)) == self.teacher.pieces([index])[0]
                 found[index] = ids[0] if is_exact else ABSENT
         return found
 
@@ -121,7 +125,7 @@ class Aligner:
         texts = [part for draft in drafts for _, part in draft.parts if isinstance(part, _Text)]
         for number, each in enumerate(texts):
             each.number = number
-        encoded = self._teacher.encode([each.text for each in texts])
+        encoded = self.teacher.encode([each.text for each in texts])
         return [self._aligned(draft, encoded) for draft in drafts]
 
     def translate(self, documents: Documents) -> Documents:
@@ -151,26 +155,26 @@ class Aligner:
 
     def _translated(self, index: int) -> list[int]:
         """The teacher's ids of a special token of the student."""
-        for own, other in ((self._student.eos, self._teacher.eos), (self._student.bos, self._teacher.bos)):
+        for own, other in ((self.student.eos, self.teacher.eos), (self.student.bos, self.teacher.bos)):
             if index == own and other is not None:
                 return [other]
-        name = self._student.special[index]
-        same = [other for other, content in self._teacher.special.items() if content == name]
-        return same or self._teacher.encode([name])[0]
+        name = self.student.special[index]
+        same = [other for other, content in self.teacher.special.items() if content == name]
+        return same or self.teacher.encode([name])[0]
 
     def _draft(self, tokens: np.ndarray) -> _Draft:
         ids = tokens.tolist()
         begin = self._begin(ids)
-        draft = _Draft(begins=begin > 0 or not self._student.prefix)
-        special = [at for at in range(begin, len(ids)) if ids[at] in self._student.special]
+        draft = _Draft(begins=begin > 0 or not self.student.prefix)
+        special = [at for at in range(begin, len(ids)) if ids[at] in self.student.special]
         for at, stop in zip([begin - 1, *special], [*special, len(ids)], strict=True):
             if at >= begin:
-                if ids[at] == self._student.unknown:
-                    raise ValueError(f"token {at} is {self._student.special[ids[at]]!r}, whose text is not known")
+                if ids[at] == self.student.unknown:
+                    raise ValueError(f"token {at} is {self.student.special[ids[at]]!r}, whose text is not known")
                 draft.parts.append((range(at, at + 1), self._special[ids[at]]))
             if at + 1 < stop:
-                pieces = self._student.pieces(ids[at + 1 : stop])
-                if self._student.adds_space and pieces[0].startswith(b" "):
+                pieces = self.student.pieces(ids[at + 1 : stop])
+                if self.student.adds_space and pieces[0].startswith(b" "):
                     pieces[0] = pieces[0][1:]
                 text = _as_text(pieces, may_begin=at + 1 == begin, may_end=stop == len(ids))
                 draft.parts.append((range(at + 1, stop), text))
@@ -178,13 +182,13 @@ class Aligner:
 
     def _begin(self, ids: list[int]) -> int:
         """How many tokens before the document's text only say that a text begins."""
-        prefix = self._student.prefix
+        prefix = self.student.prefix
         if prefix and ids[: len(prefix)] == prefix:
             return len(prefix)
-        return int(bool(ids) and ids[0] == self._student.bos)
+        return int(bool(ids) and ids[0] == self.student.bos)
 
     def _aligned(self, draft: _Draft, encoded: list[list[int]]) -> AlignedDocument:
-        teacher_ids, spans = list(self._teacher.prefix if draft.begins else ()), list[Span]()
+        teacher_ids, spans = list(self.teacher.prefix if draft.begins else ()), list[Span]()
         for own, part in draft.parts:
             first = len(teacher_ids)
             if isinstance(part, _Text):
@@ -205,7 +209,7 @@ class Aligner:
         return [span for span in spans if span.student and span.teacher]
 
     def _teacher_pieces(self, text: str, ids: list[int]) -> list[bytes]:
-        pieces, expected = self._teacher.pieces(ids), text.encode()
+        pieces, expected = self.teacher.pieces(ids), text.encode()
         if (found := b"".join(pieces)) == b" " + expected:
             pieces[0] = pieces[0][1:]
         elif found != expected:

@@ -32,8 +32,10 @@ BYTE_OF = dict(_alphabet())
 class TokenBytes:
     """A tokenizer as a translation between ids and bytes.
 
-    special: the content of each special token. bos, eos, unknown: the ids of these roles, if there are any. prefix:
-    the ids that the tokenizer puts before any text. adds_space: whether it also puts a space before a text.
+    special: the content of each special token. bytes_of: the bytes of each other one. id_of: the inverse; of several
+    tokens with equal bytes the first one, and one that is written as the number of a byte last. bos, eos, unknown:
+    the ids of these roles, if there are any. prefix: the ids that the tokenizer puts before any text. adds_space:
+    whether it also puts a space before a text.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -58,15 +60,14 @@ class TokenBytes:
             for token, index in vocabulary.items()
             if index in in_roles or (index in added and added[index].special)
         }
-        self._bytes = {
-            index: token.encode() if index in added else self._bytes_of(token)
+        self.bytes_of = {
+            index: token.encode() if index in added else self._content(token)
             for token, index in vocabulary.items()
             if index not in self.special
         }
-        # of tokens with equal bytes, the first one is meant, unless it is a byte that is written as its number
         numbers = {index for token, index in vocabulary.items() if _BYTE.fullmatch(token)}
-        order = sorted(self._bytes, key=lambda index: (index in numbers, index), reverse=True)
-        self.id_of: Mapping[bytes, int] = {self._bytes[index]: index for index in order}
+        order = sorted(self.bytes_of, key=lambda index: (index in numbers, index), reverse=True)
+        self.id_of: Mapping[bytes, int] = {self.bytes_of[index]: index for index in order}
         # a copy, because the names of special tokens in a text are text here
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
@@ -83,12 +84,12 @@ class TokenBytes:
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token. Raises ValueError for an id that stands for no bytes."""
-        missing = next((index for index in ids if index not in self._bytes), None)
+        missing = next((index for index in ids if index not in self.bytes_of), None)
         if missing is not None:
             raise ValueError(f"token id {missing} ({self.special.get(missing, 'unknown')!r}) stands for no text")
-        return [self._bytes[index] for index in ids]
+        return [self.bytes_of[index] for index in ids]
 
-    def _bytes_of(self, token: str) -> bytes:
+    def _content(self, token: str) -> bytes:
         if not self._is_byte_level:
             byte = _BYTE.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
