@@ -93,7 +93,7 @@ class Server:
 
 def slow_model(seconds: float) -> None:
     """Each forward pass takes longer."""
-    from stillhouse.teachers.server.scorer import Scorer
+    from stillhouse.teachers.scorer import Scorer
 
     score = Scorer.score
 
@@ -106,7 +106,7 @@ def slow_model(seconds: float) -> None:
 
 def out_of_memory_above(tokens: int) -> None:
     """A forward pass of more tokens fails as it does on a full GPU."""
-    from stillhouse.teachers.server.scorer import Scorer
+    from stillhouse.teachers.scorer import Scorer
 
     score = Scorer.score
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stillhouse.objective import (
     Chosen,
+    Continuation,
     CrossEntropy,
     DenseLogits,
     Distill,
@@ -25,6 +26,8 @@ from stillhouse.objective import (
     PolicyGradient,
     Sampled,
     SampledKL,
+    SortedL1,
+    SortedTopK,
     Term,
     TopK,
     forward_kl,
@@ -68,6 +71,8 @@ def other_term(term: str, vocabulary: int = V, dtype: torch.dtype = torch.float3
         "sampled": [Distill(draws, forward_kl(), 0.4, 0.8)],
         "one token": one_token_terms(labels_T, dtype),
         "zero outside": [Distill(zero, reverse_kl(), 0.4, 0.8)],
+        # with ten tokens: more ranks than the student has tokens
+        "sorted": [SortedL1(sorted_top_k(dtype), 0.7, 1.3), Continuation(labels_T, 0.3, 0.8)],
     }
     leaves = make_leaves(vocabulary=vocabulary, dtype=dtype)
     chosen = every_term(T, vocabulary, dtype=dtype) if term == "all" else terms[term]
@@ -83,8 +88,14 @@ OTHER_TERMS = [
     "sampled",
     "one token",
     "zero outside",
+    "sorted",
     "all",
 ]
+
+
+def sorted_top_k(dtype: torch.dtype, entries: int = 12) -> SortedTopK:
+    log_p_TK = torch.log_softmax(torch.randn(T, entries + 1, generator=generator(17)), 1).to(dtype)
+    return SortedTopK(log_p_TK[:, :-1], log_p_TK[:, -1], torch.ones(T, dtype=dtype))
 
 
 def one_token_terms(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:

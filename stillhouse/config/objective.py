@@ -13,7 +13,8 @@ class ObjectiveConfig(Section):
     loss: Text = Field(
         default="forward_kl",
         description="A sum of cross_entropy and divergences with coefficients, such as 0.3*cross_entropy +"
-        " 0.7*jsd(0.5); the divergences are listed in docs/objective.md.",
+        " 0.7*jsd(0.5); the divergences are listed in docs/objective.md. uld takes the place of a divergence with"
+        " teacher.cross_tokenizer=uld.",
     )
     temperature: float = Field(
         default=1.0,

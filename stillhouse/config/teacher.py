@@ -49,8 +49,18 @@ class TeacherConfig(ModelConfig):
         " temperature. top_k: the likeliest ids. chosen: the ids that are likeliest for the student. sampled: draws"
         " from the teacher.",
     )
+    cross_tokenizer: Literal["gold", "uld"] | None = Field(
+        default=None,
+        description="For a teacher with another tokenizer: an approximation of its distribution over the student's"
+        " tokens. gold: merged probabilities of the spans of text on which both tokenizers agree. uld: the distance"
+        " of the sorted probabilities; objective.loss then has uld and no divergence. null: the teacher must have the"
+        " student's tokenizer, and nothing is approximated.",
+    )
     top_k: int = Field(
-        default=64, ge=1, description="Ids per token of top_k and chosen, and draws per token of sampled."
+        default=64,
+        ge=1,
+        description="Ids per token of top_k and chosen, and draws per token of sampled; with cross_tokenizer, the"
+        " teacher's likeliest ids per token.",
     )
     tail: Literal["bucket", "renormalize", "drop"] = Field(
         default="bucket",
@@ -134,6 +144,27 @@ class TeacherConfig(ModelConfig):
             raise ConfigError("teacher.prove", "got always, which needs teacher.model: the weights to compare with")
         if self.url is None:
             for key in ("api", "signal", "top_k", "timeout", "prove", "prove_every", "accept"):
+                if key == "top_k" and self.cross_tokenizer is not None:
+                    continue
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ConfigError(f"teacher.{key}", "has an effect only with teacher.url")
+                    also = " or teacher.cross_tokenizer" if key == "top_k" else ""
+                    raise ConfigError(f"teacher.{key}", f"has an effect only with teacher.url{also}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_another_tokenizer(self) -> "TeacherConfig":
+        method, key = self.cross_tokenizer, "teacher.cross_tokenizer"
+        if method is None:
+            return self
+        if self.cache is not None:
+            raise ConfigError(key, f"got {method} with teacher.cache, whose ids are the student's: expected null")
+        if self.url is not None:
+            raise ConfigError(key, f"got {method} with teacher.url: expected teacher.model, a teacher in this job")
+        if self.parallel is not None:
+            raise ConfigError(
+                "teacher.parallel",
+                f"expected null with {key}={method}: every process that needs signals holds the whole teacher",
+            )
+        if method == "uld" and self.tail != "bucket":
+            raise ConfigError("teacher.tail", f"got {self.tail}, which has no effect with {key}=uld: expected bucket")
         return self

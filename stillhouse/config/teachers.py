@@ -46,7 +46,11 @@ class NamedTeacherConfig(TeacherConfig):
     )
 
     @model_validator(mode="after")
-    def _fits_a_student(self) -> "NamedTeacherConfig":
+    def _fits_among_others(self) -> "NamedTeacherConfig":
+        if self.cross_tokenizer == "uld":
+            raise ConfigError(
+                "teacher.cross_tokenizer", "got uld, which is for a single teacher: expected gold or null"
+            )
         if self.student is None:
             if self.ema_decay != type(self).model_fields["ema_decay"].default:
                 raise ConfigError("teacher.ema_decay", "has an effect only with student: ema")
@@ -57,7 +61,7 @@ class NamedTeacherConfig(TeacherConfig):
             raise ConfigError(
                 "teacher.prefix", "is missing: without one, the student with its present weights is the student"
             )
-        for key in ("parallel", "attention", "revision", "trust_remote_code", "dtype"):
+        for key in ("parallel", "attention", "revision", "trust_remote_code", "dtype", "cross_tokenizer"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ConfigError(f"teacher.{key}", "has no effect with student: the student's own is used")
         return self
@@ -108,6 +112,11 @@ class TeachersConfig(Section):
                         f"teachers.{name}.temperature",
                         "expected null with sum: distributions, because the sum has one divergence:"
                         " set objective.temperature",
+                    )
+                if teacher.cross_tokenizer is not None:
+                    raise ConfigError(
+                        f"teachers.{name}.cross_tokenizer",
+                        f"got {teacher.cross_tokenizer}, expected null with sum: distributions, which are exact",
                     )
                 if teacher.url is not None and teacher.signal != "hidden":
                     raise ConfigError(

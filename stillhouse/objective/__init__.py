@@ -21,11 +21,14 @@ from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.several import RoutedSignals, SeveralSignals
 from stillhouse.objective.signals import Chosen, DenseLogits, FullVocab, Sampled, Signal, TopK
+from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
+from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.vocab import VocabShard
 
 __all__ = [
     "Chosen",
+    "Continuation",
     "CrossEntropy",
     "DenseLogits",
     "Distill",
@@ -41,6 +44,9 @@ __all__ = [
     "SampledKL",
     "SeveralSignals",
     "Signal",
+    "SortedL1",
+    "SortedTopK",
+    "SpanSignal",
     "Term",
     "TopK",
     "VocabShard",

@@ -158,12 +158,14 @@ class Plan:
     signals: the dense signals, in the order of their tiles.
     buckets: (sparse signal, student softmax) whose outside is needed.
     ids: the ids [T] or [T, N] whose logits are needed.
+    ranks: how many of the student's likeliest tokens are needed.
     """
 
     pointwise: PointwisePlan
     signals: tuple[Signal, ...]
     buckets: tuple[tuple[SparseSignal, StudentSoftmax], ...]
     ids: tuple[Tensor, ...]
+    ranks: int = 0
 
     def softmax(self, temperature: float) -> StudentSoftmax:
         at = _index(self.pointwise.temperatures, temperature, f"the student's softmax at temperature {temperature}")
@@ -212,6 +214,7 @@ class PlanBuilder:
         self._pairs: list[tuple[Divergence, TeacherSoftmax, StudentSoftmax]] = []
         self._buckets: list[tuple[SparseSignal, StudentSoftmax]] = []
         self._ids: list[Tensor] = []
+        self._ranks = 0
 
     def softmax(self, temperature: float) -> StudentSoftmax:
         """Request the student's softmax at a temperature."""
@@ -244,6 +247,10 @@ class PlanBuilder:
         if not any(each is ids for each in self._ids):
             self._ids.append(ids)
 
+    def likeliest(self, ranks: int) -> None:
+        """Request the student's `ranks` likeliest tokens."""
+        self._ranks = max(self._ranks, ranks)
+
     def build(self) -> Plan:
         pointwise = PointwisePlan(
             1 + len(self._signals),
@@ -256,7 +263,7 @@ class PlanBuilder:
             self._scale,
             self._softcap,
         )
-        return Plan(pointwise, tuple(self._signals), tuple(self._buckets), tuple(self._ids))
+        return Plan(pointwise, tuple(self._signals), tuple(self._buckets), tuple(self._ids), self._ranks)
 
 
 def _add(known: list[T], requested: T) -> int:

@@ -19,6 +19,8 @@ from stillhouse.objective.keys import unique_names
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import PolicyGradient, SampledKL
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
+from stillhouse.objective.sorted_l1 import SortedL1, sorted_l1
+from stillhouse.objective.spans import Continuation
 from stillhouse.objective.sparse import LOG_ZERO
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
@@ -87,6 +89,17 @@ def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
         case Distill():
             log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
             value_T = _distill(term.signal, term.divergence, log_q_TV, term.temperature, vocabulary)
+            return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
+        case Continuation():
+            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
+            log_q_T = log_q_TV.gather(1, term.labels_T.clamp_min(0)[:, None].long())[:, 0]
+            value_T = -log_q_T.masked_fill(term.labels_T < 0, 0.0)
+            return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
+        case SortedL1():
+            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
+            signal = term.signal
+            log_p_TB = torch.cat([signal.log_probs_TK, signal.tail_log_prob_T[:, None]], 1).detach()
+            value_T = sorted_l1(log_p_TB.to(log_q_TV.dtype), log_q_TV)
             return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
         case SampledKL() | PolicyGradient():
             log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)

@@ -1,23 +1,27 @@
 """A run's objective as one expression: `0.3*cross_entropy + 0.7*jsd(0.5) + 1e-4*z_loss`.
 
-The grammar is that of `parse_divergence` with three more names: `cross_entropy(label_smoothing=…)`, `z_loss` and
-`entropy` (an entropy bonus has a negative coefficient). All divergences of the sum become one term, so that they
-share one pass over the tile; the term's name in metrics is the divergences' expression.
+The grammar is that of `parse_divergence` with four more names: `cross_entropy(label_smoothing=…)`, `z_loss`,
+`entropy` (an entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become
+one term, so that they share one pass over the tile; the term's name in metrics is the divergences' expression.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
-from stillhouse.objective.divergence import DIVERGENCES, Divergence
+from stillhouse.objective.divergence import DIVERGENCES, Divergence, weighted_parts
 from stillhouse.objective.expression import Part, parse_sum, unknown_name
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.several import SeveralSignals
 from stillhouse.objective.signals import Signal
+from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
+from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
+
+#: the names of the grammar that are no divergences
+OTHERS = ("cross_entropy", "z_loss", "entropy", "uld")
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,13 @@ class ObjectiveSpec:
     entropy: float | None = None
     temperature: float = 1.0
     scale_by_temperature_squared: bool = False
+    uld: float | None = None
     teachers: Mapping[str, TeacherShare] = field(default_factory=dict)
     is_mixture: bool = False
 
     @property
     def needs_teacher(self) -> bool:
-        return self.divergence is not None
+        return self.divergence is not None or self.uld is not None
 
     def terms(self, labels_T: Tensor, signal: Signal | None) -> list[Term]:
         """Return the terms for one batch. `signal` may be None only if no term needs a teacher.
@@ -67,29 +72,46 @@ class ObjectiveSpec:
             terms.append(CrossEntropy(labels_T, self.cross_entropy, self.label_smoothing, z_loss))
         if self.divergence is not None:
             assert signal is not None
-            terms += self._distill_terms(self.divergence, signal)
+            terms += self._distill_terms(self.divergence, labels_T, signal)
+        if self.uld is not None:
+            if not isinstance(signal, SortedTopK):
+                raise ValueError(f"uld with {type(signal).__name__}: expected sorted probabilities, SortedTopK")
+            settings = (self.uld, self.temperature, self.scale_by_temperature_squared)
+            terms.append(SortedL1(signal, *settings, weights_T=signal.weights_T))
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
         return terms
 
-    def _distill_terms(self, divergence: Divergence, signal: Signal) -> list[Term]:
-        squared = self.scale_by_temperature_squared
-        distill = partial(Distill, divergence=divergence, scale_by_temperature_squared=squared)
+    def _distill_terms(self, divergence: Divergence, labels_T: Tensor, signal: Signal) -> list[Term]:
         if not isinstance(signal, SeveralSignals):
-            return [distill(signal, scale=self.divergence_scale, temperature=self.temperature)]
-        shares = [(name, each, self.teachers[name]) for name, each in signal.named.items()]
+            return self._of_one_teacher(divergence, labels_T, signal, TeacherShare())
         if self.is_mixture:
-            signals, weights = [each for _, each, _ in shares], [share.weight for *_, share in shares]
-            mixture = Mixture(signals, weights, self.temperature)
-            return [distill(mixture, scale=self.divergence_scale, temperature=self.temperature)]
+            weights = [self.teachers[name].weight for name in signal.named]
+            mixture = Mixture(list(signal.named.values()), weights, self.temperature)
+            return self._of_one_teacher(divergence, labels_T, mixture, TeacherShare())
+        shares = [(name, each, self.teachers[name]) for name, each in signal.named.items()]
         return [
-            distill(
-                each,
-                scale=self.divergence_scale * share.weight,
-                temperature=self.temperature if share.temperature is None else share.temperature,
-                label=name,
-            )
+            term
             for name, each, share in shares
+            for term in self._of_one_teacher(divergence, labels_T, each, share, label=name)
+        ]
+
+    def _of_one_teacher(
+        self, divergence: Divergence, labels_T: Tensor, signal: Signal, share: TeacherShare, label: str | None = None
+    ) -> list[Term]:
+        if isinstance(signal, SortedTopK):
+            raise ValueError(f"{divergence} with sorted probabilities: expected uld, which alone needs no ids")
+        scale = self.divergence_scale * share.weight
+        temperature = self.temperature if share.temperature is None else share.temperature
+        squared = self.scale_by_temperature_squared
+        if not isinstance(signal, SpanSignal):
+            return [Distill(signal, divergence, scale, temperature, squared, label=label)]
+        # a sum has its coefficients inside: the continuation has their sum as its scale
+        whole = scale * sum(coefficient for coefficient, _ in weighted_parts(divergence))
+        first, later_T = signal.first, signal.continuation_weights_T
+        return [
+            Distill(first, divergence, scale, temperature, squared, weights_T=signal.first_weights_T, label=label),
+            Continuation(labels_T, whole, temperature, squared, weights_T=later_T, label=label),
         ]
 
     def in_words(self) -> str:
@@ -103,6 +125,8 @@ class ObjectiveSpec:
         if self.divergence is not None:
             factor = f"·τ², τ = {self.temperature:g}" if self.scale_by_temperature_squared else ""
             parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
+        if self.uld is not None:
+            parts.append(_times(self.uld, "distance of the sorted probabilities (ULD) of teacher and student"))
         if self.entropy is not None:
             parts.append(_times(self.entropy, "entropy"))
         return " + ".join(parts).replace("+ −", "− ")
@@ -119,8 +143,8 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
     for part in parse_sum(text):
         if part.name in DIVERGENCES:
             divergences.append(part)
-        elif part.name not in ("cross_entropy", "z_loss", "entropy"):
-            raise unknown_name(part.name, [*DIVERGENCES, "cross_entropy", "z_loss", "entropy"])
+        elif part.name not in OTHERS:
+            raise unknown_name(part.name, [*DIVERGENCES, *OTHERS])
         elif part.name in own:
             raise ValueError(f"{part.name} comes twice in {text!r}; expected one coefficient for it")
         else:
@@ -134,6 +158,7 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
         divergence=divergence,
         divergence_scale=divergence_scale,
         entropy=own["entropy"].coefficient if "entropy" in own else None,
+        uld=own["uld"].coefficient if "uld" in own else None,
         temperature=temperature,
         scale_by_temperature_squared=scale_by_temperature_squared,
     )
@@ -143,12 +168,12 @@ def _check_coefficients(own: dict[str, Part], text: str) -> None:
     for name, part in own.items():
         if not math.isfinite(part.coefficient):
             raise ValueError(f"{part.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
-    for name in ("cross_entropy", "z_loss"):
+    for name in ("cross_entropy", "z_loss", "uld"):
         if name in own and not own[name].coefficient > 0:
             raise ValueError(f"{own[name].coefficient:g}*{name} in {text!r}: expected a positive coefficient")
     if "z_loss" in own and "cross_entropy" not in own:
         raise ValueError(f"z_loss without cross_entropy in {text!r}: expected both, it steadies the cross-entropy")
-    for name in ("z_loss", "entropy"):
+    for name in ("z_loss", "entropy", "uld"):
         if name in own and (own[name].arguments or own[name].keywords):
             raise ValueError(f"{name} takes no arguments (in {text!r}); write coefficient*{name}")
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from stillhouse.objective.compiled import pointwise
 from stillhouse.objective.formulas import Divergence
@@ -79,13 +80,16 @@ class Tile:
 
     def start(self) -> None:
         own = [self._sums(self._pointwise), *(self._outside_sums(*each) for each in self._plan.buckets)]
-        own += [*(self._own_logits(self.take(ids)) for ids in self._plan.ids)]
+        own += [*(self._own_logits(self.take(ids)) for ids in self._plan.ids), *self._own_likeliest()]
         self._widths = [each.shape[1] for each in own]
         self._pieces = AsyncAllGather(torch.cat(own, 1), self._shard)
 
     def wait(self) -> None:
         raw_RCX, *rest = self._pieces.wait().split(self._widths, 2)
         outside, entries = rest[: len(self._plan.buckets)], rest[len(self._plan.buckets) :]
+        if self._plan.ranks:
+            *entries, logits_RCK, ids_RCK = entries
+            self._likeliest = _merged(logits_RCK, ids_RCK, self._plan.ranks)
         # one rank holds an id's logit; the other ranks send −inf
         self._entries = [each_RCN.amax(0) for each_RCN in entries]
         self._known = statistics(self._pointwise, raw_RCX, outside)
@@ -135,6 +139,14 @@ class Tile:
     def is_likeliest(self, ids: Tensor) -> Tensor:
         """True where no token has a higher student probability than this id, [C, N]."""
         return self._entries[self._plan.logits_at(ids)] == self._known.references[0][:, None]
+
+    def likeliest(self, ranks: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """The student's likeliest ids and their log q, in descending order, [C, K]; −inf beyond the vocabulary."""
+        if ranks > self._plan.ranks:
+            raise LookupError(f"the {ranks} likeliest tokens: no term has requested them")
+        logits_CK, ids_CK = (each_CK[:, :ranks] for each_CK in self._likeliest)
+        gap_CK = logits_CK - self._known.references[0][:, None]
+        return ids_CK, gap_CK / temperature - self._log_mass(temperature)[:, None]
 
     def divergence(self, divergence: Divergence, signal: Signal, temperature: float) -> tuple[Tensor, Tensor]:
         """Σf and Σq·h of a divergence (not a weighted sum of several), [C] each; f and h as in `formulas.py`."""
@@ -266,6 +278,17 @@ class Tile:
         local_CN, is_here_CN = self._local(ids_CN)
         return self.logits_CV.gather(1, local_CN).masked_fill(~is_here_CN, -math.inf)
 
+    def _own_likeliest(self) -> list[Tensor]:
+        """Return the logits and the ids of this rank's likeliest tokens, [C, K] each; −inf where it has fewer."""
+        if not self._plan.ranks:
+            return []
+        held = min(self._plan.ranks, self.logits_CV.shape[1])
+        logits_CK, columns_CK = self.logits_CV.topk(held, 1)
+        missing = (0, self._plan.ranks - held)
+        # ids are exact as numbers of this dtype: they are below 2²⁴, the first integer that float32 cannot hold
+        ids_CK = pad(columns_CK + self._first, missing, value=-1).to(logits_CK.dtype)
+        return [pad(logits_CK, missing, value=-math.inf), ids_CK]
+
     def _local(self, ids_CN: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids' columns in this rank's tile (0 for ids that are not here), and which ids are here."""
         local_CN = ids_CN.long() - self._first
@@ -293,3 +316,10 @@ def row_blocks(tile_CV: Tensor) -> Iterator[slice]:
         per_thread = BLOCK_BYTES // (max(columns, 1) * tile_CV.element_size())
         size = torch.get_num_threads() * max(per_thread, 2)
     return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
+
+
+def _merged(logits_RCK: Tensor, ids_RCK: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return the logits and ids of the likeliest tokens of all pieces, [C, K] each."""
+    logits_CN, ids_CN = (each_RCK.transpose(0, 1).flatten(1) for each_RCK in (logits_RCK, ids_RCK))
+    logits_CK, columns_CK = logits_CN.topk(ranks, 1)
+    return logits_CK, ids_CN.gather(1, columns_CK).long()

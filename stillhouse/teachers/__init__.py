@@ -3,6 +3,8 @@
 from stillhouse.teachers.cache import SignalCache
 from stillhouse.teachers.chosen import ChosenTeacher
 from stillhouse.teachers.client import RemoteSignals
+from stillhouse.teachers.cross_tokenizer import CrossTokenizerStore
+from stillhouse.teachers.in_job import TeacherInJob
 from stillhouse.teachers.in_stage import InStageTeacher, NoTeacher
 from stillhouse.teachers.self_teacher import SelfTeacher
 from stillhouse.teachers.separate import SeparateTeacher
@@ -14,6 +16,7 @@ from stillhouse.teachers.weight_average import WeightAverage
 
 __all__ = [
     "ChosenTeacher",
+    "CrossTokenizerStore",
     "InStageTeacher",
     "NoTeacher",
     "PendingSignals",
@@ -28,6 +31,7 @@ __all__ = [
     "SignalStore",
     "SignalsLostError",
     "StoredTeacher",
+    "TeacherInJob",
     "WeightAverage",
     "request_ahead",
 ]

@@ -68,8 +68,9 @@ def _lines(session: Session, state: str) -> Iterator[str]:
         yield _row(name, f"{store.signal}, from {store.name}")
     if session.student.lora is not None:
         yield _row("adapter", adapter_in_words(session))
-    same = ", the same for both" if session.config.teacher is not None else ""
-    same = ", the same for all" if session.config.teachers is not None else same
+    is_shared = all(each.cross_tokenizer is None for each in session.config.teacher_sections.values())
+    same = ", the same for both" if session.config.teacher is not None and is_shared else ""
+    same = ", the same for all" if session.config.teachers is not None and is_shared else same
     yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {session.tokenizer_hash[:12]}{same}")
     yield from (_row("warning", warning) for warning in session.warnings)
     for which, report in data_reports(session).items():
@@ -148,7 +149,7 @@ def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMi
 
 def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     """For each term, an objective with that term alone, which keeps its scale. z_loss comes with cross_entropy."""
-    none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, entropy=None)
+    none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, uld=None, entropy=None)
     if spec.cross_entropy is not None:
         yield "cross_entropy", replace(none, cross_entropy=spec.cross_entropy)
     if spec.z_loss:
@@ -156,6 +157,8 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     if spec.divergence is not None:
         for scale, part in weighted_parts(spec.divergence):
             yield str(part), replace(none, divergence=part, divergence_scale=scale * spec.divergence_scale)
+    if spec.uld is not None:
+        yield "uld", replace(none, uld=spec.uld)
     if spec.entropy is not None:
         yield "entropy", replace(none, entropy=spec.entropy)
 

@@ -26,7 +26,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.models import OutputProcessor, RouterAuxLoss, evaluating
 from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import ObjectiveOutput, RoutedSignals, Signal
+from stillhouse.objective import ObjectiveOutput, RoutedSignals, Signal, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import forward_kl
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.signals import SparseSignal
@@ -128,7 +128,8 @@ class Engine:
         """Sums over all target tokens: the cross-entropy and, if there are signals, the forward KL.
 
         Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. Every
-        process returns the same sums. They do not depend on the engine's own objective.
+        process returns the same sums. They do not depend on the engine's own objective. Of sorted probabilities, the
+        result is their distance, `uld`, at the objective's temperature.
         """
         outputs: list[ObjectiveOutput] = []
         for micro_batches, signals in parts:
@@ -142,6 +143,8 @@ class Engine:
         given = [each for each in signals if each is not None]
         if not given:
             return ObjectiveSpec(cross_entropy=1.0)
+        if isinstance(given[0], SortedTopK):
+            return ObjectiveSpec(cross_entropy=1.0, uld=1.0, temperature=self.objective.temperature)
         named = given[0].named if isinstance(given[0], NamedSignals) else {}
         shares = self.objective.teachers
         return ObjectiveSpec(
@@ -284,7 +287,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettin
 
 def _temperature(signal: object) -> float:
     """The temperature of a held-out divergence: 1, or the only one at which a sparse signal is known."""
-    known = signal.temperature if isinstance(signal, SparseSignal) else None
+    sparse = signal.first if isinstance(signal, SpanSignal) else signal
+    known = sparse.temperature if isinstance(sparse, SparseSignal) else None
     return 1.0 if known is None else known
 
 

@@ -17,6 +17,7 @@ KEYS = {
     "agreement": "eval/agreement",
     "student_entropy": "eval/student_entropy",
     "teacher_entropy": "eval/teacher_entropy",
+    "uld": "eval/uld",
 }
 
 
@@ -32,6 +33,8 @@ def evaluate(session: Session) -> dict[str, float]:
     sums = session.engine.evaluate(_parts(session))
     known, found = means(sums, session.spec), dict[str, float]()
     for of_teacher in ("", *(f"/{name}" for name in session.config.several)):
+        if f"continuation{of_teacher}" in known:  # the forward KL of spans at the rows of their later tokens
+            known[f"forward_kl{of_teacher}"] += known[f"continuation{of_teacher}"]
         found |= {
             f"{key}{of_teacher}": known[name + of_teacher] for name, key in KEYS.items() if name + of_teacher in known
         }

@@ -13,7 +13,7 @@ from stillhouse.data import (
     load_documents,
     load_tokenizer,
 )
-from stillhouse.teachers import SignalStore
+from stillhouse.teachers import CrossTokenizerStore, SignalStore
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,9 @@ def load_tokenizers(
     tokenizer = load_tokenizer(student.model, student.revision, student.trust_remote_code)
     for section, teacher in config.teacher_sections.items():
         store = stores.get(section)
+        if isinstance(store, CrossTokenizerStore):
+            warnings += store.warnings
+            continue
         if store is not None:
             if store.teacher_folder is None:
                 continue
@@ -88,7 +91,13 @@ def load_tokenizers(
             other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
         else:  # the student itself
             continue
-        warnings += check_same_tokenizer(tokenizer, other)
+        try:
+            warnings += check_same_tokenizer(tokenizer, other)
+        except ValueError as error:
+            if store is not None:
+                raise
+            approximate = f"or set {section}.cross_tokenizer to gold or uld, which are approximations"
+            raise ValueError(f"{error}, {approximate}") from error
         if teacher.url is not None:
             _require_same_conversation(tokenizer, other, teacher.accept, f"{section}.accept")
     return tokenizer, warnings
@@ -118,8 +127,12 @@ def _require_same_conversation(
 
 
 def _with_gaps(config: RunConfig) -> list[str]:
-    """The teachers in this job with a prefix, which needs room in the sequences."""
-    return [name for name, each in config.several.items() if each.url is None and each.prefix is not None]
+    """The teachers that read the student's rows and a prefix, which needs room in the sequences."""
+    return [
+        name
+        for name, each in config.several.items()
+        if each.prefix is not None and each.url is None and each.cross_tokenizer is None
+    ]
 
 
 def load_data(

@@ -47,7 +47,7 @@ def teacher_is_base(config: RunConfig) -> bool:
 
 def load_student(config: RunConfig, device: torch.device) -> Decoder:
     """Load the student onto the device, prepare it for training, and check that its weights are finite."""
-    student = prepared_for_training(_load("student", config.student.model, config.student, device), config)
+    student = prepared_for_training(load_model("student", config.student.model, config.student, device), config)
     draw_lora(student, config.seed)
     return student
 
@@ -56,7 +56,7 @@ def load_teacher(config: RunConfig, device: torch.device) -> Decoder:
     """Load the teacher onto the device and check that its weights are finite."""
     assert config.teacher is not None
     assert config.teacher.model is not None
-    return _load("teacher", config.teacher.model, config.teacher, device)
+    return load_model("teacher", config.teacher.model, config.teacher, device)
 
 
 def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None:
@@ -122,7 +122,8 @@ def prepared_for_training(student: Decoder, config: RunConfig) -> Decoder:
     return student.train()
 
 
-def _load(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
+def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
+    """Load a model onto the device and check that its weights are finite. which: its name in errors."""
     try:
         decoder = Decoder.from_pretrained(
             name,

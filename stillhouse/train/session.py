@@ -40,6 +40,7 @@ from stillhouse.teachers import (
 )
 from stillhouse.train.agreement import require_same_configuration, require_same_sources
 from stillhouse.train.build import build_engine
+from stillhouse.train.cross_tokenizer import require_objective
 from stillhouse.train.engine import Engine
 from stillhouse.train.inputs import load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
@@ -206,6 +207,7 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
         spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
+    require_objective(config, spec)
     if config.teachers is not None:
         spec = replace(spec, teachers=_shares(config.teachers), is_mixture=config.teachers.sum == "distributions")
     elif config.teacher is None:
@@ -257,7 +259,8 @@ def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
     """What a teacher's divergence is taken over."""
     if store is None or store.signal.is_exact:
         return "over the full vocabulary"
-    tail = "" if store.signal.kind == "sampled" else f" (tail: {teacher.tail})"
+    has_no_tail = store.signal.kind == "sampled" or teacher.cross_tokenizer == "uld"
+    tail = "" if has_no_tail else f" (tail: {teacher.tail})"
     return f"over {store.signal} of the teacher{tail}"
 
 

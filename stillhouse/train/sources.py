@@ -16,6 +16,7 @@ from stillhouse.parallel import (
 )
 from stillhouse.teachers import (
     ChosenTeacher,
+    CrossTokenizerStore,
     RemoteSignals,
     SelfTeacher,
     SeparateTeacher,
@@ -48,7 +49,11 @@ def separate_teacher(
 
 
 def stored_source(teacher: TeacherConfig, store: SignalStore, engine: Engine, name: str = "") -> StoredTeacher:
-    """name: of one of several teachers, which may read a prefix."""
+    """name: of one of several teachers, which may read a prefix. A process that reads signals of a teacher with
+    another tokenizer loads that teacher.
+    """
+    if isinstance(store, CrossTokenizerStore) and engine.runner.has_results:
+        store.start(engine.device)
     if isinstance(store, RemoteSignals) and store.signal.kind == "chosen":
         assert store.vocabulary is not None
         return ChosenTeacher(store, engine.runner, store.vocabulary, engine.precision, teacher.tail, name)

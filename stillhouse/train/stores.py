@@ -20,6 +20,7 @@ from stillhouse.teachers import RemoteSignals, SignalCache, SignalStore
 from stillhouse.teachers.client import NeedsModelError, SignalRequest, connect, prove
 from stillhouse.teachers.teacher_folder import files_of_head, head_of
 from stillhouse.train.agreement import from_all_ranks
+from stillhouse.train.cross_tokenizer import open_cross_tokenizer
 from stillhouse.train.inputs import RunData
 
 TOKEN = "STILLHOUSE_TOKEN"
@@ -33,11 +34,14 @@ def open_stores(config: RunConfig) -> dict[str, SignalStore]:
 
     Raises ConfigError for one that cannot be used.
     """
-    return {
-        section: _open(section, teacher, _temperature(config, teacher))
-        for section, teacher in config.teacher_sections.items()
-        if teacher.cache is not None or teacher.url is not None
-    }
+    stores: dict[str, SignalStore] = {}
+    for section, teacher in config.teacher_sections.items():
+        temperature = _temperature(config, teacher)
+        if teacher.cross_tokenizer is not None:
+            stores[section] = open_cross_tokenizer(config, section, temperature)
+        elif teacher.cache is not None or teacher.url is not None:
+            stores[section] = _open(section, teacher, temperature)
+    return stores
 
 
 def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalStore:
@@ -172,4 +176,6 @@ def _is_readable(teacher: TeacherConfig) -> bool:
 
 
 def _key(section: str, teacher: TeacherConfig) -> str:
+    if teacher.cross_tokenizer is not None:
+        return f"{section}.cross_tokenizer"
     return f"{section}.cache" if teacher.cache is not None else f"{section}.url"

@@ -66,6 +66,11 @@ def write_cache(
     """
     if config.teacher is None or config.teacher.model is None or config.teacher.url is not None:
         raise ConfigError("teacher.model", "is missing: a cache is written by a teacher that is in this job")
+    if config.teacher.cross_tokenizer is not None:
+        raise ConfigError(
+            "teacher.cross_tokenizer",
+            f"got {config.teacher.cross_tokenizer}: a cache holds the signals of one tokenizer, expected null",
+        )
     device, _ = connect_ranks(config)
     data = load_run_data(config, {})
     entries = list(cache_entries(data))

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse import __version__
+from stillhouse.teachers.scorer import NotFiniteError, Part
 from stillhouse.teachers.server import completions
 from stillhouse.teachers.server.batching import (
     DrainingError,
@@ -30,7 +31,6 @@ from stillhouse.teachers.server.errors import RequestError, error_content, error
 from stillhouse.teachers.server.gate import Answer, BearerToken, Bodies, Counted, until_disconnected
 from stillhouse.teachers.server.limits import Limits
 from stillhouse.teachers.server.metrics import Metrics
-from stillhouse.teachers.server.scorer import NotFiniteError, Part
 from stillhouse.teachers.wire import JSON, SAFETENSORS, ScoreBody, decode_request, encode_answer
 
 #: up to this size, a body is parsed and an answer is encoded in the HTTP thread itself

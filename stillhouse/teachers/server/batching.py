@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from torch import Tensor
 
-from stillhouse.teachers.server.scorer import NotFiniteError, Outcome, Part
+from stillhouse.teachers.scorer import NotFiniteError, Outcome, Part
 
 
 class QueueFullError(Exception):

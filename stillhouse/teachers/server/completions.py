@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.libraries import reading
+from stillhouse.teachers.scorer import Part, Ranked
 from stillhouse.teachers.server.limits import Limits
-from stillhouse.teachers.server.scorer import Part, Ranked
 from stillhouse.teachers.spec import DocumentRows
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

@@ -6,8 +6,8 @@ from http import HTTPStatus
 
 import numpy as np
 
+from stillhouse.teachers.scorer import Part
 from stillhouse.teachers.server.errors import RequestError
-from stillhouse.teachers.server.scorer import Part
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
 #: the signals that a server computes; draws need the whole vocabulary in one process

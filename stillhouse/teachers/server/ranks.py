@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.parallel import Mesh
-from stillhouse.teachers.server.scorer import Part, Ranked, Scorer
+from stillhouse.teachers.scorer import Part, Ranked, Scorer
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 from stillhouse.teachers.wire import KEY, header_of
 

@@ -24,13 +24,13 @@ import uvicorn
 from stillhouse.display import first_line
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0, wait_for_all, watchdog
 from stillhouse.preemption import finishing, requested
+from stillhouse.teachers.scorer import Scorer
 from stillhouse.teachers.server.app import Service, make_app
 from stillhouse.teachers.server.batching import Item, RequestQueue, ScoringFailedError
 from stillhouse.teachers.server.gate import AnsweredByProtocol
 from stillhouse.teachers.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
 from stillhouse.teachers.server.metrics import Metrics
 from stillhouse.teachers.server.ranks import Ranks
-from stillhouse.teachers.server.scorer import Scorer
 from stillhouse.teachers.server.teacher import HEAD, ServedTeacher, load_teacher, longest_sequence, with_limits
 
 #: how often the main thread looks for a signal, how often idle ranks hear from rank 0, and how long the last answers

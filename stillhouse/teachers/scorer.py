@@ -20,6 +20,7 @@ from stillhouse.objective import OutputHead
 from stillhouse.parallel import Computation, Runner
 from stillhouse.teachers.cache.format import document_id
 from stillhouse.teachers.extract import ChosenRows, Extract, ranked_log_probs
+from stillhouse.teachers.labelled import ExtractLabelled, LabelledRows
 from stillhouse.teachers.sampling import Draw, DrawRows, uniform_numbers
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
@@ -56,8 +57,8 @@ Outcome: TypeAlias = dict[str, Tensor] | NotFiniteError
 class _Group:
     """The parts of a batch that ask for the same.
 
-    members: their numbers. index_C: their rows in the batch. ids_CK: the ids of "chosen". uniform_CM: the random
-    numbers of "sampled".
+    members: their numbers. index_C: their rows in the batch. ids_CK: the ids of "chosen", or the next tokens, [C, 1].
+    uniform_CM: the random numbers of "sampled".
     """
 
     wanted: Wanted
@@ -114,6 +115,10 @@ class _Processor:
         if group.uniform_CM is not None:
             draws = DrawRows(index_C, group.uniform_CM)
             return Draw(group.wanted)(hidden_states=hidden_states, head=head, context=draws)
+        if group.wanted.with_label:
+            assert group.ids_CK is not None
+            labelled = LabelledRows(index_C, group.ids_CK[:, 0])
+            return ExtractLabelled(group.wanted)(hidden_states=hidden_states, head=head, context=labelled)
         context: Any = index_C if group.ids_CK is None else ChosenRows(index_C, group.ids_CK)
         return Extract(group.wanted)(hidden_states=hidden_states, head=head, context=context)
 
@@ -149,7 +154,7 @@ def _groups(parts: Sequence[Part], starts: Sequence[int]) -> list[_Group]:
 
 def _ids(part: Part) -> Tensor | None:
     document = part.document
-    if isinstance(part.wanted, Ranked):
+    if isinstance(part.wanted, Ranked) or part.wanted.with_label:
         following = np.append(document.tokens[1:], -1)[document.rows.start : document.rows.stop]
         return torch.from_numpy(following.astype(np.int64))[:, None]
     return document.ids_NK

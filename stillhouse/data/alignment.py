@@ -1,0 +1,250 @@
+"""Aligns the tokens of two tokenizers on the same text: spans between positions where both have a token border.
+
+A document is kept as the student's ids alone, so its text is recovered from their bytes. The teacher's tokenizer then
+reads the same text. Special tokens are no text. They are translated one by one:
+
+    what begins a text of the student   what begins a text of the teacher
+    the end (or begin) of a sequence    the teacher's token of the same role; without one, as the next line says
+    another special token               the teacher's special token of the same name; without one, the name as text
+
+If the student's tokenizer puts nothing before a text, every document is taken for one that begins there.
+
+A document may begin or end within a character, where a long text was cut. The bytes of such a character have no
+counterpart, and the teacher does not see them.
+
+N bytes of a text, G spans.
+"""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.documents import Documents
+from stillhouse.data.reading import DataError
+from stillhouse.data.token_bytes import TokenBytes
+
+#: a character has at most this many bytes after its first one
+MOST_FURTHER_BYTES = 3
+ABSENT = -1
+_BATCH = 512  # documents tokenized at once
+
+
+class Span(NamedTuple):
+    """The same text as student tokens `student.start` … `student.stop` − 1 and likewise of the teacher."""
+
+    student: range
+    teacher: range
+
+
+@dataclass(frozen=True)
+class AlignedDocument:
+    """The teacher's tokens of a document, and the spans in ascending order. All ranges have a token or more.
+
+    A token that has no counterpart is in no span.
+    """
+
+    teacher_tokens: np.ndarray
+    spans: list[Span]
+
+
+@dataclass
+class _Draft:
+    """A document that is being translated. parts: each part's student tokens, and a text or the teacher's ids.
+
+    begins: whether it begins as a text does, and not in the middle of one.
+    """
+
+    begins: bool
+    parts: "list[tuple[range, _Text | list[int]]]" = field(default_factory=list)
+
+
+@dataclass
+class _Text:
+    """A text without special tokens. ends: after each student token, the bytes so far. first: where `text` begins."""
+
+    text: str
+    ends: np.ndarray
+    first: int
+    number: int = 0
+
+
+class Aligner:
+    """Translates documents of the student's ids into the teacher's.
+
+    teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1. student_of:
+    the inverse; each id has at most one counterpart. first_of: for each id of the teacher, the student's token for
+    its bytes, or else the first of those into which the student's tokenizer cuts them; -1 if there is none.
+
+    Raises ValueError for a tokenizer whose tokens have no exact bytes.
+    """
+
+    def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase):
+        self.student, self.teacher = TokenBytes(student), TokenBytes(teacher)
+        self.teacher_of = np.full(1 + max(student.get_vocab().values()), ABSENT, dtype=np.int32)
+        self.student_of = np.full(1 + max(teacher.get_vocab().values()), ABSENT, dtype=np.int32)
+        self._special = {index: self._translated(index) for index in self.student.special}
+        for content, own in self.student.id_of.items():
+            if (other := self.teacher.id_of.get(content)) is not None:
+                self.teacher_of[own], self.student_of[other] = other, own
+        # the end of sequence comes first: the teacher's may have the name of another token of the student
+        for own, others in sorted(self._special.items(), key=lambda pair: pair[0] != self.student.eos):
+            if len(others) == 1 and others[0] in self.teacher.special and self.student_of[others[0]] == ABSENT:
+                self.teacher_of[own], self.student_of[others[0]] = others[0], own
+
+    @cached_property
+    def first_of(self) -> np.ndarray:
+        found, texts = self.student_of.copy(), dict[int, str]()
+        for index, content in self.teacher.bytes_of.items():
+            if found[index] != ABSENT:
+                continue
+            if content in self.student.id_of:
+                found[index] = self.student.id_of[content]
+            elif (text := _whole(content)) is not None:
+                texts[index] = text[1:] if self.student.adds_space and text.startswith(" ") else text
+        encoded = self.student.encode(list(texts.values()))
+        for index, ids in zip(texts, encoded, strict=True):
+            if ids and not self.student.special.keys() & set(ids):
+                is_exact = b"".join(self.student.pieces(ids)) == self.teacher.pieces([index])[0]
+                found[index] = ids[0] if is_exact else ABSENT
+        return found
+
+    @property
+    def shared(self) -> int:
+        """How many tokens of the student have a counterpart."""
+        return int((self.teacher_of != ABSENT).sum())
+
+    def align(self, documents: Sequence[np.ndarray]) -> list[AlignedDocument]:
+        """Raises ValueError for a document whose text is not exactly what the teacher's tokens stand for."""
+        drafts = [self._draft(tokens) for tokens in documents]
+        texts = [part for draft in drafts for _, part in draft.parts if isinstance(part, _Text)]
+        for number, each in enumerate(texts):
+            each.number = number
+        encoded = self.teacher.encode([each.text for each in texts])
+        return [self._aligned(draft, encoded) for draft in drafts]
+
+    def translate(self, documents: Documents) -> Documents:
+        """The documents in the teacher's ids, in the same order and without targets.
+
+        Raises DataError for the first document that cannot be aligned.
+        """
+        found: list[np.ndarray] = []
+        for start in range(0, len(documents), _BATCH):
+            chosen = range(start, min(start + _BATCH, len(documents)))
+            try:
+                found += [each.teacher_tokens for each in self.align([documents.tokens(number) for number in chosen])]
+            except ValueError:
+                for number in chosen:
+                    self._check(documents, number)
+                raise
+        tokens_N = np.concatenate(found)
+        offsets = np.concatenate([[0], np.cumsum([len(each) for each in found])]).astype(np.int64)
+        targets_N = np.zeros(len(tokens_N), dtype=bool)
+        return Documents(tokens_N, targets_N, offsets, documents.keys_D, documents.sources, documents.report)
+
+    def _check(self, documents: Documents, number: int) -> None:
+        try:
+            self.align([documents.tokens(number)])
+        except ValueError as error:
+            raise DataError(documents.sources[number], str(error)) from error
+
+    def _translated(self, index: int) -> list[int]:
+        """The teacher's ids of a special token of the student."""
+        for own, other in ((self.student.eos, self.teacher.eos), (self.student.bos, self.teacher.bos)):
+            if index == own and other is not None:
+                return [other]
+        name = self.student.special[index]
+        same = [other for other, content in self.teacher.special.items() if content == name]
+        return same or self.teacher.encode([name])[0]
+
+    def _draft(self, tokens: np.ndarray) -> _Draft:
+        ids = tokens.tolist()
+        begin = self._begin(ids)
+        draft = _Draft(begins=begin > 0 or not self.student.prefix)
+        special = [at for at in range(begin, len(ids)) if ids[at] in self.student.special]
+        for at, stop in zip([begin - 1, *special], [*special, len(ids)], strict=True):
+            if at >= begin:
+                if ids[at] == self.student.unknown:
+                    raise ValueError(f"token {at} is {self.student.special[ids[at]]!r}, whose text is not known")
+                draft.parts.append((range(at, at + 1), self._special[ids[at]]))
+            if at + 1 < stop:
+                pieces = self.student.pieces(ids[at + 1 : stop])
+                if self.student.adds_space and pieces[0].startswith(b" "):
+                    pieces[0] = pieces[0][1:]
+                text = _as_text(pieces, may_begin=at + 1 == begin, may_end=stop == len(ids))
+                draft.parts.append((range(at + 1, stop), text))
+        return draft
+
+    def _begin(self, ids: list[int]) -> int:
+        """How many tokens before the document's text only say that a text begins."""
+        prefix = self.student.prefix
+        if prefix and ids[: len(prefix)] == prefix:
+            return len(prefix)
+        return int(bool(ids) and ids[0] == self.student.bos)
+
+    def _aligned(self, draft: _Draft, encoded: list[list[int]]) -> AlignedDocument:
+        teacher_ids, spans = list(self.teacher.prefix if draft.begins else ()), list[Span]()
+        for own, part in draft.parts:
+            first = len(teacher_ids)
+            if isinstance(part, _Text):
+                teacher_ids += encoded[part.number]
+                spans += self._spans(own.start, first, part, encoded[part.number])
+            elif part:
+                teacher_ids += part
+                spans.append(Span(own, range(first, len(teacher_ids))))
+        return AlignedDocument(np.asarray(teacher_ids, dtype=np.int32), spans)
+
+    def _spans(self, own: int, other: int, part: _Text, ids: list[int]) -> list[Span]:
+        """The spans of one text. own, other: the numbers of the first tokens of student and teacher."""
+        ends = np.cumsum([len(piece) for piece in self._teacher_pieces(part.text, ids)], dtype=np.int64) + part.first
+        borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
+        cuts = zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True)
+        pairs = [(own + here, other + there) for here, there in cuts]
+        spans = (Span(range(start[0], stop[0]), range(start[1], stop[1])) for start, stop in pairwise(pairs))
+        return [span for span in spans if span.student and span.teacher]
+
+    def _teacher_pieces(self, text: str, ids: list[int]) -> list[bytes]:
+        pieces, expected = self.teacher.pieces(ids), text.encode()
+        if (found := b"".join(pieces)) == b" " + expected:
+            pieces[0] = pieces[0][1:]
+        elif found != expected:
+            at = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
+            shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
+            raise ValueError(f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps it")
+        return pieces
+
+
+def _whole(content: bytes) -> str | None:
+    """The text of these bytes; None if they are not whole characters."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _as_text(pieces: list[bytes], *, may_begin: bool, may_end: bool) -> _Text:
+    """may_begin, may_end: whether the text may begin or end within a character."""
+    content = b"".join(pieces)
+    first = 0
+    while may_begin and first < min(MOST_FURTHER_BYTES, len(content)) and content[first] & 0xC0 == 0x80:
+        first += 1
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(content[first:], not may_end)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"its tokens are not text: {error}") from error
+    return _Text(text, np.cumsum([len(piece) for piece in pieces], dtype=np.int64), first)
+
+
+def _cuts(ends: np.ndarray, borders: np.ndarray, first: int = 0) -> list[int]:
+    """For each border, how many tokens are before it. A token without bytes is after a border, except at the end.
+
+    ends: after each token, the bytes so far. first: the bytes before the first token.
+    """
+    before = np.where(borders <= first, 0, np.searchsorted(ends, borders) + 1)
+    before[borders == (ends[-1] if len(ends) else first)] = len(ends)
+    return before.tolist()

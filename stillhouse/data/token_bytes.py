@@ -1,0 +1,121 @@
+"""The bytes that each token of a tokenizer stands for, which is what two different tokenizers have in common.
+
+Two kinds of tokenizers give exact bytes for every token: byte-level ones (GPT-2, Llama 3, Qwen), whose tokens are
+written in an alphabet of 256 characters, and those that write a space as "▁" (SentencePiece; Llama 2, Gemma). Some
+of them put a space before a text that the text does not have. Other tokenizers, such as WordPiece, lose white space,
+so that their tokens have no exact bytes: they are refused.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+_SPACE = "▁"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _alphabet() -> Iterator[tuple[str, int]]:
+    """GPT-2's characters of the 256 bytes: itself for a visible one, else the next character from 256 on."""
+    others = iter(range(256, 512))
+    for byte in range(256):
+        visible = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
+        yield chr(byte if visible else next(others)), byte
+
+
+BYTE_OF = dict(_alphabet())
+
+
+class TokenBytes:
+    """A tokenizer as a translation between ids and bytes.
+
+    special: the content of each special token. bytes_of: the bytes of each other one. id_of: the inverse; of several
+    tokens with equal bytes the first one, and one that is written as the number of a byte last. bos, eos, unknown:
+    the ids of these roles, if there are any. prefix: the ids that the tokenizer puts before any text. adds_space:
+    whether it also puts a space before a text.
+
+    Raises ValueError for a tokenizer whose tokens have no exact bytes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        name = tokenizer.name_or_path
+        if not tokenizer.is_fast:
+            raise ValueError(f"the tokenizer {name!r} has no exact bytes of its tokens: expected a fast tokenizer")
+        decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
+        self._is_byte_level = _has(decoder, "ByteLevel")
+        if not self._is_byte_level and not _writes_spaces(decoder):
+            kind = "no decoder" if decoder is None else f"the decoder {decoder['type']}"
+            raise ValueError(
+                f"the tokens of {name!r} ({kind}) have no exact bytes: expected a byte-level tokenizer, or one that "
+                f"writes spaces as {_SPACE!r}"
+            )
+        vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
+        self.bos, self.eos, self.unknown = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
+        in_roles = (self.bos, self.eos, self.unknown, tokenizer.pad_token_id)
+        self.special = {
+            index: token
+            for token, index in vocabulary.items()
+            if index in in_roles or (index in added and added[index].special)
+        }
+        self.bytes_of = {
+            index: token.encode() if index in added else self._content(token)
+            for token, index in vocabulary.items()
+            if index not in self.special
+        }
+        numbers = {index for token, index in vocabulary.items() if _BYTE.fullmatch(token)}
+        order = sorted(self.bytes_of, key=lambda index: (index in numbers, index), reverse=True)
+        self.id_of: Mapping[bytes, int] = {self.bytes_of[index]: index for index in order}
+        # a copy, because the names of special tokens in a text are text here
+        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = True
+        self.adds_space = b"".join(self.pieces(self.encode(["a"])[0])) == b" a"
+        with_prefix = self._backend.encode("a").ids
+        starts = [at for at, index in enumerate(with_prefix) if index not in self.special]
+        self.prefix = with_prefix[: starts[0]] if starts else []
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts, without special tokens, even where a text contains the name of one."""
+        return [each.ids for each in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token. Raises ValueError for an id that stands for no bytes."""
+        missing = next((index for index in ids if index not in self.bytes_of), None)
+        if missing is not None:
+            raise ValueError(f"token id {missing} ({self.special.get(missing, 'unknown')!r}) stands for no text")
+        return [self.bytes_of[index] for index in ids]
+
+    def _content(self, token: str) -> bytes:
+        if not self._is_byte_level:
+            byte = _BYTE.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
+        # a token with another character cannot come from a text, but a vocabulary may have it
+        return bytes(map(BYTE_OF.__getitem__, token)) if BYTE_OF.keys() >= set(token) else token.encode()
+
+
+def _parts(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a decoder."""
+    if decoder is None:
+        return []
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _has(decoder: dict[str, Any] | None, kind: str) -> bool:
+    return any(part["type"] == kind for part in _parts(decoder))
+
+
+def _writes_spaces(decoder: dict[str, Any] | None) -> bool:
+    """Whether a decoder only turns "▁" into a space, numbers into bytes, and removes the space before a text."""
+    known = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+    parts = _parts(decoder)
+    return all(part["type"] in known for part in parts) and any(_replaces_space(part) for part in parts)
+
+
+def _replaces_space(part: dict[str, Any]) -> bool:
+    if part["type"] == "Replace":
+        return part["pattern"] == {"String": _SPACE} and part["content"] == " "
+    return part["type"] == "Metaspace" and part["replacement"] == _SPACE

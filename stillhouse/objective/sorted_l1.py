@@ -1,0 +1,118 @@
+"""A distance between two distributions that needs no common vocabulary: both are sorted, then compared by rank.
+
+Universal Logit Distillation (arXiv 2402.12030): Σ_i |p_(i) − q_(i)|, where p_(i) is the i-th largest probability of
+the teacher and q_(i) of the student. The teacher gives its K largest probabilities. All smaller ones count as one
+more outcome on each side, so that the value is 0 where both sides are equal. It is a lower bound of the distance over
+all ranks, and equal to it if K is the size of the vocabulary.
+
+T tokens, C rows of a chunk, K ranks, B = K + 1 outcomes.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.plan import PlanBuilder
+from stillhouse.objective.signals import RowIndex, Signal
+from stillhouse.objective.stable import expect
+from stillhouse.objective.terms import Term, check_scale, check_temperature
+from stillhouse.objective.tile import TermResult, Tile
+
+
+@dataclass(frozen=True, eq=False)
+class SortedTopK(Signal):
+    """The log-probabilities of the teacher's K likeliest tokens in any order, whatever these tokens are.
+
+    tail_log_prob_T: the log of the teacher's mass outside of them. weights_T: 1 at rows whose distributions can be
+    compared, else 0.
+    """
+
+    log_probs_TK: Tensor
+    tail_log_prob_T: Tensor
+    weights_T: Tensor
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.log_probs_TK.shape)
+        if len(shape) != 2 or shape[1] == 0:
+            raise ValueError(f"log_probs_TK of shape {shape}: expected [tokens, ranks], with one rank or more")
+        for name in ("tail_log_prob_T", "weights_T"):
+            found = tuple(getattr(self, name).shape)
+            if found != shape[:1]:
+                raise ValueError(f"{name} of shape {found}: expected ({shape[0]},), one per token")
+
+    @property
+    def tokens(self) -> int:
+        return self.log_probs_TK.shape[0]
+
+    def rows(self, rows: RowIndex) -> Self:
+        return type(self)(self.log_probs_TK[rows], self.tail_log_prob_T[rows], self.weights_T[rows])
+
+    def sorted_probabilities(self, dtype: torch.dtype) -> Tensor:
+        """p_(1) ≥ … ≥ p_(K), then the mass outside, [T, B]."""
+        log_p_TK = self.log_probs_TK.detach().to(dtype).sort(1, descending=True).values
+        return torch.cat([log_p_TK, self.tail_log_prob_T.detach().to(dtype)[:, None]], 1).exp()
+
+
+@dataclass(frozen=True, eq=False)
+class SortedL1(Term):
+    """Σ_b |p_(b) − q_(b)| over the sorted outcomes, at a temperature that divides the student's logits.
+
+    `scale_by_temperature_squared` multiplies by τ², as in `Distill`.
+    """
+
+    signal: SortedTopK
+    scale: float = 1.0
+    temperature: float = 1.0
+    scale_by_temperature_squared: bool = False
+    _: KW_ONLY
+    weights_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        check_scale(self.scale)
+
+    @property
+    def name(self) -> str:
+        return "uld"
+
+    @property
+    def tokens(self) -> int:
+        return self.signal.tokens
+
+    def signals(self) -> list[Signal]:
+        return [self.signal]
+
+    def request(self, plan: PlanBuilder) -> None:
+        plan.softmax(self.temperature)
+        plan.likeliest(self.signal.log_probs_TK.shape[1])
+
+    def add_to(self, tile: Tile, weights_C: Tensor) -> TermResult:
+        """The derivative of |p_(b) − q_(b)| with respect to q_(b) is sign(q_(b) − p_(b)); the order is constant."""
+        ids_CK, log_q_CK = tile.likeliest(self.signal.log_probs_TK.shape[1], self.temperature)
+        q_CK = log_q_CK.exp()
+        # a rounding error of 1 − Σq is as small as those of the other summands: only its absolute size matters here
+        q_tail_C1 = (1 - q_CK.sum(1, keepdim=True)).clamp(min=0.0)
+        p_CB = self.signal.rows(tile.rows).sorted_probabilities(q_CK.dtype)
+        gap_CB = torch.cat([q_CK, q_tail_C1], 1) - p_CB
+        factor = self.temperature**2 if self.scale_by_temperature_squared else 1.0
+        if tile.needs_gradient:
+            slope_CB = gap_CB.sign()
+            relative_CK = q_CK * (slope_CB[:, :-1] - slope_CB[:, -1:])
+            weights_C = weights_C * (factor / self.temperature)
+            # q·(h − Σq·h) with h less the tail's slope, which is the slope of all other tokens
+            tile.add_probability(self.temperature, expect(weights_C, -relative_CK.sum(1)))
+            tile.add_at(ids_CK, expect(weights_C[:, None], relative_CK))
+        return TermResult(gap_CB.abs().sum(1) * factor, {})
+
+
+def sorted_l1(log_p_TB: Tensor, log_q_TV: Tensor) -> Tensor:
+    """The value in plain autograd, [T]. log_p_TB: the teacher's K likeliest in any order, then its mass outside."""
+    ranks = log_p_TB.shape[1] - 1
+    p_TK = log_p_TB[:, :-1].exp().sort(1, descending=True).values
+    missing = max(0, ranks - log_q_TV.shape[1])
+    q_TV = torch.nn.functional.pad(log_q_TV, (0, missing), value=-math.inf).exp().sort(1, descending=True).values
+    outside_T = q_TV[:, ranks:].sum(1) - log_p_TB[:, -1].exp()
+    return (q_TV[:, :ranks] - p_TK).abs().sum(1) + outside_T.abs()
