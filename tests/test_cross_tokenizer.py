@@ -403,6 +403,13 @@ def test_a_teacher_with_weights_that_are_not_finite(folder: Path, tmp_path: Path
         session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / "teacher")})
 
 
+def test_a_teacher_whose_head_has_no_row_for_a_token(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "teacher", "small", family="qwen3", seed=2)
+    tokenizer("large").save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ValueError, match=r"the teacher's token id \d+, but the teacher's head has 301 rows"):
+        session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / "teacher")})
+
+
 def test_what_a_run_is_of(folder: Path, tmp_path: Path) -> None:
     """The hash of the teacher is part of the run's, and so is that of its tokenizer."""
     hashes = set()

@@ -35,18 +35,24 @@ class TeacherInJob:
     ):
         self.name, self.identity, self.signal, self._load, self._tokens = name, identity, signal, load, tokens
         self._decoder: Decoder | None = None
-        self._longest = 0
+        self._longest = self._largest_id = 0
         self._running = Lock()
 
     def require(self, documents: Documents, what: str) -> None:
-        """Remember the longest document: `start` checks whether the model reads documents of that length."""
+        """Remember the longest document and the largest id: `start` checks whether the model reads them."""
         self._longest = max(self._longest, int(documents.lengths_D.max(initial=0)))
+        self._largest_id = max(self._largest_id, int(documents.tokens_N.max(initial=0)))
 
     def start(self, device: torch.device) -> None:
         """Load the model, unless it is loaded. Raises ValueError if it does not fit the documents."""
         if self._decoder is None:
             decoder = self._load(device).requires_grad_(False)
             check_document_length(decoder.pretrained, self._longest, "teacher")
+            if self._largest_id >= decoder.vocabulary_rows:
+                raise ValueError(
+                    f"a text has the teacher's token id {self._largest_id}, but the teacher's head has "
+                    f"{decoder.vocabulary_rows} rows: model and tokenizer do not belong together"
+                )
             self._decoder = decoder
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
