@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from toy_tokenizer import PLAIN_TEMPLATE
 from two_tokenizers import demo_text, tokenizer, write_model
 
 from stillhouse.config import ConfigError, load_config
-from stillhouse.data import DataError
+from stillhouse.data import DataError, Documents
 from stillhouse.models import Decoder
 from stillhouse.objective import SortedTopK, SpanSignal, TopK
 from stillhouse.teachers import CrossTokenizerStore, TeacherInJob
@@ -215,7 +216,8 @@ def test_the_signals_of_a_run(folder: Path) -> None:
 
 
 def gradients(folder: Path, **settings: Any) -> dict[str, Tensor]:
-    session = session_of(folder, **settings)
+    several = any(key.startswith("teachers.") for key in settings)
+    session = session_of(folder, cached=several, **settings)
     forward_backward(session)
     found = {name: each.grad.clone() for name, each in session.runner.named_parameters() if each.grad is not None}
     session.close()
@@ -239,6 +241,23 @@ def test_all_ids_of_the_same_tokenizer_give_the_live_teachers_gradients(
     assert found.keys() == exact.keys()
     for name, gradient in exact.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) < 2e-5, name
+
+
+def test_one_of_several_teachers(folder: Path, tmp_path: Path) -> None:
+    """Beside a teacher with the student's tokenizer: the gradients of each alone, with the teachers' weights."""
+    write_model(tmp_path / "same", "small", family="qwen3", seed=4)
+    loss = {"objective.loss": "forward_kl"}
+    gold = {key.removeprefix("teacher."): value for key, value in GOLD.items()}
+    other = {"model": str(folder / "teacher"), **gold, "temperature": 2.0}
+    both = gradients(
+        folder,
+        **loss,
+        **{"teachers.same": {"model": str(tmp_path / "same")}, "teachers.other": other | {"weight": 3.0}},
+    )
+    same = gradients(folder, **loss, **{"teacher.model": str(tmp_path / "same")})
+    alone = gradients(folder, **loss, **GOLD, **{"objective.temperature": 2.0})
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient, 0.25 * same[name] + 0.75 * alone[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("settings", [GOLD, ULD], ids=["gold", "uld"])
@@ -427,12 +446,10 @@ def test_what_a_run_is_of(folder: Path, tmp_path: Path) -> None:
     assert len(hashes) == 3
     assert objective_spec(session.config).needs_teacher
     with pytest.raises(DataError, match="token"):
-        session.stores["teacher"].require(bad_documents(session.train.documents), "data")  # type: ignore[union-attr]
+        session.stores["teacher"].require(bad_documents(session.train.documents), "data")
 
 
-def bad_documents(documents: Any) -> Any:
+def bad_documents(documents: Documents) -> Documents:
     tokens_N = documents.tokens_N.copy()
     tokens_N[5] = tokenizer("small").convert_tokens_to_ids("<unk>")
-    return type(documents)(
-        tokens_N, documents.targets_N, documents.offsets, documents.keys_D, documents.sources, documents.report
-    )
+    return replace(documents, tokens_N=tokens_N)
