@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from families import build
+from runs import write_records
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,6 +18,10 @@ from stillhouse.demo.corpus import collect_split
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 NAMES = ["small", "large", "pieces"]
+#: settings of runs, with K ids per token
+K = 16
+GOLD = {"teacher.cross_tokenizer": "gold", "teacher.top_k": K}
+ULD = {"teacher.cross_tokenizer": "uld", "teacher.top_k": K, "objective.loss": "0.5*cross_entropy + 0.5*uld"}
 
 
 @cache
@@ -37,6 +42,15 @@ def write_model(folder: Path, name: str, *, family: str, seed: int) -> Path:
     made = tokenizer(name)
     build(family, vocab_size=len(made), seed=seed).save_pretrained(folder)
     made.save_pretrained(folder)
+    return folder
+
+
+def write_pair(folder: Path) -> Path:
+    """Write a student and a teacher with different tokenizers, and data."""
+    write_model(folder / "student", "small", family="llama", seed=1)
+    write_model(folder / "teacher", "large", family="qwen3", seed=2)
+    for name, texts in (("train.jsonl", demo_text()[:12]), ("eval.jsonl", demo_text()[12:16])):
+        write_records(folder / name, [{"text": text[:150]} for text in texts])
     return folder
 
 
