@@ -22,8 +22,8 @@ from stillhouse.objective import (
     FullVocab,
     OutputHead,
     VocabShard,
+    chunks,
     forward_kl,
-    fused,
     linear_log_probs,
     linear_objective,
     logits_objective,
@@ -59,7 +59,7 @@ def values_only(rank: Rank, case: Case) -> tuple[Outcome, Outcome] | None:
 
 def in_small_tiles(rank: Rank, case: Case) -> Outcome | None:
     """Run the case with a memory budget of one token's logits, so that tiles have their smallest size."""
-    with patch.dict(fused.TILE_BYTES, cpu=V * 4):
+    with patch.dict(chunks.TILE_BYTES, cpu=V * 4):
         return on_shards(rank, case)
 
 

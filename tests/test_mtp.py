@@ -16,7 +16,7 @@ from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder
 from stillhouse.models.processors import distillation, hidden_states
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import FullVocab, OutputHead, TopK, fused
+from stillhouse.objective import FullVocab, OutputHead, TopK, chunks
 from stillhouse.objective.spec import parse_objective
 
 
@@ -202,7 +202,7 @@ def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None
 
 
 def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fused.TILE_ROWS, "cpu", (1, 32))
+    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 32))
     rows, tokens, vocabulary = 2, 64, 4001
     decoder = make(depths=2, vocab_size=vocabulary)
     teacher = Decoder(build("llama", vocab_size=vocabulary))

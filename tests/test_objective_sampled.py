@@ -21,8 +21,8 @@ from stillhouse.objective import (
     PolicyGradient,
     SampledKL,
     Term,
+    chunks,
     forward_kl,
-    fused,
     linear_log_probs,
     linear_objective,
     logits_objective,
@@ -182,7 +182,7 @@ def of_leaves(make: Any, leaves: Leaves) -> tuple[Tensor, Tensor, dict[str, Tens
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_logits(head: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fused.TILE_ROWS, "cpu", (1, 10))
+    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 10))
     options, labels_T = HEADS[head], make_labels(vocabulary=240)
     expected = of_leaves(lambda each: plain_log_probs(each, labels_T, temperature, options), make_leaves())
     found = of_leaves(
@@ -223,7 +223,7 @@ def test_log_probs_in_bfloat16_are_as_exact_as_plain_ones(autocast: bool) -> Non
 
 
 def test_no_logits_of_all_tokens_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fused.TILE_ROWS, "cpu", (1, 64))
+    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 64))
     tokens, vocabulary = 640, 1021
     leaves, labels_T = make_leaves(tokens, vocabulary, dtype=torch.float32), make_labels(tokens, vocabulary)
     with Largest() as largest:

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runs import MAX_TOKENS, forward_backward, save_model, session_of, write_records, write_run
@@ -15,9 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
+from stillhouse.objective.spec import TeacherShare, parse_objective
 from stillhouse.parallel.heads import HeadBuffers
 from stillhouse.teachers import SeparateTeacher, SeveralTeachers, WeightAverage
-from stillhouse.train.evaluation import evaluate
+from stillhouse.train.evaluation import evaluate, means
 from stillhouse.train.session import Session
 
 LOSS = {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "data.eval": 0.0}
@@ -365,3 +368,89 @@ def test_a_teacher_without_documents_is_refused(folder: Path) -> None:
 def test_one_average_per_run(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"teachers.b.student: got ema a second time"):
         session_with(folder, **{"teachers.a": {"student": "ema"}, "teachers.b": {"student": "ema"}})
+
+
+def test_a_mean_is_over_the_teachers_that_report_it(folder: Path, server: str) -> None:
+    """A teacher that only draws ids has no entropy and no divergence."""
+    draws = {"url": server, "signal": "sampled", "weight": 3.0}
+    settings = {"objective.loss": "forward_kl", "data.eval": 0.3}
+    for route in ({}, {"teachers.route": "subject"}):
+        session = session_of(folder, cached=True, **settings, **route, **named(folder, {}, draws))
+        found = evaluate(session)
+        session.close()
+        for kind in ("forward_kl", "teacher_entropy", "agreement"):
+            assert f"eval/{kind}/code" not in found
+            assert found[f"eval/{kind}"] == found[f"eval/{kind}/math"]
+
+
+def test_entropies_at_different_temperatures_have_no_mean(folder: Path) -> None:
+    sums = {"tokens": 10.0, "tokens/a": 4.0, "tokens/b": 6.0, "student_entropy": 7.0, "jsd(0.5)/a": 8.0}
+    sums |= {"jsd(0.5)/b": 3.0, "teacher_entropy/a": 2.0, "teacher_entropy/b": 9.0}
+    spec = replace(parse_objective("jsd(0.5)"), teachers={name: TeacherShare(2.0) for name in "ab"})
+    found = means(sums, spec, mixes_temperatures=True)
+    assert found == {
+        "jsd(0.5)": 1.1,
+        "jsd(0.5)/a": 2.0,
+        "jsd(0.5)/b": 0.5,
+        "teacher_entropy/a": 0.5,
+        "teacher_entropy/b": 1.5,
+    }
+    found = means(sums, spec, mixes_temperatures=False)
+    assert (found["student_entropy"], found["teacher_entropy"]) == (0.7, 1.1)
+
+
+def test_a_prefix_needs_the_columns_of_its_own_documents_alone(folder: Path, tmp_path: Path) -> None:
+    """With a route, the other documents have no gap for it either."""
+    records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for each in records:
+        if each["subject"] == "math":
+            del each["answer"]
+    write_records(tmp_path / "train.jsonl", records)
+    settings = {"data.train": str(tmp_path / "train.jsonl"), "teachers.route": "subject"}
+    session = session_with(folder, **named(folder, {}, {"prefix": PREFIXES["code"]}), **settings)
+    documents = session.train.documents
+    is_code = np.array([each == "code" for each in documents.columns["subject"]])
+    gaps_D = documents.gaps_D(session.train.gaps)
+    assert (gaps_D[is_code] > 0).all()
+    assert not gaps_D[~is_code].any()
+    session.close()
+
+
+@pytest.mark.parametrize("share", [0.03, 0.3])
+def test_a_served_teacher_without_held_out_documents(folder: Path, server: str, share: float) -> None:
+    keys = {"url": server, "prefix": PREFIXES["code"]}
+    settings = {"objective.loss": "forward_kl", "data.eval": share, "teachers.route": "subject"}
+    session = session_of(folder, cached=True, **settings, **named(folder, {}, keys))
+    assert evaluate(session)["eval/forward_kl"] > 0
+    session.close()
+
+
+def test_a_prefix_that_the_students_head_has_no_row_for(folder: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "student", "llama", seed=1)
+    config = json.loads((tmp_path / "student" / "tokenizer.json").read_text())
+    token = {"id": 600, "content": "☃", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    config["added_tokens"].append(token | {"special": True})
+    (tmp_path / "student" / "tokenizer.json").write_text(json.dumps(config))
+    itself = {"teachers.self": {"student": "live", "prefix": "☃"}}
+    with pytest.raises(ValueError, match=r"of the prefix of teacher 'self' has no row in the student's head"):
+        session_with(
+            folder,
+            **{"student.model": str(tmp_path / "student"), "teachers.self": {"student": "live", "prefix": "☃"}},
+        )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "granite"])
+def test_a_family_that_cannot_be_cut_runs_in_one_process(folder: Path, family: str) -> None:
+    """Its gradients are those of the same teacher by itself."""
+    if not (folder / family).exists():
+        save_model(folder / family, family, seed=3)
+    model = {"model": str(folder / family)}
+    found = gradients(session_with(folder, **{"teachers.only": model}))
+    alone = gradients(session_of(folder, **LOSS, **{"teacher.model": model["model"]}))
+    for name, gradient in alone.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_prefix_that_is_no_template_names_its_key(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"teachers.math.prefix: .*\{answer.x\}"):
+        session_with(folder, **named(folder, {"prefix": "{answer.x}"}, {}))

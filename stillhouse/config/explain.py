@@ -1,5 +1,6 @@
 """Turns pydantic's errors into one line each: the key, the given value, the expected values."""
 
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from pydantic_core import ErrorDetails
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.keys import inner_section, section_of, unknown_key
 from stillhouse.config.section import Section
+from stillhouse.config.teachers import NamedTeacherConfig
 from stillhouse.config.words import describe
 
 #: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
@@ -64,7 +66,9 @@ def _of_named_teacher(error: ConfigError, location: tuple[int | str, ...]) -> Co
     if location[:1] != ("teachers",) or len(location) < 2:
         return error
     own = f"teachers.{location[1]}."
-    return type(error)(str(error.key).replace("teacher.", own, 1), error.problem.replace("teacher.", own))
+    keys = "|".join(NamedTeacherConfig.model_fields)
+    of_teacher = re.compile(rf"\bteacher\.(?=(?:{keys})\b)")
+    return type(error)(of_teacher.sub(own, str(error.key)), of_teacher.sub(own, error.problem))
 
 
 def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyError]:
@@ -82,7 +86,8 @@ def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyEr
 def _expected(owner: type[Section], name: str) -> str:
     section = inner_section(owner, name)
     if section is not None:
-        return f"a section with the keys {', '.join(section.model_fields)}"
+        own = f", or one of the keys {', '.join(owner.model_fields)}" if name not in owner.model_fields else ""
+        return f"a section with the keys {', '.join(section.model_fields)}{own}"
     return describe(owner.model_json_schema()["properties"][name])
 
 

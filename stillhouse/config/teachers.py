@@ -87,7 +87,8 @@ class TeachersConfig(Section):
 
     @property
     def named(self) -> dict[str, NamedTeacherConfig]:
-        return self.__pydantic_extra__
+        """In the order of their names, which is the same on all processes, whatever the order in their files."""
+        return dict(sorted(self.__pydantic_extra__.items()))
 
     @model_validator(mode="before")
     @classmethod

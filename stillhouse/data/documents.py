@@ -98,7 +98,7 @@ class Documents:
 
     def as_read_by(self, teacher: str) -> "Documents":
         """The documents with this teacher's prefixes as part of them; the same documents if it has none."""
-        if teacher not in self.prefixes:
+        if teacher not in self.prefixes or not len(self):
             return self
         prefixes = self.prefixes[teacher]
         tokens = [prefixes.before(document, self.tokens(document)) for document in range(len(self))]

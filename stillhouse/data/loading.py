@@ -47,13 +47,15 @@ def load_documents(
     columns: Sequence[str] = (),
     allowed: Mapping[str, Collection[Any]] = MappingProxyType({}),
     prefixes: Mapping[str, str] = MappingProxyType({}),
+    reader: str | None = None,
 ) -> Documents:
     """Read and tokenize a dataset (see `read_records` for what `source` may be).
 
     max_tokens: the longest document, with its longest prefix. tokens: which tokens are targets if a record has a
     prompt or several roles. on_error: "raise" for a record that cannot be used, or "skip" it and count it. columns:
     further columns to keep, which every record must have. allowed: the only values that some of them may have.
-    prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`).
+    prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`). reader: one of
+    the columns, which names the only teacher that reads the document; the others then have no prefix for it.
 
     Raises ValueError for a missing or empty dataset and for a prefix that is no template, DataError (`file:line:
     reason`) for a record that cannot be used and for columns of no known form.
@@ -62,7 +64,9 @@ def load_documents(
         raise ValueError(
             f"max_tokens must be at least 2 (one input token and one token to predict), got {max_tokens}"
         )
-    loader = _Loader(tokenizer, os.fspath(source), max_tokens, tokens, on_error == "skip", columns, allowed, prefixes)
+    loader = _Loader(
+        tokenizer, os.fspath(source), max_tokens, tokens, on_error == "skip", columns, allowed, prefixes, reader
+    )
     for record in read_records(source):
         loader.add(record)
     return loader.finish()
@@ -96,12 +100,13 @@ class _Loader:
         columns: Sequence[str],
         allowed: Mapping[str, Collection[Any]],
         prefixes: Mapping[str, str],
+        reader: str | None,
     ):
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
         self.targets_are: Tokens = tokens
         self.skip = skip
-        self.columns, self.allowed = columns, allowed
+        self.columns, self.allowed, self.reader = columns, allowed, reader
         self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in prefixes.items()}
         self.report = DataReport(source)
         self.template: Template | None = None
@@ -165,7 +170,12 @@ class _Loader:
             record.where,
             _content_key(record.fields, template),
             [_kept_value(record.fields, column, self.allowed.get(column)) for column in self.columns],
-            [prefix.render(record.fields, template) for prefix in self.prefix_templates.values()],
+            [
+                prefix.render(record.fields, template)
+                if self.reader is None or record.fields[self.reader] == name
+                else ""
+                for name, prefix in self.prefix_templates.items()
+            ],
         )
 
     def _reject(self, error: DataError) -> None:

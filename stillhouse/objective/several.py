@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stillhouse.objective.head import OutputHead
 from stillhouse.objective.signals import RowIndex, Signal
 
 
@@ -36,9 +35,6 @@ class SeveralSignals(Signal):
 
     def rows(self, rows: RowIndex) -> "SeveralSignals":
         return SeveralSignals({name: each.rows(rows) for name, each in self.named.items()})
-
-    def heads(self) -> list[OutputHead]:
-        return [head for each in self.named.values() for head in each.heads()]
 
 
 @dataclass(frozen=True, eq=False)

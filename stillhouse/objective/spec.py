@@ -123,7 +123,9 @@ class ObjectiveSpec:
         if self.z_loss:
             parts.append(_times(self.z_loss, "z-loss"))
         if self.divergence is not None:
-            factor = f"·τ², τ = {self.temperature:g}" if self.scale_by_temperature_squared else ""
+            own = any(each.temperature is not None for each in self.teachers.values())
+            value = "" if own else f", τ = {self.temperature:g}"
+            factor = f"·τ²{value}" if self.scale_by_temperature_squared else ""
             parts.append(_times(self.divergence_scale, f"{self.divergence}{factor} of teacher and student"))
         if self.uld is not None:
             parts.append(_times(self.uld, "distance of the sorted probabilities (ULD) of teacher and student"))

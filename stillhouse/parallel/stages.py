@@ -137,6 +137,15 @@ def require_cuttable(config: PreTrainedConfig) -> None:
         )
 
 
+def is_cuttable(config: PreTrainedConfig) -> bool:
+    """Whether a model of this family can be cut into stages, or into its layers and its head."""
+    try:
+        require_cuttable(config)
+    except ValueError:
+        return False
+    return True
+
+
 def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
     """Raise ValueError for a stage with no trainable layer: torch's schedules send gradients through all stages."""
     layers = student.layers()

@@ -116,10 +116,13 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def title(run: Run) -> str:
-    """Return `student ← teacher`: for a path its last part, for a hub id the whole id."""
+    """Return `student ← teacher`: for a path its last part, for a hub id the whole id; several teachers' names."""
     student, teacher = (_model_name(run.config.get(side)) for side in ("student", "teacher"))
     if not student:
         return run.path.resolve().name
+    several = run.config.get("teachers")
+    if isinstance(several, dict):
+        teacher = ", ".join(sorted(name for name, each in several.items() if isinstance(each, dict)))
     return f"{student} ← {teacher}" if teacher else student
 
 

@@ -26,7 +26,7 @@ OPTIONAL_FILES = {
     "config.yaml": "the run's configuration and its models' names",
     "environment.json": "versions, machine and date",
     "data.json": "how many documents were read, cut and skipped",
-    "tokens.json": "the held-out text, which the last evaluation writes",
+    "tokens.json": "the held-out text, which the last evaluation writes for one teacher of the full vocabulary",
 }
 
 

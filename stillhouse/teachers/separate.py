@@ -38,6 +38,8 @@ from stillhouse.teachers.source import ReadySignals
 class SeparateTeacher:
     """The layers of a teacher in their own layout and mesh, for a student in another layout.
 
+    keep_head: whether `decoder` also has the teacher's output head. mesh, student_mesh: None for a single process.
+
     Constructing one is a collective of all processes. Raises ValueError for a model that the layout does not fit, and
     for a family whose models cannot be cut into stages.
     """
@@ -52,8 +54,11 @@ class SeparateTeacher:
         student_layout: Layout,
         student_mesh: Mesh | None,
         device: torch.device,
+        *,
+        keep_head: bool = False,
     ):
-        self._runner = build_runner(layout, mesh, replace(source, build=only_layers(source.build)), None)
+        own = source if keep_head else replace(source, build=only_layers(source.build))
+        self._runner = build_runner(layout, mesh, own, None)
         self._device, self._width = device, self.decoder.config.get_text_config().hidden_size
         self._dtype = next(self.decoder.parameters()).dtype
         self._exchange: _Exchange | None = None
@@ -94,8 +99,10 @@ class SeparateTeacher:
     def _own(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
         """This process's part of the chosen micro-batches in the teacher's layout."""
         whole, has_all = micro_batches.whole, len(chosen) == len(micro_batches.whole)
-        if not chosen or (has_all and self._exchange is None):
-            return micro_batches if chosen else ()
+        if not chosen:
+            return ()
+        if has_all and self._exchange is None:
+            return micro_batches
         part = whole if has_all else StepMicroBatches([whole[number] for number in chosen])
         return shard_micro_batches(part, None if self._exchange is None else self._exchange.mesh, self._device)
 
@@ -132,7 +139,9 @@ class _Exchange:
         numbers = _numbers(self._student_mesh, len(shapes))
         if dist.get_rank() in self._last_stages[1].ranks_DCT:
             for number in numbers:
-                received[number] = empty_part(shapes[number], self._student_mesh, self._width, self._dtype)
+                part = empty_part(shapes[number], self._student_mesh, self._width, self._dtype)
+                # nothing arrives for a micro-batch on which the teacher does not run
+                received[number] = part.contiguous() if shapes[number].rows else part
         self._transfer(sent, received, shapes)
         return [TeacherHidden(received[each]) if each in received else None for each in numbers]
 

@@ -152,11 +152,13 @@ def require_fit(
 
     DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
     wanted: the tensors that this process will load. whole: this process has the whole student, so a stored tensor
-    that is not wanted is an error, too.
+    that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
     """
     shapes = {name: tuple(each.size) for name, each in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}
     names = shapes.keys() | expected.keys() if whole else expected.keys()
+    if not any(name.startswith(_AVERAGE) for name in expected):
+        names = {name for name in names if not name.startswith(_AVERAGE)}
     for name in sorted(name for name in names if name.startswith((WEIGHT, _MOMENT, _AVERAGE))):
         there, here = (f"of shape {each[name]}" if name in each else "absent" for each in (shapes, expected))
         if there != here:

@@ -72,9 +72,10 @@ class Engine:
     """Trains a student on micro-batches and the teacher's signals for them.
 
     objective: the minimised loss. bf16: compute matrix products in bfloat16; the weights keep their own dtype.
-    chunk_tokens: rows of a logits tile; None: chosen by a memory budget. average: of the student's weights, which
-    follows every update; None: there is none. router_aux_loss: the coefficient of the
+    chunk_tokens: rows of a logits tile; None: chosen by a memory budget. router_aux_loss: the coefficient of the
     load-balancing loss of a mixture of experts.
+
+    average: of the student's weights, if a teacher needs one; it follows every update.
     """
 
     def __init__(

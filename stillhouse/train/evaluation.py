@@ -20,6 +20,9 @@ KEYS = {
     "uld": "eval/uld",
 }
 
+#: metrics of one distribution at one temperature
+ENTROPIES = ("student_entropy", "teacher_entropy")
+
 
 def evaluate(session: Session) -> dict[str, float]:
     """Means over all target tokens of the held-out documents (see `Engine.evaluate`).
@@ -31,7 +34,8 @@ def evaluate(session: Session) -> dict[str, float]:
         return {}
     watchdog.enter("an evaluation")
     sums = session.engine.evaluate(_parts(session))
-    known, found = means(sums, session.spec), dict[str, float]()
+    temperatures = {each.signal.temperature or 1.0 for each in session.stores.values()}
+    known, found = means(sums, session.spec, mixes_temperatures=len(temperatures) > 1), dict[str, float]()
     for of_teacher in ("", *(f"/{name}" for name in session.config.several)):
         if f"continuation{of_teacher}" in known:  # the forward KL of spans at the rows of their later tokens
             known[f"forward_kl{of_teacher}"] += known[f"continuation{of_teacher}"]
@@ -41,27 +45,31 @@ def evaluate(session: Session) -> dict[str, float]:
     return found | {"eval/tokens": sums["tokens"]}
 
 
-def means(sums: Mapping[str, float], objective: ObjectiveSpec) -> dict[str, float]:
+def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperatures: bool) -> dict[str, float]:
     """The metrics of a step or an evaluation per target token, under the names that the objective gives them.
 
-    A metric of one of several teachers is `<name>/<teacher>`, per token that this teacher judges; `<name>` is then
-    the sum over the teachers with their weights, or over the tokens of each if every token has one teacher.
+    A metric of one of several teachers is `<name>/<teacher>`, per token that this teacher judges. `<name>` is then
+    the mean over the teachers that report it: with their weights, or over their tokens if every token has one teacher.
+    mixes_temperatures: the teachers have different ones, so that entropies have no mean.
     """
-    found, of_one = dict[str, float](), dict[str, float]()
+    found, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
     tokens = max(1.0, sums["tokens"])
     for name, value in sums.items():
         kind, _, teacher = name.partition("/")
-        if kind in ("loss", "tokens", CHUNK_TOKENS):
+        if kind in ("loss", "tokens", CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):
             continue
         if not teacher:
             found[name] = value / tokens
             continue
-        own, is_routed = sums.get(f"tokens/{teacher}", tokens), f"tokens/{teacher}" in sums
+        routed = sums.get(f"tokens/{teacher}")
+        own = tokens if routed is None else routed
+        share = objective.teachers[teacher].weight if routed is None else 1.0
         if own:
             of_one[name] = value / own
-        share = 1.0 if is_routed else objective.teachers[teacher].weight
-        found[kind] = found.get(kind, 0.0) + share * value / tokens
-    return found | of_one
+        if not (mixes_temperatures and kind in ENTROPIES):
+            found[kind] = found.get(kind, 0.0) + share * value
+            weights[kind] = weights.get(kind, 0.0) + share * own
+    return {name: value / (weights.get(name) or 1.0) for name, value in found.items()} | of_one
 
 
 def _parts(session: Session) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:

@@ -99,7 +99,7 @@ def _sources(session: Session, documents: Iterable[int]) -> str:
 
 def _fails_by_itself(session: Session, document: int) -> bool:
     documents = session.train.documents.select([document])
-    sequences = PackedSequences(documents, max_tokens=session.train.max_tokens, seed=0)
+    sequences = PackedSequences(documents, max_tokens=session.train.max_tokens, seed=0, gaps=session.train.gaps)
     loss = _run_again(session, sequences.micro_batches([np.array([0])]))
     return not math.isfinite(loss) or not math.isfinite(session.engine.clip())
 

@@ -13,6 +13,7 @@ from stillhouse.data import (
     load_documents,
     load_tokenizer,
 )
+from stillhouse.data.prefixes import PrefixTemplate
 from stillhouse.teachers import CrossTokenizerStore, SignalStore
 
 
@@ -35,11 +36,12 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
 
     Raises ConfigError for a mistake in the configuration, ValueError for one in the data or the tokenizers.
     """
+    _require_prefixes(config)
     tokenizer, warnings = load_tokenizers(config, stores)
     train, held_out = load_data(config.data, config.objective, tokenizer, config.teachers)
     if config.teachers is not None and config.teachers.route is not None:
         route = config.teachers.route
-        for name in config.several.keys() - set(train.columns[route]):
+        for name in (each for each in config.several if each not in train.columns[route]):
             raise ConfigError(f"teachers.{name}", f"no document of data.train has {name!r} in its column '{route}'")
     splits = {"train": train} | ({} if held_out is None else {"eval": held_out})
     for documents in splits.values():
@@ -126,6 +128,15 @@ def _require_same_conversation(
         )
 
 
+def _require_prefixes(config: RunConfig) -> None:
+    """Raise ConfigError for a prefix that cannot be filled from columns."""
+    for name, each in config.several.items():
+        try:
+            PrefixTemplate(name, each.prefix or "")
+        except ValueError as error:
+            raise ConfigError(f"teachers.{name}.prefix", str(error)) from error
+
+
 def _with_gaps(config: RunConfig) -> list[str]:
     """The teachers that read the student's rows and a prefix, which needs room in the sequences."""
     return [
@@ -158,6 +169,7 @@ def load_data(
             columns=() if route is None else (route,),
             allowed={} if route is None or teachers is None else {route: list(teachers.named)},
             prefixes=prefixes,
+            reader=route,
         )
 
     train = load(data.train)

@@ -159,7 +159,8 @@ def _train_metrics(
 ) -> dict[str, float]:
     """A step's log record: each unscaled term and their scaled total, in nats per target token, and other metrics."""
     metrics = {"loss/total_nats_per_token": sums["loss"]}
-    for name, mean in means(sums, objective).items():
+    temperatures = {each.temperature or objective.temperature for each in objective.teachers.values()}
+    for name, mean in means(sums, objective, mixes_temperatures=len(temperatures) > 1).items():
         kind, slash, teacher = name.partition("/")
         key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
         metrics[key] = mean

@@ -167,6 +167,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 def check_models(session: Session) -> list[str]:
     """Check that the models fit the data and can be saved; returns warnings. Raises ValueError if they do not."""
     max_tokens, warnings = session.config.data.max_tokens, list[str]()
+    of_student = [name for name, each in session.config.several.items() if each.student is not None]
     for which, decoder in (("student", session.student), *session.teachers.items()):
         warnings += check_vocabulary(session.tokenizer, decoder.vocabulary_rows, which)
         try:
@@ -175,7 +176,8 @@ def check_models(session: Session) -> list[str]:
             raise ConfigError("data.max_tokens", str(error)) from error
         for sequences in (session.train, session.evaluation):
             if sequences is not None:
-                sequences.documents.check_ids(decoder.vocabulary_rows, which, [which.partition(".")[2]])
+                readers = of_student if which == "student" else [which.partition(".")[2]]
+                sequences.documents.check_ids(decoder.vocabulary_rows, which, readers)
     check_saving(session.student.pretrained)
     return warnings
 

@@ -1,10 +1,14 @@
 """Builds the sources of teachers' signals that are not computed in the student's stages."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
+from transformers import AutoConfig
 
 from stillhouse.config import ConfigError, NamedTeacherConfig, RunConfig, TeacherConfig
+from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.parallel import (
     Layout,
@@ -14,6 +18,8 @@ from stillhouse.parallel import (
     apply_parallelism,
     only_head,
 )
+from stillhouse.parallel.expert_parallel import dispatched_experts
+from stillhouse.parallel.stages import is_cuttable
 from stillhouse.teachers import (
     ChosenTeacher,
     CrossTokenizerStore,
@@ -27,7 +33,7 @@ from stillhouse.teachers import (
     WeightAverage,
 )
 from stillhouse.train.engine import Engine
-from stillhouse.train.models import head_source, model_source, teacher_layout
+from stillhouse.train.models import head_source, load_model, model_source, teacher_layout
 
 
 def separate_teacher(
@@ -70,6 +76,7 @@ def several_teachers(
     assert config.teachers is not None
     sources: dict[str, SignalSource] = {}
     heads: dict[str, ModelSource] = {}
+    whole: dict[str, Decoder] = {}
     is_sharded = mesh is not None and mesh.sharding is not None
     # a head that FSDP does not shard waits in host memory
     head_device = engine.device if is_sharded else torch.device("cpu")
@@ -83,13 +90,17 @@ def several_teachers(
             sources[name] = stored_source(teacher, store, engine, name)
             if store.signal.is_exact:
                 heads[name] = head_source(section, teacher, store, head_device, offload, config.seed)
+        elif mesh is None and not _can_be_cut(teacher):
+            whole[name] = load_model(section, str(teacher.model), teacher, engine.device).requires_grad_(False)
+            source, layout = ModelSource(partial(whole.__getitem__, name)), Layout()
+            sources[name] = SeparateTeacher(source, layout, None, layout, None, engine.device, keep_head=True)
         else:
             model = str(teacher.model)
             source = model_source(section, model, teacher, engine.device, offload, config.seed)
             heads[name] = model_source(section, model, teacher, head_device, offload, config.seed)
             sources[name] = _in_job(config, section, source, engine, mesh)
     if engine.runner.has_last_stage:
-        decoders = {name: _head(source, engine.runner.layout, mesh) for name, source in heads.items()}
+        decoders = {name: _head(source, engine.runner.layout, mesh) for name, source in heads.items()} | whole
         teacher_heads = TeacherHeads(decoders, engine.device, is_sharded=is_sharded)
         engine.runner.pairs[engine.runner.layout.stages - 1].heads = teacher_heads
     return SeveralTeachers(sources, engine.runner, engine.device, config.teachers.route)
@@ -110,9 +121,20 @@ def _in_job(
     """A teacher that runs in this job: in a layout of its own, or in the student's."""
     student = engine.runner.layout
     own = None if mesh is None else teacher_layout(config, section)
+    if own is None and student.degrees.expert > 1 and not dispatched_experts(source.build()):
+        own = Layout(replace(student.degrees, expert=1), offload=student.offload)
     layout = own or Layout(student.degrees, offload=student.offload)
     own_mesh = mesh if own is None else Mesh(own.degrees, engine.device)
     return separate_teacher(section, source, layout, own_mesh, student, mesh, engine.device)
+
+
+def _can_be_cut(teacher: TeacherConfig) -> bool:
+    """Whether the teacher's layers and its output head can be loaded separately."""
+    if teacher.trust_remote_code:
+        return False
+    with reading(f"the configuration of {teacher.model!r} cannot be read"):
+        config = AutoConfig.from_pretrained(str(teacher.model), revision=teacher.revision, trust_remote_code=False)
+    return is_cuttable(config)
 
 
 def _head(source: ModelSource, layout: Layout, mesh: Mesh | None) -> Decoder:

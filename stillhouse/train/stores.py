@@ -75,11 +75,12 @@ def require_signals(
         teacher = config.teacher_sections[section]
         _require_objective(config, section, store)
         try:
-            for name, sequences in (("data.train", data.train), ("data.eval", data.evaluation)):
-                if sequences is not None and len(own := _documents_of(config, section, sequences.documents)):
-                    store.require(own, name)
+            own = _documents_of(config, section, data.train.documents)
+            store.require(own, "data.train")
+            if data.evaluation is not None:
+                store.require(_documents_of(config, section, data.evaluation.documents), "data.eval")
             if isinstance(store, RemoteSignals):
-                _prove(teacher, _documents_of(config, section, data.train.documents), data.tokenizer, store, device)
+                _prove(section, teacher, own, data.tokenizer, store, device)
         except NeedsModelError as error:
             problem = f"{section}.model", f"is missing: {error}"
         except (ValueError, OSError) as error:
@@ -122,6 +123,7 @@ def _documents_of(config: RunConfig, section: str, documents: Documents) -> Docu
 
 
 def _prove(
+    section: str,
     teacher: TeacherConfig,
     documents: Documents,
     tokenizer: PreTrainedTokenizerBase,
@@ -143,8 +145,8 @@ def _prove(
     store.proof, store.prove, store.prove_every = proof, proof.repeat, teacher.prove_every
     per_token = store.signal.bytes_per_token(store.width)
     log_rank0(
-        f"teacher: {store.signal}, {per_token:,} bytes per token, from {store.name} ({store.api.name}); proven with "
-        f"{'; '.join(proof.findings)}"
+        f"{section}: {store.signal}, {per_token:,} bytes per token, from {store.name} ({store.api.name}); "
+        f"proven with {'; '.join(proof.findings)}"
     )
 
 

@@ -64,6 +64,11 @@ def write_cache(
     A collective of all processes of a job. Raises ConfigError for a configuration without a teacher, and ValueError
     for a folder in which something else was written, and for a teacher whose signals are not finite.
     """
+    if config.teachers is not None:
+        raise ConfigError(
+            "teachers",
+            "a cache has one teacher's signals; expected the section teacher, and a cache for each of them",
+        )
     if config.teacher is None or config.teacher.model is None or config.teacher.url is not None:
         raise ConfigError("teacher.model", "is missing: a cache is written by a teacher that is in this job")
     if config.teacher.cross_tokenizer is not None:

@@ -152,7 +152,7 @@ class Side:
         student, teacher = model_sources(case)
         separate = None
         if case.teacher is not None and mesh is not None and teacher is not None:
-            separate = SeparateTeacher(teacher, case.teacher, mesh_of(case.teacher), layout, mesh)
+            separate = SeparateTeacher(teacher, case.teacher, mesh_of(case.teacher), layout, mesh, mesh.device)
         runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
         source: SignalSource = separate or InStageTeacher(runner)
         if case.top_k:
