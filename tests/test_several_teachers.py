@@ -431,12 +431,9 @@ def test_a_prefix_that_the_students_head_has_no_row_for(folder: Path, tmp_path: 
     token = {"id": 600, "content": "☃", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     config["added_tokens"].append(token | {"special": True})
     (tmp_path / "student" / "tokenizer.json").write_text(json.dumps(config))
-    itself = {"teachers.self": {"student": "live", "prefix": "☃"}}
+    itself = {"teachers.self": {"student": "live", "prefix": "☃"}, "student.model": str(tmp_path / "student")}
     with pytest.raises(ValueError, match=r"of the prefix of teacher 'self' has no row in the student's head"):
-        session_with(
-            folder,
-            **{"student.model": str(tmp_path / "student"), "teachers.self": {"student": "live", "prefix": "☃"}},
-        )
+        session_with(folder, **itself)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "granite"])

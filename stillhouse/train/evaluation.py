@@ -49,7 +49,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
     """The metrics of a step or an evaluation per target token, under the names that the objective gives them.
 
     A metric of one of several teachers is `<name>/<teacher>`, per token that this teacher judges. `<name>` is then
-    the mean over the teachers that report it: with their weights, or over their tokens if every token has one teacher.
+    the mean over the teachers that report it: with their weights, or, if every token has one teacher, over tokens.
     mixes_temperatures: the teachers have different ones, so that entropies have no mean.
     """
     found, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
