@@ -114,7 +114,7 @@ def columns(shape_BS: tuple[int, int], mesh: Mesh) -> slice:
 
 
 def empty_part(shape: MicroBatchShape, mesh: Mesh, width: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros [B, S, E] for this process's columns of a micro-batch in the student's layout: one zero, expanded."""
+    """Return zeros [B, S, E], all one zero, for this process's columns of a micro-batch in the student's layout."""
     rows, tokens = shape.student_BS
     zero = torch.zeros((), dtype=dtype, device=mesh.device)
     return zero.expand(rows, tokens // mesh.degrees.context, width)
