@@ -121,6 +121,8 @@ class _Listener:
         return self._received
 
     def close(self) -> None:
+        # closing is not enough: a forked process that is still alive holds this end open, and the thread would wait
+        self._wakeup.shutdown(socket.SHUT_RDWR)
         self._wakeup.close()
         self._thread.join()
         self._inbox.close()

@@ -344,3 +344,29 @@ def test_torchrun_passes_its_signal_on(whole: Path, name: str) -> None:
     assert f"stopped by {name} after step {last_step(out)}; checkpoint {out}/checkpoints/step-" in err
     assert "forcefully" not in err
     assert err.count("Traceback") == 1  # torchrun prints one after a signal
+
+
+def outliving_child() -> None:
+    """A fork that is still alive when the command ends, as the process of a chat template after an error."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+        os._exit(0)
+
+
+def fork_when_data_are_read() -> None:
+    from stillhouse.train import inputs
+
+    read = inputs.load_data
+
+    def with_fork(*arguments: Any, **options: Any) -> Any:
+        outliving_child()
+        return read(*arguments, **options)
+
+    inputs.load_data = with_fork
+
+
+def test_a_fork_that_is_still_alive_does_not_keep_the_command(whole: Path) -> None:
+    """It has the descriptors of the thread that reads signals, which would wait for a signal from it for ever."""
+    command = Command("check", whole / "run.yaml", hook=fork_when_data_are_read)
+    assert command.wait(40) == 0, command.err
