@@ -69,7 +69,7 @@ def test_a_dump_has_every_key_in_order() -> None:
     dumped, several = (
         YAML(typ="safe", pure=True).load(dump_config(load(*settings)))
         for settings in (
-            ("teacher={model: t, parallel: {}}", "student.adapter={}"),
+            ("teacher={model: t, parallel: {}}", "student.adapter={}", "rollout={samples_per_prompt: 1}"),
             ("teachers={math: {model: t, parallel: {}}}",),
         )
     )

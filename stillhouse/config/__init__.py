@@ -12,6 +12,7 @@ from stillhouse.config.evaluation import EvalConfig
 from stillhouse.config.loading import dump_config, load_config
 from stillhouse.config.objective import ObjectiveConfig
 from stillhouse.config.parallel import ParallelConfig
+from stillhouse.config.rollout import RolloutConfig
 from stillhouse.config.run import RunConfig
 from stillhouse.config.student import StudentConfig
 from stillhouse.config.teacher import TeacherConfig
@@ -28,6 +29,7 @@ __all__ = [
     "NamedTeacherConfig",
     "ObjectiveConfig",
     "ParallelConfig",
+    "RolloutConfig",
     "RunConfig",
     "StudentConfig",
     "TeacherConfig",

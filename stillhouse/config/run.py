@@ -1,6 +1,7 @@
 """The whole configuration of a run, and the rules between its sections."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +11,7 @@ from stillhouse.config.errors import ConfigError
 from stillhouse.config.evaluation import EvalConfig
 from stillhouse.config.objective import ObjectiveConfig
 from stillhouse.config.parallel import ParallelConfig
+from stillhouse.config.rollout import RolloutConfig
 from stillhouse.config.section import PathText, Section
 from stillhouse.config.student import StudentConfig
 from stillhouse.config.teacher import TeacherConfig
@@ -25,6 +27,7 @@ class RunConfig(Section):
     teachers: TeachersConfig | None = None
     data: DataConfig
     objective: ObjectiveConfig = ObjectiveConfig()
+    rollout: RolloutConfig | None = None
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -60,6 +63,43 @@ class RunConfig(Section):
         """All teachers, by the dotted keys of their sections."""
         alone = {} if self.teacher is None else {"teacher": self.teacher}
         return alone | {f"teachers.{name}": each for name, each in self.several.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rollouts_minimise_reverse_kl(cls, given: Any) -> Any:
+        """The default loss on the student's own completions."""
+        if not isinstance(given, Mapping) or given.get("rollout") is None:
+            return given
+        objective = given.get("objective", {})
+        if not isinstance(objective, Mapping) or "loss" in objective:
+            return given
+        return {**given, "objective": {"loss": "reverse_kl", **objective}}
+
+    @model_validator(mode="after")
+    def _rollouts_fit(self) -> "RunConfig":
+        if self.rollout is None:
+            return self
+        if self.rollout.max_new_tokens >= self.data.max_tokens:
+            raise ConfigError(
+                "rollout.max_new_tokens",
+                f"got {self.rollout.max_new_tokens}, which leaves no room for a prompt in"
+                f" data.max_tokens={self.data.max_tokens}: lower the one or raise the other",
+            )
+        if self.objective.tokens != "completion":
+            raise ConfigError(
+                "objective.tokens",
+                f"got {self.objective.tokens} with rollout, which trains on completions: expected completion",
+            )
+        for section, teacher in self.teacher_sections.items():
+            if teacher.cache is not None:
+                raise ConfigError(
+                    f"{section}.cache",
+                    "expected null with rollout: a cache has no signals of completions that are"
+                    " written during the run",
+                )
+            if teacher.cross_tokenizer is not None:
+                raise ConfigError(f"{section}.cross_tokenizer", "expected null with rollout")
+        return self
 
     @model_validator(mode="after")
     def _has_one_kind_of_teachers(self) -> "RunConfig":

@@ -1,7 +1,6 @@
 """The model that is imitated, and where its signals come from."""
 
 from typing import Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -9,6 +8,7 @@ from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.model import ModelConfig
 from stillhouse.config.parallel import ParallelConfig
 from stillhouse.config.section import PathText, Text
+from stillhouse.config.urls import require_urls
 
 #: the folder of a cache with its teacher's configuration, tokenizer and output head
 CACHED = "teacher"
@@ -127,12 +127,8 @@ class TeacherConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _fits_its_source(self) -> "TeacherConfig":
-        for url in self.urls or ([""] if self.url is not None else []):
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
-                raise ConfigError(
-                    "teacher.url", f"got {url!r}, expected http://host:port without a path, such as /v1"
-                )
+        if self.url is not None:
+            require_urls("teacher.url", self.urls)
         source = "cache" if self.cache is not None else "url"
         if self.parallel is not None and getattr(self, source) is not None:
             raise ConfigError("teacher.parallel", f"expected null with teacher.{source}: no teacher runs in this job")

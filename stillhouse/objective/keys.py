@@ -9,6 +9,13 @@ from stillhouse.objective.terms import Distill, Term, labelled
 #: the key of the only metric that is not a sum
 CHUNK_TOKENS = "chunk_tokens"
 
+#: the tensors per row of a micro-batch of rollouts, float32, about the token that the row predicts. Its advantage:
+ADVANTAGES = "advantages"
+#: its log-probability when it was drawn, at the temperature of the draws
+OLD_LOG_PROBS = "old_log_probs"
+#: 1 if the student's policy has drawn it, 0 if it is the dataset's or a teacher's
+IS_SAMPLED = "is_sampled"
+
 
 def unique_names(terms: Sequence[Term]) -> list[str]:
     """Return the terms' keys in metrics: the second term of the same name gets "#2" after its name, and so on."""

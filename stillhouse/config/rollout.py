@@ -1,0 +1,160 @@
+"""On-policy training: who writes the completions, how tokens are drawn, and how far the writer may lag behind."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from stillhouse.config.errors import ConfigError
+from stillhouse.config.section import PathText, Section, Text
+from stillhouse.config.urls import require_urls
+
+
+class RolloutConfig(Section):
+    """On-policy training: in each step, the student writes completions of prompts and learns from them."""
+
+    share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of each step's completions that are the student's own (λ of GKD). The others are the"
+        " dataset's completions; cross_entropy in objective.loss counts on them alone.",
+    )
+    prompts_per_step: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompts of one optimizer step, each with samples_per_prompt completions. null: as many as"
+        " train.tokens_per_step holds if every completion is data.max_tokens long with its prompt.",
+    )
+    samples_per_prompt: int = Field(default=4, ge=1, description="Completions of each prompt.")
+    max_new_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="Tokens of a completion, its end of sequence included; less than data.max_tokens.",
+    )
+    temperature: float = Field(default=1.0, gt=0, description="Divides the student's logits when tokens are drawn.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Tokens are drawn from the likeliest ones with this mass. 1: all tokens."
+    )
+    top_k: int = Field(default=0, ge=0, description="Tokens are drawn from that many likeliest ones. 0: all tokens.")
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Tokens below this share of the likeliest token's probability are not drawn. 0: all tokens.",
+    )
+    stop: list[Text] = Field(
+        default=[], description="Texts that end a completion, in addition to the end-of-sequence tokens."
+    )
+    engine: Literal["transformers", "stillhouse", "vllm", "sglang"] = Field(
+        default="transformers",
+        description="What writes completions. transformers: the student in this process. The others: servers at url.",
+    )
+    url: Text | list[Text] | None = Field(
+        default=None,
+        description="The address of a server that writes completions, or a list of addresses. The environment"
+        " variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token.",
+        examples=["http://127.0.0.1:8001"],
+    )
+    weights: PathText | None = Field(
+        default=None,
+        description="A folder that this job and the servers at url share, for the student's weights. null: the folder"
+        " weights in out.",
+    )
+    timeout: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds without an answer of any server, after which the run saves a checkpoint and stops.",
+    )
+    schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = Field(
+        default="sync",
+        description="When completions are written. sync: in their own step. one_step_off, two_step_off: one or two"
+        " steps ahead, while earlier steps are trained. async: up to max_staleness steps ahead; a step trains on the"
+        " prompts that are finished first.",
+    )
+    max_staleness: int = Field(
+        default=2,
+        ge=0,
+        description="How many optimizer steps the weights that wrote a token may be behind those that learn from it."
+        " It limits all schedules: 0 makes each of them the same as sync.",
+    )
+    correction: Literal["none", "truncated", "masked"] = Field(
+        default="truncated",
+        description="The weight of policy_gradient and sampled_kl at a token, by the ratio of its probabilities in"
+        " training and when it was drawn. truncated: the ratio, at most limit (TIS). masked: the ratio, and 0 outside"
+        " of 1/limit to limit (IcePop). none: 1. Divergences need none: they are exact whatever token was drawn.",
+    )
+    limit: float = Field(default=2.0, gt=1, description="The limit of correction.")
+    reward: Text | None = Field(
+        default=None,
+        description="package.module:function, called as function(prompt, completion, record) for every completion. It"
+        " gives a number, the reward of policy_gradient. null: no reward.",
+        examples=["mypkg.rewards:exact"],
+    )
+    advantage: Literal["normalized", "centered"] = Field(
+        default="normalized",
+        description="The advantage of a completion among those of its prompt. normalized: reward minus mean, divided"
+        " by the standard deviation (GRPO). centered: reward minus mean.",
+    )
+    environment: Text | None = Field(
+        default=None,
+        description="package.module:function, called as function(prompt, completion, record) when a turn of the"
+        " student has ended. It gives the text that follows, which is not a target, or None at the end. null: one"
+        " turn.",
+        examples=["mypkg.tools:calculator"],
+    )
+    max_turns: int = Field(default=8, ge=1, description="Turns of the student with an environment.")
+    writer: Literal["student", "teacher"] = Field(
+        default="student",
+        description="Who writes the completions. teacher: the teacher does, as for sequence-level distillation"
+        " (SeqKD); cross_entropy in objective.loss then counts on them.",
+    )
+    truncated: Literal["keep", "mask"] = Field(
+        default="keep",
+        description="Completions without an end within max_new_tokens. mask: none of their tokens is a target.",
+    )
+    discount: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="With policy_gradient(teacher_kl=…): a token's advantage is the sum of the teacher's log-ratios"
+        " from this token on, each multiplied by this number for every token in between (MiniLLM). 0: its own alone.",
+    )
+    position_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="The weight of the n-th token of a completion is this number to the power n. 1: all alike.",
+    )
+
+    @property
+    def urls(self) -> list[str]:
+        if self.url is None:
+            return []
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    @property
+    def is_on_student_alone(self) -> bool:
+        """Whether no completion of the dataset is trained on."""
+        return self.share == 1
+
+    @model_validator(mode="after")
+    def _check(self) -> "RolloutConfig":
+        if self.url is not None:
+            require_urls("rollout.url", self.urls)
+        if self.engine == "transformers" and self.url is not None:
+            raise ConfigError(
+                "rollout.engine",
+                "got transformers, which runs in this process, with rollout.url: expected stillhouse, vllm or sglang",
+            )
+        if self.engine != "transformers" and self.url is None:
+            raise ConfigError("rollout.url", f"expected the address of the server with rollout.engine={self.engine}")
+        if self.weights is not None and self.url is None:
+            raise ConfigError("rollout.weights", "has an effect only with rollout.url")
+        for key in ("reward", "environment"):
+            value = getattr(self, key)
+            if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+                raise ConfigError(
+                    f"rollout.{key}", f"got {value!r}, expected package.module:function, such as mypkg.rewards:exact"
+                )
+        return self

@@ -1,0 +1,73 @@
+"""What is asked of an engine, and what it writes.
+
+N tokens of a completion.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the same for all completions of a run.
+
+    max_new_tokens: of a completion, its end of sequence included. temperature: divides the logits; 0 takes the
+    likeliest token. top_p: 1 for all tokens. top_k: 0 for all tokens. min_p: 0 for all tokens. stop: texts at whose
+    end a completion stops; they stay in it. eos_ids: the tokens that end a completion; the token stays in it.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token of the vocabulary can be drawn, so that log-probabilities are those of the draws."""
+        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """One completion that is asked for.
+
+    number: of the completion in the run; no other request has it. prompt_ids: int32, at least one token. seed: of the
+    draws, if the engine can be seeded. max_new_tokens: at most the number of `Sampling`; None: that number.
+    """
+
+    number: int
+    prompt_ids: np.ndarray
+    seed: int
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """A completion and how it came about.
+
+    ids_N: int32, with the end of sequence, if the model wrote one. log_probs_N: float32, the engine's own
+    log-probabilities of these tokens over the whole vocabulary, after the temperature. versions_N: int32, of each
+    token, the version of the weights that wrote it: how many optimizer steps they had seen. finish: "stop" if the
+    completion has ended, "length" if it was cut.
+
+    Raises ValueError for arrays of different lengths, no token, or a log-probability that is not finite or above 0.
+    """
+
+    ids_N: np.ndarray
+    log_probs_N: np.ndarray
+    versions_N: np.ndarray
+    finish: Literal["stop", "length"]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.ids_N), len(self.log_probs_N), len(self.versions_N)}
+        if len(lengths) > 1 or lengths == {0}:
+            raise ValueError(
+                f"a completion with {sorted(lengths)} ids, log-probabilities and versions: expected one each"
+            )
+        if not (np.isfinite(self.log_probs_N).all() and self.log_probs_N.max() <= 1e-3):
+            raise ValueError("a completion with log-probabilities that are not finite, or above 0")
