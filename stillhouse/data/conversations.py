@@ -20,11 +20,14 @@ class Conversations:
     """Renders conversations with a tokenizer's chat template.
 
     every: all characters are targets, not only those of the assistant. most_characters: the longest allowed text.
+    prompts: the text ends with the beginning of the assistant's next turn, and has no targets.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, every: bool, most_characters: int):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, every: bool, most_characters: int, prompts: bool = False
+    ):
         self.tokenizer = tokenizer
-        self.every = every
+        self.every, self.prompts = every, prompts
         self.most_characters = most_characters
         self.special = tuple(tokenizer.get_added_vocab())
 
@@ -47,6 +50,8 @@ class Conversations:
 
     def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
         """The rendered conversation, and the ranges of its characters that are targets, from message `first` on."""
+        if self.prompts:
+            return self._text(tools, messages, prompt=True), []
         source = self.tokenizer.get_chat_template(tools=tools)  # some tokenizers have a separate template for tools
         if "endgeneration" in source and not self.every:
             return self._with_marked_spans(source, messages, tools, first)

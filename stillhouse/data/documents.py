@@ -43,8 +43,9 @@ class DataReport:
         parts = [
             f"{self.documents:,} documents",
             f"{self.tokens:,} tokens",
-            f"{self.target_tokens:,} to predict",
         ]
+        if self.target_tokens:
+            parts.append(f"{self.target_tokens:,} to predict")
         if self.split_documents:
             parts.append(f"{self.split_documents:,} long texts in pieces")
         if self.cut_documents:
@@ -63,7 +64,9 @@ class Documents:
     tokens_N: int32. targets_N: bool, whether a token is to be predicted; False for the first token of a document.
     offsets: [D+1] int64, document d is `offsets[d]:offsets[d+1]`. keys_D: uint64, a hash of the record's content,
     the same for all pieces of one text. sources: `file:line` of each document. columns: further columns of the
-    records, one value per document. prefixes: by teacher, what it reads in front of each document.
+    records, one value per document. prefixes: by teacher, what it reads in front of each document. records: the whole
+    record of each document, or empty. per_token: further numbers of each token, [N] float32. weights_N: of the
+    targets, float32, above 0; None: 1 each.
     """
 
     tokens_N: np.ndarray
@@ -74,6 +77,9 @@ class Documents:
     report: DataReport
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     prefixes: Mapping[str, Prefixes] = field(default_factory=dict)
+    records: Sequence[Mapping[str, Any]] = ()
+    per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
+    weights_N: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -85,11 +91,15 @@ class Documents:
 
     def tokens(self, document: int) -> np.ndarray:
         """The token ids of one document."""
-        return self.tokens_N[self.offsets[document] : self.offsets[document + 1]]
+        return self.part(self.tokens_N, document)
+
+    def part(self, values_N: np.ndarray, document: int) -> np.ndarray:
+        """One document's part of an array over all tokens."""
+        return values_N[self.offsets[document] : self.offsets[document + 1]]
 
     def targets(self, document: int) -> np.ndarray:
         """Which tokens of one document are to be predicted."""
-        return self.targets_N[self.offsets[document] : self.offsets[document + 1]]
+        return self.part(self.targets_N, document)
 
     def gaps_D(self, teachers: Sequence[str]) -> np.ndarray:
         """The longest prefix of each document over these teachers, in tokens, int64; 0 without a prefix."""
@@ -108,10 +118,17 @@ class Documents:
             for document, ids in enumerate(tokens)
         ]
         offsets = offsets_of([len(each) for each in tokens])
-        return replace(self, tokens_N=np.concatenate(tokens), targets_N=np.concatenate(targets), offsets=offsets)
+        return replace(
+            self,
+            tokens_N=np.concatenate(tokens),
+            targets_N=np.concatenate(targets),
+            offsets=offsets,
+            per_token={},
+            weights_N=None,
+        )
 
     def fingerprint(self) -> str:
-        """A sha256 of tokens, targets and offsets, and of the columns and prefixes, if there are any.
+        """A sha256 of tokens, targets and offsets, and of the columns, prefixes and records, if there are any.
 
         A resumed run compares it with the one in its checkpoint.
         """
@@ -121,8 +138,9 @@ class Documents:
             arrays += [each.tokens_N, each.offsets, each.after_bos_D]
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
-        if self.columns or self.prefixes:
-            kept = [sorted(self.prefixes), sorted(self.columns.items())]
+        if self.columns or self.prefixes or self.records:
+            kept: list[Any] = [sorted(self.prefixes), sorted(self.columns.items())]
+            kept += [list(self.records)] if self.records else []
             digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
@@ -134,8 +152,19 @@ class Documents:
         report = replace(self.report, documents=len(sources), tokens=len(index_N), target_tokens=int(targets_N.sum()))
         columns = {name: [values[document] for document in chosen] for name, values in self.columns.items()}
         prefixes = {name: each.select(chosen) for name, each in self.prefixes.items()}
-        keys_D = self.keys_D[chosen]
-        return Documents(self.tokens_N[index_N], targets_N, offsets, keys_D, sources, report, columns, prefixes)
+        return Documents(
+            self.tokens_N[index_N],
+            targets_N,
+            offsets,
+            self.keys_D[chosen],
+            sources,
+            report,
+            columns,
+            prefixes,
+            [self.records[document] for document in chosen] if self.records else (),
+            {name: each_N[index_N] for name, each_N in self.per_token.items()},
+            None if self.weights_N is None else self.weights_N[index_N],
+        )
 
     def split(self, share: float) -> tuple["Documents", "Documents"]:
         """(train, evaluation): a document is held out if the hash of its content falls below `share`.

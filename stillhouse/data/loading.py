@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.documents import DataReport, Documents
 from stillhouse.data.prefixes import EncodedPrefix, Prefixes, PrefixTemplate, offsets_of
+from stillhouse.data.prompt_templates import prompt_template_for
 from stillhouse.data.reading import DataError, Record, describe, read_records
 from stillhouse.data.templates import (
     MOST_CHARACTERS,
@@ -48,6 +49,8 @@ def load_documents(
     allowed: Mapping[str, Collection[Any]] = MappingProxyType({}),
     prefixes: Mapping[str, str] = MappingProxyType({}),
     reader: str | None = None,
+    prompts: bool = False,
+    keep_records: bool = False,
 ) -> Documents:
     """Read and tokenize a dataset (see `read_records` for what `source` may be).
 
@@ -55,7 +58,9 @@ def load_documents(
     prompt or several roles. on_error: "raise" for a record that cannot be used, or "skip" it and count it. columns:
     further columns to keep, which every record must have. allowed: the only values that some of them may have.
     prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`). reader: one of
-    the columns, which names the only teacher that reads the document; the others then have no prefix for it.
+    the columns, which names the only teacher that reads the document; the others then have no prefix for it. prompts:
+    read only what a model writes after (see `prompt_templates.py`); such a document has no targets, and is refused
+    instead of cut. keep_records: keep whole records, too.
 
     Raises ValueError for a missing or empty dataset and for a prefix that is no template, DataError (`file:line:
     reason`) for a record that cannot be used and for columns of no known form.
@@ -65,7 +70,16 @@ def load_documents(
             f"max_tokens must be at least 2 (one input token and one token to predict), got {max_tokens}"
         )
     loader = _Loader(
-        tokenizer, os.fspath(source), max_tokens, tokens, on_error == "skip", columns, allowed, prefixes, reader
+        tokenizer,
+        os.fspath(source),
+        max_tokens,
+        None if prompts else tokens,
+        on_error == "skip",
+        columns,
+        allowed,
+        prefixes,
+        reader,
+        keep_records,
     )
     for record in read_records(source):
         loader.add(record)
@@ -81,6 +95,7 @@ class _Waiting:
     key: int
     values: list[Any]
     prefixes: list[str]
+    record: dict[str, Any] | None
 
     @property
     def characters(self) -> int:
@@ -95,17 +110,18 @@ class _Loader:
         tokenizer: PreTrainedTokenizerBase,
         source: str,
         max_tokens: int,
-        tokens: Tokens,
+        tokens: Tokens | None,
         skip: bool,
         columns: Sequence[str],
         allowed: Mapping[str, Collection[Any]],
         prefixes: Mapping[str, str],
         reader: str | None,
+        keep_records: bool,
     ):
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
-        self.targets_are: Tokens = tokens
-        self.skip = skip
+        self.targets_are = tokens  # None: only prompts are read
+        self.skip, self.keep_records = skip, keep_records
         self.columns, self.allowed, self.reader = columns, allowed, reader
         self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in prefixes.items()}
         self.report = DataReport(source)
@@ -118,6 +134,7 @@ class _Loader:
         self.sources: list[str] = []
         self.values: list[list[Any]] = []
         self.prefixes: list[list[EncodedPrefix]] = []
+        self.records: list[dict[str, Any]] = []
 
     def add(self, record: Record) -> None:
         self.report.read += 1
@@ -150,16 +167,21 @@ class _Loader:
         self.report.documents = len(lengths)
         self.report.tokens = len(tokens_N)
         self.report.target_tokens = int(targets_N.sum())
-        self._warn_if_it_never_stops(tokens_N[targets_N])
+        if self.targets_are is not None:
+            self._warn_if_it_never_stops(tokens_N[targets_N])
         keys_D = np.asarray(self.keys, dtype=np.uint64)
         columns = dict(zip(self.columns, map(list, zip(*self.values, strict=True)), strict=True))
         by_teacher = map(Prefixes.of, zip(*self.prefixes, strict=True))
         prefixes = dict(zip(self.prefix_templates, by_teacher, strict=True))
         offsets = offsets_of(lengths)
-        return Documents(tokens_N, targets_N, offsets, keys_D, self.sources, self.report, columns, prefixes)
+        return Documents(
+            tokens_N, targets_N, offsets, keys_D, self.sources, self.report, columns, prefixes, self.records
+        )
 
     def _template_for(self, record: Record) -> Template:
         try:
+            if self.targets_are is None:
+                return prompt_template_for(record.fields, self.tokenizer)
             return template_for(record.fields, self.tokenizer, self.targets_are)
         except ValueError as error:  # concerns the whole dataset: never skipped
             raise DataError(record.where, str(error)) from error
@@ -176,6 +198,7 @@ class _Loader:
                 else ""
                 for name, prefix in self.prefix_templates.items()
             ],
+            record.fields if self.keep_records else None,
         )
 
     def _reject(self, error: DataError) -> None:
@@ -216,8 +239,14 @@ class _Loader:
         if self.max_tokens - longest < 2:
             self._reject(DataError(waiting.where, self._no_room(prefixes, longest)))
             return
-        pieces = self._fit(encoded, self.max_tokens - longest, splits)
-        if not any(piece.targets.any() for piece in pieces):
+        if self.targets_are is None:
+            pieces, problem = [encoded], self._no_prompt(len(encoded.ids), self.max_tokens - longest)
+            if problem:
+                self._reject(DataError(waiting.where, problem))
+                return
+        else:
+            pieces = self._fit(encoded, self.max_tokens - longest, splits)
+        if self.targets_are is not None and not any(piece.targets.any() for piece in pieces):
             self.report.without_target += 1
             return
         self.report.kept += 1
@@ -228,6 +257,19 @@ class _Loader:
             self.sources.append(waiting.where + at)
             self.values.append(waiting.values)
             self.prefixes.append([prefix.for_piece(number) for prefix in prefixes])
+            if waiting.record is not None:
+                self.records.append(waiting.record)
+
+    def _no_prompt(self, tokens: int, most: int) -> str:
+        """Why nothing can be written after a prompt of so many tokens; "" if something can."""
+        if not tokens:
+            return "the prompt has no token, so that nothing can follow it: expected at least one"
+        if tokens > most:
+            return (
+                f"the prompt has {tokens:,} tokens: expected at most {most:,}, so that a completion fits behind it; "
+                "shorten it, or change the lengths"
+            )
+        return ""
 
     def _no_room(self, prefixes: list[EncodedPrefix], longest: int) -> str:
         teacher = next(

@@ -33,7 +33,7 @@ class MicroBatch:
         `use_cache=False`. The padding of a row and each gap are separate documents, without weight. Tensors whose
         first two dims are not [B, S] belong to the micro-batch as a whole.
     labels_T: int64, the token that row t predicts, or -1.
-    weights_T: float32, 1 where there is a label, else 0.
+    weights_T: float32, the label's weight, which is 1 unless the documents say otherwise; 0 without a label.
     document_T: int64, the document's number in its `Documents`; -1 for padding.
     valid_index: int64, the rows with a weight, ascending.
     per_token: further tensors [T, …], such as advantages and old log-probabilities.
@@ -235,19 +235,26 @@ def make_micro_batch(
     inputs = _packed_inputs(placed, [documents.tokens(document) for _, document, _ in placed])
     shape_BS = inputs["input_ids"].shape
     labels_BS = np.full(shape_BS, NO_LABEL, dtype=np.int64)
+    weights_BS = np.zeros(shape_BS, dtype=np.float32)
     document_BS = np.full(shape_BS, -1, dtype=np.int64)
+    per_token_BS = {name: np.zeros(shape_BS, dtype=np.float32) for name in documents.per_token}
     for row, document, stop in placed:
         ids, targets = documents.tokens(document), documents.targets(document)
         start = stop - len(ids)
         labels_BS[row, start : stop - 1] = np.where(targets[1:], ids[1:], NO_LABEL)
+        weights = 1.0 if documents.weights_N is None else documents.part(documents.weights_N, document)[1:]
+        weights_BS[row, start : stop - 1] = np.where(targets[1:], weights, 0.0)
         document_BS[row, start:stop] = document
+        for name, values_N in documents.per_token.items():
+            per_token_BS[name][row, start : stop - 1] = documents.part(values_N, document)[1:]
     labels_T = torch.from_numpy(labels_BS.reshape(-1))
     return MicroBatch(
         inputs=inputs,
         labels_T=labels_T,
-        weights_T=(labels_T >= 0).float(),
+        weights_T=torch.from_numpy(weights_BS.reshape(-1)),
         document_T=torch.from_numpy(document_BS.reshape(-1)),
         valid_index=torch.from_numpy(np.flatnonzero(labels_BS >= 0)),
+        per_token={name: torch.from_numpy(each_BS.reshape(-1)) for name, each_BS in per_token_BS.items()},
     )
 
 

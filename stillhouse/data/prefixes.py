@@ -64,6 +64,16 @@ class Prefixes:
             np.asarray([each.after_bos for each in prefixes], dtype=bool),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence["Prefixes"]) -> "Prefixes":
+        """The prefixes of several parts, one part after the other."""
+        lengths_D = np.concatenate([each.lengths_D for each in parts])
+        return cls(
+            np.concatenate([each.tokens_N for each in parts]),
+            offsets_of(lengths_D),
+            np.concatenate([each.after_bos_D for each in parts]),
+        )
+
     @property
     def lengths_D(self) -> np.ndarray:
         """Tokens per prefix, int64."""

@@ -156,12 +156,14 @@ class CompletionTemplate:
         self.prompt_ends = tokenize(tokenizer, ["a"], special=True)[0][-1] == self.eos
 
     def render(self, fields: dict[str, Any]) -> Rendered:
-        return Rendered(_string(fields, "completion"), prompt=_string(fields, "prompt", may_be_empty=True))
+        return Rendered(_string(fields, "completion"), prompt=prompt_text(fields))
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        prompts = tokenize(self.tokenizer, list(texts), special=True)
+        return [ids[:-1] for ids in prompts] if self.prompt_ends else prompts
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        prompts = tokenize(self.tokenizer, [one.prompt for one in rendered], special=True)
-        if self.prompt_ends:
-            prompts = [ids[:-1] for ids in prompts]
+        prompts = self.encode_prompts([one.prompt for one in rendered])
         completions = tokenize(self.tokenizer, [one.body for one in rendered], special=False)
         pairs = zip(prompts, completions, strict=True)
         return [_encoded(prompt, _with_eos(answer, self.eos), self.every) for prompt, answer in pairs]
@@ -181,7 +183,9 @@ class ChatTemplate:
     splits = False
     bos_from: BosFrom = "chat template"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], tokens: Tokens):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], tokens: Tokens, *, prompts: bool = False
+    ):
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the data holds messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
@@ -193,18 +197,29 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.columns = columns
         # Not a method of this template: a reference cycle would keep the template and its process alive.
-        answer = Conversations(tokenizer, every=tokens == "all", most_characters=MOST_CHARACTERS).answer
+        answer = Conversations(
+            tokenizer, every=tokens == "all", most_characters=MOST_CHARACTERS, prompts=prompts
+        ).answer
         self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
 
     def render(self, fields: dict[str, Any]) -> Rendered:
-        parts = [_messages(fields, column) for column in self.columns]
+        parts = [self.messages(fields, column) for column in self.columns]
         messages = [message for part in parts for message in part]
         first = 0 if len(parts) == 1 else len(parts[0])  # the first message that may be a target
+        body, spans = self.conversation(fields, messages, first)
+        return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
+
+    def messages(self, fields: dict[str, Any], column: str) -> list[Message]:
+        """The checked messages of a column. Raises RecordError."""
+        return _messages(fields, column)
+
+    def conversation(self, fields: dict[str, Any], messages: list[Message], first: int) -> tuple[str, list[Span]]:
+        """A record's messages as text, and its targets from message `first` on. Raises RecordError."""
         tools = _tools(fields)
         check_length(sum(len(message.get("content", "")) for message in messages), " and ".join(self.columns))
         body, spans = self._with_spans(messages, tools, first)
         check_encodable(body, f"'{self.columns[0]}'")
-        return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
+        return body, spans
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         batch = self.tokenizer(
@@ -268,6 +283,11 @@ def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _bos_from(tokenizer: PreTrainedTokenizerBase) -> BosFrom:
     bos = tokenizer.bos_token_id
     return None if bos is None or tokenize(tokenizer, ["a"], special=True)[0][:1] != [bos] else "tokenizer"
+
+
+def prompt_text(fields: dict[str, Any]) -> str:
+    """The checked prompt of a record. Raises RecordError."""
+    return _string(fields, "prompt", may_be_empty=True)
 
 
 def column_value(fields: Mapping[str, Any], column: str) -> Any:

@@ -71,3 +71,20 @@ class Completion:
             )
         if not (np.isfinite(self.log_probs_N).all() and self.log_probs_N.max() <= 1e-3):
             raise ValueError("a completion with log-probabilities that are not finite, or above 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A finished completion of a prompt.
+
+    number: of the sample in the run. prompt: the number of its document among the prompts. is_written_N: bool, which
+    tokens the model wrote; the others are an environment's. reward: None if the run has none. advantage: its reward
+    among those of the same prompt.
+    """
+
+    number: int
+    prompt: int
+    completion: Completion
+    is_written_N: np.ndarray
+    reward: float | None = None
+    advantage: float = 0.0
