@@ -8,6 +8,7 @@ number, and a resumed run continues exactly where it stopped without any saved s
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class PackedSequences:
         self.seed = seed
         self.shuffle = shuffle
         # Draw 0 orders documents of equal length for packing, once; draw e + 1 is the order of epoch e.
-        order_D = _permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))
+        order_D = permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))
         kind_D = np.zeros(len(widths_D), dtype=np.int64)
         if together is not None:
             kind_D = np.unique([str(each) for each in documents.columns[together]], return_inverse=True)[1]
@@ -65,7 +66,6 @@ class PackedSequences:
         counts = np.bincount(sequence_D)
         self._borders = np.concatenate([[0], np.cumsum(counts)])
         self._kinds = kind_D[self._members[self._borders[:-1]]]
-        self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -95,9 +95,7 @@ class PackedSequences:
         """The numbers of the sequences in the order of one epoch."""
         if not self.shuffle:
             return np.arange(len(self))
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, _permutation(len(self), self.seed, epoch + 1))
-        return self._order[1]
+        return permutation(len(self), self.seed, epoch + 1)
 
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
@@ -206,7 +204,13 @@ def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
     return bins_D
 
 
-def _permutation(size: int, seed: int, draw: int) -> np.ndarray:
-    """A permutation from raw 64-bit draws: numpy keeps their stream the same in all versions, unlike its shuffles."""
+@lru_cache(maxsize=8)
+def permutation(size: int, seed: int, draw: int) -> np.ndarray:
+    """A permutation from raw 64-bit draws: numpy keeps their stream the same in all versions, unlike its shuffles.
+
+    It is kept for the next call, and must not be changed.
+    """
     draws = np.random.PCG64(np.random.SeedSequence([seed, draw])).random_raw(size)
-    return np.argsort(draws, kind="stable")
+    order = np.argsort(draws, kind="stable")
+    order.flags.writeable = False
+    return order

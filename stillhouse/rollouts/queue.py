@@ -1,0 +1,184 @@
+"""Which samples are written when, and which of them a step trains on. Every schedule has the same rule of asking:
+
+    at step s, with the weights of version s, all groups of the steps up to s + ahead have been asked for
+
+`ahead` is 0 for sync, 1 and 2 for one_step_off and two_step_off. Such a step trains on its own groups. With
+`in_order=False` (async), it trains on as many groups, on those that were finished first. But a group that was asked
+for `ahead` steps ago cannot wait for the next step: it would be older than the bound. Of such groups there are never
+more than the step has, because all steps up to s together train on as many groups as had been asked for then. So no
+token is trained that was written more than `ahead` versions ago, every group is trained exactly once, and none is
+dropped.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from stillhouse.rollouts.plan import RolloutPlan
+from stillhouse.rollouts.sample import Sample
+from stillhouse.rollouts.turns import SampleWriter
+
+#: seconds between two looks at other things while samples are waited for
+_TICK = 1.0
+
+
+@dataclass
+class QueueState:
+    """What a checkpoint keeps of a queue.
+
+    samples: finished, and not trained. asked_at: for each group that was asked for and is not trained, the step.
+    trained: the groups that were trained although an earlier one was not; `in_order` has none.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    asked_at: dict[int, int] = field(default_factory=dict)
+    trained: list[int] = field(default_factory=list)
+
+
+class RolloutQueue:
+    """The samples of a run between the engine that writes them and the steps that train on them.
+
+    advantage: how rewards become advantages (see `with_advantages`). alive: called now and then while waiting.
+    """
+
+    def __init__(
+        self,
+        writer: SampleWriter,
+        plan: RolloutPlan,
+        *,
+        ahead: int,
+        in_order: bool,
+        last_step: int,
+        advantage: Literal["normalized", "centered"] = "normalized",
+        alive: Callable[[], None] = lambda: None,
+    ):
+        self.writer, self.plan, self.ahead, self.in_order = writer, plan, ahead, in_order
+        self.last_step, self.advantage, self._alive = last_step, advantage, alive
+        self._asked_at: dict[int, int] = {}
+        self._samples: dict[int, dict[int, Sample]] = {}
+        self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
+        self._trained: set[int] = set()
+
+    def ask(self, step: int) -> None:
+        """Ask for all groups that a step asks for. The engine has the weights of this step."""
+        wanted: list[tuple[int, int]] = []
+        for later in range(step, min(step + self.ahead, self.last_step) + 1):
+            for group in self.plan.groups(later):
+                if group not in self._trained and group not in self._samples:
+                    self._asked_at.setdefault(group, step)
+                    self._samples[group] = {}
+                    wanted += [(number, self.plan.prompt_of(group)) for number in self.plan.samples(group)]
+        self.writer.write(wanted)
+
+    def has_asked(self, step: int) -> bool:
+        """Whether all groups of this step have been asked for."""
+        return all(group in self._samples for group in self.plan.groups(step))
+
+    def wait_for(self, step: int) -> None:
+        """Wait until there are the groups that this step trains on."""
+        while not self._is_ready(step):
+            self._alive()
+            self._keep(self.writer.finished(_TICK))
+
+    def take(self, step: int) -> list[Sample]:
+        """The samples that a step trains on, in the order of their numbers, with advantages. Waits for them.
+
+        No later call gives one of them again.
+        """
+        self.wait_for(step)
+        groups = sorted(self._chosen(step))
+        if self.in_order:
+            self._trained.clear()
+        else:
+            self._trained |= set(groups)
+            before = min((group for group in self._asked_at if group not in self._trained), default=None)
+            self._trained = {group for group in self._trained if before is not None and group > before}
+        taken: list[Sample] = []
+        for group in groups:
+            samples = self._samples.pop(group)
+            del self._asked_at[group]
+            self._finished.remove(group)
+            taken += with_advantages([samples[number] for number in sorted(samples)], self.advantage)
+        return taken
+
+    def state(self) -> QueueState:
+        """What a checkpoint keeps. Samples that are under way are asked for again after a resume."""
+        self._keep(self.writer.finished(0.0))
+        samples = [each for group in sorted(self._samples) for each in self._samples[group].values()]
+        return QueueState(samples, dict(self._asked_at), sorted(self._trained))
+
+    def restore(self, state: QueueState) -> None:
+        """Go on with what a checkpoint kept, and ask again for the samples that were under way."""
+        self._asked_at, self._trained = dict(state.asked_at), set(state.trained)
+        self._samples = {group: {} for group in self._asked_at}
+        self._keep(state.samples)
+        missing = [
+            (number, self.plan.prompt_of(group))
+            for group, samples in self._samples.items()
+            for number in self.plan.samples(group)
+            if number not in samples
+        ]
+        self.writer.write(missing)
+
+    def _keep(self, samples: Sequence[Sample]) -> None:
+        for each in samples:
+            group = each.number // self.plan.samples_per_prompt
+            self._samples[group][each.number] = each
+            if len(self._samples[group]) == self.plan.samples_per_prompt:
+                self._finished.append(group)
+
+    def _is_ready(self, step: int) -> bool:
+        finished = set(self._finished)
+        if self.in_order:
+            return finished.issuperset(self.plan.groups(step))
+        return finished.issuperset(self._due(step)) and len(finished) >= len(self.plan.groups(step))
+
+    def _chosen(self, step: int) -> Sequence[int]:
+        groups = self.plan.groups(step)
+        if self.in_order:
+            return groups
+        due = self._due(step)
+        others = [group for group in self._finished if group not in due]
+        return [*due, *others[: len(groups) - len(due)]]
+
+    def _due(self, step: int) -> list[int]:
+        """The groups that would be too old in the next step."""
+        return [group for group, asked_at in self._asked_at.items() if asked_at <= step - self.ahead]
+
+
+def with_advantages(samples: Sequence[Sample], how: Literal["normalized", "centered"]) -> list[Sample]:
+    """One prompt's samples with their advantages: the reward minus the mean, and if "normalized", divided by the
+    standard deviation of the rewards (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). If all rewards are equal,
+    and without rewards, advantages are 0.
+    """
+    rewards = [each.reward for each in samples if each.reward is not None]
+    if not rewards:
+        return list(samples)
+    assert len(rewards) == len(samples)
+    mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
+    scale = 1.0 if how == "centered" else deviation
+    if deviation == 0:
+        return [replace(each, advantage=0.0) for each in samples]
+    return [replace(each, advantage=(reward - mean) / scale) for each, reward in zip(samples, rewards, strict=True)]
+
+
+def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -> None:
+    """Raise ValueError for a token whose version is newer than the step's, or older than the bound."""
+    for each in samples:
+        written_N = each.completion.versions_N[each.is_written_N]
+        oldest, newest = int(written_N.min()), int(written_N.max())
+        if not step - max_staleness <= oldest <= newest <= step:
+            raise ValueError(
+                f"sample {each.number} has tokens of versions {oldest} to {newest} in step {step + 1}: expected "
+                f"versions {max(0, step - max_staleness)} to {step}. The engine has other weights than it was given"
+            )
+
+
+def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
+    """How many tokens of the samples were written how many versions ago."""
+    counts: dict[int, int] = {}
+    for each in samples:
+        for version in each.completion.versions_N[each.is_written_N].tolist():
+            counts[step - version] = counts.get(step - version, 0) + 1
+    return counts

@@ -1,0 +1,153 @@
+"""Writes samples turn by turn: the model writes, an environment may answer, and the model goes on.
+
+Without an environment, a sample is one turn. What the environment answers is part of the sample, but no target.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data import Documents
+from stillhouse.data.templates import tokenize
+from stillhouse.rollouts.engine import RolloutEngine
+from stillhouse.rollouts.hooks import Environment, Reward, checked_reply, checked_reward
+from stillhouse.rollouts.plan import RolloutPlan
+from stillhouse.rollouts.sample import Completion, GenerationRequest, Sample
+
+#: the version of a token that no model wrote
+NOT_WRITTEN = -1
+
+
+@dataclass
+class _Open:
+    """A sample that is being written.
+
+    parts: what the model wrote and what the environment answered so far, in turn. turns: of the model. is_cut: no
+    room is left for another turn, although the environment has answered.
+    """
+
+    number: int
+    prompt: int
+    parts: list[Completion] = field(default_factory=list)
+    turns: int = 0
+    is_cut: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(each.ids_N) for each in self.parts)
+
+
+class SampleWriter:
+    """Asks an engine for samples, and gives those that are finished.
+
+    max_new_tokens: of all turns of a sample together, the environment's included. reward, environment: see
+    `hooks.py`; they need the prompts' records.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        prompts: Documents,
+        plan: RolloutPlan,
+        tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int,
+        *,
+        reward: Reward | None = None,
+        environment: Environment | None = None,
+        max_turns: int = 1,
+    ):
+        self.engine, self.prompts, self.plan, self.tokenizer = engine, prompts, plan, tokenizer
+        self.max_new_tokens, self.max_turns = max_new_tokens, max_turns
+        self.reward, self.environment = reward, environment
+        self._futures: dict[Future[Completion], _Open] = {}
+
+    @property
+    def under_way(self) -> list[int]:
+        """The numbers of the samples that are not finished."""
+        return [each.number for each in self._futures.values()]
+
+    def write(self, samples: Sequence[tuple[int, int]]) -> None:
+        """Ask for samples. samples: the number of each sample, and the number of its prompt."""
+        self._ask([_Open(number, prompt) for number, prompt in samples])
+
+    def finished(self, seconds: float) -> list[Sample]:
+        """The samples that are finished since the last call. Waits up to so many seconds until there is one.
+
+        Raises ServerError if no server answers in time, ValueError for a reward or an answer that cannot be right.
+        """
+        found: list[Sample] = []
+        while self._futures and not found:
+            done, _ = wait(self._futures, seconds, FIRST_COMPLETED)
+            if not done:
+                break
+            # in the order of the requests, so that an engine in this process is always asked for the same batches
+            answered = [(self._futures.pop(each), each.result()) for each in list(self._futures) if each in done]
+            next_turns = []
+            for sample, completion in answered:
+                sample.parts.append(completion)
+                sample.turns += 1
+                if self._goes_on(sample):
+                    next_turns.append(sample)
+                else:
+                    found.append(self._sample(sample))
+            self._ask(next_turns)
+        return found
+
+    def _ask(self, samples: Sequence[_Open]) -> None:
+        if not samples:
+            return
+        requests = [
+            GenerationRequest(
+                each.number * self.max_turns + each.turns,
+                np.concatenate([self.prompts.tokens(each.prompt), *(part.ids_N for part in each.parts)]),
+                self.plan.sample_seed(each.number, each.turns),
+                self.max_new_tokens - each.tokens,
+            )
+            for each in samples
+        ]
+        self._futures |= dict(zip(self.engine.generate(requests), samples, strict=True))
+
+    def _goes_on(self, sample: _Open) -> bool:
+        """Let the environment answer; returns whether the model is to write another turn."""
+        if self.environment is None or sample.parts[-1].finish == "length" or sample.turns >= self.max_turns:
+            return False
+        reply = checked_reply(self.environment, *self._texts(sample))
+        ids = tokenize(self.tokenizer, [reply], special=False)[0] if reply else []
+        if not ids:
+            return False
+        room = self.max_new_tokens - sample.tokens
+        sample.is_cut = len(ids) >= room
+        if room:
+            sample.parts.append(_not_written(ids[:room]))
+        return not sample.is_cut
+
+    def _texts(self, sample: _Open) -> tuple[str, str, Any]:
+        prompt = self.tokenizer.decode(self.prompts.tokens(sample.prompt))
+        ids_N = np.concatenate([each.ids_N for each in sample.parts])
+        return prompt, self.tokenizer.decode(ids_N, skip_special_tokens=True), self.prompts.records[sample.prompt]
+
+    def _sample(self, sample: _Open) -> Sample:
+        versions_N = np.concatenate([each.versions_N for each in sample.parts])
+        completion = Completion(
+            np.concatenate([each.ids_N for each in sample.parts]),
+            np.concatenate([each.log_probs_N for each in sample.parts]),
+            versions_N,
+            "length" if sample.is_cut else sample.parts[-1].finish,
+        )
+        reward = None if self.reward is None else checked_reward(self.reward, *self._texts(sample))
+        return Sample(sample.number, sample.prompt, completion, versions_N != NOT_WRITTEN, reward)
+
+
+def _not_written(ids: Sequence[int]) -> Completion:
+    """Tokens of an environment."""
+    count = len(ids)
+    return Completion(
+        np.asarray(ids, dtype=np.int32),
+        np.zeros(count, dtype=np.float32),
+        np.full(count, NOT_WRITTEN, dtype=np.int32),
+        "stop",
+    )
