@@ -5,6 +5,7 @@
                        checkpoint format (DCP), as safetensors
         student/       the student and its tokenizer for transformers; of a student with an adapter, only the adapter,
                        for peft
+        rollouts.safetensors    of an on-policy run, the samples that are not trained (`queue_file.py`)
         state.json     the run's progress, and a hash of every other file (`progress.py`)
 
 A folder is written under another name and renamed when it is complete. So a process that is killed at any moment
@@ -21,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from stillhouse.parallel import Mesh, Runner, is_first
 from stillhouse.parallel.gradients import local
+from stillhouse.rollouts import QueueState
 from stillhouse.teachers import WeightAverage
 from stillhouse.train.checkpoint_tensors import (
     RANDOM,
@@ -39,6 +41,7 @@ from stillhouse.train.export import one_process, save_student
 from stillhouse.train.files import file_names, gather_from_ranks, hashes, require_space, share, written_together
 from stillhouse.train.integrity import RESUME, IntactCheckpoint, stored_tensors
 from stillhouse.train.progress import Progress, State, folder_name, write_state
+from stillhouse.train.queue_file import write_queue
 
 
 def save_checkpoint(
@@ -48,10 +51,11 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     tokenizer: Any,
     average: WeightAverage | None = None,
+    queue: QueueState | None = None,
 ) -> Path:
     """Write checkpoints/step-<n>, completely or not at all; returns its path. A collective of all ranks.
 
-    average: of the student's weights, if the run has one.
+    average: of the student's weights, if the run has one. queue: of an on-policy run; rank 0 writes it.
     Raises ValueError, before anything is written, if a weight or the optimizer's state is not finite, or if the disk
     has too little space.
     """
@@ -65,6 +69,8 @@ def save_checkpoint(
         _require_complete(final, partial / RESUME, element_count(tensors, runner), mesh)
         if is_first():
             save_student(partial / "student", runner, tokenizer, partial / RESUME)
+            if queue is not None:
+                write_queue(partial, queue)
         names = gather_from_ranks(file_names(partial) if is_first() else [], mesh)[0]
         shares = gather_from_ranks(hashes(partial, share(names, mesh)), mesh)
         files = {name: each for own in shares for name, each in own.items()}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from stillhouse.data import MicroBatch, PackedMicroBatches, PackedSequences
+from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.parallel.gradients import local
@@ -32,7 +32,8 @@ def stop_unless_finite(
     loss = output.sums["loss"]
     if math.isfinite(loss) and math.isfinite(norm):
         return
-    packed = session.step_schedule.micro_batches(session.train, step - 1)
+    packed = micro_batches.whole
+    assert isinstance(packed, PackedMicroBatches)
     findings = _losses(session, micro_batches, output.own) or _gradients(session, packed)
     session.engine.zero_grad()
     where = "; ".join(findings) or "in no single micro-batch: the sum over the micro-batches overflowed"
@@ -47,7 +48,7 @@ def stop_unless_finite(
     )
 
 
-def _losses(session: Session, micro_batches: Sequence[MicroBatch], outputs: Sequence[ObjectiveOutput]) -> list[str]:
+def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Sequence[ObjectiveOutput]) -> list[str]:
     """Name the terms of the loss that are not finite, and the samples on which they are not finite.
 
     outputs: one for each micro-batch; empty on processes without the last stage.
@@ -60,14 +61,16 @@ def _losses(session: Session, micro_batches: Sequence[MicroBatch], outputs: Sequ
     for each in gather_from_ranks(own, session.runner.mesh):
         for name, documents in each.items():
             found.setdefault(name, set()).update(documents)
-    return [f"{name} on {_sources(session, documents)}" for name, documents in found.items() if documents]
+    assert isinstance(micro_batches.whole, PackedMicroBatches)
+    sequences = micro_batches.whole.sequences
+    return [f"{name} on {_sources(session, sequences, documents)}" for name, documents in found.items() if documents]
 
 
 def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
     """Run each micro-batch again by itself; name those whose gradient is not finite, and the first such parameter."""
     findings = []
     for rows in packed.rows:
-        _run_again(session, session.train.micro_batches([rows]))
+        _run_again(session, packed.sequences.micro_batches([rows]))
         own = [
             session.runner.shared_name(name)
             for name, parameter in session.runner.named_parameters()
@@ -75,12 +78,12 @@ def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
         ]
         bad = list(dict.fromkeys(name for names in gather_from_ranks(own, session.runner.mesh) for name in names))
         if bad:
-            where = _sources(session, packed.documents(rows))
+            where = _sources(session, packed.sequences, packed.documents(rows))
             findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")
     return findings
 
 
-def _sources(session: Session, documents: Iterable[int]) -> str:
+def _sources(session: Session, sequences: PackedSequences, documents: Iterable[int]) -> str:
     """The sources of those documents that fail by themselves, or of all documents if none of them does.
 
     Each document is run by itself, because a NaN spreads to all documents that are packed into the same row.
@@ -90,17 +93,17 @@ def _sources(session: Session, documents: Iterable[int]) -> str:
     for document in candidates:
         if len(found) == _NAMED:
             break
-        if _fails_by_itself(session, document):
+        if _fails_by_itself(session, sequences, document):
             found.append(document)
     named = (found or candidates)[:_NAMED]
-    sources = ", ".join(session.train.documents.sources[document] for document in named)
+    sources = ", ".join(sequences.documents.sources[document] for document in named)
     return f"{sources} and maybe others" if len(named) == _NAMED < len(candidates) else sources
 
 
-def _fails_by_itself(session: Session, document: int) -> bool:
-    documents = session.train.documents.select([document])
-    sequences = PackedSequences(documents, max_tokens=session.train.max_tokens, seed=0, gaps=session.train.gaps)
-    loss = _run_again(session, sequences.micro_batches([np.array([0])]))
+def _fails_by_itself(session: Session, sequences: PackedSequences, document: int) -> bool:
+    documents = sequences.documents.select([document])
+    packed = PackedSequences(documents, max_tokens=sequences.max_tokens, seed=0, gaps=sequences.gaps)
+    loss = _run_again(session, packed.micro_batches([np.array([0])]))
     return not math.isfinite(loss) or not math.isfinite(session.engine.clip())
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RunConfig, TeachersConfig
+from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RolloutConfig, RunConfig, TeachersConfig
 from stillhouse.data import (
     Documents,
     PackedSequences,
@@ -21,7 +21,9 @@ from stillhouse.teachers import CrossTokenizerStore, SignalStore
 class RunData:
     """A run's tokenizer and packed data.
 
-    evaluation: None if the configuration asks for no held-out data. hashes: a hash of each split's documents.
+    train: with rollouts, the prompts; their documents have no targets. dataset: with rollouts, the documents with
+    completions, if a share of each step is the dataset's. evaluation: None if the configuration asks for no held-out
+    data. hashes: a hash of each split's documents.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -29,6 +31,7 @@ class RunData:
     evaluation: PackedSequences | None
     hashes: dict[str, str]
     warnings: list[str]
+    dataset: Documents | None = None
 
 
 def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunData:
@@ -38,12 +41,16 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
     """
     _require_prefixes(config)
     tokenizer, warnings = load_tokenizers(config, stores)
-    train, held_out = load_data(config.data, config.objective, tokenizer, config.teachers)
+    train, held_out = load_data(config.data, config.objective, tokenizer, config.teachers, config.rollout)
+    dataset = None
+    if config.rollout is not None and not config.rollout.is_on_student_alone:
+        dataset, _ = load_data(config.data, config.objective, tokenizer, config.teachers)
     if config.teachers is not None and config.teachers.route is not None:
         route = config.teachers.route
         for name in (each for each in config.several if each not in train.columns[route]):
             raise ConfigError(f"teachers.{name}", f"no document of data.train has {name!r} in its column '{route}'")
-    splits = {"train": train} | ({} if held_out is None else {"eval": held_out})
+    all_splits = {"train": train, "dataset": dataset, "eval": held_out}
+    splits = {which: documents for which, documents in all_splits.items() if documents is not None}
     for documents in splits.values():
         warnings = warnings + documents.report.warnings
     if held_out is not None and (shared := held_out.overlap(train)):
@@ -68,6 +75,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
         None if held_out is None else pack(held_out, shuffle=False),
         {which: documents.fingerprint() for which, documents in splits.items()},
         warnings,
+        dataset,
     )
 
 
@@ -151,31 +159,50 @@ def load_data(
     objective: ObjectiveConfig,
     tokenizer: PreTrainedTokenizerBase,
     teachers: TeachersConfig | None = None,
+    rollout: RolloutConfig | None = None,
 ) -> tuple[Documents, Documents | None]:
     """The training documents and the held-out documents (None if the configuration asks for none).
 
-    teachers: the column that names a document's teacher and the teachers' prefixes are read, too.
+    teachers: the column that names a document's teacher and the teachers' prefixes are read, too. rollout: the
+    training documents are prompts, with their records. The same records are held out as without it.
     """
     route = None if teachers is None else teachers.route
     prefixes = {} if teachers is None else {name: each.prefix for name, each in teachers.named.items() if each.prefix}
 
-    def load(source: str) -> Documents:
+    def load(source: str, prompts_of: RolloutConfig | None = None) -> Documents:
         return load_documents(
             source,
             tokenizer,
-            max_tokens=data.max_tokens,
+            max_tokens=data.max_tokens - (0 if prompts_of is None else prompts_of.max_new_tokens),
             tokens=objective.tokens,
             on_error=data.on_error,
             columns=() if route is None else (route,),
             allowed={} if route is None or teachers is None else {route: list(teachers.named)},
             prefixes=prefixes,
             reader=route,
+            prompts=prompts_of is not None,
+            keep_records=prompts_of is not None,
         )
 
-    train = load(data.train)
+    def split(documents: Documents, share: float) -> tuple[Documents, Documents]:
+        try:
+            return documents.split(share)
+        except ValueError as error:
+            raise ConfigError("data.eval", str(error)) from error
+
+    train = load(data.train, rollout)
     if isinstance(data.eval, str):
         return train, load(data.eval)
+    if not data.eval:
+        return train, None
+    if rollout is None:
+        return split(train, data.eval)
     try:
-        return train.split(data.eval) if data.eval else (train, None)
+        whole = load(data.train)
     except ValueError as error:
-        raise ConfigError("data.eval", str(error)) from error
+        raise ConfigError(
+            "data.eval",
+            f"got {data.eval:g}, but held-out metrics need completions: expected 0 for prompts alone, or a source"
+            f" with completions ({error})",
+        ) from error
+    return split(train, data.eval)[0], split(whole, data.eval)[1]

@@ -6,8 +6,9 @@ So a resumed run continues exactly as before: there is no state of a sampler or 
 import math
 from dataclasses import dataclass
 
-from stillhouse.config import TrainConfig
+from stillhouse.config import RolloutConfig, TrainConfig
 from stillhouse.data import PackedMicroBatches, PackedSequences
+from stillhouse.rollouts import RolloutPlan
 
 #: the share of the steps after the warm-up in which the schedule wsd (warm-up, stable, decay) decays
 WSD_DECAY = 0.2
@@ -45,6 +46,32 @@ def make_step_schedule(
         assert train.epochs is not None
         total = max(1, round(train.epochs * sequences))
     return StepSchedule(math.ceil(total / per_step), total, per_step, rows)
+
+
+def make_rollout_schedule(
+    train: TrainConfig,
+    rollout: RolloutConfig,
+    prompts: int,
+    dataset: int,
+    max_tokens: int,
+    seed: int,
+    data_ranks: int = 1,
+    stages: int = 1,
+) -> tuple[StepSchedule, RolloutPlan]:
+    """The step schedule and the plan of an on-policy run. Its sequences are counted as if each had one sample.
+
+    prompts, dataset: numbers of documents.
+    """
+    samples = rollout.samples_per_prompt
+    per_step = rollout.prompts_per_step or max(1, train.tokens_per_step // (max_tokens * samples))
+    rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step * samples // (data_ranks * stages)))
+    if train.steps is not None:
+        steps = train.steps
+    else:
+        assert train.epochs is not None
+        steps = math.ceil(round(max(1.0, train.epochs * prompts) / (per_step * rollout.share), 6))
+    plan = RolloutPlan(prompts, dataset, per_step, samples, seed, rollout.share)
+    return StepSchedule(steps, steps * per_step * samples, per_step * samples, rows), plan
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:

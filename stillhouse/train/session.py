@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import ConfigError, RunConfig, TeacherConfig, TeachersConfig
 from stillhouse.data import (
     DataReport,
+    Documents,
     PackedSequences,
     StepMicroBatches,
     check_vocabulary,
@@ -22,6 +23,7 @@ from stillhouse.display import escaped
 from stillhouse.models import Decoder, check_document_length, check_saving
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 from stillhouse.parallel import (
+    Layout,
     Runner,
     ShardedMicroBatches,
     local_rank,
@@ -30,6 +32,7 @@ from stillhouse.parallel import (
     start,
     watchdog,
 )
+from stillhouse.rollouts import RolloutPlan
 from stillhouse.teachers import (
     NoTeacher,
     SeparateTeacher,
@@ -42,11 +45,11 @@ from stillhouse.train.agreement import require_same_configuration, require_same_
 from stillhouse.train.build import build_engine
 from stillhouse.train.cross_tokenizer import require_objective
 from stillhouse.train.engine import Engine
-from stillhouse.train.inputs import load_run_data
+from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
 from stillhouse.train.models import model_fingerprints, require_adapters, teacher_is_base, teacher_layout
-from stillhouse.train.schedule import StepSchedule, make_step_schedule
+from stillhouse.train.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
 from stillhouse.train.stores import open_stores, require_signals
 
 
@@ -54,9 +57,11 @@ from stillhouse.train.stores import open_stores, require_signals
 class Session:
     """One run, ready to start.
 
-    evaluation: the held-out data; None if the configuration asks for none. source: where the teachers' signals come
-    from. stores: the caches and servers among them, by the keys of the teachers' sections. data_hashes: a hash of
-    each split's documents. model_hashes: a hash of the tokenizer and of each model's files.
+    train: with rollouts, the prompts, whose completions are written in each step as `plan` says. dataset: with
+    rollouts, the documents that a share of each step's completions are from. evaluation: the held-out data; None if
+    the configuration asks for none. source: where the teachers' signals come from. stores: the caches and servers
+    among them, by the keys of the teachers' sections. data_hashes: a hash of each split's documents. model_hashes: a
+    hash of the tokenizer and of each model's files.
     """
 
     config: RunConfig
@@ -73,6 +78,8 @@ class Session:
     data_hashes: dict[str, str]
     model_hashes: dict[str, str]
     warnings: list[str] = field(default_factory=list)
+    plan: RolloutPlan | None = None
+    dataset: Documents | None = None
 
     @property
     def runner(self) -> Runner:
@@ -141,7 +148,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, device)
     watchdog.enter("loading the models", timed=False)
     engine, source = build_engine(config, spec, layout, device, stores)
-    sequences = len(data.train)
+    schedule, plan = _schedule(config, data, layout)
     session = Session(
         config=config,
         spec=spec,
@@ -150,18 +157,29 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         tokenizer_hash=models["tokenizer"],
         train=data.train,
         evaluation=data.evaluation,
-        step_schedule=make_step_schedule(
-            config.train, sequences, config.data.max_tokens, layout.degrees.data, layout.stages
-        ),
+        step_schedule=schedule,
         engine=engine,
         source=source,
         stores=stores,
         data_hashes=data.hashes,
         model_hashes=models,
+        plan=plan,
+        dataset=data.dataset,
     )
     warnings += [*data.warnings, *check_models(session)]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
+
+
+def _schedule(config: RunConfig, data: RunData, layout: Layout) -> tuple[StepSchedule, RolloutPlan | None]:
+    sizes = config.data.max_tokens, layout.degrees.data, layout.stages
+    if config.rollout is None:
+        return make_step_schedule(config.train, len(data.train), *sizes), None
+    prompts, dataset = len(data.train.documents), 0 if data.dataset is None else len(data.dataset)
+    max_tokens, data_ranks, stages = sizes
+    return make_rollout_schedule(
+        config.train, config.rollout, prompts, dataset, max_tokens, config.seed, data_ranks, stages
+    )
 
 
 def check_models(session: Session) -> list[str]:

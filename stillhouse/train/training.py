@@ -1,0 +1,233 @@
+"""What every training loop does besides choosing micro-batches: progress, logs, evaluations, checkpoints, stopping.
+
+    with training(session, folder, checkpoint) as run:
+        for step in run.steps:
+            run.begin(step)
+            …                                                   the step's micro-batches and signals
+            output = run.learn(step, micro_batches, signals)
+            run.end(step, micro_batches, output)
+    return run.progress
+
+The loops are `off_policy.py` and `on_policy.py`.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
+from stillhouse.preemption import Preempted, finishing
+from stillhouse.rollouts import RolloutQueue
+from stillhouse.teachers import PendingSignals, SignalsLostError
+from stillhouse.train.agreement import from_all_ranks
+from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
+from stillhouse.train.checkpoint_folder import prune
+from stillhouse.train.engine import ROUTER_LOSS, StepOutput
+from stillhouse.train.evaluation import evaluate, means
+from stillhouse.train.finite import stop_unless_finite
+from stillhouse.train.folder import RunFolder
+from stillhouse.train.identity import configuration_hash
+from stillhouse.train.integrity import IntactCheckpoint
+from stillhouse.train.logging import NoLog, RunLog, open_log
+from stillhouse.train.progress import Progress, folder_name
+from stillhouse.train.queue_file import read_queue
+from stillhouse.train.schedule import learning_rate
+from stillhouse.train.session import Session
+from stillhouse.train.stopping import agreed_signal
+
+#: the keys of metrics that are no summand of the loss, or not in nats
+_KEYS = {
+    ROUTER_LOSS: f"loss/{ROUTER_LOSS}",
+    "student_entropy": "train/student_entropy_nats",
+    "teacher_entropy": "train/teacher_entropy_nats",
+    "agreement": "train/agreement",
+    "teacher_mass": "train/teacher_mass",
+}
+
+
+class Training:
+    """The state of a run between two steps. `progress` is up to date after each step.
+
+    queue: of an on-policy run, whose samples a checkpoint keeps.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        folder: RunFolder,
+        progress: Progress,
+        log: RunLog | NoLog,
+        queue: RolloutQueue | None = None,
+    ):
+        self.session, self.folder, self.progress, self.log, self.queue = session, folder, progress, log, queue
+        self.last_step = session.step_schedule.steps
+        self.steps = range(progress.step, self.last_step)
+        self._started = time.monotonic()
+        self._norm = self._rate = 0.0
+
+    def begin(self, step: int) -> None:
+        watchdog.enter(f"step {step + 1}")
+        self._started = time.monotonic()
+
+    def learn(self, step: int, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> StepOutput:
+        """Make one optimizer step. Raises ValueError, before it, for a loss or gradient that is not finite."""
+        engine = self.session.engine
+        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.whole.normalizer)
+        self._norm = engine.clip()
+        stop_unless_finite(self.session, step + 1, micro_batches, output, self._norm)
+        self._rate = learning_rate(self.session.config.train, self.last_step, step)
+        engine.update(self._rate)
+        return output
+
+    def end(
+        self,
+        step: int,
+        micro_batches: ShardedMicroBatches,
+        output: StepOutput,
+        more_metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Log the step, and evaluate, save or stop where it is due. Raises Preempted after a rank got a signal."""
+        session, config, progress = self.session, self.session.config, self.progress
+        progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
+        speed = micro_batches.whole.tokens / (time.monotonic() - self._started)
+        metrics = _train_metrics(output.sums, session.spec, self._rate, self._norm, speed)
+        self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
+        last = progress.step == self.last_step
+        saving = _due(progress.step, config.checkpoint.every) or last
+        progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
+        if session.evaluation is not None and (_due(progress.step, config.eval.every) or saving):
+            self.evaluate()
+        mesh = session.runner.mesh
+        stopped_by = 0 if last else agreed_signal(mesh)
+        if saving or stopped_by:
+            saved = self.save()
+            if not stopped_by and not last:
+                stopped_by = agreed_signal(mesh)  # a signal may have come while the checkpoint was written
+        if stopped_by:
+            destroy_process_group()
+            raise Preempted(stopped_by, progress.step, saved)
+
+    def evaluate(self) -> None:
+        self.progress.metrics = evaluate(self.session)
+        self.log.evaluation(self.progress.step, self.progress.tokens, self.progress.metrics)
+
+    def save(self) -> Path:
+        """Write a checkpoint, then remove the older ones that need not be kept; returns its path."""
+        progress, session, folder = self.progress, self.session, self.folder
+        watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
+        progress.seconds, progress.log_bytes, progress.log_sha256 = self.log.seconds, *self.log.position
+        saved = save_checkpoint(
+            folder.checkpoints,
+            progress,
+            session.runner,
+            session.engine.optimizer,
+            session.tokenizer,
+            session.engine.average,
+            None if self.queue is None else self.queue.state(),
+        )
+        if is_first():
+            settings = session.config.checkpoint
+            for damage in prune(folder.checkpoints, settings.keep, settings.best):
+                self.log.print_line(f"warning: {damage}")
+        return saved
+
+
+@contextmanager
+def training(
+    session: Session,
+    folder: RunFolder,
+    checkpoint: IntactCheckpoint | None = None,
+    queue: RolloutQueue | None = None,
+) -> Iterator[Training]:
+    """A run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
+
+    If signals of teachers or completions cannot be had, the steps that are done are saved, and SignalsLostError is
+    raised. Afterwards the student holds the final weights.
+    """
+    progress = _progress(session, folder, checkpoint, queue)
+    with ExitStack() as stack:
+        steps, track = session.step_schedule.steps, session.config.track
+        log = stack.enter_context(open_log(folder, progress, steps, track))
+        run = Training(session, folder, progress, log, queue)
+        if session.evaluation is not None and _lacks_evaluation(session, progress):
+            run.evaluate()
+        stack.enter_context(finishing("this step and a checkpoint of it"))
+        stack.enter_context(_saving_when_signals_are_lost(run))
+        yield run
+    watchdog.enter("the final model", timed=False)
+
+
+def _progress(
+    session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None, queue: RolloutQueue | None
+) -> Progress:
+    """The run's progress at its start, after the checkpoint, if there is one, has been loaded."""
+    progress, steps = Progress(), session.step_schedule.steps
+    if checkpoint is not None:
+        progress = load_checkpoint(checkpoint, session.runner, session.engine.optimizer, session.engine.average)
+        if queue is not None and folder.owns(checkpoint.path):
+            queue.restore(read_queue(checkpoint))
+        if progress.step > steps:
+            raise ValueError(
+                f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
+            )
+        if not folder.owns(checkpoint.path):  # a checkpoint of another run, which has a log of its own
+            progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0)
+    return replace(
+        progress,
+        data=session.data_hashes,
+        models=session.model_hashes,
+        configuration=configuration_hash(session.config),
+    )
+
+
+@contextmanager
+def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
+    """If the teacher's signals or completions cannot be had, save the steps that are done. All processes raise that
+    error.
+    """
+    try:
+        yield
+    except SignalsLostError as error:
+        step, session = run.progress.step, run.session
+        if step == 0:
+            raise
+        saved = run.folder.checkpoints / folder_name(step)
+        if not from_all_ranks(saved.exists(), session.device)[0]:
+            saved = run.save()
+        if stopped_by := agreed_signal(session.runner.mesh):
+            destroy_process_group()
+            raise Preempted(stopped_by, step, saved) from error
+        raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
+
+
+def _lacks_evaluation(session: Session, progress: Progress) -> bool:
+    """Whether the evaluation of the present step is still to be made: the first one, or one that was interrupted."""
+    step = progress.step
+    is_due = step == 0 or _due(step, session.config.eval.every) or step == session.step_schedule.steps
+    return is_due and not progress.metrics
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _train_metrics(
+    sums: dict[str, float], objective: ObjectiveSpec, rate: float, norm: float, speed: float
+) -> dict[str, float]:
+    """A step's log record: each unscaled term and their scaled total, in nats per target token, and other metrics."""
+    metrics = {"loss/total_nats_per_token": sums["loss"]}
+    temperatures = {each.temperature or objective.temperature for each in objective.teachers.values()}
+    for name, mean in means(sums, objective, mixes_temperatures=len(temperatures) > 1).items():
+        kind, slash, teacher = name.partition("/")
+        key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
+        metrics[key] = mean
+    return metrics | {
+        "train/learning_rate": rate,
+        "train/gradient_norm": norm,
+        "speed/tokens_per_second": speed,
+        "speed/chunk_tokens": sums[CHUNK_TOKENS],
+    }
