@@ -69,8 +69,8 @@ class RolloutConfig(Section):
     schedule: Literal["sync", "one_step_off", "two_step_off", "async"] = Field(
         default="sync",
         description="When completions are written. sync: in their own step. one_step_off, two_step_off: one or two"
-        " steps ahead, while earlier steps are trained. async: up to max_staleness steps ahead; a step trains on the"
-        " prompts that are finished first.",
+        " steps ahead, while earlier steps are trained. async: ahead, too, and with new weights in the middle of"
+        " completions; a step trains on those that are finished first, as far as max_staleness allows.",
     )
     max_staleness: int = Field(
         default=2,

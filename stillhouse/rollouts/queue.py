@@ -2,12 +2,14 @@
 
     at step s, with the weights of version s, all groups of the steps up to s + ahead have been asked for
 
-`ahead` is 0 for sync, 1 and 2 for one_step_off and two_step_off. Such a step trains on its own groups. With
-`in_order=False` (async), it trains on as many groups, on those that were finished first. But a group that was asked
-for `ahead` steps ago cannot wait for the next step: it would be older than the bound. Of such groups there are never
-more than the step has, because all steps up to s together train on as many groups as had been asked for then. So no
-token is trained that was written more than `ahead` versions ago, every group is trained exactly once, and none is
-dropped.
+`ahead` is 0 for sync, 1 and 2 for one_step_off and two_step_off. Such a step trains on its own groups.
+
+With `in_order=False` (async), a step trains on as many groups, on those that are finished first. A group that others
+overtake must still be trained at most `max_staleness` steps after it was asked for. So a step takes a group out of
+turn only if the steps after it have room for all others before their time is up. Overtaking needs slack: a group may
+be asked for half of `max_staleness` ahead, and wait for the other half.
+
+No token is then older than `max_staleness` versions, every group is trained exactly once, and none is dropped.
 """
 
 import statistics
@@ -39,6 +41,7 @@ class QueueState:
 class RolloutQueue:
     """The samples of a run between the engine that writes them and the steps that train on them.
 
+    max_staleness: steps after which a group that was asked for has to be trained; only with `in_order=False`.
     advantage: how rewards become advantages (see `with_advantages`). alive: called now and then while waiting.
     """
 
@@ -50,11 +53,13 @@ class RolloutQueue:
         ahead: int,
         in_order: bool,
         last_step: int,
+        max_staleness: int = 0,
         advantage: Literal["normalized", "centered"] = "normalized",
         alive: Callable[[], None] = lambda: None,
     ):
         self.writer, self.plan, self.ahead, self.in_order = writer, plan, ahead, in_order
-        self.last_step, self.advantage, self._alive = last_step, advantage, alive
+        self.last_step, self.max_staleness = last_step, max_staleness
+        self.advantage, self._alive = advantage, alive
         self._asked_at: dict[int, int] = {}
         self._samples: dict[int, dict[int, Sample]] = {}
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
@@ -132,19 +137,38 @@ class RolloutQueue:
         finished = set(self._finished)
         if self.in_order:
             return finished.issuperset(self.plan.groups(step))
-        return finished.issuperset(self._due(step)) and len(finished) >= len(self.plan.groups(step))
+        in_time = all(
+            sum(self._last_chance(group) <= until for group in finished) >= least
+            for until, least in self._least(step).items()
+        )
+        return in_time and len(finished) >= len(self.plan.groups(step))
 
     def _chosen(self, step: int) -> Sequence[int]:
+        """The groups that the step trains on, of those that are finished."""
         groups = self.plan.groups(step)
         if self.in_order:
             return groups
-        due = self._due(step)
-        others = [group for group in self._finished if group not in due]
-        return [*due, *others[: len(groups) - len(due)]]
+        chosen: list[int] = []
+        for until, least in self._least(step).items():
+            in_time = [group for group in self._finished if self._last_chance(group) <= until]
+            missing = max(0, least - len(set(chosen).intersection(in_time)))
+            chosen += [group for group in in_time if group not in chosen][:missing]
+        others = [group for group in self._finished if group not in chosen]
+        return [*chosen, *others[: len(groups) - len(chosen)]]
 
-    def _due(self, step: int) -> list[int]:
-        """The groups that would be too old in the next step."""
-        return [group for group, asked_at in self._asked_at.items() if asked_at <= step - self.ahead]
+    def _last_chance(self, group: int) -> int:
+        """The last step that may train on a group that was asked for."""
+        return self._asked_at[group] + self.max_staleness
+
+    def _least(self, step: int) -> dict[int, int]:
+        """For each step from this one on, how many groups whose last chance is that step or earlier must be trained
+        now, because the steps after this one have room for the others only.
+        """
+        least, room = {}, 0
+        for until in range(step, step + self.max_staleness + 1):
+            room += len(self.plan.groups(until)) if until > step else 0
+            least[until] = sum(self._last_chance(group) <= until for group in self._asked_at) - room
+        return least
 
 
 def with_advantages(samples: Sequence[Sample], how: Literal["normalized", "centered"]) -> list[Sample]:

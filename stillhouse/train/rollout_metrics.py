@@ -1,0 +1,87 @@
+"""The metrics of a step's samples, and warnings of a policy that runs away."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from stillhouse.objective.keys import IS_SAMPLED
+from stillhouse.parallel import log_rank0
+from stillhouse.rollouts import Sample, staleness
+from stillhouse.train.engine import StepOutput
+from stillhouse.train.files import gather_from_ranks
+from stillhouse.train.session import Session
+
+#: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree
+MOST_LOG_RATIO = 0.1
+#: completions that are so many times longer than those of the first steps, and so often cut, have no end in sight
+LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
+
+
+class RolloutMetrics:
+    """Of the steps since the run was started or resumed."""
+
+    def __init__(self, session: Session):
+        self.session = session
+        self._first_lengths: list[float] = []
+        self._warned: set[str] = set()
+
+    def of(self, step: int, samples: Sequence[Sample], output: StepOutput) -> dict[str, float]:
+        """The metrics of a step. A collective of all processes."""
+        if not samples:
+            return {"rollout/share": 0.0}
+        lengths = [len(each.completion.ids_N) for each in samples]
+        metrics = {
+            "rollout/completion_tokens": statistics.fmean(lengths),
+            "rollout/truncated": statistics.fmean(each.completion.finish == "length" for each in samples),
+        }
+        rewards = [each.reward for each in samples if each.reward is not None]
+        if rewards:
+            metrics["rollout/reward"] = statistics.fmean(rewards)
+            metrics["rollout/reward_std"] = statistics.pstdev(rewards)
+        assert self.session.plan is not None
+        metrics["rollout/share"] = len(samples) / (len(samples) + len(self.session.plan.from_dataset(step)))
+        assert self.session.config.rollout is not None
+        if self.session.config.rollout.writer == "student":
+            metrics |= self._policy(step, samples, output)
+        self._watch(metrics)
+        return metrics
+
+    def _policy(self, step: int, samples: Sequence[Sample], output: StepOutput) -> dict[str, float]:
+        counts = staleness(samples, step)
+        tokens = sum(counts.values())
+        metrics = {
+            "rollout/staleness": sum(steps * count for steps, count in counts.items()) / tokens,
+            "rollout/staleness_max": float(max(counts)),
+        }
+        if "log_ratio" in output.sums:
+            own = [
+                float(each.per_token["log_ratio"].max()) for each in output.own if len(each.per_token["log_ratio"])
+            ]
+            largest = max(gather_from_ranks(max(own, default=0.0), self.session.runner.mesh))
+            metrics["rollout/log_ratio"] = output.sums["log_ratio"] / max(1.0, output.sums[IS_SAMPLED])
+            metrics["rollout/log_ratio_max"] = largest
+        return metrics
+
+    def _watch(self, metrics: dict[str, float]) -> None:
+        length, ratio = metrics["rollout/completion_tokens"], metrics.get("rollout/log_ratio", 0.0)
+        if len(self._first_lengths) < FIRST_STEPS:
+            self._first_lengths.append(length)
+        usual = statistics.fmean(self._first_lengths)
+        if length > LONGER * usual and metrics["rollout/truncated"] > OFTEN_CUT:
+            self._warn(
+                "length",
+                f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
+                f"{metrics['rollout/truncated']:.0%} of them are cut at rollout.max_new_tokens: the student does "
+                "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
+            )
+        if metrics.get("rollout/staleness_max") == 0 and (ratio > MOST_LOG_RATIO or math.isnan(ratio)):
+            self._warn(
+                "ratio",
+                f"the engine's log-probabilities differ by {ratio:.3g} nats on average from those in training, with "
+                "the same weights: it computes another model, another temperature or in another precision",
+            )
+
+    def _warn(self, what: str, line: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            log_rank0(f"warning: {line}")

@@ -1,0 +1,207 @@
+"""The rollouts of an on-policy run: from the configuration to the samples of a step, on all processes.
+
+With servers, only rank 0 is connected to them, and the other ranks get its samples.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from stillhouse.config import ConfigError, RolloutConfig
+from stillhouse.data import PackedSequences
+from stillhouse.parallel import ShardedMicroBatches, watchdog
+from stillhouse.rollouts import (
+    Completion,
+    RolloutEngine,
+    RolloutQueue,
+    Sample,
+    SampleWriter,
+    Sampling,
+    TargetRules,
+    require_versions,
+    step_documents,
+)
+from stillhouse.rollouts.hooks import load_function
+from stillhouse.rollouts.weights import publish
+from stillhouse.teachers import SignalsLostError
+from stillhouse.teachers.client import ServerError
+from stillhouse.train.agreement import from_all_ranks
+from stillhouse.train.folder import RunFolder
+from stillhouse.train.rollout_engine import open_engine
+from stillhouse.train.session import Session
+
+T = TypeVar("T")
+
+#: how many steps ahead of its own a schedule asks for completions; async: see `queue.py`
+_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
+
+
+class Rollouts:
+    """queue: of the samples; None on ranks without an engine, which get them from rank 0."""
+
+    def __init__(self, session: Session, folder: RunFolder):
+        assert session.config.rollout is not None
+        self.session, self.config = session, session.config.rollout
+        self.weights = Path(self.config.weights or folder.path / "weights")
+        self.engine: RolloutEngine | None = open_engine(session)
+        self.queue = None if self.engine is None else _queue(session, self.engine)
+        self._rules = TargetRules(
+            mask_truncated=self.config.truncated == "mask",
+            position_decay=self.config.position_decay,
+            by_student=self.config.writer == "student",
+        )
+
+    def ask(self, step: int) -> None:
+        """Give the engine the weights of this step, and ask for the completions that the step asks for.
+
+        Except under async, the completions of this step are finished before: they have tokens of one version.
+        """
+        queue = self.queue
+        if queue is not None and queue.in_order and queue.has_asked(step):
+            self._on_first(lambda: queue.wait_for(step))
+        else:
+            self._on_first(lambda: None)
+        if self.config.writer == "student":
+            folder = None
+            if self.config.urls:
+                folder = publish(self.session.runner, self.weights, step, self.session.tokenizer)
+            self._on_first(lambda: self._update_weights(step, folder))
+        self._on_first(lambda: None if queue is None else queue.ask(step))
+
+    def take(self, step: int) -> list[Sample]:
+        """The samples of a step, the same on all ranks. Waits for them."""
+        queue = self.queue
+        content = self._on_first(lambda: [] if queue is None else [_as_json(each) for each in queue.take(step)])
+        samples = [_from_json(each) for each in content]
+        if self.config.writer == "student":
+            require_versions(samples, step, self.config.max_staleness)
+        return samples
+
+    def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
+        """This process's part of a step on these samples, and on the dataset's completions of the step."""
+        session, plan = self.session, self.session.plan
+        assert plan is not None
+        documents = step_documents(
+            session.train.documents, samples, self._rules, session.dataset, plan.from_dataset(step)
+        )
+        packed = PackedSequences(
+            documents,
+            max_tokens=session.train.max_tokens,
+            seed=0,
+            shuffle=False,
+            gaps=session.train.gaps,
+            together=None if session.config.teachers is None else session.config.teachers.route,
+        )
+        rows = session.step_schedule.rows_per_micro_batch
+        numbers = np.arange(len(packed))
+        return session.shard(
+            packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
+        )
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def _update_weights(self, step: int, folder: Path | None) -> None:
+        if self.engine is not None:
+            self.engine.update_weights(step, folder)
+
+    def _on_first(self, action: Callable[[], T]) -> T:
+        """The result of an action on rank 0, on all ranks. It must be something that JSON can hold.
+
+        All ranks with an engine take the action, because an engine in this job writes on all of them together. An
+        error of rank 0 is raised on all ranks.
+        """
+        result: Any = None
+        problem, is_lost = "", False
+        if self.engine is not None:
+            try:
+                result = action()
+            except ServerError as error:
+                problem, is_lost = str(error), True
+            except ValueError as error:
+                problem = str(error)
+        result, problem, is_lost = from_all_ranks((result, problem, is_lost), self.session.device)[0]
+        if is_lost:
+            raise SignalsLostError(problem)
+        if problem:
+            raise ValueError(problem)
+        return result
+
+
+def _queue(session: Session, engine: RolloutEngine) -> RolloutQueue:
+    rollout, plan = session.config.rollout, session.plan
+    assert rollout is not None
+    assert plan is not None
+    writer = SampleWriter(
+        engine,
+        session.train.documents,
+        plan,
+        session.tokenizer,
+        rollout.max_new_tokens,
+        reward=_function("reward", rollout),
+        environment=_function("environment", rollout),
+        max_turns=rollout.max_turns if rollout.environment is not None else 1,
+    )
+    return RolloutQueue(
+        writer,
+        plan,
+        ahead=min(_AHEAD.get(rollout.schedule, (rollout.max_staleness + 1) // 2), rollout.max_staleness),
+        max_staleness=rollout.max_staleness,
+        in_order=rollout.schedule != "async",
+        last_step=session.step_schedule.steps - 1,
+        advantage=rollout.advantage,
+        alive=watchdog.progress,
+    )
+
+
+def _function(key: str, rollout: RolloutConfig) -> Any:
+    path = getattr(rollout, key)
+    try:
+        return None if path is None else load_function(path)
+    except ValueError as error:
+        raise ConfigError(f"rollout.{key}", str(error)) from error
+
+
+def sampling(session: Session, eos_ids: tuple[int, ...]) -> Sampling:
+    rollout = session.config.rollout
+    assert rollout is not None
+    return Sampling(
+        rollout.max_new_tokens,
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.min_p,
+        tuple(rollout.stop),
+        eos_ids,
+    )
+
+
+def _as_json(sample: Sample) -> dict[str, Any]:
+    completion = sample.completion
+    return {
+        "number": sample.number,
+        "prompt": sample.prompt,
+        "ids": completion.ids_N.tolist(),
+        "log_probs": completion.log_probs_N.tolist(),
+        "versions": completion.versions_N.tolist(),
+        "finish": completion.finish,
+        "is_written": sample.is_written_N.tolist(),
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+    }
+
+
+def _from_json(content: Mapping[str, Any]) -> Sample:
+    completion = Completion(
+        np.array(content["ids"], dtype=np.int32),
+        np.array(content["log_probs"], dtype=np.float32),
+        np.array(content["versions"], dtype=np.int32),
+        content["finish"],
+    )
+    is_written_N = np.array(content["is_written"], dtype=bool)
+    return Sample(
+        content["number"], content["prompt"], completion, is_written_N, content["reward"], content["advantage"]
+    )
