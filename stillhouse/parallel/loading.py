@@ -70,12 +70,7 @@ def load_weights(
     Raises ValueError for a weight that the folder has neither under its name in the model nor as one tensor per
     expert.
     """
-    decoder.to_empty(device="cpu" if offload else device)
-    decoder.tie()
-    for module in decoder.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device))
-    make_buffers(decoder)
+    allocate(decoder, device, offload=offload)
     wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():
@@ -95,6 +90,16 @@ def load_weights(
     with warnings.catch_warnings(), reading(f"{folder}: its weights cannot be read"):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+
+
+def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -> None:
+    """Allocate the memory of a decoder on the meta device. Only the buffers that no file holds get their values."""
+    decoder.to_empty(device="cpu" if offload else device)
+    decoder.tie()
+    for module in decoder.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+    make_buffers(decoder)
 
 
 def _files(folder: str | os.PathLike[str]) -> dict[str, str]:

@@ -1,0 +1,81 @@
+"""A whole copy of a student that is distributed over processes, for generation.
+
+transformers' `generate` needs a whole model, and a layout leaves each process a part of one. So every process that
+generates holds a copy, in the student's dtype and on the process's device, beside its part. It must fit there.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from stillhouse.models import Decoder
+from stillhouse.parallel import Runner, gathered
+from stillhouse.parallel.loading import allocate
+
+
+class StudentCopy:
+    """The copy, and the refreshing of its weights. All ranks of the runner's mesh have one.
+
+    build: returns the whole student, as `ModelSource.build` does: with any weights, or on the meta device.
+
+    Raises ValueError if the copy has a tensor that no rank holds.
+    """
+
+    def __init__(self, runner: Runner, build: Callable[[], Decoder]):
+        assert runner.mesh is not None, "a runner of one process has the whole student itself"
+        self.runner, self.mesh = runner, runner.mesh
+        self.decoder = build()
+        if next(self.decoder.parameters()).is_meta:
+            allocate(self.decoder, self.mesh.device)
+        self.decoder.to(self.mesh.device).eval()
+        trained = {
+            name for student in runner.students() for name, each in student.named_parameters() if each.requires_grad
+        }
+        self._owners = self._find_owners()
+        everyone = gathered(sorted(trained), self.mesh.everyone, self.mesh.device)
+        self._trained = {name for names in everyone for name in names}
+        self.decoder.requires_grad_(False)
+        self._copy(self._owners)
+
+    def refresh(self) -> None:
+        """Copy the student's present weights, one tensor at a time; a collective of all ranks.
+
+        Frozen weights, such as those below an adapter, were copied when this object was made.
+        """
+        self._copy({name: owner for name, owner in self._owners.items() if name in self._trained})
+
+    @torch.no_grad()
+    def _copy(self, owners: dict[str, int]) -> None:
+        held = self._held()
+        here = self.mesh.weights.get_local_rank("pipeline")
+        group = self.mesh.weights.get_group("pipeline")
+        whole = self.decoder.state_dict()
+        for name, owner in owners.items():
+            value = self._gathered(held[name]) if owner == here else torch.empty_like(whole[name])
+            if group.size() > 1:
+                dist.broadcast(value, group=group, group_src=owner)
+            whole[name].copy_(value)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """The whole tensor on this device: a collective of the ranks that hold its shards."""
+        # offloaded shards are in host memory, where the group of the ranks cannot gather them
+        here = tensor.to(self.mesh.device)
+        return (here.full_tensor() if isinstance(here, DTensor) else here).contiguous()
+
+    def _held(self) -> dict[str, Tensor]:
+        return {name: each for student in self.runner.students() for name, each in student.state_dict().items()}
+
+    def _find_owners(self) -> dict[str, int]:
+        """For each tensor of the copy, the first coordinate on the pipeline axis that holds it."""
+        own = self.mesh.weights.get_local_rank("pipeline"), sorted(self._held())
+        owners: dict[str, int] = {}
+        for coordinate, names in sorted(gathered(own, self.mesh.everyone, self.mesh.device)):
+            for name in names:
+                owners.setdefault(name, coordinate)
+        wanted = list(self.decoder.state_dict())
+        if missing := [name for name in wanted if name not in owners]:
+            raise ValueError(f"no rank holds the student's tensor '{missing[0]}': expected a copy of the same model")
+        return {name: owners[name] for name in wanted}
