@@ -31,10 +31,14 @@ CONTRACTS = {
         "signal, divergence, scale=1.0, temperature=1.0, scale_by_temperature_squared=False, *, weights_T=None, "
         "label=None"
     ),
-    "SampledKL": "labels_T, teacher_log_probs_T, estimator='k2', scale=1.0, temperature=1.0, *, weights_T=None",
+    "SampledKL": (
+        "labels_T, teacher_log_probs_T, estimator='k2', scale=1.0, temperature=1.0, *, weights_T=None, "
+        "correction=Correction(kind='none', limit=2.0), old_log_probs_T=None, sampling_temperature=None, label=None"
+    ),
     "PolicyGradient": (
         "labels_T, advantages_T, old_log_probs_T, reference_log_probs_T=None, clip_low=0.2, clip_high=0.2, "
-        "kl_scale=0.0, scale=1.0, temperature=1.0, *, weights_T=None, dual_clip=None, surrogate='clip'"
+        "kl_scale=0.0, scale=1.0, temperature=1.0, *, weights_T=None, dual_clip=None, surrogate='clip', "
+        "correction=Correction(kind='none', limit=2.0)"
     ),
     "Entropy": "scale, temperature=1.0, *, weights_T=None",
     "linear_objective": (
@@ -53,7 +57,7 @@ def shown(call: object) -> str:
         for parameter in inspect.signature(call).parameters.values()
         if parameter.name != "self"
     ]
-    return str(inspect.Signature(parameters)).strip("()")
+    return str(inspect.Signature(parameters))[1:-1]
 
 
 @pytest.mark.parametrize("name", CONTRACTS)

@@ -80,7 +80,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "dual clip": (lambda: policy(dual_clip=1.0), "dual_clip=1.0: expected a number above 1"),
     "nan dual clip": (lambda: policy(dual_clip=NAN), "dual_clip=nan"),
     "dual clip of cispo": (lambda: policy(dual_clip=3.0, surrogate="cispo"), "dual_clip=3.0 with surrogate='cispo'"),
-    "surrogate": (lambda: policy(surrogate="gspo"), "surrogate='gspo': expected 'clip' or 'cispo'"),
+    "surrogate": (lambda: policy(surrogate="gspo"), "surrogate='gspo': expected 'clip', 'cispo' or 'corrected'"),
     "labels": (
         lambda: objective([CrossEntropy(torch.zeros(9, dtype=torch.int64))]),
         "terms[0] (cross_entropy) has 9 tokens, the student 37",

@@ -28,11 +28,13 @@ from stillhouse.objective import (
     PolicyGradient,
     RoutedSignals,
     SeveralSignals,
+    Signal,
     Term,
     linear_log_probs,
     linear_objective,
     routed_objective,
 )
+from stillhouse.objective.keys import IS_SAMPLED
 from stillhouse.objective.spec import ObjectiveSpec
 
 
@@ -121,42 +123,68 @@ def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> Out
     """Return a processor that gives the `ObjectiveOutput` of a spec; its context is `DistillTargets`.
 
     spec: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`. With `RoutedSignals`, the metrics have
-    the number of rows of each teacher as `tokens/<name>`.
+    the number of rows of each teacher as `tokens/<name>`. Further depths of multi-token prediction have the objective
+    `spec.at_further_depths()`.
     """
-
-    def terms(context: DistillTargets) -> list[Term]:
-        if spec.needs_teacher and context.signal is None:
-            raise ValueError(f"signal is missing: expected a teacher's signal for {len(context.labels_T)} tokens")
-        assert not isinstance(context.signal, RoutedSignals)
-        return spec.terms(context.labels_T, context.signal)
-
-    objective = Objective(terms, chunk_tokens)
 
     def process(
         *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
     ) -> ObjectiveOutput:
         here = context.at(depth)
-        if not isinstance(here.signal, RoutedSignals):
+        own = spec.at_further_depths() if depth and spec.needs_rollouts else spec
+        if own.needs_teacher and here.signal is None:
+            raise ValueError(f"signal is missing: expected a teacher's signal for {len(here.labels_T)} tokens")
+        signal = here.signal
+        if not isinstance(signal, RoutedSignals):
+            objective = Objective(lambda each: _terms(own, each, signal, each.valid_index, head, depth), chunk_tokens)
             return objective(hidden_states=hidden_states, head=head, context=context, depth=depth)
         output = routed_objective(
             hidden_states.flatten(0, -2),
             head,
-            _groups(spec, here.labels_T, here.signal),
+            _groups(own, here, signal, head),
             weights_T=here.weights_T,
             normalizer=here.normalizer,
             chunk_tokens=chunk_tokens,
         )
-        counts = {f"tokens/{name}": output.loss.new_tensor(len(each)) for name, each in here.signal.rows.items()}
+        counts = {f"tokens/{name}": output.loss.new_tensor(len(each)) for name, each in signal.rows.items()}
         return replace(output, metrics=output.metrics | counts)
 
     return process
 
 
-def _groups(spec: ObjectiveSpec, labels_T: Tensor, signals: RoutedSignals) -> Iterator[tuple[Tensor, list[Term]]]:
+def _groups(
+    spec: ObjectiveSpec, context: DistillTargets, signals: RoutedSignals, head: OutputHead
+) -> Iterator[tuple[Tensor, list[Term]]]:
     """Yield each teacher's rows and terms, while the teacher's output head is there."""
     for name, index in signals.rows.items():
         with signals.opened(name) as signal:
-            yield index, spec.terms(labels_T, SeveralSignals({name: signal}))
+            yield index, _terms(spec, context, SeveralSignals({name: signal}), index, head)
+
+
+def _terms(
+    spec: ObjectiveSpec,
+    context: DistillTargets,
+    signal: Signal | None,
+    valid_index: Tensor | None,
+    head: OutputHead,
+    depth: int = 0,
+) -> list[Term]:
+    """Return the terms of a depth. valid_index: the rows of these terms; None: those with a weight."""
+    per_token = context.per_token
+    if depth:
+        # tokens are drawn from depth 0: only the kind of each token matters at further depths
+        per_token = {name: each_T for name, each_T in per_token.items() if name == IS_SAMPLED}
+    if valid_index is None and spec.needs_rollouts:
+        assert context.weights_T is not None
+        valid_index = context.weights_T.nonzero()[:, 0]
+    return spec.terms(
+        context.labels_T,
+        signal,
+        per_token,
+        document_T=context.document_T,
+        valid_index=valid_index,
+        student=head,
+    )
 
 
 def policy_gradient(

@@ -6,8 +6,8 @@ after that one. Only `shift_for_mtp` shifts targets for multi-token prediction.
 B rows of S tokens each, T = B·S tokens in the rows' order.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -39,8 +39,11 @@ class Targets:
         if self.weights_T is None:
             object.__setattr__(self, "weights_T", (self.labels_T >= 0).float())
         for name in self._per_token:
-            if isinstance(given := getattr(self, name), Tensor):
+            given = getattr(self, name)
+            if isinstance(given, Tensor):
                 object.__setattr__(self, name, given.flatten())
+            elif isinstance(given, Mapping):
+                object.__setattr__(self, name, {key: each.flatten() for key, each in given.items()})
 
     def at(self, depth: int) -> Self:
         """Return the targets of a depth. Raises ValueError for a depth that `mtp_targets` does not have."""
@@ -80,9 +83,7 @@ class Targets:
 
     def _taken(self, index_T: Tensor) -> Self:
         taken: dict[str, Any] = {
-            name: each.rows(index_T) if isinstance(each, Signal) else each[index_T]
-            for name in self._per_token
-            if (each := getattr(self, name)) is not None
+            name: _rows(each, index_T) for name in self._per_token if (each := getattr(self, name)) is not None
         }
         return replace(self, **taken, valid_index=None, mtp_targets=())
 
@@ -92,11 +93,15 @@ class DistillTargets(Targets):
     """Targets, and the teacher's signal for the same rows; None if no term needs a teacher.
 
     `RoutedSignals` cannot be cut into rows or shifted for multi-token prediction.
+    per_token: further tensors about the tokens to predict, of the labels' shape; `objective/keys.py` has their names.
+    document_T: the document of each row, of the labels' shape, for a discount; documents follow one another.
     """
 
     signal: Signal | RoutedSignals | None = None
+    per_token: Mapping[str, Tensor] = field(default_factory=dict)
+    document_T: Tensor | None = None
 
-    _per_token = (*Targets._per_token, "signal")
+    _per_token = (*Targets._per_token, "signal", "per_token", "document_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +119,12 @@ class PolicyTargets(Targets):
         for name in ("advantages_T", "old_log_probs_T"):
             if getattr(self, name) is None:
                 raise ValueError(f"{name} is missing: expected a number for each of {len(self.labels_T)} tokens")
+
+
+def _rows(value: Any, index_T: Tensor) -> Any:
+    if isinstance(value, Mapping):
+        return {name: each[index_T] for name, each in value.items()}
+    return value.rows(index_T) if isinstance(value, Signal) else value[index_T]
 
 
 def _shifted_rows(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -3,6 +3,7 @@
 It depends only on torch. Start with `linear_objective`; `reference.dense_objective` is the same in plain autograd.
 """
 
+from stillhouse.objective.correction import Correction
 from stillhouse.objective.divergence import (
     Divergence,
     alpha_beta,
@@ -14,27 +15,31 @@ from stillhouse.objective.divergence import (
     skew_reverse_kl,
     total_variation,
 )
+from stillhouse.objective.draws import discounted_sum
 from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective, routed_objective
 from stillhouse.objective.head import OutputHead
 from stillhouse.objective.log_probs import linear_log_probs
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled import PolicyGradient, SampledKL
+from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.several import RoutedSignals, SeveralSignals
 from stillhouse.objective.signals import Chosen, DenseLogits, FullVocab, Sampled, Signal, TopK
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
+from stillhouse.objective.teacher_log_probs import teacher_log_probs
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.vocab import VocabShard
 
 __all__ = [
     "Chosen",
     "Continuation",
+    "Correction",
     "CrossEntropy",
     "DenseLogits",
     "Distill",
     "Divergence",
     "Entropy",
     "FullVocab",
+    "LogRatio",
     "Mixture",
     "ObjectiveOutput",
     "OutputHead",
@@ -51,6 +56,7 @@ __all__ = [
     "TopK",
     "VocabShard",
     "alpha_beta",
+    "discounted_sum",
     "forward_kl",
     "jsd",
     "linear_log_probs",
@@ -61,5 +67,6 @@ __all__ = [
     "routed_objective",
     "skew_forward_kl",
     "skew_reverse_kl",
+    "teacher_log_probs",
     "total_variation",
 ]

@@ -2,15 +2,16 @@
 
     0.3*cross_entropy + 0.7*jsd(0.5)
     0.9*forward_kl + 0.1*skew_reverse_kl(alpha=0.1)
+    policy_gradient + 0.1*sampled_kl(k3)
 
 Python's own parser reads the text. Only sums, products with a number, names, and calls with literal arguments are
-accepted; nothing is evaluated.
+accepted; nothing is evaluated. An argument is a number, or a word where a name takes words.
 """
 
 import ast
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,8 +24,8 @@ class Part:
 
     coefficient: float
     name: str
-    arguments: tuple[float | bool, ...] = ()
-    keywords: tuple[tuple[str, float | bool], ...] = ()
+    arguments: tuple[float | bool | str, ...] = ()
+    keywords: tuple[tuple[str, float | bool | str], ...] = ()
 
     def call(self, make: Callable[..., Made]) -> Made:
         """Call `make` with the arguments. Raises ValueError for a wrong number or name of arguments."""
@@ -40,15 +41,18 @@ class Part:
             raise ValueError(f"{self.name}: {problem}; expected {form}") from error
 
 
-def parse_sum(text: str) -> list[Part]:
-    """Return the summands of an expression, in order. Raises ValueError with the part of the text that is wrong."""
+def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Part]:
+    """Return the summands of an expression, in order. Raises ValueError with the part of the text that is wrong.
+
+    take_words: the names whose arguments are words.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError as error:
         raise ValueError(
             f"cannot read {text!r}: expected a sum such as '0.3*cross_entropy + 0.7*jsd(0.5)'"
         ) from error
-    return [_part(node, sign, text) for node, sign in _summands(tree.body, 1.0)]
+    return [_part(node, sign, text, take_words) for node, sign in _summands(tree.body, 1.0)]
 
 
 def unknown_name(name: str, known: Iterable[str]) -> ValueError:
@@ -68,7 +72,7 @@ def _summands(node: ast.expr, sign: float) -> list[tuple[ast.expr, float]]:
     return [(node, sign)]
 
 
-def _part(node: ast.expr, sign: float, text: str) -> Part:
+def _part(node: ast.expr, sign: float, text: str, take_words: Collection[str]) -> Part:
     coefficient = 1.0
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         number, node = (node.left, node.right) if _is_number(node.left) else (node.right, node.left)
@@ -78,14 +82,21 @@ def _part(node: ast.expr, sign: float, text: str) -> Part:
     if isinstance(node, ast.Name):
         return Part(sign * coefficient, node.id)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        arguments = tuple(_literal(argument, text) for argument in node.args)
-        keywords = tuple((str(keyword.arg), _literal(keyword.value, text)) for keyword in node.keywords)
+        read = _word if node.func.id in take_words else _literal
+        arguments = tuple(read(argument, text) for argument in node.args)
+        keywords = tuple((str(keyword.arg), read(keyword.value, text)) for keyword in node.keywords)
         return Part(sign * coefficient, node.func.id, arguments, keywords)
     raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected number*name or number*name(arguments)")
 
 
 def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant | ast.UnaryOp)
+
+
+def _word(node: ast.expr, text: str) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    raise ValueError(f"cannot read {ast.unparse(node)!r} in {text!r}: expected a word, without quotation marks")
 
 
 def _literal(node: ast.expr, text: str) -> float | bool:

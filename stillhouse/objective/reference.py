@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stillhouse.objective.correction import Correction
 from stillhouse.objective.divergence import Divergence
 from stillhouse.objective.formulas import sides
 from stillhouse.objective.fused import ObjectiveOutput
 from stillhouse.objective.head import OutputHead, common_vocabulary
 from stillhouse.objective.keys import unique_names
 from stillhouse.objective.mixture import Mixture
-from stillhouse.objective.sampled import PolicyGradient, SampledKL
+from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL
 from stillhouse.objective.signals import DenseLogits, FullVocab, Sampled, Signal, SparseSignal, teacher_tail
 from stillhouse.objective.sorted_l1 import SortedL1, sorted_l1
 from stillhouse.objective.spans import Continuation
@@ -54,7 +55,8 @@ def dense_objective(
         own_T = weights_T if term.weights_T is None else weights_T * term.weights_T.to(dtype)
         value_T = _value(term, _attached(logits_TV, counted_T), vocabulary)
         value_T = torch.where(own_T == 0, torch.zeros_like(value_T), value_T)
-        loss = loss + term.scale * (own_T * value_T).sum()
+        if term.scale:  # a term of scale 0 is only reported: it may be infinite
+            loss = loss + term.scale * (own_T * value_T).sum()
         metrics[name] = (own_T * value_T).sum().detach()
         per_token[name] = value_T.detach()
     return ObjectiveOutput(loss / normalizer, metrics, per_token)
@@ -101,11 +103,14 @@ def _value(term: Term, logits_TV: Tensor, vocabulary: int) -> Tensor:
             log_p_TB = torch.cat([signal.log_probs_TK, signal.tail_log_prob_T[:, None]], 1).detach()
             value_T = sorted_l1(log_p_TB.to(log_q_TV.dtype), log_q_TV)
             return value_T * term.temperature**2 if term.scale_by_temperature_squared else value_T
-        case SampledKL() | PolicyGradient():
-            log_q_TV = torch.log_softmax(logits_TV / term.temperature, 1)
-            log_q_T = log_q_TV.gather(1, term.labels_T.clamp_min(0)[:, None].long())[:, 0]
+        case SampledKL() | PolicyGradient() | LogRatio():
             drawn_T = term.labels_T >= 0
+            log_q_T = _log_q(term.labels_T, logits_TV, term.temperature)
             value_T = _at_drawn(term, log_q_T[drawn_T], drawn_T)
+            if isinstance(term, SampledKL) and term.old_log_probs_T is not None:
+                sampling = term.temperature if term.sampling_temperature is None else term.sampling_temperature
+                drawn_log_q_T = _log_q(term.labels_T, logits_TV, sampling)[drawn_T]
+                value_T = _correction(term.correction, drawn_log_q_T, term.old_log_probs_T[drawn_T]) * value_T
             return torch.zeros_like(log_q_T).index_put((drawn_T,), value_T)
     raise TypeError(f"no reference for {type(term).__name__}")
 
@@ -121,7 +126,25 @@ def _cross_entropy(term: CrossEntropy, logits_TV: Tensor) -> Tensor:
     return value_T + term.z_loss * torch.where(term.labels_T >= 0, z_T, torch.zeros_like(z_T))
 
 
-def _at_drawn(term: SampledKL | PolicyGradient, log_q_T: Tensor, drawn_T: Tensor) -> Tensor:
+def _log_q(labels_T: Tensor, logits_TV: Tensor, temperature: float) -> Tensor:
+    log_q_TV = torch.log_softmax(logits_TV / temperature, 1)
+    return log_q_TV.gather(1, labels_T.clamp_min(0)[:, None].long())[:, 0]
+
+
+def _correction(correction: Correction, log_q_T: Tensor, old_log_probs_T: Tensor) -> Tensor:
+    """Return the constant weight of each drawn token, one token at a time."""
+    weights = []
+    for log_q, old in zip(log_q_T.tolist(), old_log_probs_T.tolist(), strict=True):
+        ratio = math.exp(min(log_q - old, 700.0))
+        inside = 1 / correction.limit <= ratio <= correction.limit
+        truncated, masked = min(ratio, correction.limit), ratio if inside else 0.0
+        weights.append({"none": 1.0, "truncated": truncated, "masked": masked}[correction.kind])
+    return log_q_T.new_tensor(weights)
+
+
+def _at_drawn(term: SampledKL | PolicyGradient | LogRatio, log_q_T: Tensor, drawn_T: Tensor) -> Tensor:
+    if isinstance(term, LogRatio):
+        return (log_q_T.detach() - term.old_log_probs_T[drawn_T].to(log_q_T.dtype)).abs()
     if isinstance(term, SampledKL):
         r_T = term.teacher_log_probs_T[drawn_T].to(log_q_T.dtype) - log_q_T
         return r_T.square() / 2 if term.estimator == "k2" else r_T.exp() - 1 - r_T
@@ -131,6 +154,8 @@ def _at_drawn(term: SampledKL | PolicyGradient, log_q_T: Tensor, drawn_T: Tensor
     gain_T = torch.min(ratio_T * advantages_T, clipped_T * advantages_T)
     if term.surrogate == "cispo":
         gain_T = clipped_T.detach() * advantages_T * log_q_T
+    elif term.surrogate == "corrected":
+        gain_T = _correction(term.correction, log_q_T, term.old_log_probs_T[drawn_T]) * advantages_T * log_q_T
     elif term.dual_clip is not None:
         gain_T = torch.where(advantages_T < 0, torch.max(gain_T, term.dual_clip * advantages_T), gain_T)
     value_T = -gain_T

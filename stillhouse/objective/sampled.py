@@ -6,6 +6,9 @@ q is the student's probability, z its logits, τ the temperature. On-policy, y i
 the expectation over y of the term's gradient, which is not the gradient of the term's expected value. The two differ
 for the estimators k1, k2, k3 of a KL (Schulman 2020).
 
+Tokens of older weights, or of an engine that computes differently, are drawn from q_old instead of q. A `Correction`
+weights each of them by a limited ρ = q(y) / q_old(y), at the temperature of the draws.
+
 C rows of a chunk of T tokens.
 """
 
@@ -17,10 +20,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from stillhouse.objective.correction import NO_CORRECTION, Correction
 from stillhouse.objective.plan import PlanBuilder
 from stillhouse.objective.signals import RowIndex, check_temperature
 from stillhouse.objective.stable import expect
-from stillhouse.objective.terms import Term, check_labels, check_scale
+from stillhouse.objective.terms import Term, check_labels, check_scale, labelled
 from stillhouse.objective.tile import TermResult, Tile
 
 
@@ -52,7 +56,7 @@ class AtLabel(Term):
         # rows without a label have log q = −inf, which φ need not support
         log_q_C = tile.log_probs_at(self.labels_T, self.temperature)[:, 0].masked_fill(~has_label_C, 0.0)
         value_C, slope_C, statistics = self.of(tile, log_q_C)
-        if tile.needs_gradient:
+        if tile.needs_gradient and self.scale:
             # a row that does not count may hold anything, and its slope may be infinite
             weighted_C = expect(weights_C * has_label_C / self.temperature, slope_C)
             tile.add_probability(self.temperature, -weighted_C)
@@ -67,9 +71,13 @@ class SampledKL(AtLabel):
 
     estimator: "k2" is r²/2; its expected on-policy gradient is the gradient of reverse KL, KL(q‖p). "k3" is
     e^r − 1 − r; its expected on-policy gradient is the gradient of forward KL, KL(p‖q), although its expected value
-    is the reverse KL. For tokens that another policy sampled, neither statement holds.
+    is the reverse KL. For tokens that another policy sampled, neither statement holds without a correction.
 
     teacher_log_probs_T: log p(y) at the term's temperature.
+    correction: multiplies each value by a constant weight of ρ = q(y) / q_old(y). It needs old_log_probs_T, which is
+        log q_old(y) at the temperature of the draws, `sampling_temperature` (None: the term's). Its statistics are
+        `ratio`, ρ, and `clipped`, 1 where the limit changed the weight.
+    `label`: as in `Distill`.
     """
 
     labels_T: Tensor
@@ -79,20 +87,25 @@ class SampledKL(AtLabel):
     temperature: float = 1.0
     _: KW_ONLY
     weights_T: Tensor | None = None
+    correction: Correction = NO_CORRECTION
+    old_log_probs_T: Tensor | None = None
+    sampling_temperature: float | None = None
+    label: str | None = None
 
     def __post_init__(self) -> None:
-        if self.estimator == "k1":
+        check_estimator(self.estimator)
+        given = {"teacher_log_probs_T": self.teacher_log_probs_T}
+        if self.old_log_probs_T is not None:
+            given["old_log_probs_T"] = self.old_log_probs_T
+        elif self.correction.kind != "none":
             raise ValueError(
-                "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the drawn token is 0; "
-                "expected 'k2' (descends reverse KL) or 'k3' (forward KL). k1 is an advantage: pass log p − log q to "
-                "PolicyGradient"
+                f"correction={self.correction.kind!r} without old_log_probs_T: expected the log-probabilities with "
+                "which the tokens were drawn"
             )
-        if self.estimator not in ("k2", "k3"):
-            raise ValueError(
-                f"estimator={self.estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)"
-            )
-        check_drawn(self.labels_T, teacher_log_probs_T=self.teacher_log_probs_T)
+        check_drawn(self.labels_T, **given)
         check_temperature(self.temperature)
+        if self.sampling_temperature is not None:
+            check_temperature(self.sampling_temperature)
         check_scale(self.scale)
 
     @property
@@ -102,13 +115,28 @@ class SampledKL(AtLabel):
 
     @property
     def name(self) -> str:
-        return f"sampled_{self.descends}"
+        return labelled(f"sampled_{self.descends}", self.label)
+
+    def request(self, plan: PlanBuilder) -> None:
+        super().request(plan)
+        if self.correction.kind != "none":
+            plan.softmax(self._of_draws)
 
     def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         r_C = tile.take(self.teacher_log_probs_T).to(log_q_C.dtype) - log_q_C
-        if self.estimator == "k2":
-            return r_C.square() / 2, -r_C, {}
-        return *k3(r_C), {}
+        value_C, slope_C = (r_C.square() / 2, -r_C) if self.estimator == "k2" else k3(r_C)
+        if self.correction.kind == "none":
+            return value_C, slope_C, {}
+        assert self.old_log_probs_T is not None
+        drawn_log_q_C = tile.log_probs_at(self.labels_T, self._of_draws)[:, 0]
+        ratio_C = (drawn_log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).exp()
+        weight_C, is_limited_C = self.correction.weights(ratio_C)
+        statistics = {"ratio": ratio_C, "clipped": is_limited_C.to(log_q_C.dtype)}
+        return expect(weight_C, value_C), expect(weight_C, slope_C), statistics
+
+    @property
+    def _of_draws(self) -> float:
+        return self.temperature if self.sampling_temperature is None else self.sampling_temperature
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +154,8 @@ class PolicyGradient(AtLabel):
         clipping of INTELLECT-2 (arXiv:2505.07291) and `delta` of TRL.
     surrogate: "clip" is the formula above. "cispo" is value = −clip(ρ)·A·log q(y) with a constant clip(ρ): every
         token keeps a gradient of bounded size (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5, which has clip_low=1, that
-        is, no lower bound).
+        is, no lower bound). "corrected" is value = −w·A·log q(y), where w is the constant weight of `correction`, 1
+        by default; clip_low and clip_high have no effect.
 
     The penalty is that of GRPO; on-policy, its gradient is that of KL(ref‖q). For KL(q‖ref) use kl_scale=0 and add
     SampledKL(…, "k2") with the reference's log-probabilities instead of a teacher's. To use distillation as a reward,
@@ -134,7 +163,7 @@ class PolicyGradient(AtLabel):
     temperature. Advantages and old log-probabilities are constants.
 
     Statistics: `ratio`, ρ; `clipped`, 1 where clipping has set the surrogate's gradient to 0 (with "cispo": where ρ
-    was clipped); `reference_kl`, e^r − 1 − r.
+    was clipped; with "corrected": where the limit changed the weight); `reference_kl`, e^r − 1 − r.
     """
 
     labels_T: Tensor
@@ -149,7 +178,8 @@ class PolicyGradient(AtLabel):
     _: KW_ONLY
     weights_T: Tensor | None = None
     dual_clip: float | None = None
-    surrogate: Literal["clip", "cispo"] = "clip"
+    surrogate: Literal["clip", "cispo", "corrected"] = "clip"
+    correction: Correction = NO_CORRECTION
 
     def __post_init__(self) -> None:
         given = {"advantages_T": self.advantages_T, "old_log_probs_T": self.old_log_probs_T}
@@ -161,14 +191,19 @@ class PolicyGradient(AtLabel):
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0 "
                 "(infinity for none)"
             )
-        if self.surrogate not in ("clip", "cispo"):
-            raise ValueError(f"surrogate={self.surrogate!r}: expected 'clip' or 'cispo'")
+        if self.surrogate not in ("clip", "cispo", "corrected"):
+            raise ValueError(f"surrogate={self.surrogate!r}: expected 'clip', 'cispo' or 'corrected'")
+        if self.correction.kind != "none" and self.surrogate != "corrected":
+            raise ValueError(
+                f"correction={self.correction.kind!r} with surrogate={self.surrogate!r}: expected 'corrected', since "
+                "the other surrogates limit the ratio themselves"
+            )
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"dual_clip={self.dual_clip}: expected a number above 1, or None for none")
-        if self.dual_clip is not None and self.surrogate == "cispo":
+        if self.dual_clip is not None and self.surrogate != "clip":
             raise ValueError(
-                f"dual_clip={self.dual_clip} with surrogate='cispo': expected None, since its gradient is bounded by "
-                "clip_high already"
+                f"dual_clip={self.dual_clip} with surrogate={self.surrogate!r}: expected None, since its gradient is "
+                "bounded already"
             )
         if self.kl_scale and self.reference_log_probs_T is None:
             raise ValueError(f"kl_scale={self.kl_scale} without reference_log_probs_T: expected both, or kl_scale=0")
@@ -195,6 +230,9 @@ class PolicyGradient(AtLabel):
 
     def _surrogate(self, ratio_C: Tensor, advantage_C: Tensor, log_q_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the surrogate's value, its derivative with respect to log q, and where clipping took effect."""
+        if self.surrogate == "corrected":
+            weight_C, is_limited_C = self.correction.weights(ratio_C)
+            return -expect(weight_C * advantage_C, log_q_C), -weight_C * advantage_C, is_limited_C
         clipped_ratio_C = ratio_C.clamp(1 - self.clip_low, 1 + self.clip_high)
         gain_C, clipped_C = expect(advantage_C, ratio_C), clipped_ratio_C * advantage_C
         if self.surrogate == "cispo":
@@ -205,6 +243,32 @@ class PolicyGradient(AtLabel):
             is_beyond_C = (advantage_C < 0) & (bound_C > least_C)
             is_clipped_C, least_C = is_clipped_C | is_beyond_C, torch.where(is_beyond_C, bound_C, least_C)
         return -least_C, -gain_C.masked_fill(is_clipped_C, 0.0), is_clipped_C
+
+
+@dataclass(frozen=True, eq=False)
+class LogRatio(AtLabel):
+    """|log q(y) − log q_old(y)|, how far the student is from what drew a token. It is reported and never in the loss.
+
+    old_log_probs_T: log q_old(y) at the term's temperature, which is that of the draws. The statistic `sampled` is 1
+    at every row with a value, so that `log_ratio` / `sampled` is a mean.
+    """
+
+    labels_T: Tensor
+    old_log_probs_T: Tensor
+    temperature: float = 1.0
+    _: KW_ONLY
+    weights_T: Tensor | None = None
+
+    name = "log_ratio"
+    scale = 0.0
+
+    def __post_init__(self) -> None:
+        check_drawn(self.labels_T, old_log_probs_T=self.old_log_probs_T)
+        check_temperature(self.temperature)
+
+    def of(self, tile: Tile, log_q_C: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        value_C = (log_q_C - tile.take(self.old_log_probs_T).to(log_q_C.dtype)).abs()
+        return value_C, torch.zeros_like(value_C), {"sampled": torch.ones_like(value_C)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +290,17 @@ class LogProb(AtLabel):
 def k3(r_C: Tensor) -> tuple[Tensor, Tensor]:
     """Return e^r − 1 − r and its derivative with respect to log q, where r = log p − log q."""
     return torch.expm1(r_C) - r_C, -torch.expm1(r_C)
+
+
+def check_estimator(estimator: str) -> None:
+    if estimator == "k1":
+        raise ValueError(
+            "estimator='k1' as a loss: the expected on-policy gradient of log q − log p at the drawn token is 0; "
+            "expected 'k2' (descends reverse KL) or 'k3' (forward KL). k1 is an advantage: pass log p − log q to "
+            "PolicyGradient"
+        )
+    if estimator not in ("k2", "k3"):
+        raise ValueError(f"estimator={estimator!r}: expected 'k2' (descends reverse KL) or 'k3' (forward KL)")
 
 
 def check_drawn(labels_T: Tensor, **per_token: Tensor) -> None:

@@ -1,19 +1,31 @@
 """A run's objective as one expression: `0.3*cross_entropy + 0.7*jsd(0.5) + 1e-4*z_loss`.
 
-The grammar is that of `parse_divergence` with four more names: `cross_entropy(label_smoothing=…)`, `z_loss`,
-`entropy` (an entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become
-one term, so that they share one pass over the tile; the term's name in metrics is the divergences' expression.
+The grammar is that of `parse_divergence` with more names: `cross_entropy(label_smoothing=…)`, `z_loss`, `entropy` (an
+entropy bonus has a negative coefficient) and `uld` (`sorted_l1.py`). All divergences of the sum become one term, so
+that they share one pass over the tile; the term's name in metrics is the divergences' expression.
+
+Two more names learn from tokens that the student has drawn, and need a batch of rollouts: `sampled_kl(k2)` or
+`sampled_kl(k3)`, and `policy_gradient(clip_low=…, clip_high=…, teacher_kl=…)`. In such a batch, cross-entropy and
+z-loss count at the tokens that the student has not drawn, these two at those that it has, and divergences and the
+entropy at all of them. Divergences and the entropy need no correction for tokens of older weights: at each row they
+are exact, whatever token was drawn there.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
+from stillhouse.objective.correction import NO_CORRECTION, Correction
 from stillhouse.objective.divergence import DIVERGENCES, Divergence, weighted_parts
+from stillhouse.objective.draws import Draws
 from stillhouse.objective.expression import Part, parse_sum, unknown_name
+from stillhouse.objective.head import OutputHead
+from stillhouse.objective.keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
+from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL, check_estimator
 from stillhouse.objective.several import SeveralSignals
 from stillhouse.objective.signals import Signal
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
@@ -21,7 +33,9 @@ from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 
 #: the names of the grammar that are no divergences
-OTHERS = ("cross_entropy", "z_loss", "entropy", "uld")
+OTHERS = ("cross_entropy", "z_loss", "entropy", "uld", "sampled_kl", "policy_gradient")
+#: the names whose arguments are words
+TAKE_WORDS = ("sampled_kl",)
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,14 @@ class ObjectiveSpec:
 
     teachers: the shares of several teachers, by their names. is_mixture: the student has one divergence, from the
     weighted sum of the teachers' probabilities, instead of one from each teacher.
+
+    sampled_kl, estimator: the coefficient of `SampledKL`, and "k2" or "k3".
+    policy_gradient: the coefficient of `PolicyGradient`. clip_low, clip_high: if one of them is given, the surrogate
+        is "clip" (a missing one is 0.2), otherwise "corrected".
+    teacher_kl: the advantage gets teacher_kl · (log p(y) − log q_old(y)), the k1 of reverse KL, with p and q_old at
+        the sampling temperature, whatever the temperatures of divergences are.
+    discount: γ in 0 … 1; a token's advantage gets the later tokens' log-ratios, too (`draws.py`). 0: its own alone.
+    correction: of sampled_kl and of policy_gradient without clipping. sampling_temperature: of the draws.
     """
 
     cross_entropy: float | None = None
@@ -53,48 +75,150 @@ class ObjectiveSpec:
     temperature: float = 1.0
     scale_by_temperature_squared: bool = False
     uld: float | None = None
+    sampled_kl: float | None = None
+    estimator: Literal["k2", "k3"] = "k2"
+    policy_gradient: float | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+    teacher_kl: float = 0.0
+    discount: float = 0.0
+    correction: Correction = NO_CORRECTION
+    sampling_temperature: float = 1.0
     teachers: Mapping[str, TeacherShare] = field(default_factory=dict)
     is_mixture: bool = False
 
     @property
     def needs_teacher(self) -> bool:
-        return self.divergence is not None or self.uld is not None
+        of_draws = self.sampled_kl is not None or bool(self.policy_gradient and self.teacher_kl)
+        return self.divergence is not None or self.uld is not None or of_draws
 
-    def terms(self, labels_T: Tensor, signal: Signal | None) -> list[Term]:
+    @property
+    def needs_rollouts(self) -> bool:
+        """Whether a term learns from tokens that the student has drawn, with their old log-probabilities."""
+        return self.sampled_kl is not None or self.policy_gradient is not None
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether nothing but rewards gives an advantage. With teacher_kl, rewards are added if there are any."""
+        return self.policy_gradient is not None and not self.teacher_kl
+
+    def at_further_depths(self) -> "ObjectiveSpec":
+        """Return the objective of further depths of multi-token prediction: without sampled_kl and policy_gradient.
+
+        Tokens are drawn from depth 0 alone. Raises ValueError if nothing remains.
+        """
+        rest = replace(self, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
+        if all(each is None for each in (rest.cross_entropy, rest.divergence, rest.uld, rest.entropy)):
+            raise ValueError(
+                f"{self.in_words()} at further depths of multi-token prediction: expected a divergence or "
+                "cross_entropy beside it, since tokens are drawn from depth 0 alone, or by_depth(…) with another "
+                "objective for the other depths"
+            )
+        return rest
+
+    def terms(
+        self,
+        labels_T: Tensor,
+        signal: Signal | None,
+        per_token: Mapping[str, Tensor] | None = None,
+        *,
+        document_T: Tensor | None = None,
+        valid_index: Tensor | None = None,
+        student: OutputHead | None = None,
+    ) -> list[Term]:
         """Return the terms for one batch. `signal` may be None only if no term needs a teacher.
 
         With several teachers, it is `SeveralSignals` of all of them, or of the one to which the rows belong.
+
+        per_token: the tensors of `keys.py` for a batch of rollouts. If it has `OLD_LOG_PROBS`, there is a `LogRatio`,
+        too. document_T: the document of each row, for a discount. valid_index: the rows that count; None:
+        all rows. The sampled terms ask the signal for no other rows. student: the student's head, if its vocabulary
+        is smaller than a teacher's, or sharded.
         """
+        draws = Draws(labels_T, per_token or {}, document_T, valid_index, student)
         terms: list[Term] = []
         if self.cross_entropy is not None:
             # the term's scale multiplies its whole value, but in the expression z-loss has its own coefficient
             z_loss = self.z_loss / self.cross_entropy
-            terms.append(CrossEntropy(labels_T, self.cross_entropy, self.label_smoothing, z_loss))
+            settings = (self.cross_entropy, self.label_smoothing, z_loss)
+            terms.append(CrossEntropy(labels_T, *settings, weights_T=draws.others_T))
         if self.divergence is not None:
             assert signal is not None
-            terms += self._distill_terms(self.divergence, labels_T, signal)
+            terms += [
+                term
+                for label, each, share in self._judges(signal, self.temperature)
+                for term in self._of_one_teacher(self.divergence, labels_T, each, share, label)
+            ]
         if self.uld is not None:
             if not isinstance(signal, SortedTopK):
                 raise ValueError(f"uld with {type(signal).__name__}: expected sorted probabilities, SortedTopK")
-            settings = (self.uld, self.temperature, self.scale_by_temperature_squared)
-            terms.append(SortedL1(signal, *settings, weights_T=signal.weights_T))
+            of_uld = (self.uld, self.temperature, self.scale_by_temperature_squared)
+            terms.append(SortedL1(signal, *of_uld, weights_T=signal.weights_T))
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
+        if self.sampled_kl is not None:
+            assert signal is not None
+            terms += self._sampled_kl_terms(self.sampled_kl, draws, signal)
+        if self.policy_gradient is not None:
+            terms.append(self._policy_gradient_term(self.policy_gradient, draws, signal))
+        if OLD_LOG_PROBS in draws.per_token and draws.weights_T is not None:
+            old_T, at = draws.known(OLD_LOG_PROBS), self.sampling_temperature
+            terms.append(LogRatio(labels_T, old_T, at, weights_T=draws.weights_T))
         return terms
 
-    def _distill_terms(self, divergence: Divergence, labels_T: Tensor, signal: Signal) -> list[Term]:
+    def _judges(self, signal: Signal, temperature: float) -> list[tuple[str | None, Signal, TeacherShare]]:
+        """Return each teacher whose probabilities are compared with the student's: its label, signal and share."""
         if not isinstance(signal, SeveralSignals):
-            return self._of_one_teacher(divergence, labels_T, signal, TeacherShare())
+            return [(None, signal, TeacherShare())]
         if self.is_mixture:
             weights = [self.teachers[name].weight for name in signal.named]
-            mixture = Mixture(list(signal.named.values()), weights, self.temperature)
-            return self._of_one_teacher(divergence, labels_T, mixture, TeacherShare())
-        shares = [(name, each, self.teachers[name]) for name, each in signal.named.items()]
-        return [
-            term
-            for name, each, share in shares
-            for term in self._of_one_teacher(divergence, labels_T, each, share, label=name)
-        ]
+            return [(None, Mixture(list(signal.named.values()), weights, temperature), TeacherShare())]
+        return [(name, each, self.teachers[name]) for name, each in signal.named.items()]
+
+    def _sampled_kl_terms(self, scale: float, draws: Draws, signal: Signal) -> list[Term]:
+        terms: list[Term] = []
+        is_corrected = self.correction.kind != "none"
+        for label, each, share in self._judges(signal, self.temperature):
+            temperature = self.temperature if share.temperature is None else share.temperature
+            terms.append(
+                SampledKL(
+                    draws.labels_T,
+                    draws.log_probs(each, _heads(signal), temperature),
+                    self.estimator,
+                    scale * share.weight,
+                    temperature,
+                    weights_T=draws.weights_T,
+                    correction=self.correction,
+                    old_log_probs_T=draws.known(OLD_LOG_PROBS) if is_corrected else None,
+                    sampling_temperature=self.sampling_temperature,
+                    label=label,
+                )
+            )
+        return terms
+
+    def _policy_gradient_term(self, scale: float, draws: Draws, signal: Signal | None) -> PolicyGradient:
+        """The policy is the distribution that tokens are drawn from, so the term has the sampling temperature."""
+        old_T, is_clipped = draws.known(OLD_LOG_PROBS), not (self.clip_low is None and self.clip_high is None)
+        advantages_T = draws.known(ADVANTAGES) if self.needs_rewards or ADVANTAGES in draws.per_token else None
+        if self.teacher_kl:
+            assert signal is not None
+            for _, each, share in self._judges(signal, self.sampling_temperature):
+                log_p_T = draws.log_probs(each, _heads(signal), self.sampling_temperature)
+                of_teacher_T = self.teacher_kl * share.weight * draws.log_ratio(log_p_T, self.discount)
+                advantages_T = of_teacher_T if advantages_T is None else advantages_T + of_teacher_T
+        assert advantages_T is not None
+        return PolicyGradient(
+            draws.labels_T,
+            advantages_T,
+            old_T,
+            clip_low=0.2 if self.clip_low is None else self.clip_low,
+            clip_high=0.2 if self.clip_high is None else self.clip_high,
+            scale=scale,
+            temperature=self.sampling_temperature,
+            weights_T=draws.weights_T,
+            surrogate="clip" if is_clipped else "corrected",
+            correction=NO_CORRECTION if is_clipped else self.correction,
+        )
 
     def _of_one_teacher(
         self, divergence: Divergence, labels_T: Tensor, signal: Signal, share: TeacherShare, label: str | None = None
@@ -131,7 +255,28 @@ class ObjectiveSpec:
             parts.append(_times(self.uld, "distance of the sorted probabilities (ULD) of teacher and student"))
         if self.entropy is not None:
             parts.append(_times(self.entropy, "entropy"))
+        if self.sampled_kl is not None:
+            descends = "reverse" if self.estimator == "k2" else "forward"
+            what = f"sampled KL ({self.estimator}, descends {descends} KL{self._corrected_in_words()})"
+            parts.append(_times(self.sampled_kl, f"{what} at the student's own tokens"))
+        if self.policy_gradient is not None:
+            parts.append(_times(self.policy_gradient, f"policy gradient ({self._policy_in_words()})"))
         return " + ".join(parts).replace("+ −", "− ")
+
+    def _corrected_in_words(self) -> str:
+        return (
+            "" if self.correction.kind == "none" else f", ratio {self.correction.kind} at {self.correction.limit:g}"
+        )
+
+    def _policy_in_words(self) -> str:
+        advantage = "advantage from rewards" if self.needs_rewards else "advantage from rewards, if any, and from "
+        if self.teacher_kl:
+            discounted = f" discounted by {self.discount:g}" if self.discount else ""
+            advantage += _times(self.teacher_kl, f"(log p − log q){discounted} of teacher and student")
+        if self.clip_low is None and self.clip_high is None:
+            return advantage + self._corrected_in_words()
+        low, high = (0.2 if each is None else each for each in (self.clip_low, self.clip_high))
+        return f"{advantage}, ratio clipped to {1 - low:g} … {1 + high:g}"
 
 
 def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_squared: bool = False) -> ObjectiveSpec:
@@ -142,7 +287,7 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
     """
     own: dict[str, Part] = {}
     divergences: list[Part] = []
-    for part in parse_sum(text):
+    for part in parse_sum(text, TAKE_WORDS):
         if part.name in DIVERGENCES:
             divergences.append(part)
         elif part.name not in OTHERS:
@@ -153,6 +298,7 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
             own[part.name] = part
     _check_coefficients(own, text)
     divergence, divergence_scale = _sum_of(divergences)
+    policy = own["policy_gradient"].call(_policy_gradient) if "policy_gradient" in own else {}
     return ObjectiveSpec(
         cross_entropy=own["cross_entropy"].coefficient if "cross_entropy" in own else None,
         label_smoothing=own["cross_entropy"].call(_label_smoothing) if "cross_entropy" in own else 0.0,
@@ -161,6 +307,10 @@ def parse_objective(text: str, temperature: float = 1.0, scale_by_temperature_sq
         divergence_scale=divergence_scale,
         entropy=own["entropy"].coefficient if "entropy" in own else None,
         uld=own["uld"].coefficient if "uld" in own else None,
+        sampled_kl=own["sampled_kl"].coefficient if "sampled_kl" in own else None,
+        estimator=own["sampled_kl"].call(_estimator) if "sampled_kl" in own else "k2",
+        policy_gradient=own["policy_gradient"].coefficient if "policy_gradient" in own else None,
+        **policy,
         temperature=temperature,
         scale_by_temperature_squared=scale_by_temperature_squared,
     )
@@ -170,7 +320,7 @@ def _check_coefficients(own: dict[str, Part], text: str) -> None:
     for name, part in own.items():
         if not math.isfinite(part.coefficient):
             raise ValueError(f"{part.coefficient:g}*{name} in {text!r}: expected a finite coefficient")
-    for name in ("cross_entropy", "z_loss", "uld"):
+    for name in ("cross_entropy", "z_loss", "uld", "sampled_kl", "policy_gradient"):
         if name in own and not own[name].coefficient > 0:
             raise ValueError(f"{own[name].coefficient:g}*{name} in {text!r}: expected a positive coefficient")
     if "z_loss" in own and "cross_entropy" not in own:
@@ -184,6 +334,32 @@ def _label_smoothing(label_smoothing: float = 0.0) -> float:
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"cross_entropy(label_smoothing={label_smoothing}): expected 0 ≤ label_smoothing < 1")
     return label_smoothing
+
+
+def _estimator(estimator: str = "k2") -> Literal["k2", "k3"]:
+    check_estimator(estimator)
+    return cast("Literal['k2', 'k3']", estimator)
+
+
+def _policy_gradient(
+    *, clip_low: float | None = None, clip_high: float | None = None, teacher_kl: float | None = None
+) -> dict[str, Any]:
+    for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("teacher_kl", teacher_kl)):
+        if value is not None and (isinstance(value, bool) or not 0 <= value < math.inf):
+            raise ValueError(f"policy_gradient({name}={value}): expected a finite number, not below 0")
+    if clip_low is not None and clip_low > 1:
+        raise ValueError(f"policy_gradient(clip_low={clip_low}): expected 0 ≤ clip_low ≤ 1 (1: no lower limit)")
+    if teacher_kl == 0:
+        raise ValueError(
+            "policy_gradient(teacher_kl=0): expected a positive number; leave teacher_kl out for rewards alone"
+        )
+    return {"clip_low": clip_low, "clip_high": clip_high, "teacher_kl": teacher_kl or 0.0}
+
+
+def _heads(signal: Signal) -> list[OutputHead]:
+    """The heads of all teachers of a batch."""
+    named = signal.named.values() if isinstance(signal, SeveralSignals) else [signal]
+    return [head for each in named for head in each.heads()]
 
 
 def _sum_of(parts: list[Part]) -> tuple[Divergence | None, float]:

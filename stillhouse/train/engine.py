@@ -295,5 +295,11 @@ def _temperature(signal: object) -> float:
 
 def _targets(micro_batch: MicroBatch, signal: Signal | RoutedSignals | None, *, normalizer: float) -> DistillTargets:
     return DistillTargets(
-        micro_batch.labels_T, micro_batch.weights_T, normalizer, micro_batch.valid_index, signal=signal
+        micro_batch.labels_T,
+        micro_batch.weights_T,
+        normalizer,
+        micro_batch.valid_index,
+        signal=signal,
+        per_token=micro_batch.per_token,
+        document_T=micro_batch.document_T,
     )

@@ -1,0 +1,49 @@
+"""The weight of a drawn token whose probability is not the one that it was drawn with.
+
+An engine draws a token y with probability q_old(y). When the token is trained, the student's probability q(y) is
+another one: the weights are newer, or the engine computes with other kernels. The ratio ρ = q(y) / q_old(y) makes an
+expectation over q_old one over q, but a few large ratios would dominate a step. So they are limited:
+
+    truncated   min(ρ, limit)                            truncated importance sampling (TIS, Yao et al. 2025)
+    masked      ρ if 1/limit ≤ ρ ≤ limit, otherwise 0    IcePop (Ring-1T, arXiv:2510.18855)
+
+The weight is a constant: no gradient flows through it. C rows of a chunk.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+CorrectionKind = Literal["none", "truncated", "masked"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How a drawn token is weighted by its ratio ρ. kind "none": every weight is 1. limit: a number above 1."""
+
+    kind: CorrectionKind = "none"
+    limit: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(CorrectionKind):
+            raise ValueError(f"correction {self.kind!r}: expected one of {', '.join(get_args(CorrectionKind))}")
+        if isinstance(self.limit, bool) or not self.limit > 1:
+            raise ValueError(f"limit={self.limit} of the correction: expected a number above 1 (infinity for none)")
+
+    def weights(self, ratio_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight of each ratio, and where the limit changed it. A ratio may be infinite."""
+        if self.kind == "none":
+            return torch.ones_like(ratio_C), torch.zeros_like(ratio_C, dtype=torch.bool)
+        is_changed_C = ratio_C > self.limit
+        if self.kind == "truncated":
+            return ratio_C.clamp(max=self.limit), is_changed_C
+        # an infinite limit keeps every ratio but an infinite one
+        is_changed_C = is_changed_C | (ratio_C < 1 / self.limit) | (ratio_C == math.inf)
+        return ratio_C.masked_fill(is_changed_C, 0.0), is_changed_C
+
+
+#: weight 1 at every token
+NO_CORRECTION = Correction()

@@ -1,0 +1,123 @@
+"""The tokens of a batch that the student's policy has drawn, and what terms need to know of them.
+
+    advantage_t += Σ_{u ≥ t} γ^(u−t) (log p_u − log q_old_u)        MiniLLM (arXiv:2306.08543), in the same document
+
+p is the teacher's probability of a row's label and q_old the one with which it was drawn. A row of a packed batch may
+also hold a token of the dataset, or none; such a row has no part in anything here. T tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective.head import OutputHead, common_vocabulary
+from stillhouse.objective.keys import IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.signals import Signal
+from stillhouse.objective.teacher_log_probs import teacher_log_probs
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """The drawn tokens of a batch.
+
+    per_token: the tensors of `keys.py`, [T] each. document_T: the document of each row. valid_index: the rows that
+    count; None: all rows. student: the student's head; teachers' probabilities are over the tokens that all heads
+    have.
+    """
+
+    labels_T: Tensor
+    per_token: Mapping[str, Tensor]
+    document_T: Tensor | None = None
+    valid_index: Tensor | None = None
+    student: OutputHead | None = None
+
+    def __post_init__(self) -> None:
+        for name, each_T in self.per_token.items():
+            if each_T.shape != self.labels_T.shape:
+                raise ValueError(
+                    f"per_token[{name!r}] of shape {tuple(each_T.shape)}: expected {tuple(self.labels_T.shape)}, a "
+                    "number for each row"
+                )
+
+    @property
+    def weights_T(self) -> Tensor | None:
+        """1 at drawn tokens, 0 elsewhere; None if the batch does not tell which tokens were drawn."""
+        return self.per_token.get(IS_SAMPLED)
+
+    @property
+    def others_T(self) -> Tensor | None:
+        """1 at tokens that the student has not drawn, 0 elsewhere; None if all are of this kind."""
+        return None if self.weights_T is None else 1 - self.weights_T
+
+    @cached_property
+    def is_drawn_T(self) -> Tensor:
+        """True at rows that count, with a label that the student has drawn."""
+        is_drawn_T = (self.labels_T >= 0) & (self.needed(IS_SAMPLED) != 0)
+        if self.valid_index is None:
+            return is_drawn_T
+        return torch.zeros_like(is_drawn_T).index_copy(0, self.valid_index, is_drawn_T[self.valid_index])
+
+    def needed(self, name: str) -> Tensor:
+        """Return a tensor of `per_token`. Raises ValueError if it is missing."""
+        if name not in self.per_token:
+            raise ValueError(
+                f"{name} is missing in per_token (it has {', '.join(sorted(self.per_token)) or 'nothing'}): "
+                "sampled_kl and policy_gradient learn from tokens that the student has drawn; expected a batch of "
+                "rollouts, or another loss"
+            )
+        return self.per_token[name]
+
+    def known(self, name: str) -> Tensor:
+        """Return a tensor of `per_token`, with 0 at rows without a drawn token."""
+        return self.needed(name).masked_fill(~self.is_drawn_T, 0.0)
+
+    def log_probs(self, signal: Signal, heads: Sequence[OutputHead], temperature: float) -> Tensor:
+        """Return a teacher's log p of the drawn tokens, 0 elsewhere. heads: those of all teachers of the batch."""
+        vocabulary = None if self.student is None else common_vocabulary([self.student, *heads])
+        return teacher_log_probs(
+            signal,
+            self.labels_T.masked_fill(~self.is_drawn_T, -1),
+            temperature,
+            vocabulary=vocabulary,
+            shard=None if self.student is None else self.student.shard,
+            valid_index=self.valid_index,
+        )
+
+    def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
+        """Return the discounted sum of log p − log q_old from each drawn token on, [T]."""
+        ratio_T = (log_p_T - self.known(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_drawn_T, 0.0)
+        if not discount:
+            return ratio_T
+        if self.document_T is None:
+            raise ValueError(f"discount={discount} without document_T: expected the document of each row")
+        return discounted_sum(ratio_T, self.document_T, discount)
+
+
+def discounted_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Tensor:
+    """Return Σ_{u ≥ t} discount^(u−t) · values_u over the rows u of t's document, for each row t.
+
+    A document ends where the number in document_T changes. The sums are built by doubling: after step k, each row has
+    the sum over its next 2^k rows. So they take log2(T) steps, and no quotient of powers, which would leave the range
+    of a float.
+    """
+    if document_T.shape != values_T.shape or values_T.dim() != 1:
+        raise ValueError(
+            f"values_T of shape {tuple(values_T.shape)}, document_T of shape {tuple(document_T.shape)}: expected one "
+            "number per row in both"
+        )
+    if isinstance(discount, bool) or not 0 <= discount <= 1:
+        raise ValueError(f"discount={discount}: expected a number from 0 to 1")
+    tokens = len(values_T)
+    border_T = torch.zeros_like(document_T)
+    border_T[1:] = document_T[1:] != document_T[:-1]
+    piece_T = border_T.cumsum(0)
+    sums_T, distance, factor = values_T, 1, float(discount)
+    while distance < tokens and factor:
+        is_same = piece_T[distance:] == piece_T[:-distance]
+        further_T = torch.zeros_like(sums_T)
+        further_T[:-distance] = torch.where(is_same, factor * sums_T[distance:], 0.0)
+        sums_T, distance, factor = sums_T + further_T, 2 * distance, factor * factor
+    return sums_T

@@ -1,0 +1,134 @@
+"""What a teacher says about one token of each row: log p of the label, from any signal that knows it.
+
+The dense signals project their hidden states once more for it, in chunks and without a gradient. So an objective that
+also has a divergence from the same teacher computes that teacher's matrix product twice.
+
+T tokens, V vocabulary, K ids per token.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from stillhouse.objective.fused import ObjectiveOutput, linear_objective, logits_objective
+from stillhouse.objective.mixture import Mixture
+from stillhouse.objective.sampled import LogProb, check_drawn
+from stillhouse.objective.signals import DenseLogits, FullVocab, Signal, SparseSignal, check_temperature
+from stillhouse.objective.vocab import VocabShard
+
+
+@torch.no_grad()
+def teacher_log_probs(
+    signal: Signal,
+    labels_T: Tensor,
+    temperature: float = 1.0,
+    *,
+    vocabulary: int | None = None,
+    shard: VocabShard | None = None,
+    valid_index: Tensor | None = None,
+) -> Tensor:
+    """Return the teacher's log p of labels_T at a temperature, [T], at least float32; 0 at a negative label.
+
+    signal: `FullVocab`, `DenseLogits`, `Mixture`, or `TopK` and `Chosen` whose ids include the label.
+    vocabulary: the number of tokens with a probability, if a student has fewer of them (`common_vocabulary`).
+    shard: the student's; it tells which columns `DenseLogits` are if they are not all columns.
+    valid_index: the rows with a label, or more of them; the others are not computed. None: found on a CPU; on a GPU,
+        all rows are computed. In both cases only rows with a label are read.
+
+    Collectives: for each chunk of a `FullVocab` whose head is sharded, one all-gather; the same for each in a
+    `Mixture`, and for `DenseLogits` of this rank's columns. All ranks get the same numbers.
+
+    Raises ValueError for other signals, for a sparse signal at another temperature, and if a label is not among a
+    sparse signal's ids. This last check waits for a GPU.
+    """
+    check_drawn(labels_T)
+    check_temperature(temperature)
+    if signal.tokens != len(labels_T):
+        raise ValueError(f"a signal of {signal.tokens} tokens with {len(labels_T)} labels: expected one for each row")
+    match signal:
+        case FullVocab():
+            head = signal.head if vocabulary is None else replace(signal.head, vocab_size=vocabulary)
+            # a teacher's products have its own dtype in every pass, also if autocast is on for the student
+            with torch.autocast(signal.hidden_TE.device.type, enabled=False):
+                output = linear_objective(
+                    signal.hidden_TE,
+                    head,
+                    [LogProb(labels_T, temperature)],
+                    weights_T=_has_label(labels_T),
+                    valid_index=valid_index,
+                )
+            return output.per_token["log_prob"]
+        case DenseLogits():
+            return _of_logits(signal.logits_TV, labels_T, temperature, vocabulary, shard).per_token["log_prob"]
+        case Mixture():
+            if signal.temperature != temperature:
+                raise ValueError(
+                    f"a mixture at temperature {signal.temperature}, asked for log-probabilities at {temperature}: "
+                    "expected the same"
+                )
+            parts = [
+                log_weight
+                + teacher_log_probs(
+                    each, labels_T, temperature, vocabulary=vocabulary, shard=shard, valid_index=valid_index
+                )
+                for each, log_weight in zip(signal.signals, signal.log_weights, strict=True)
+            ]
+            return torch.logsumexp(torch.stack(parts), 0).masked_fill(labels_T < 0, 0.0)
+        case SparseSignal():
+            return _of_ids(signal, labels_T, temperature)
+    raise ValueError(
+        f"{type(signal).__name__} does not tell the probability of a given token: expected FullVocab, DenseLogits, a "
+        "Mixture of them, or TopK or Chosen with the drawn token among the ids; sampled_kl and "
+        "policy_gradient(teacher_kl=…) need it, a divergence or uld does not"
+    )
+
+
+def _of_logits(
+    logits_TV: Tensor, labels_T: Tensor, temperature: float, vocabulary: int | None, shard: VocabShard | None
+) -> ObjectiveOutput:
+    columns = logits_TV.shape[1]
+    if shard is None or shard.is_alone or columns == vocabulary:
+        shard = None
+        if vocabulary not in (None, columns):
+            raise ValueError(
+                f"teacher logits over {columns} tokens, student over {vocabulary}; expected the same vocabulary: cut "
+                "padded columns off, or set vocab_size on the head"
+            )
+    else:
+        rows = shard.stop - shard.start
+        start, stop = shard.within(shard.rows if vocabulary is None else vocabulary)
+        if columns not in (rows, stop - start):
+            raise ValueError(
+                f"teacher logits over {columns} tokens: expected those of this rank, {rows}, or of all ranks, "
+                f"{shard.rows if vocabulary is None else vocabulary}"
+            )
+        # padded rows of the vocabulary have no probability
+        logits_TV = pad(logits_TV[:, : stop - start], (0, rows - (stop - start)), value=-torch.inf)
+    return logits_objective(logits_TV, [LogProb(labels_T, temperature)], shard=shard, weights_T=_has_label(labels_T))
+
+
+def _of_ids(signal: SparseSignal, labels_T: Tensor, temperature: float) -> Tensor:
+    if signal.temperature not in (None, temperature):
+        raise ValueError(
+            f"the teacher's log-probabilities were taken at temperature {signal.temperature}, the drawn tokens' are "
+            f"asked for at {temperature}; expected the same: set both temperatures alike, or take them again"
+        )
+    has_label_T = labels_T >= 0
+    is_label_TK = (signal.ids_TK == labels_T[:, None]) & has_label_T[:, None]
+    missing_T = has_label_T & ~is_label_TK.any(1)
+    if bool(missing_T.any()):
+        raise ValueError(
+            f"{type(signal).__name__} with {signal.ids_TK.shape[1]} ids per row: at {int(missing_T.sum())} of "
+            f"{int(has_label_T.sum())} rows the drawn token is not among them; expected top_k with the actual token "
+            "(a server gives its log-probability beside the likeliest ones), or another loss: a divergence such as "
+            "reverse_kl needs only the ids that are there"
+        )
+    # argmax gives the first of several equal ids
+    log_p_T = signal.log_probs_TK.gather(1, is_label_TK.byte().argmax(1, keepdim=True))[:, 0]
+    return log_p_T.to(torch.promote_types(log_p_T.dtype, torch.float32)).masked_fill(~has_label_T, 0.0)
+
+
+def _has_label(labels_T: Tensor) -> Tensor:
+    return (labels_T >= 0).float()
