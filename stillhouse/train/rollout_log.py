@@ -1,9 +1,9 @@
 """Two files in the folder of an on-policy run, written by rank 0: who did what when, and a few completions per step.
 
-timeline.jsonl has one line for each piece of work, samples.jsonl one for each completion that is shown. Every line has
-the optimizer step that it belongs to. The lines of a file are in the order in which they were written, so a line of a
-later step can come before one of an earlier step. A run that continues from a checkpoint removes all lines of later
-steps, because it makes these steps again.
+timeline.jsonl has one line for each piece of work, samples.jsonl one for each completion that is shown. Every line
+has the optimizer step that it belongs to. The lines of a file are in the order in which they were written, so a line
+of a later step can come before one of an earlier step. A run that continues from a checkpoint removes all lines of
+later steps, because it makes these steps again.
 """
 
 import json
@@ -200,8 +200,8 @@ def _step(line: bytes, where: str) -> int:
         step = None
     if not isinstance(step, int):
         raise ValueError(
-            f'{where} is damaged: expected a JSON object with an integer "step"; remove this line, or the whole file: it'
-            " serves the report alone"
+            f'{where} is damaged: expected a JSON object with an integer "step"; remove this line, or the whole file,'
+            " which only the report reads"
         )
     return step
 
