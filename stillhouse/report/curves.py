@@ -17,6 +17,7 @@ NATS = "nats per token"
 TOTAL = "loss/total_nats_per_token"
 NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # running totals and counts; the summary shows the first two
 POINTS = 2000  # per series; of a longer series, the extremes of each section are kept
+TASK = "eval/exact_match/"  # the share of a task's answers that are right; the task's name follows
 LOG_FROM = 50.0  # from this ratio of largest to smallest value on, a logarithmic axis shows more than a linear one
 
 Points = list[tuple[float, float | None]]  # (step, value); None is a gap
@@ -53,6 +54,10 @@ def _sides(key: str) -> dict[str, str]:
     return {side: key.format(side) for side in ("student", "teacher")}
 
 
+def _means(key: str) -> dict[str, str]:
+    return {"mean": key, "largest": f"{key}_max"}
+
+
 CHARTS = (
     Chart("Held-out cross-entropy", NATS, "Held out", {"": "eval/cross_entropy"}),
     Chart("Held-out forward KL", NATS, "Held out", {"": "eval/forward_kl"}, log=True),
@@ -64,6 +69,15 @@ CHARTS = (
     Chart("Gradient norm", "before clipping", "Training", {"": "train/gradient_norm"}, log=True),
     Chart("Learning rate", "per step", "Training", {"": "train/learning_rate"}),
     Chart("Throughput", "tokens per second", "Training", {"": "speed/tokens_per_second"}),
+    Chart("Reward", "mean of a step's completions", "Rollouts", {"": "rollout/reward"}),
+    Chart("Reward, spread", "standard deviation", "Rollouts", {"": "rollout/reward_std"}),
+    Chart("Completion length", "tokens, mean", "Rollouts", {"": "rollout/completion_tokens"}),
+    Chart("Cut completions", "of completions", "Rollouts", {"": "rollout/truncated"}, percent=True),
+    Chart("Own completions", "of completions", "Rollouts", {"": "rollout/share"}, percent=True),
+    Chart("Staleness", "optimizer steps", "Rollouts", _means("rollout/staleness")),
+    Chart("Training against engine", "nats, |log-ratio| at drawn tokens", "Rollouts", _means("rollout/log_ratio"), log=True),
+    Chart("Waiting", "of the trainer's time", "Rollouts", {"": "speed/waiting"}, percent=True),
+    Chart("Sampling", "tokens per second", "Rollouts", {"": "speed/sampled_tokens_per_second"}),
 )
 
 
@@ -83,7 +97,8 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
 def _charts(runs: Sequence[Run]) -> list[Chart]:
     keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values if key not in NOT_DRAWN)
     terms = [key for key in keys if key.startswith("loss/") and key != TOTAL]
-    charts: list[Chart] = []
+    tasks = [key for key in keys if key.startswith(TASK)]
+    charts = [Chart(f"Exact match: {key.removeprefix(TASK)}", "of answers", "Tasks", {"": key}, percent=True) for key in tasks]
     for chart in CHARTS:
         is_total = TOTAL in chart.keys.values()
         if not (is_total and _total_repeats(runs)):

@@ -50,6 +50,22 @@ def label(text: str) -> str:
     return marked or "∅"
 
 
+def pieces(text: str) -> list[tuple[str, str]]:
+    """Split the text at characters that need a mark. Newlines and tabs also stay in the text beside their mark."""
+    if not text:
+        return [("", "∅")]
+    parts = [("", "")]
+    for character in text:
+        mark = _mark(character)
+        if mark:
+            parts.append((character if character in "\n\t" else "", mark))
+        elif parts[-1][1]:
+            parts.append((character, ""))
+        else:
+            parts[-1] = (parts[-1][0] + character, "")
+    return [part for part in parts if part != ("", "")]
+
+
 def _shade_document(document: Document) -> ShadedDocument:
     divergences = [token.kl for token in document.tokens if token.target and token.kl is not None]
     return ShadedDocument(
@@ -62,23 +78,7 @@ def _shade_document(document: Document) -> ShadedDocument:
 
 def _shade_token(token: Token) -> ShadedToken:
     shaded = token.target and token.kl is not None
-    return ShadedToken(shade(token.kl) if shaded else None, _pieces(token.text), token.target)  # type: ignore[arg-type]
-
-
-def _pieces(text: str) -> list[tuple[str, str]]:
-    """Split the text at characters that need a mark. Newlines and tabs also stay in the text beside their mark."""
-    if not text:
-        return [("", "∅")]
-    pieces = [("", "")]
-    for character in text:
-        mark = _mark(character)
-        if mark:
-            pieces.append((character if character in "\n\t" else "", mark))
-        elif pieces[-1][1]:
-            pieces.append((character, ""))
-        else:
-            pieces[-1] = (pieces[-1][0] + character, "")
-    return [piece for piece in pieces if piece != ("", "")]
+    return ShadedToken(shade(token.kl) if shaded else None, pieces(token.text), token.target)  # type: ignore[arg-type]
 
 
 def _mark(character: str) -> str:

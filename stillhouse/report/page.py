@@ -13,9 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
-from stillhouse.report.curves import NATS, Drawing, draw
+from stillhouse.report.curves import NATS, TASK, Drawing, draw
 from stillhouse.report.held_out import SHADES, readouts, shade_documents
 from stillhouse.report.reading import Run, read_run
+from stillhouse.report.rollouts import show
 
 ASSETS = Path(__file__).parent / "assets"
 COLOURS = 8  # the style sheet's --run-0 … --run-7
@@ -86,12 +87,13 @@ def render(runs: Sequence[Run]) -> str:
         figures=figures(runs),
         groups=_groups(drawings),
         documents=shade_documents(run.held_out) if run.held_out else [],
+        rollouts=show(run.rollouts) if run.rollouts else None,
         shades=SHADES,
         data_table=data_table(run.data or {}),
         data_notes=data_notes(run.data or {}),
         environment=[(key, _plain(value)) for key, value in (run.environment or {}).items() if key != "objective"],
         embedded=_embedded(run, names, drawings),
-        styles=[_asset("uplot.min.css"), _asset("report.css")],
+        styles=[_asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if run.rollouts else []))],
         scripts=scripts,
         policy=_policy(scripts.values()),
     )
@@ -102,6 +104,7 @@ def _template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["duration"] = _duration
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html.jinja")
 
@@ -143,10 +146,23 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         Figure("Held-out cross-entropy", NATS, _change(runs, "eval/cross_entropy", ".3f")),
         Figure("Held-out forward KL", NATS, _change(runs, "eval/forward_kl", ".3f")),
         Figure("Held-out agreement", "top 1", _change(runs, "eval/agreement", ".1f", scale=100, sign=" %")),
+        *_on_policy_figures(runs),
         Figure("Tokens", "predicted in training", tokens),
         Figure("Steps", "of the optimizer", steps),
         Figure("Time", "", seconds),
     ]
+
+
+def _on_policy_figures(runs: Sequence[Run]) -> list[Figure]:
+    """Return the reward, and the exact match of each task, as far as the page's own run has them."""
+    keys = dict.fromkeys(key for line in runs[0].lines for key in line.values if key.startswith(TASK))
+    found = [
+        Figure(f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, ".1f", scale=100, sign=" %"))
+        for key in keys
+    ]
+    if runs[0].first_and_last("rollout/reward"):
+        found.append(Figure("Reward", "mean of a step", _change(runs, "rollout/reward", ".3f")))
+    return found
 
 
 def _change(runs: Sequence[Run], key: str, form: str, *, scale: float = 1, sign: str = "") -> list[str | None]:

@@ -1,5 +1,7 @@
 """Reads a run folder: metrics.jsonl, config.yaml, environment.json, data.json and tokens.json as typed values.
 
+`rollout_files` reads the two files that only on-policy runs have.
+
 A killed run may lack any file except metrics.jsonl, and the last line of metrics.jsonl may be incomplete. `Run.notes`
 lists what is missing, and the page shows it. Other malformed content is an error that names the file and
 the place in the file.
@@ -14,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from stillhouse.config import ConfigError
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
+from stillhouse.report.rollout_files import Rollouts, read_rollouts
+from stillhouse.report.validation import INCOMPLETE, validated
 
 # For each file, what the page lacks without it.
 OPTIONAL_FILES = {
@@ -75,6 +79,7 @@ class Run:
     environment: dict[str, Any] | None = None
     data: dict[str, Any] | None = None
     held_out: HeldOut | None = None
+    rollouts: Rollouts | None = None
     notes: list[str] = field(default_factory=list)
 
     def first_and_last(self, key: str) -> tuple[float, float] | None:
@@ -93,6 +98,7 @@ def read_run(path: Path) -> Run:
     missing = [name for name in OPTIONAL_FILES if not (path / name).is_file()]
     notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in missing]
     config_text, config = _read_config(path / "config.yaml")
+    rollouts, rollout_notes = read_rollouts(path, expected=isinstance(config.get("rollout"), dict))
     return Run(
         path=path,
         lines=lines,
@@ -101,7 +107,8 @@ def read_run(path: Path) -> Run:
         environment=_read_object(path / "environment.json"),
         data=_read_object(path / "data.json"),
         held_out=_read_held_out(path / "tokens.json"),
-        notes=notes,
+        rollouts=rollouts,
+        notes=notes + rollout_notes,
     )
 
 
@@ -119,9 +126,7 @@ def read_metrics(path: Path) -> tuple[list[Line], list[str]]:
         try:
             lines.append(_parse_line(rest, f"{path}:{len(complete) + 1}"))
         except ValueError:
-            notes.append(
-                f"The last line of {path.name} is incomplete and left out: the run was stopped while it wrote it."
-            )
+            notes.append(INCOMPLETE.format(path.name))
     if not lines:
         notes.append(f"{path.name} has no line yet, so there is no curve.")
     for number, (before, line) in enumerate(itertools.pairwise(lines), start=2):
@@ -181,12 +186,4 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 def _read_held_out(path: Path) -> HeldOut | None:
     value = _read_object(path)
-    if value is None:
-        return None
-    try:
-        return HeldOut.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        shown = reprlib.repr(first["input"])
-        raise ValueError(f"{path}: {escaped(key)}: {first['msg'].lower()}, got {shown:.60}") from error
+    return None if value is None else validated(HeldOut, value, str(path))

@@ -1,6 +1,7 @@
 """The run folder: which process may write to it, and which files every run writes into it.
 
 config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  hashes.json  model/  report.html
+On-policy runs also write timeline.jsonl and samples.jsonl.
 """
 
 import json
@@ -54,6 +55,16 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """Who did what when, of an on-policy run."""
+        return self.path / "timeline.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """A few completions of each step, of an on-policy run."""
+        return self.path / "samples.jsonl"
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is this run's own, and not one of another run that this run started from."""

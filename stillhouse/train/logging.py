@@ -1,6 +1,5 @@
 """The output of a run: metrics.jsonl always, a live line on a terminal, TensorBoard if `track` names it."""
 
-import errno
 import hashlib
 import importlib.util
 import json
@@ -20,10 +19,17 @@ from tqdm import tqdm
 from stillhouse.parallel import is_first
 from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
+from stillhouse.train.lines import append
 from stillhouse.train.progress import Progress
 
 #: seconds between printed lines if the output is not a terminal; on a terminal, one live line is redrawn
 _PLAIN_EVERY = 10.0
+#: what the live line shows of an on-policy run
+_ON_POLICY = {
+    "rollout/reward": "reward {:.3f}",
+    "rollout/completion_tokens": "length {:,.0f}",
+    "speed/waiting": "waiting {:.0%}",
+}
 
 
 def open_log(folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]) -> "RunLog | NoLog":
@@ -87,6 +93,7 @@ class RunLog:
             for key, value in metrics.items()
             if key.startswith("loss/")
         ]
+        parts += [form.format(metrics[key]) for key, form in _ON_POLICY.items() if key in metrics]
         line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
         self._bar.update(step - self._bar.n)
         self._bar.set_postfix_str(line, refresh=False)
@@ -114,10 +121,7 @@ class RunLog:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # no NaN in JSON
         record = {"step": step, "tokens": tokens, "seconds": round(self.seconds, 3), **finite}
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with explained_write_errors(self._path, len(line)):
-            _require_in_place(self._path, self._file)
-            if self._file.write(line) != len(line):  # the rest did not fit
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self._path, self._file, line)
         self._digest.update(line)
         if self._board is not None:
             with explained_write_errors(self._path.parent / "tensorboard"):
@@ -153,19 +157,6 @@ def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
         beginning = file.read(length)
         file.truncate(length)
     return file, hashlib.sha256(beginning)
-
-
-def _require_in_place(path: Path, file: FileIO) -> None:
-    """Raise OSError if the path no longer leads to the open file, or if the folder is not writable.
-
-    Without this check, writing would succeed, but into a file that nobody finds at the path any more.
-    """
-    there, opened = os.stat(path), os.fstat(file.fileno())
-    same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
-    if not same and there.st_size != opened.st_size:  # a FUSE file system may change the inode number
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def require_trackers(track: Sequence[str]) -> None:
