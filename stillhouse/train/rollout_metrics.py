@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from stillhouse.objective.keys import IS_SAMPLED
 from stillhouse.parallel import log_rank0
 from stillhouse.rollouts import Sample, staleness
 from stillhouse.train.engine import StepOutput
@@ -58,8 +57,11 @@ class RolloutMetrics:
                 float(each.per_token["log_ratio"].max()) for each in output.own if len(each.per_token["log_ratio"])
             ]
             largest = max(gather_from_ranks(max(own, default=0.0), self.session.runner.mesh))
-            metrics["rollout/log_ratio"] = output.sums["log_ratio"] / max(1.0, output.sums[IS_SAMPLED])
+            metrics["rollout/log_ratio"] = output.sums["log_ratio"] / max(1.0, output.sums["sampled"])
             metrics["rollout/log_ratio_max"] = largest
+            for name in ("ratio", "clipped"):
+                if name in output.sums:
+                    metrics[f"rollout/{name}"] = output.sums[name] / max(1.0, output.sums["sampled"])
         return metrics
 
     def _watch(self, metrics: dict[str, float]) -> None:

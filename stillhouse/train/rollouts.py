@@ -18,7 +18,6 @@ from stillhouse.rollouts import (
     RolloutQueue,
     Sample,
     SampleWriter,
-    Sampling,
     TargetRules,
     require_versions,
     step_documents,
@@ -45,7 +44,7 @@ class Rollouts:
         assert session.config.rollout is not None
         self.session, self.config = session, session.config.rollout
         self.weights = Path(self.config.weights or folder.path / "weights")
-        self.engine: RolloutEngine | None = open_engine(session)
+        self.engine: RolloutEngine | None = open_engine(session, self.config)
         self.queue = None if self.engine is None else _queue(session, self.engine)
         self._rules = TargetRules(
             mask_truncated=self.config.truncated == "mask",
@@ -66,7 +65,7 @@ class Rollouts:
         if self.config.writer == "student":
             folder = None
             if self.config.urls:
-                folder = publish(self.session.runner, self.weights, step, self.session.tokenizer)
+                folder = publish(self.session.runner, self.weights, step, tokenizer=self.session.tokenizer)
             self._on_first(lambda: self._update_weights(step, folder))
         self._on_first(lambda: None if queue is None else queue.ask(step))
 
@@ -163,20 +162,6 @@ def _function(key: str, rollout: RolloutConfig) -> Any:
         return None if path is None else load_function(path)
     except ValueError as error:
         raise ConfigError(f"rollout.{key}", str(error)) from error
-
-
-def sampling(session: Session, eos_ids: tuple[int, ...]) -> Sampling:
-    rollout = session.config.rollout
-    assert rollout is not None
-    return Sampling(
-        rollout.max_new_tokens,
-        rollout.temperature,
-        rollout.top_p,
-        rollout.top_k,
-        rollout.min_p,
-        tuple(rollout.stop),
-        eos_ids,
-    )
 
 
 def _as_json(sample: Sample) -> dict[str, Any]:

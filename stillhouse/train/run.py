@@ -8,6 +8,7 @@ from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.teachers import RemoteSignals, SignalsLostError
 from stillhouse.teachers.client import Proof
+from stillhouse.train import off_policy, on_policy
 from stillhouse.train.agreement import from_all_ranks, require_shared_folder
 from stillhouse.train.export import save_merged, save_student
 from stillhouse.train.files import UNFINISHED, atomic_folder, explained_write_errors, file_names, flush, hashes
@@ -22,7 +23,6 @@ from stillhouse.train.folder import (
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.integrity import RESUME, IntactCheckpoint
 from stillhouse.train.models import model_fingerprints
-from stillhouse.train.off_policy import train
 from stillhouse.train.progress import Progress, folder_name
 from stillhouse.train.resume import candidates, open_checkpoint
 from stillhouse.train.session import (
@@ -124,7 +124,8 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
         words = in_words(config, session.spec, session.stores)
         folder.write_json("environment.json", environment(words, config.seed, session.device))
         folder.write_json("data.json", {which: report.as_dict() for which, report in reports.items()})
-    progress = train(session, folder, checkpoint)
+    loop = off_policy if config.rollout is None else on_policy
+    progress = loop.train(session, folder, checkpoint)
     with finishing("the final model"):
         try:
             tokens = held_out_tokens(session, progress.step)

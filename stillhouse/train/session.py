@@ -21,6 +21,7 @@ from stillhouse.data import (
 )
 from stillhouse.display import escaped
 from stillhouse.models import Decoder, check_document_length, check_saving
+from stillhouse.objective.correction import Correction
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 from stillhouse.parallel import (
     Layout,
@@ -228,6 +229,7 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
     require_objective(config, spec)
+    spec = _on_rollouts(config, spec)
     if config.teachers is not None:
         spec = replace(spec, teachers=_shares(config.teachers), is_mixture=config.teachers.sum == "distributions")
     elif config.teacher is None:
@@ -239,6 +241,36 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
                 f"got {config.checkpoint.best} without a teacher: expected eval/cross_entropy or null",
             )
     return spec
+
+
+def _on_rollouts(config: RunConfig, spec: ObjectiveSpec) -> ObjectiveSpec:
+    """The objective with what the section rollout says of it. Raises ConfigError if the two do not fit."""
+    rollout, loss = config.rollout, config.objective.loss
+    draws = rollout is not None and rollout.writer == "student"
+    if spec.needs_rollouts and not draws:
+        raise ConfigError("objective.loss", f"got '{loss}', which needs the student's own completions: set rollout")
+    if rollout is None:
+        return spec
+    if spec.needs_rewards and rollout.reward is None:
+        raise ConfigError("rollout.reward", f"expected a function, because objective.loss is '{loss}'")
+    if rollout.reward is not None and spec.policy_gradient is None:
+        raise ConfigError(
+            "rollout.reward", f"has no effect with objective.loss '{loss}': expected policy_gradient in it"
+        )
+    if spec.cross_entropy is not None and rollout.is_on_student_alone and draws:
+        raise ConfigError(
+            "objective.loss",
+            f"got '{loss}' with rollout.share=1: cross_entropy counts on the dataset's completions, and there are"
+            " none; lower rollout.share, or leave cross_entropy out",
+        )
+    if rollout.discount and config.parallel is not None and config.parallel.context > 1:
+        raise ConfigError("rollout.discount", "expected 0 with parallel.context above 1, which divides completions")
+    return replace(
+        spec,
+        correction=Correction(rollout.correction, rollout.limit),
+        discount=rollout.discount,
+        sampling_temperature=rollout.temperature,
+    )
 
 
 def adapter_in_words(session: Session) -> str:

@@ -49,6 +49,10 @@ _KEYS = {
 }
 
 
+#: sums over drawn tokens, which `rollout_metrics.py` reports
+_OF_DRAWS = ("log_ratio", "sampled", "ratio", "clipped")
+
+
 class Training:
     """The state of a run between two steps. `progress` is up to date after each step.
 
@@ -223,6 +227,8 @@ def _train_metrics(
     temperatures = {each.temperature or objective.temperature for each in objective.teachers.values()}
     for name, mean in means(sums, objective, mixes_temperatures=len(temperatures) > 1).items():
         kind, slash, teacher = name.partition("/")
+        if kind in _OF_DRAWS:
+            continue
         key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
         metrics[key] = mean
     return metrics | {

@@ -1,0 +1,75 @@
+"""Opens the engine that writes completions, as the configuration names it."""
+
+from stillhouse.config import ConfigError, RolloutConfig
+from stillhouse.models import Decoder
+from stillhouse.rollouts import RolloutEngine, Sampling
+from stillhouse.rollouts.generate import Generator, check_generation, eos_ids
+from stillhouse.rollouts.in_process import InProcessEngine
+from stillhouse.rollouts.student_copy import StudentCopy
+from stillhouse.train.models import model_source, prepared_for_training
+from stillhouse.train.session import Session
+
+#: tokens of a batch of completions, in micro-batches: without a backward pass, far fewer activations are kept
+_BATCHES = 8
+
+
+def open_engine(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
+    """The engine; None on ranks that get the completions from rank 0.
+
+    Raises ConfigError for a model that cannot generate, and for a teacher that cannot write.
+    """
+    if rollout.writer == "teacher":
+        return InProcessEngine(_generator(session, rollout, _writing_teacher(session)))
+    if rollout.urls:
+        raise ConfigError("rollout.engine", f"got {rollout.engine}, which this version does not have")
+    if session.runner.mesh is None:
+        return InProcessEngine(_generator(session, rollout, session.student))
+    copy = student_copy(session)
+    return InProcessEngine(_generator(session, rollout, copy.decoder), copy=copy)
+
+
+def student_copy(session: Session) -> StudentCopy:
+    """The whole student on this process, beside its part of it. A collective of all processes."""
+    config = session.config
+    source = model_source("student", config.student.model, config.student, session.device, False, config.seed)
+    return StudentCopy(session.runner, lambda: prepared_for_training(source.build(), config))
+
+
+def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        rollout.max_new_tokens,
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.min_p,
+        tuple(rollout.stop),
+        eos,
+    )
+
+
+def _generator(session: Session, rollout: RolloutConfig, decoder: Decoder) -> Generator:
+    config = session.config
+    try:
+        check_generation(decoder, session.device)
+    except ValueError as error:
+        raise ConfigError("rollout.engine", str(error)) from error
+    return Generator(
+        decoder,
+        sampling_of(rollout, eos_ids(session.tokenizer, decoder)),
+        session.device,
+        session.engine.precision,
+        max(_BATCHES * config.train.micro_batch_tokens, config.data.max_tokens),
+        vocabulary=len(session.tokenizer),
+        tokenizer=session.tokenizer,
+    )
+
+
+def _writing_teacher(session: Session) -> Decoder:
+    teacher = session.teacher
+    if teacher is None or session.runner.mesh is not None:
+        raise ConfigError(
+            "rollout.writer",
+            "got teacher: expected one teacher that is loaded in this process (teacher.model, without torchrun). For "
+            "others, let a server write a dataset before the run",
+        )
+    return teacher
