@@ -64,6 +64,8 @@ class RolloutQueue:
         self._samples: dict[int, dict[int, Sample]] = {}
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
         self._trained: set[int] = set()
+        #: when the samples that were taken last were asked for, and when the last one of them was finished
+        self.taken_times = (0.0, 0.0)
 
     def ask(self, step: int) -> None:
         """Ask for all groups that a step asks for. The engine has the weights of this step."""
@@ -100,6 +102,12 @@ class RolloutQueue:
             before = min((group for group in self._asked_at if group not in self._trained), default=None)
             self._trained = {group for group in self._trained if before is not None and group > before}
         taken: list[Sample] = []
+        times = [self.writer.times.pop(number, None) for group in groups for number in self._samples[group]]
+        known = [each for each in times if each is not None]  # those of an earlier process are not
+        self.taken_times = (
+            min((asked for asked, _ in known), default=0.0),
+            max((end for _, end in known), default=0.0),
+        )
         for group in groups:
             samples = self._samples.pop(group)
             del self._asked_at[group]

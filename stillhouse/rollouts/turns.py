@@ -3,6 +3,7 @@
 Without an environment, a sample is one turn. What the environment answers is part of the sample, but no target.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ class _Open:
     """A sample that is being written.
 
     parts: what the model wrote and what the environment answered so far, in turn. turns: of the model. is_cut: no
-    room is left for another turn, although the environment has answered.
+    room is left for another turn, although the environment has answered. asked: when, in seconds of `time.monotonic`.
     """
 
     number: int
@@ -35,6 +36,7 @@ class _Open:
     parts: list[Completion] = field(default_factory=list)
     turns: int = 0
     is_cut: bool = False
+    asked: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -64,6 +66,9 @@ class SampleWriter:
         self.max_new_tokens, self.max_turns = max_new_tokens, max_turns
         self.reward, self.environment = reward, environment
         self._futures: dict[Future[Completion], _Open] = {}
+        self._answered: dict[Future[Completion], float] = {}
+        #: by the numbers of finished samples: when they were asked for and when they were finished
+        self.times: dict[int, tuple[float, float]] = {}
 
     @property
     def under_way(self) -> list[int]:
@@ -72,7 +77,8 @@ class SampleWriter:
 
     def write(self, samples: Sequence[tuple[int, int]]) -> None:
         """Ask for samples. samples: the number of each sample, and the number of its prompt."""
-        self._ask([_Open(number, prompt) for number, prompt in samples])
+        now = time.monotonic()
+        self._ask([_Open(number, prompt, asked=now) for number, prompt in samples])
 
     def finished(self, seconds: float) -> list[Sample]:
         """The samples that are finished since the last call. Waits up to so many seconds until there is one.
@@ -85,14 +91,16 @@ class SampleWriter:
             if not done:
                 break
             # in the order of the requests, so that an engine in this process is always asked for the same batches
-            answered = [(self._futures.pop(each), each.result()) for each in list(self._futures) if each in done]
             next_turns = []
-            for sample, completion in answered:
-                sample.parts.append(completion)
+            for future in [each for each in self._futures if each in done]:
+                sample = self._futures.pop(future)
+                answered = self._answered.pop(future)
+                sample.parts.append(future.result())
                 sample.turns += 1
                 if self._goes_on(sample):
                     next_turns.append(sample)
                 else:
+                    self.times[sample.number] = sample.asked, answered
                     found.append(self._sample(sample))
             self._ask(next_turns)
         return found
@@ -109,7 +117,10 @@ class SampleWriter:
             )
             for each in samples
         ]
-        self._futures |= dict(zip(self.engine.generate(requests), samples, strict=True))
+        futures = self.engine.generate(requests)
+        for each in futures:  # called at once if the future is done already
+            each.add_done_callback(lambda future: self._answered.__setitem__(future, time.monotonic()))
+        self._futures |= dict(zip(futures, samples, strict=True))
 
     def _goes_on(self, sample: _Open) -> bool:
         """Let the environment answer; returns whether the model is to write another turn."""

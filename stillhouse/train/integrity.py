@@ -20,6 +20,9 @@ from stillhouse.train.progress import STATE, DamagedCheckpointError, State, read
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
 RESUME = "resume"
+#: the samples of an on-policy run that are not trained (`queue_file.py`)
+ROLLOUTS = "rollouts.safetensors"
+_READ_TO_RESUME = (f"{RESUME}/", ROLLOUTS)
 _NAMED = 3
 
 Found = TypeVar("Found")
@@ -44,7 +47,7 @@ def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole
     state = _on_all_ranks(lambda: read_state(path), mesh)
     if len(set(gather_from_ranks(json.dumps(asdict(state), sort_keys=True), mesh))) > 1:
         raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
-    _on_all_ranks(lambda: _require_files(path, state, mesh, shared, "" if whole else f"{RESUME}/"), mesh)
+    _on_all_ranks(lambda: _require_files(path, state, mesh, shared, ("",) if whole else _READ_TO_RESUME), mesh)
     _on_all_ranks(lambda: require_covered(path, stored_tensors(path / RESUME)), mesh)
     return IntactCheckpoint(path, state)
 
@@ -68,14 +71,14 @@ def _on_all_ranks(read: Callable[[], Found], mesh: Mesh | None) -> Found:
     return cast(Found, found)
 
 
-def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, prefix: str) -> None:
-    """Check the files whose names begin with `prefix` against the hashes in state.json. This rank hashes its share.
+def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, prefixes: tuple[str, ...]) -> None:
+    """Check the files whose names begin like this against the hashes in state.json. This rank hashes its share.
 
     Raises DamagedCheckpointError for a file that is lost or changed, and for a safetensors file that the state does
     not list, because it would be loaded with the others.
     """
-    expected = {name: value for name, value in state.files.items() if name.startswith(prefix)}
-    there = {name for name in file_names(path) if name.startswith(prefix) and name != STATE}
+    expected = {name: value for name, value in state.files.items() if name.startswith(prefixes)}
+    there = {name for name in file_names(path) if name.startswith(prefixes) and name != STATE}
     damage = [f"{name} is lost" for name in expected.keys() - there]
     foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
     damage += [f"{name} does not belong to it" for name in foreign]

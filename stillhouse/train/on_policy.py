@@ -1,17 +1,20 @@
 """The training loop on the student's own completions: an engine writes them, the teacher judges every token.
 
-It differs from `off_policy.py` only in where micro-batches come from (`rollouts.py`); `training.py` does what all
-loops do.
+It differs from `off_policy.py` only in where micro-batches come from (`rollouts.py`), and in what it records of the
+completions; `training.py` does what all loops do.
 """
 
 from contextlib import closing
 
+from stillhouse.teachers.source import ReadySignals
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.integrity import IntactCheckpoint
 from stillhouse.train.progress import Progress
+from stillhouse.train.rollout_log import open_rollout_log
 from stillhouse.train.rollout_metrics import RolloutMetrics
 from stillhouse.train.rollouts import Rollouts
 from stillhouse.train.session import Session
+from stillhouse.train.shown_samples import shown_samples
 from stillhouse.train.training import training
 
 
@@ -21,13 +24,24 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     Raises what `off_policy.train` raises, and SignalsLostError, after a checkpoint, if no server writes completions.
     """
     source, metrics = session.source_for(session.spec), RolloutMetrics(session)
-    with closing(Rollouts(session, folder)) as rollouts, training(session, folder, checkpoint, rollouts.queue) as run:
+    with (
+        closing(Rollouts(session, folder)) as rollouts,
+        training(session, folder, checkpoint, rollouts.queue) as run,
+        open_rollout_log(folder, run.progress, run.log) as log,
+    ):
+        timeline = log.timeline
         for step in run.steps:
             run.begin(step)
-            rollouts.ask(step)
-            samples = rollouts.take(step)
+            rollouts.ask(step, timeline)
+            samples = rollouts.take(step, timeline)
             micro_batches = rollouts.micro_batches(step, samples)
-            signals = source.request(micro_batches)
-            output = run.learn(step, micro_batches, signals)
-            run.end(step, micro_batches, output, metrics.of(step, samples, output))
+            with (
+                timeline.span(step + 1, "trainer", "wait for the teacher"),
+                timeline.span(step + 1, "teacher", "judge"),
+            ):
+                signals = ReadySignals(source.request(micro_batches).result())
+            with timeline.span(step + 1, "trainer", "train"):
+                output = run.learn(step, micro_batches, signals)
+            log.write(step + 1, shown_samples(session, step, samples, micro_batches, output))
+            run.end(step, micro_batches, output, metrics.of(step, samples, output, timeline, run.seconds))
     return run.progress

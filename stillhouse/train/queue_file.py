@@ -16,10 +16,9 @@ from safetensors.numpy import save_file
 from stillhouse.data.prefixes import offsets_of
 from stillhouse.libraries import reading
 from stillhouse.rollouts import Completion, QueueState, Sample
-from stillhouse.train.integrity import IntactCheckpoint
+from stillhouse.train.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.train.progress import DamagedCheckpointError
 
-ROLLOUTS = "rollouts.safetensors"
 _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
 
 

@@ -8,6 +8,7 @@ from stillhouse.parallel import log_rank0
 from stillhouse.rollouts import Sample, staleness
 from stillhouse.train.engine import StepOutput
 from stillhouse.train.files import gather_from_ranks
+from stillhouse.train.rollout_log import Timeline
 from stillhouse.train.session import Session
 
 #: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree
@@ -24,8 +25,10 @@ class RolloutMetrics:
         self._first_lengths: list[float] = []
         self._warned: set[str] = set()
 
-    def of(self, step: int, samples: Sequence[Sample], output: StepOutput) -> dict[str, float]:
-        """The metrics of a step. A collective of all processes."""
+    def of(
+        self, step: int, samples: Sequence[Sample], output: StepOutput, timeline: Timeline, seconds: float
+    ) -> dict[str, float]:
+        """The metrics of a step, which has taken so many seconds. A collective of all processes."""
         if not samples:
             return {"rollout/share": 0.0}
         lengths = [len(each.completion.ids_N) for each in samples]
@@ -33,6 +36,8 @@ class RolloutMetrics:
             "rollout/completion_tokens": statistics.fmean(lengths),
             "rollout/truncated": statistics.fmean(each.completion.finish == "length" for each in samples),
         }
+        metrics["speed/waiting"] = timeline.waiting(step + 1)
+        metrics["speed/sampled_tokens_per_second"] = sum(lengths) / seconds
         rewards = [each.reward for each in samples if each.reward is not None]
         if rewards:
             metrics["rollout/reward"] = statistics.fmean(rewards)

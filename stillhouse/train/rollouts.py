@@ -3,6 +3,7 @@
 With servers, only rank 0 is connected to them, and the other ranks get its samples.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,9 +30,12 @@ from stillhouse.teachers.client import ServerError
 from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.rollout_engine import open_engine
+from stillhouse.train.rollout_log import Timeline
 from stillhouse.train.session import Session
 
 T = TypeVar("T")
+
+WAIT_FOR_COMPLETIONS = "wait for completions"
 
 #: how many steps ahead of its own a schedule asks for completions; async: see `queue.py`
 _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
@@ -52,27 +56,35 @@ class Rollouts:
             by_student=self.config.writer == "student",
         )
 
-    def ask(self, step: int) -> None:
+    def ask(self, step: int, timeline: Timeline) -> None:
         """Give the engine the weights of this step, and ask for the completions that the step asks for.
 
         Except under async, the completions of this step are finished before: they have tokens of one version.
         """
-        queue = self.queue
-        if queue is not None and queue.in_order and queue.has_asked(step):
-            self._on_first(lambda: queue.wait_for(step))
-        else:
-            self._on_first(lambda: None)
+        queue, number = self.queue, step + 1
+        with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
+            if self.config.schedule != "async":
+                self._on_first(lambda: queue.wait_for(step) if queue is not None and queue.has_asked(step) else None)
         if self.config.writer == "student":
-            folder = None
-            if self.config.urls:
-                folder = publish(self.session.runner, self.weights, step, tokenizer=self.session.tokenizer)
-            self._on_first(lambda: self._update_weights(step, folder))
-        self._on_first(lambda: None if queue is None else queue.ask(step))
+            with timeline.span(number, "weights", f"version {step}"):
+                folder = None
+                if self.config.urls:
+                    session = self.session
+                    folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
+                self._on_first(lambda: self._update_weights(step, folder))
+        # an engine in this job writes now; with servers, this only sends the requests
+        with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
+            self._on_first(lambda: None if queue is None else queue.ask(step))
 
-    def take(self, step: int) -> list[Sample]:
+    def take(self, step: int, timeline: Timeline) -> list[Sample]:
         """The samples of a step, the same on all ranks. Waits for them."""
         queue = self.queue
-        content = self._on_first(lambda: [] if queue is None else [_as_json(each) for each in queue.take(step)])
+        with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS):
+            content = self._on_first(lambda: [] if queue is None else [_as_json(each) for each in queue.take(step)])
+        if queue is not None and queue.taken_times != (0.0, 0.0):
+            offset = timeline.seconds - time.monotonic()
+            start, stop = (offset + each for each in queue.taken_times)
+            timeline.add(step + 1, "rollout", f"{len(content)} completions", start, stop)
         samples = [_from_json(each) for each in content]
         if self.config.writer == "student":
             require_versions(samples, step, self.config.max_staleness)

@@ -77,6 +77,11 @@ class Training:
         watchdog.enter(f"step {step + 1}")
         self._started = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        """Since the present step has begun."""
+        return time.monotonic() - self._started
+
     def learn(self, step: int, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> StepOutput:
         """Make one optimizer step. Raises ValueError, before it, for a loss or gradient that is not finite."""
         engine = self.session.engine
@@ -97,7 +102,7 @@ class Training:
         """Log the step, and evaluate, save or stop where it is due. Raises Preempted after a rank got a signal."""
         session, config, progress = self.session, self.session.config, self.progress
         progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
-        speed = micro_batches.whole.tokens / (time.monotonic() - self._started)
+        speed = micro_batches.whole.tokens / self.seconds
         metrics = _train_metrics(output.sums, session.spec, self._rate, self._norm, speed)
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
         last = progress.step == self.last_step

@@ -1,0 +1,75 @@
+"""The completions of a step that samples.jsonl shows: every token with its divergence and the version that wrote it."""
+
+from collections.abc import Sequence
+
+from stillhouse.rollouts import Sample
+from stillhouse.parallel import ShardedMicroBatches
+from stillhouse.train.engine import StepOutput
+from stillhouse.train.files import gather_from_ranks
+from stillhouse.train.rollout_log import SAMPLES, SampleToken
+from stillhouse.train.rollout_log import Sample as ShownSample
+from stillhouse.train.session import Session
+
+#: keys of per-token values that are no divergence of teacher and student
+_NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient")
+
+
+def shown_samples(
+    session: Session, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
+) -> list[ShownSample]:
+    """The first samples of a step, as `step_documents` numbers them. A collective of all processes."""
+    shown = samples[:SAMPLES]
+    divergences = _divergences(session, len(shown), micro_batches, output)
+    return [_shown(session, step, each, divergences, number) for number, each in enumerate(shown)]
+
+
+def _divergences(
+    session: Session, count: int, micro_batches: ShardedMicroBatches, output: StepOutput
+) -> dict[tuple[int, int], float]:
+    """The divergence of the distributions that predicted a token, by the document's number and the token's position."""
+    own: list[tuple[int, int, float]] = []
+    for micro_batch, each in zip(micro_batches, output.own, strict=False):
+        names = [name for name in each.per_token if name.partition("#")[0] not in _NO_DIVERGENCES]
+        if not names:
+            continue
+        is_shown_T = (micro_batch.document_T >= 0) & (micro_batch.document_T < count) & (micro_batch.weights_T > 0)
+        rows = is_shown_T.nonzero()[:, 0]
+        documents = micro_batch.document_T[rows].tolist()
+        positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
+        own += zip(documents, positions, each.per_token[names[0]][rows].tolist(), strict=True)
+    everyone = gather_from_ranks(own, session.runner.mesh)
+    return {(document, position): value for each in everyone for document, position, value in each}
+
+
+def _shown(
+    session: Session, step: int, sample: Sample, divergences: dict[tuple[int, int], float], number: int
+) -> ShownSample:
+    assert session.config.rollout is not None
+    completion, tokenizer = sample.completion, session.tokenizer
+    prompt_ids = session.train.documents.tokens(sample.prompt)
+    by_student = session.config.rollout.writer == "student"
+    tokens = []
+    for at, (token, version) in enumerate(
+        zip(completion.ids_N.tolist(), completion.versions_N.tolist(), strict=True)
+    ):
+        divergence = divergences.get((number, len(prompt_ids) + at))
+        is_written = bool(sample.is_written_N[at])
+        tokens.append(
+            SampleToken(
+                text=tokenizer.decode([token]),
+                divergence=divergence,
+                version=version if is_written and by_student else None,
+                target=is_written,
+            )
+        )
+    oldest = int(completion.versions_N[sample.is_written_N].min())
+    return ShownSample(
+        prompt=tokenizer.decode(prompt_ids),
+        completion=tokenizer.decode(completion.ids_N),
+        tokens=tokens,
+        reward=sample.reward,
+        advantage=None if sample.reward is None else sample.advantage,
+        finish=completion.finish,
+        source="student" if by_student else "teacher",
+        staleness=step - oldest if by_student else 0,
+    )
