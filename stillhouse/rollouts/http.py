@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Span
+from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Span, require
 from stillhouse.rollouts.proof import prove_log_probs
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
 from stillhouse.rollouts.weights import read_manifest
@@ -62,8 +62,8 @@ class ServedEngine:
     timeout: seconds without an answer of any server after which futures raise ServerError; also for one answer.
     token: the bearer token. warn: is called with a line when a server fails or comes back.
 
-    The constructor waits until all servers answer, and raises ValueError if one of them does not give the
-    log-probabilities that training needs. `update_weights` must be called before `generate`.
+    The constructor raises ValueError for a server that does not give the log-probabilities that training needs.
+    `update_weights` must be called before `generate`.
     """
 
     needs_folder = True
@@ -118,17 +118,15 @@ class ServedEngine:
         before, label = self._newest, f"{self._run}-{version}-{len(self._versions)}"
         published = _Published(version, folder, label, manifest.kind)
         self._versions[label], self._newest = version, published
-        patience = self._timeout if len(self._servers) == 1 else min(PATIENCE, self._timeout)
-        with ThreadPoolExecutor(len(self._servers)) as threads:
-            given = {url: threads.submit(self._give, server, patience) for url, server in self._servers.items()}
-        failed = {url: error for url, each in given.items() if (error := each.exception()) is not None}
-        for error in failed.values():
-            if not isinstance(error, UnreachableError) or len(failed) == len(given):
-                raise error
-        for url in failed:
+        absent = self._give_all(min(PATIENCE, self._timeout))
+        if len(absent) == len(self._servers):
+            absent = self._give_all(self._timeout)
+        if len(absent) == len(self._servers):
+            raise next(iter(absent.values()))
+        for url in absent:
             threading.Thread(target=self._restored, args=(self._servers[url],), daemon=True).start()
         if before is not None:
-            for url in given.keys() - failed:
+            for url in self._servers.keys() - absent:
                 self._api.forget(self._ask(url, PATIENCE), before.label, before.kind)
 
     def close(self) -> None:
@@ -141,8 +139,8 @@ class ServedEngine:
         ids = request.prompt_ids
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._vocabulary:
             raise ValueError(
-                f"completion {request.number}: its prompt has {len(ids)} tokens, expected at least one, each from 0 to "
-                f"{self._vocabulary - 1}"
+                f"completion {request.number}: its prompt has {len(ids)} tokens, expected at least one, each from 0 "
+                f"to {self._vocabulary - 1}"
             )
         limit = self._sampling.max_new_tokens
         limit = limit if request.max_new_tokens is None else min(limit, request.max_new_tokens)
@@ -188,7 +186,9 @@ class ServedEngine:
         self._require_right(answer, limit)
         server.restored = 0
         ids_N, log_probs_N = np.array(answer.ids, np.int32), np.array(answer.log_probs, np.float32)
-        return Completion(ids_N, log_probs_N, versions_N, answer.finish)
+        # SGLang calls an end of sequence at the last possible token a cut
+        finish = "stop" if answer.ids[-1] in self._sampling.eos_ids else answer.finish
+        return Completion(ids_N, log_probs_N, versions_N, finish)
 
     def _require_right(self, answer: Answer, limit: int) -> None:
         """Raise ValueError for a completion that this server cannot have been asked for."""
@@ -205,57 +205,79 @@ class ServedEngine:
                 f"a completion that ends with token {ids[-1]} at {answer.stop!r}: expected the end of sequence "
                 f"{sorted(ends)}, among its tokens, or one of the texts {list(self._sampling.stop)}"
             )
-        if answer.finish == "length" and ids[-1] in ends:
-            raise ValueError("a completion that was cut, but ends with the end of sequence")
 
-    def _give(self, server: _Server, patience: float | None = None) -> None:
+    def _give_all(self, patience: float) -> dict[str, UnreachableError]:
+        """Give all servers the newest version; returns the errors of those that have not answered."""
+        absent: dict[str, UnreachableError] = {}
+        with ThreadPoolExecutor(len(self._servers)) as threads:
+            given = {url: threads.submit(self._give, server, patience) for url, server in self._servers.items()}
+        for url, each in given.items():
+            error = each.exception()
+            if isinstance(error, UnreachableError):
+                absent[url] = error
+            elif error is not None:
+                raise error
+        return absent
+
+    def _give(self, server: _Server, patience: float) -> None:
         """Give a server the newest version, and prove that it has it. No request is sent to it meanwhile."""
-        with server.lock:
-            published = self._newest
-            assert published is not None
-            if server.told is not None and server.told.label == published.label:
-                return
-            self._pool.hold(server.url)
-            server.told = None
-            ask = self._ask(server.url, patience)
-            self._api.give(ask, published.folder, published.label, published.kind)
-            model = published.label if published.kind == "adapter" else server.model
-            body = self._api.body(model, [0], Sampling(1), 1, 0)
-            response = ask(self._api.path, body)
-            try:
-                spans = self._api.parse(response, published.kind).spans
-            except ValueError as error:
-                raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
-            if {each.label for each in spans} != {published.label}:
-                raise ServerError(
-                    f"{server.url} has loaded version {published.version}, but writes with the weights "
-                    f"{[each.label for each in spans]}: expected {published.label}"
-                )
-            server.told = replace(published)
+        if not server.lock.acquire(timeout=patience):
+            raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
+        try:
+            while (published := self._newest) is not None and not _has(server, published):
+                self._pool.hold(server.url)
+                server.told = None
+                ask = self._ask(server.url, patience)
+                self._api.give(ask, published.folder, published.label, published.kind)
+                if self._writes_with(ask, server, published):
+                    server.told = replace(published)
             self._pool.release(server.url)
+        finally:
+            server.lock.release()
+
+    def _writes_with(self, ask: Ask, server: _Server, published: _Published) -> bool:
+        """Whether the server writes with this version; False if it was started anew since it loaded it."""
+        model = published.label if published.kind == "adapter" else server.model
+        response = ask(self._api.path, self._api.body(model, [0], Sampling(1), 1, 0))
+        if response.status_code == _LOST and published.kind == "adapter":
+            return False
+        require(response, f"a completion with version {published.version}", self._api.hint)
+        try:
+            spans = self._api.parse(response, published.kind).spans
+        except ValueError as error:
+            raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
+        return {each.label for each in spans} == {published.label}
 
     def _restore(self, server: _Server, told: _Published) -> None:
         """Begin to give a server the newest version, unless it was given one since the answer was asked for."""
-        with server.lock:
+        if not server.lock.acquire(blocking=False):
+            return  # it is being given weights
+        try:
             if server.told is not told:
                 return
             server.told = None
             server.restored += 1
             self._pool.hold(server.url)
+        finally:
+            server.lock.release()
         self._warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
         threading.Thread(target=self._restored, args=(server,), daemon=True).start()
 
     def _restored(self, server: _Server) -> None:
-        try:
-            if server.restored > MOST_RESTORED:
-                raise ServerError(
-                    f"{server.url} has other weights again and again: expected that no other job gives it weights"
-                )
-            self._give(server)
-        except (ServerError, ValueError) as error:
-            given_up = error if isinstance(error, ServerError) else ServerError(str(error))
-            self._warn(f"the student's server {server.url} is given up: {error}")
-            self._pool.give_up(server.url, given_up)
+        wanted = None
+        while wanted is not self._newest:  # a version that failed may have been removed for a newer one
+            wanted = self._newest
+            try:
+                if server.restored > MOST_RESTORED:
+                    raise ServerError(
+                        f"{server.url} has other weights again and again: expected that no other job gives it weights"
+                    )
+                self._give(server, self._timeout)
+                return
+            except ServerError as error:
+                failure = error
+        self._warn(f"the student's server {server.url} is given up: {failure}")
+        self._pool.give_up(server.url, failure)
 
     def _top_log_probs(self, server: _Server, ids: Sequence[int], sampling: Sampling) -> list[float]:
         response = self._pool.ask(
@@ -268,6 +290,11 @@ class ServedEngine:
         return self._api.top_log_probs(response)
 
 
+def _has(server: _Server, published: _Published) -> bool:
+    return server.told is not None and server.told.label == published.label
+
+
+#: what a server has that was chosen before its weights became unknown
 _UNKNOWN = _Published(-1, Path(), "", "model")
 
 

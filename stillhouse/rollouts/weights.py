@@ -47,8 +47,8 @@ _PREFIX, _PARTIAL = "version-", ".partial"
 class Manifest(BaseModel):
     """What a published folder holds.
 
-    kind: the whole model, or an adapter. dtypes: those of the tensors, as safetensors names them. tensors: the file of
-    each tensor. files: the sha256 of each file except this one. complete: written last.
+    kind: the whole model, or an adapter. dtypes: those of the tensors, as safetensors names them. tensors: the file
+    of each tensor. files: the sha256 of each file except this one. complete: written last.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -198,7 +198,8 @@ def _gather(tensor: Tensor, runner: Runner) -> Tensor:
     if isinstance(tensor, DTensor):
         assert runner.mesh is not None
         # offloaded shards are in host memory, where the group of the ranks cannot gather them
-        tensor = tensor.to(runner.mesh.device).full_tensor()
+        on_device: Any = tensor.to(runner.mesh.device)
+        tensor = on_device.full_tensor()
     return tensor.detach().cpu().contiguous() if _collects(runner) else tensor
 
 
@@ -220,8 +221,8 @@ def _require_separable(model: PreTrainedModel, shapes: dict[str, Tensor]) -> Non
     alone = [(k, v.shape) for name, each in shapes.items() for k, v in _as_saved(model, {name: each}).items()]
     if len(alone) != len(together) or dict(alone) != together:
         raise ValueError(
-            f"the weights of model type '{model.config.model_type}' cannot be published tensor by tensor: transformers "
-            "joins several of them when it saves; expected rollout.engine=transformers for this student"
+            f"the weights of model type '{model.config.model_type}' cannot be published tensor by tensor: "
+            "transformers joins several of them when it saves; expected the engine transformers for this student"
         )
 
 
