@@ -16,8 +16,8 @@ _PROMPTS = ((1,), (2, 3), (5, 7, 11), (13,), (17, 19, 23), (29, 31), (37,), (41,
 
 _BEFORE = (
     "{url} gives log-probabilities before the temperature, and the temperature is {temperature:g}: expected a vLLM "
-    "that was started with --logprobs-mode processed_logprobs, an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or a "
-    "temperature of 1"
+    "that was started with --logprobs-mode processed_logprobs, an SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or "
+    "a temperature of 1"
 )
 _CUT = (
     "{url} gives log-probabilities among the tokens that top_p, top_k and min_p leave, and training needs those over "
