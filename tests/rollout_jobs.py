@@ -37,9 +37,11 @@ def rollouts(rank: Rank, job: tuple[str, str, int, Layout]) -> tuple[Tensor, dic
     return output.loss.detach(), gradients
 
 
-def log_probs(rank: Rank, job: tuple[str, Layout]) -> tuple[Tensor, dict[str, int]]:
+def log_probs(rank: Rank, job: tuple[str, Layout]) -> tuple[Tensor, dict[str, int]] | None:
     """Return a teacher's log-probabilities, and the collectives that they took after the borders were known."""
     kind, layout = job
+    if rank.number >= len(layout.student):
+        return None
     signal, shard = local_signal(rank, layout, signal_of(kind, temperature=1.3)), shard_of(rank, layout.student)
     options: dict[str, Any] = {"vocabulary": V, "shard": shard}
     teacher_log_probs(signal, make_labels(), 1.3, **options)

@@ -41,7 +41,7 @@ def gradient_of(terms: list[Term], weights: Tensor | None = None) -> Tensor:
 def expected_gradient(
     text: str, *, drawn_from: Tensor = STUDENT_V, temperature: float = 1.0, **options: Any
 ) -> Tensor:
-    """Return the expectation of a spec's gradient over tokens that are drawn from softmax(drawn_from / temperature)."""
+    """Return the expectation of a spec's gradient over tokens drawn from softmax(drawn_from / temperature)."""
     spec = replace(parse_objective(text, temperature), sampling_temperature=temperature, **options)
     log_q_V = torch.log_softmax(drawn_from / temperature, 0)
     per_token = {IS_SAMPLED: torch.ones(V, dtype=torch.float64), OLD_LOG_PROBS: log_q_V}

@@ -13,7 +13,7 @@ import pytest
 import rollout_jobs as jobs
 import torch
 from objective_cases import T, V, distance, generator, make_full, make_labels, make_leaves, make_mixture
-from rollout_cases import Batch, fused, make_batch, spec_of
+from rollout_cases import fused, make_batch, spec_of
 from shard_cases import Layout
 from shard_problems import SHARDS
 from shard_ranks import GATHER, RankPool, shared_pool
@@ -260,32 +260,17 @@ def test_each_token_has_its_teacher() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_shards(pool: RankPool, ranks: int) -> None:
-    """The teacher's head or logits are sharded, too, or whole on every rank."""
-    cases = [
-        (kind, whole)
-        for kind in ("full", "dense", "mixture", "top-k")
-        for whole in ((False, True) if ranks == 2 else (False,))
-    ]
-    for kind, whole in cases:
-        layout = Layout(SHARDS[ranks], "whole" if whole else None)
-        if kind == "mixture" and not whole:
-            # a member has five rows more than the student, so that its shards have other borders
-            layout = Layout(SHARDS[ranks], "whole")
-        answers = pool.call(jobs.log_probs, (kind, layout))[:ranks] if ranks == 4 else None
-        signal = jobs.signal_of(kind, temperature=1.3)
-        expected_T = teacher_log_probs(signal, LABELS, 1.3) if kind == "top-k" else plain(signal, 1.3)
-        for found_T, counts in answers or []:
+@pytest.mark.parametrize(("kind", "gathers"), [("full", 1), ("dense", 1), ("mixture", 3), ("top-k", 0)])
+def test_shards(pool: RankPool, kind: str, gathers: int, ranks: int) -> None:
+    """The teacher's heads and logits are sharded like the student's head, or whole on every rank."""
+    signal = jobs.signal_of(kind, temperature=1.3)
+    expected_T = teacher_log_probs(signal, LABELS, 1.3) if kind == "top-k" else plain(signal, 1.3)
+    for layout, collectives in ((Layout(SHARDS[ranks]), gathers), (Layout(SHARDS[ranks], "whole"), 0)):
+        answers = pool.call(jobs.log_probs, (kind, layout))[:ranks]
+        for found_T, counts in answers:
             assert distance(found_T, expected_T) < 1e-12
-            assert torch.equal(found_T, answers[0][0])  # type: ignore[index]
-            gathers = 0 if layout.teacher == "whole" or kind == "top-k" else 1
-            assert counts.get(GATHER, 0) == gathers
-            assert sum(counts.values()) == gathers
-
-
-def whole(case: str, kind: str, vocabulary: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    output, gradients = fused(spec_of(case), make_leaves(), batch, jobs.signal_of(kind), vocab_size=vocabulary)
-    return output.loss.detach(), gradients
+            assert torch.equal(found_T, answers[0][0])
+            assert counts.get(GATHER, 0) == sum(counts.values()) == collectives
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -301,13 +286,11 @@ def test_gradients_over_shards(pool: RankPool, ranks: int) -> None:
     for case, kind, vocabulary in cases:
         batch = make_batch(vocabulary=vocabulary)
         answers = pool.call(jobs.rollouts, (case, kind, vocabulary, Layout(borders)))[:ranks]
-        if kind == "dense":
-            signal: Signal = DenseLogits(jobs.signal_of(kind).logits_TV[:, :vocabulary])  # type: ignore[attr-defined]
-            output, expected = fused(spec_of(case), make_leaves(), batch, signal, vocab_size=vocabulary)
-            loss = output.loss.detach()
-        else:
-            loss, expected = whole(case, kind, vocabulary, batch)
+        signal = jobs.signal_of(kind)
+        if isinstance(signal, DenseLogits):
+            signal = DenseLogits(signal.logits_TV[:, :vocabulary])
+        output, expected = fused(spec_of(case), make_leaves(), batch, signal, vocab_size=vocabulary)
         for (start, stop), (found_loss, gradients) in zip(borders, answers, strict=True):
-            assert distance(found_loss, loss) < 1e-12, (case, kind)
+            assert distance(found_loss, output.loss) < 1e-12, (case, kind)
             assert distance(gradients["hidden"], expected["hidden"]) < 1e-11, (case, kind)
             assert distance(gradients["weight"], expected["weight"][start:stop]) < 1e-11, (case, kind)
