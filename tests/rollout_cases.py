@@ -5,26 +5,50 @@ T tokens, V vocabulary.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from objective_cases import Leaves, T, V, generator, make_labels, make_leaves
+from objective_cases import Leaves, T, V, generator, make_full, make_labels, make_leaves
 from torch import Tensor
 
+from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import OutputHead, Signal
+from stillhouse.objective import Correction, FullVocab, ObjectiveOutput, OutputHead, RoutedSignals, Signal
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
-from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 NORMALIZER = 23.0
 #: the temperature of the draws
 SAMPLING = 0.8
+#: objectives, and the fields of their specs that an expression does not have
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "k2": ("sampled_kl", {}),
+    "k3": ("0.5*sampled_kl(k3)", {"temperature": 1.7}),
+    "k2, truncated": ("sampled_kl(k2)", {"temperature": 1.7, "correction": Correction("truncated", 1.3)}),
+    "k3, masked": ("sampled_kl(k3)", {"correction": Correction("masked", 1.5)}),
+    "rewards": ("2*policy_gradient", {}),
+    "rewards, truncated": ("policy_gradient", {"correction": Correction("truncated", 1.2)}),
+    "rewards, masked": ("policy_gradient", {"correction": Correction("masked", 1.4)}),
+    "clip": ("policy_gradient(clip_low=0.1)", {"correction": Correction("masked", 1.4)}),
+    "clip above": ("policy_gradient(clip_high=0.3)", {}),
+    "teacher": ("policy_gradient(teacher_kl=0.5)", {"temperature": 1.7, "correction": Correction("truncated")}),
+    "discount": ("policy_gradient(teacher_kl=1)", {"discount": 0.9, "correction": Correction("truncated")}),
+    "no discount": ("policy_gradient(teacher_kl=1, clip_low=0.2, clip_high=0.3)", {"discount": 1.0}),
+    "everything": (
+        "0.3*cross_entropy + 1e-2*z_loss + policy_gradient(teacher_kl=0.3) + 0.1*reverse_kl - 0.01*entropy "
+        "+ 0.7*sampled_kl(k3)",
+        {"temperature": 1.7, "discount": 0.5, "correction": Correction("truncated", 1.3)},
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Three documents, rows of the dataset, rows without a label and rows of weight 0; NaN where nothing was drawn."""
+    """Three documents with rows of the dataset, rows without a label and rows of weight 0.
+
+    The old log-probabilities and the advantages are NaN where nothing was drawn.
+    """
 
     labels_T: Tensor
     weights_T: Tensor
@@ -35,7 +59,7 @@ class Batch:
     def is_drawn_T(self) -> Tensor:
         return (self.labels_T >= 0) & (self.per_token[IS_SAMPLED] != 0)
 
-    def targets(self, signal: Signal | None, **options: Any) -> DistillTargets:
+    def targets(self, signal: Signal | RoutedSignals | None, **options: Any) -> DistillTargets:
         return DistillTargets(
             self.labels_T,
             self.weights_T,
@@ -129,3 +153,37 @@ def looped_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Tensor:
         running = float(values_T[row]) + (discount * running if follows else 0.0)
         sums.append(running)
     return values_T.new_tensor(sums[::-1])
+
+
+def spec_of(case: str) -> ObjectiveSpec:
+    text, options = SPECS[case]
+    return replace(parse_objective(text), sampling_temperature=SAMPLING, **options)
+
+
+def fused(
+    spec: ObjectiveSpec,
+    leaves: Leaves,
+    batch: Batch,
+    signal: Signal | RoutedSignals | None,
+    chunk_tokens: int | None = None,
+    **head: Any,
+) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
+    """Run a spec's processor; returns its output and the leaves' gradients. head: further arguments of the head."""
+    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
+    output_head = OutputHead(fresh["weight"], fresh.get("bias"), **head)
+    processor = distillation(spec, chunk_tokens=chunk_tokens)
+    output = processor(hidden_states=fresh["hidden"][None], head=output_head, context=batch.targets(signal))
+    output.loss.backward()
+    gradients = {name: leaf.grad for name, leaf in fresh.items()}
+    assert all(gradient is not None for gradient in gradients.values())
+    return output, gradients  # type: ignore[return-value]
+
+
+def teacher() -> tuple[FullVocab, Tensor]:
+    """An exact signal and its logits [T, V] in float64."""
+    signal = make_full()
+    return signal, signal.head.logits(signal.hidden_TE)
+
+
+def without(batch: Batch, *names: str) -> Batch:
+    return replace(batch, per_token={name: each for name, each in batch.per_token.items() if name not in names})

@@ -16,11 +16,13 @@ from torch import Tensor
 from stillhouse.objective import (
     Chosen,
     Continuation,
+    Correction,
     CrossEntropy,
     DenseLogits,
     Distill,
     Entropy,
     FullVocab,
+    LogRatio,
     Mixture,
     OutputHead,
     PolicyGradient,
@@ -102,8 +104,12 @@ def one_token_terms(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
     """Return terms that read one logit of each row."""
     known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)[:, : len(labels_T)]
     policy = partial(PolicyGradient, labels_T, known_NT[1] + 5.0, known_NT[2])
+    corrected = {"correction": Correction("truncated", 1.3), "old_log_probs_T": known_NT[2]}
     return [
         SampledKL(labels_T, known_NT[0], "k3", 0.3, 1.2),
+        SampledKL(labels_T, known_NT[0], "k2", 0.3, 1.2, sampling_temperature=0.8, **corrected),
+        policy(surrogate="corrected", correction=Correction("masked", 3.0)),
+        LogRatio(labels_T, known_NT[2], 0.8),
         policy(known_NT[3], kl_scale=0.1),
         policy(dual_clip=1.3),
         policy(clip_low=1.0, surrogate="cispo"),

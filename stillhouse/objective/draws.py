@@ -58,7 +58,8 @@ class Draws:
         is_drawn_T = (self.labels_T >= 0) & (self.needed(IS_SAMPLED) != 0)
         if self.valid_index is None:
             return is_drawn_T
-        return torch.zeros_like(is_drawn_T).index_copy(0, self.valid_index, is_drawn_T[self.valid_index])
+        index = self.valid_index.to(is_drawn_T.device)
+        return torch.zeros_like(is_drawn_T).index_copy(0, index, is_drawn_T[index])
 
     def needed(self, name: str) -> Tensor:
         """Return a tensor of `per_token`. Raises ValueError if it is missing."""
@@ -88,7 +89,7 @@ class Draws:
 
     def log_ratio(self, log_p_T: Tensor, discount: float) -> Tensor:
         """Return the discounted sum of log p − log q_old from each drawn token on, [T]."""
-        ratio_T = (log_p_T - self.known(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_drawn_T, 0.0)
+        ratio_T = (log_p_T - self.needed(OLD_LOG_PROBS).to(log_p_T.dtype)).masked_fill(~self.is_drawn_T, 0.0)
         if not discount:
             return ratio_T
         if self.document_T is None:
