@@ -1,4 +1,4 @@
-"""On-policy runs with completions that the student writes in this process: schedules, resuming, layouts, objectives."""
+"""On-policy runs in which the student writes in this process: schedules, resuming, layouts, objectives."""
 
 import json
 import shutil
@@ -255,3 +255,12 @@ def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
         assert each["prompt"].endswith("is")
     lanes = {json.loads(line)["lane"] for line in (out / "timeline.jsonl").read_text().splitlines()}
     assert lanes == {"rollout", "teacher", "trainer", "weights"}
+
+
+def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
+    write(tmp_path, **{"objective.loss": "reverse_kl + sampled_kl(k2)"})
+    command = Command("check", tmp_path / "run.yaml")
+    assert command.wait() == 0, command.err
+    for expected in ("6 of 4 prompts with 2 completions each", "one step", "sampled_kl(k2)", "reverse_kl"):
+        assert expected in command.out
+    assert not (tmp_path / "out").exists()

@@ -25,6 +25,7 @@ from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.progress import read_state
 from stillhouse.train.resume import candidates, require_unchanged_sources
+from stillhouse.train.rollouts import first_rollouts
 from stillhouse.train.session import Session, adapter_in_words, data_reports, prepare
 
 #: how many characters of the sample document are shown
@@ -77,14 +78,25 @@ def _lines(session: Session, state: str) -> Iterator[str]:
         yield _row(f"data {which}", report.summary())
     if session.evaluation is None:
         yield _row("data eval", "no data is held out, so there will be no held-out metrics")
-    yield _row("packing", f"{len(session.train):,} sequences, {session.train.fill:.0%} full")
-    yield _row(
-        "steps",
-        f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences "
-        f"(at most {config.data.max_tokens:,} tokens each), {step_schedule.rows_per_micro_batch} per micro-batch",
-    )
+    if session.plan is None:
+        yield _row("packing", f"{len(session.train):,} sequences, {session.train.fill:.0%} full")
+        yield _row(
+            "steps",
+            f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences "
+            f"(at most {config.data.max_tokens:,} tokens each), {step_schedule.rows_per_micro_batch} per micro-batch",
+        )
+    else:
+        plan = session.plan
+        yield _row(
+            "steps",
+            f"{step_schedule.steps:,} of {plan.prompts_per_step} prompts with {plan.samples_per_prompt} completions "
+            f"each, {plan.share:.0%} of them written by the {config.rollout.writer if config.rollout else 'student'}",
+        )
     yield _row("run folder", f"{config.out}: {state}")
-    yield _row("sample", f"{session.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
+    if session.plan is None:
+        yield _row("sample", f"{session.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
+    else:
+        yield _row("prompt", f"{session.train.documents.sources[0]}, the completion follows it:")
     yield _sample(session, session.train.documents)
     yield from _step_lines(session)
 
@@ -120,12 +132,21 @@ def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 
 def _step_lines(session: Session) -> Iterator[str]:
-    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term alone."""
-    engine = session.engine
+    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term alone.
+
+    No server is asked for completions, because that would give it this student's weights.
+    """
+    config, engine = session.config, session.engine
+    if config.rollout is not None and config.rollout.urls:
+        yield _row("one step", "left out, because servers write the completions")
+        return
     parameters = [each for each in session.student.parameters() if each.requires_grad]
     with PeakMemory(session.device) as memory:
         started = time.monotonic()
-        micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        if session.plan is None:
+            micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        else:
+            micro_batches = first_rollouts(session)
         output = _forward_backward(session, engine, micro_batches)
         norm = float(session.runner.clip(0.0))
         seconds = time.monotonic() - started
@@ -150,6 +171,7 @@ def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMi
 def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     """For each term, an objective with that term alone, which keeps its scale. z_loss comes with cross_entropy."""
     none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, uld=None, entropy=None)
+    none = replace(none, sampled_kl=None, policy_gradient=None)
     if spec.cross_entropy is not None:
         yield "cross_entropy", replace(none, cross_entropy=spec.cross_entropy)
     if spec.z_loss:
@@ -157,6 +179,10 @@ def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
     if spec.divergence is not None:
         for scale, part in weighted_parts(spec.divergence):
             yield str(part), replace(none, divergence=part, divergence_scale=scale * spec.divergence_scale)
+    if spec.sampled_kl is not None:
+        yield f"sampled_kl({spec.estimator})", replace(none, sampled_kl=spec.sampled_kl)
+    if spec.policy_gradient is not None:
+        yield "policy_gradient", replace(none, policy_gradient=spec.policy_gradient)
     if spec.uld is not None:
         yield "uld", replace(none, uld=spec.uld)
     if spec.entropy is not None:

@@ -1,14 +1,26 @@
 """Opens the engine that writes completions, as the configuration names it."""
 
+import os
+
 from stillhouse.config import ConfigError, RolloutConfig
 from stillhouse.models import Decoder
+from stillhouse.parallel import is_first, log_rank0
 from stillhouse.rollouts import RolloutEngine, Sampling
+from stillhouse.rollouts.api import EngineApi
 from stillhouse.rollouts.generate import Generator, check_generation, eos_ids
+from stillhouse.rollouts.http import ServedEngine
 from stillhouse.rollouts.in_process import InProcessEngine
+from stillhouse.rollouts.sglang import SglangApi
+from stillhouse.rollouts.stillhouse_client import StillhouseApi
 from stillhouse.rollouts.student_copy import StudentCopy
+from stillhouse.rollouts.vllm import VllmApi
+from stillhouse.teachers.client import ServerError
+from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.models import model_source, prepared_for_training
 from stillhouse.train.session import Session
+from stillhouse.train.stores import TOKEN
 
+_APIS: dict[str, type[EngineApi]] = {"stillhouse": StillhouseApi, "vllm": VllmApi, "sglang": SglangApi}
 #: tokens of a batch of completions, in micro-batches: without a backward pass, far fewer activations are kept
 _BATCHES = 8
 
@@ -21,11 +33,33 @@ def open_engine(session: Session, rollout: RolloutConfig) -> RolloutEngine | Non
     if rollout.writer == "teacher":
         return InProcessEngine(_generator(session, rollout, _writing_teacher(session)))
     if rollout.urls:
-        raise ConfigError("rollout.engine", f"got {rollout.engine}, which this version does not have")
+        return _served(session, rollout)
     if session.runner.mesh is None:
         return InProcessEngine(_generator(session, rollout, session.student))
     copy = student_copy(session)
     return InProcessEngine(_generator(session, rollout, copy.decoder), copy=copy)
+
+
+def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
+    """The servers on rank 0, and None on the other ranks. Raises ConfigError on all ranks if one cannot be used."""
+    engine, problem = None, ""
+    if is_first():
+        rows = session.student.vocabulary_rows
+        try:
+            engine = ServedEngine(
+                rollout.urls,
+                sampling_of(rollout, eos_ids(session.tokenizer, session.student)),
+                _APIS[rollout.engine](),
+                vocabulary=min(rows, len(session.tokenizer)),
+                timeout=rollout.timeout,
+                token=os.environ.get(TOKEN),
+                warn=lambda line: log_rank0(f"warning: {line}"),
+            )
+        except (ValueError, ServerError) as error:
+            problem = str(error)
+    if problem := from_all_ranks(problem, session.device)[0]:
+        raise ConfigError("rollout.url", problem)
+    return engine
 
 
 def student_copy(session: Session) -> StudentCopy:

@@ -142,6 +142,13 @@ class Rollouts:
         return result
 
 
+def first_rollouts(session: Session) -> ShardedMicroBatches:
+    """The micro-batches of the first step of a run whose completions are written in this job; nothing is saved."""
+    rollouts, timeline = Rollouts(session, RunFolder(Path(session.config.out))), Timeline(time.monotonic)
+    rollouts.ask(0, timeline)
+    return rollouts.micro_batches(0, rollouts.take(0, timeline))
+
+
 def _queue(session: Session, engine: RolloutEngine) -> RolloutQueue:
     rollout, plan = session.config.rollout, session.plan
     assert rollout is not None

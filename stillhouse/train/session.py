@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, RunConfig, TeacherConfig, TeachersConfig
+from stillhouse.config import ConfigError, RolloutConfig, RunConfig, TeacherConfig, TeachersConfig
 from stillhouse.data import (
     DataReport,
     Documents,
@@ -298,9 +298,16 @@ def in_words(config: RunConfig, spec: ObjectiveSpec, stores: Mapping[str, Signal
         teachers = f" ← {_several_in_words(config.teachers, spec, stores)}"
     return (
         f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
-        f"mean over {config.objective.tokens} tokens of each step: "
+        f"mean over {config.objective.tokens} tokens of each step{_written_in_words(config.rollout)}: "
         f"{config.student.model}{teachers}"
     )
+
+
+def _written_in_words(rollout: RolloutConfig | None) -> str:
+    if rollout is None:
+        return ""
+    share = "" if rollout.is_on_student_alone else f" ({rollout.share:.0%}; the others are the dataset's)"
+    return f", written by the {rollout.writer}{share}, schedule {rollout.schedule}"
 
 
 def _teacher_in_words(teacher: TeacherConfig, store: SignalStore | None) -> str:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from stillhouse.rollouts import Sample
 from stillhouse.parallel import ShardedMicroBatches
+from stillhouse.rollouts import Sample
 from stillhouse.train.engine import StepOutput
 from stillhouse.train.files import gather_from_ranks
 from stillhouse.train.rollout_log import SAMPLES, SampleToken
@@ -26,7 +26,7 @@ def shown_samples(
 def _divergences(
     session: Session, count: int, micro_batches: ShardedMicroBatches, output: StepOutput
 ) -> dict[tuple[int, int], float]:
-    """The divergence of the distributions that predicted a token, by the document's number and the token's position."""
+    """The divergence of the distributions that predicted a token, by its document's number and its position there."""
     own: list[tuple[int, int, float]] = []
     for micro_batch, each in zip(micro_batches, output.own, strict=False):
         names = [name for name in each.per_token if name.partition("#")[0] not in _NO_DIVERGENCES]
