@@ -132,7 +132,9 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     held = _held(runner, names)
     shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in held.items()}
     _require_separable(whole.pretrained, shapes)
-    buckets = list(split_torch_state_dict_into_shards(shapes, max_shard_size=bucket_bytes).filename_to_tensors.values())
+    buckets = list(
+        split_torch_state_dict_into_shards(shapes, max_shard_size=bucket_bytes).filename_to_tensors.values()
+    )
     counts = _gathered(len(buckets) if _collects(runner) else 0, runner)
     rank = 0 if runner.mesh is None else runner.mesh.everyone.rank()
     before, total = sum(counts[:rank]), sum(counts)
@@ -156,7 +158,9 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
 
 def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     """Each stage's matrices go through the shared folder to the rank that writes them in peft's format."""
-    held = {name: each for student in runner.students() for name, each in student.state_dict().items() if is_lora(name)}
+    held = {
+        name: each for student in runner.students() for name, each in student.state_dict().items() if is_lora(name)
+    }
     own = {name: _gather(each, runner) for name, each in held.items()}
     number = -1 if not _collects(runner) else 0 if runner.mesh is None else runner.mesh.everyone.rank()
     if number >= 0:
