@@ -38,9 +38,10 @@ class WeightUpdates:
 
     def check(self, folder: Path, version: str) -> None:
         """Raise ValueError unless the folder is complete, has this version, and fits the model in every tensor."""
+        shown = f"folder '{escaped(str(folder))[:200]}'"
         if not folder.is_absolute():
-            raise ValueError(f"folder '{escaped(str(folder))}': expected an absolute path on the server's machine")
-        with reading(f"folder '{escaped(str(folder))}'", passes=ValueError):
+            raise ValueError(f"{shown}: expected an absolute path on the server's machine")
+        with reading(shown, passes=ValueError):
             manifest = read_manifest(folder)
             if manifest.version != int(version):
                 raise ValueError(f"{folder} has version {manifest.version}: expected version {version}")
