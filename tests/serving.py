@@ -135,3 +135,16 @@ def nan_for_token(token: int) -> None:
             handle.remove()
 
     Decoder.forward = with_nan  # type: ignore[method-assign]
+
+
+def slow_generation(seconds: float) -> None:
+    """Each step of a completion takes longer."""
+    from stillhouse.rollouts.draws import Draws
+
+    call = Draws.__call__
+
+    def slowly(draws: Draws, *arguments: Any) -> torch.Tensor:
+        time.sleep(seconds)
+        return call(draws, *arguments)
+
+    Draws.__call__ = slowly  # type: ignore[method-assign]

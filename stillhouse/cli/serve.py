@@ -53,9 +53,12 @@ from stillhouse.cli.arguments import quiet_libraries
     metavar="N",
     help="Tokens of all requests at a time; more get 429. [default: 16 batches]",
 )
+@click.option(
+    "--generate", is_flag=True, help="Write completions in place of signals, with weights that can be replaced."
+)
 @click.option("--max-top-k", type=click.IntRange(1), default=256, show_default=True,
               help="Most ids per token of top_k, chosen and prompt_logprobs.")  # fmt: skip
-def serve(teacher: str, *, no_token: bool, **options: object) -> None:
+def serve(teacher: str, *, no_token: bool, generate: bool, max_top_k: int, **options: object) -> None:
     """Serve a teacher's exact signals over HTTP.
 
     TEACHER is a hub id or a folder. Students then train with teacher.url. POST /v1/score gives hidden states or
@@ -66,15 +69,26 @@ def serve(teacher: str, *, no_token: bool, **options: object) -> None:
     Ctrl-C end it after the accepted requests are answered. Under torchrun, the model is divided over all processes
     (tensor parallel).
 
+    With --generate, the server writes completions for on-policy runs: POST /inference/v1/generate takes and gives
+    token ids as vLLM does, and POST /v1/weights replaces the weights by those of a published folder, between two
+    batches.
+
     \b
     stillhouse serve Qwen/Qwen3-8B
     STILLHOUSE_TOKEN=... stillhouse serve Qwen/Qwen3-8B --host 0.0.0.0 --port 8000
     torchrun --nproc-per-node 2 -m stillhouse serve Qwen/Qwen3-8B
+    stillhouse serve Qwen/Qwen3-0.6B --generate --port 8001
     """
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} not installed; pip install 'stillhouse[serve]'")
     quiet_libraries()
+    options["require_token"] = not no_token
+    if generate:
+        from stillhouse.rollouts.server import serve_completions
+
+        serve_completions(teacher, **options)  # type: ignore[arg-type]
+        return
     from stillhouse.teachers.server import serve as run_server
 
-    run_server(teacher, require_token=not no_token, **options)  # type: ignore[arg-type]
+    run_server(teacher, max_top_k=max_top_k, **options)  # type: ignore[arg-type]

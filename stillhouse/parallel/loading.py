@@ -71,6 +71,14 @@ def load_weights(
     expert.
     """
     allocate(decoder, device, offload=offload)
+    read_weights(decoder, folder)
+
+
+def read_weights(decoder: Decoder, folder: str | os.PathLike[str]) -> None:
+    """Read the weights of a decoder, which has memory and may have been cut and sharded, in place from a folder.
+
+    Raises ValueError as `load_weights` does.
+    """
     wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():

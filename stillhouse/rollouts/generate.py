@@ -19,6 +19,7 @@ from stillhouse.models import Decoder, check_document_length, evaluating
 from stillhouse.models.structure import describe
 from stillhouse.rollouts.draws import Draws, Ends
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
+from stillhouse.teachers.scorer import NotFiniteError
 
 # largest difference of log-probabilities with the cache and without it, in nats: matrix products of other shapes
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
@@ -62,7 +63,7 @@ class Generator:
         alone, but for rounding: what shares a batch is decided by `batches`.
 
         Raises ValueError for a prompt without tokens, with ids that the model does not have, or too long for the
-        model's positions, and for weights that give logits which are not finite.
+        model's positions, and NotFiniteError, a ValueError, for weights that give logits which are not finite.
         """
         self.check(requests)
         found: dict[int, Completion] = {}
@@ -146,7 +147,7 @@ class Generator:
         for row, (length, is_stop) in enumerate(zip(lengths, stopped, strict=True)):
             log_probs_N = log_probs_BN[row, :length]
             if not np.isfinite(log_probs_N).all():
-                raise ValueError(
+                raise NotFiniteError(
                     f"{describe(self.decoder.pretrained)}: its logits are not finite when it writes a completion: "
                     "expected finite weights, and a dtype wide enough for the model"
                 )

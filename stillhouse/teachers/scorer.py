@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class NotFiniteError(ValueError):
-    """The teacher's signals of a document have a NaN or an infinity."""
+    """What the model computes for a part of a request has a NaN or an infinity."""
 
 
 #: what a part gets: its tensors, or why it has none

@@ -1,19 +1,23 @@
 """The queue between the HTTP server and the model: bounded, and divided into batches by a token budget.
 
-A request is one or more documents. The model's thread takes documents from the front of the queue until the budget of
-a batch is filled, so the documents of a large request may be in several batches and those of small requests share
-one. Tokens count against the queue's limit from the moment a request is accepted until its answer has been sent, so
-that answers which clients read slowly are bounded, too.
+A request is one or more parts: documents to score, or a completion to write. The model's thread takes parts from the
+front of the queue until the budget of a batch is filled, so the parts of a large request may be in several batches
+and those of small requests share one. Tokens count against the queue's limit from the moment a request is accepted
+until its answer has been sent, so that answers which clients read slowly are bounded, too.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from typing import Any, Protocol
 
-from torch import Tensor
 
-from stillhouse.teachers.scorer import NotFiniteError, Outcome, Part
+class Part(Protocol):
+    """A part of a request that the model computes in one batch. tokens: how much of the batch it fills."""
+
+    @property
+    def tokens(self) -> int: ...
 
 
 class QueueFullError(Exception):
@@ -33,18 +37,18 @@ class ScoringFailedError(Exception):
 
 
 class Ticket:
-    """An accepted request. answer: the tensors of each of its documents, once all have been computed."""
+    """An accepted request. answer: what the model has computed for each of its parts, once all are there."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = parts
         self.tokens = sum(part.tokens for part in parts)
-        self.answer: Future[list[dict[str, Tensor]]] = Future()
-        self._found: dict[int, dict[str, Tensor]] = {}
+        self.answer: Future[list[Any]] = Future()
+        self._found: dict[int, Any] = {}
         self.is_released = False
 
-    def finish(self, number: int, outcome: Outcome) -> None:
-        """Record the outcome of one document. The first error is the answer."""
-        if isinstance(outcome, NotFiniteError):
+    def finish(self, number: int, outcome: Any) -> None:
+        """Record what the model has computed for one part, or an error. The first error is the answer."""
+        if isinstance(outcome, Exception):
             self.fail(outcome)
             return
         self._found[number] = outcome
@@ -63,7 +67,7 @@ class Ticket:
             return
 
 
-#: a document of a request, by its number there
+#: a part of a request, by its number there
 Item = tuple[Ticket, int]
 
 

@@ -7,6 +7,8 @@ from stillhouse.teachers.server.batching import RequestQueue
 PATHS = (
     "/v1/score",
     "/v1/completions",
+    "/inference/v1/generate",
+    "/v1/weights",
     "/v1/info",
     "/v1/head",
     "/v1/models",
@@ -27,7 +29,7 @@ class Metrics:
             "stillhouse_request_seconds", "from a request's header to its answer", ["path"],
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
-        self._tokens = Counter("stillhouse_tokens", "tokens that the teacher has read", registry=registry)
+        self._tokens = Counter("stillhouse_tokens", "tokens that the model has read and written", registry=registry)
         self._failed = Counter("stillhouse_failed_batches", "batches whose forward pass failed", registry=registry)
         self._batch_tokens = Histogram(
             "stillhouse_batch_tokens", "tokens of a batch", buckets=_TOKENS, registry=registry

@@ -6,6 +6,7 @@ keeps the collective from timing out, or that the server ends.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -21,6 +22,8 @@ from stillhouse.teachers.scorer import Part, Ranked, Scorer
 from stillhouse.teachers.spec import DocumentRows, SignalSpec
 from stillhouse.teachers.wire import KEY, header_of
 
+#: how often idle ranks hear from rank 0
+BEAT_SECONDS = 60.0
 _NOTHING, _END = 0, -1
 
 
@@ -29,6 +32,7 @@ class Ranks:
 
     def __init__(self, mesh: Mesh | None):
         self.mesh = mesh
+        self._sent = time.monotonic()
 
     @property
     def is_alone(self) -> bool:
@@ -41,9 +45,10 @@ class Ranks:
         self._broadcast(torch.tensor([len(content)]))
         self._broadcast(content)
 
-    def send_nothing(self) -> None:
-        """Show the other ranks that rank 0 is alive."""
-        self._broadcast(torch.tensor([_NOTHING]))
+    def beat(self) -> None:
+        """Show the other ranks that rank 0 is alive, if they have not heard from it for some time."""
+        if self.mesh is not None and time.monotonic() - self._sent > BEAT_SECONDS:
+            self._broadcast(torch.tensor([_NOTHING]))
 
     def send_end(self) -> None:
         self._broadcast(torch.tensor([_END]))
@@ -59,6 +64,7 @@ class Ranks:
         if self.mesh is not None:
             values = values.to(self.mesh.device)
             dist.broadcast(values, 0, group=self.mesh.everyone)
+            self._sent = time.monotonic()
         return values
 
 

@@ -64,7 +64,7 @@ def load_teacher(
     name: a folder or a hub id. folder: empty; only the first process writes to it. Raises ValueError for a model that
     cannot be loaded, is damaged, or cannot be divided over so many processes.
     """
-    chosen = _device(device)
+    chosen = choose_device(device)
     source = local_folder(name, revision)
     tokenizer = load_tokenizer(source)
     layout = Layout(Degrees(tensor=process_count()))
@@ -148,7 +148,7 @@ def _source(build: Any, folder: str, device: torch.device) -> ModelSource:
     return ModelSource(frozen, weights)
 
 
-def _device(device: str) -> torch.device:
+def choose_device(device: str) -> torch.device:
     """The device of this process. Raises ValueError for one that is not there."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
