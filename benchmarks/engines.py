@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.engines_completions import DEVELOPMENT, measure_completions
+from benchmarks.engines_completions import DEVELOPMENT, MODEL, measure_completions
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
 from stillhouse.demo.corpus import collect_split
@@ -62,10 +62,16 @@ def main() -> None:
         folder = Path(name)
         write_inputs(folder)
         completions = measure_completions(
-            folder, lambda *options: vllm(arguments.vllm, folder, *options, model="student", settings=DEVELOPMENT)
+            folder, lambda *options: vllm(arguments.vllm, folder, *options, model=MODEL, settings=DEVELOPMENT)
         )
         found = measure(folder, arguments.vllm)
-    result = {"theme": "engines", "vllm": version.strip().splitlines()[-1], "steps": STEPS, **found, "completions": completions}
+    result = {
+        "theme": "engines",
+        "vllm": version.strip().splitlines()[-1],
+        "steps": STEPS,
+        **found,
+        "completions": completions,
+    }
     print(json.dumps(result, indent=1))
     write_result(result_file("engines"), result, "cpu")
     if found["hidden_float32"]["largest_loss_difference"] > SAME:
@@ -157,7 +163,9 @@ def vllm(
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-num-seqs", "8", "--served-model-name", model, *options]
     log = (folder / f"vllm-{port}.log").open("w+")
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | QUIET | (settings or {}))
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | QUIET | (settings or {})
+    )
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + SECONDS_TO_START
     try:
         while not _answers(url):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
@@ -28,16 +28,47 @@ from stillhouse.rollouts.weights import publish
 #: the largest difference of a log-probability, in nats, from transformers' own in float32
 SAME = 1e-5
 TEMPERATURE, LONG, LORA_RANK = 0.7, 600, 8
-PROCESSED = ("--enable-scale-out", "--max-logprobs", "8", "--logprobs-mode", "processed_logprobs")
-RAW = ("--enable-scale-out", "--max-logprobs", "8", "--enable-lora", "--max-lora-rank", str(LORA_RANK))
+PROCESSED = (
+    "--enable-scale-out",
+    "--skip-tokenizer-init",
+    "--max-logprobs",
+    "8",
+    "--logprobs-mode",
+    "processed_logprobs",
+)
+RAW = (
+    "--enable-scale-out",
+    "--skip-tokenizer-init",
+    "--max-logprobs",
+    "8",
+    "--enable-lora",
+    "--max-lora-rank",
+    str(LORA_RANK),
+)
 DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+#: the folder of the student that writes
+MODEL = "writer"
+SHAPE: dict[str, Any] = {
+    "vocab_size": 251,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that a CPU build computes with
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # so that tokens are far from equally likely
+}
 
 Start = Callable[..., AbstractContextManager[str]]
 
 
 def measure_completions(folder: Path, start: Start) -> dict[str, Any]:
-    """Figures of both servers. start: starts a server of folder/student with options, and gives its URL."""
-    student = Decoder.from_pretrained(folder / "student", dtype="float32")
+    """Figures of both servers. start: starts a server of folder/writer with options, and gives its URL."""
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder / MODEL)
+    student = Decoder.from_pretrained(folder / MODEL, dtype="float32")
     with start(*PROCESSED) as processed, start(*RAW) as raw:
         return {
             **_updates(folder, student, processed),
@@ -123,7 +154,7 @@ def _refusals(student: Decoder, processed: str, raw: str) -> dict[str, Any]:
 
 def _adapters(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
     """Two versions of an adapter, on the server without processed log-probabilities and at a temperature of 1."""
-    base = Decoder.from_pretrained(folder / "student", dtype="float32")
+    base = Decoder.from_pretrained(folder / MODEL, dtype="float32")
     add_lora(base, r=LORA_RANK, alpha=16)
     runner, versions, differences = single_process_runner(base, None), dict[int, Any](), list[float]()
     engine = _engine(url, base, Sampling(32, top_p=0.9))

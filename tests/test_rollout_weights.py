@@ -155,7 +155,9 @@ def test_an_interrupted_version_is_not_there(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_folder_that_is_not_what_was_published_is_refused(tmp_path: Path) -> None:
-    whole = publish(single_process_runner(Decoder(build("llama")), None), tmp_path / "weights", 1, bucket_bytes=40_000)
+    whole = publish(
+        single_process_runner(Decoder(build("llama")), None), tmp_path / "weights", 1, bucket_bytes=40_000
+    )
     first = min(whole.glob("*.safetensors")).name
 
     def changed(name: str) -> Path:
