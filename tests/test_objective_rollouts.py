@@ -23,11 +23,22 @@ from rollout_cases import (
 )
 from torch import Tensor
 
+from stillhouse.data import MicroBatch
 from stillhouse.models.processors import distillation
-from stillhouse.objective import Correction, CrossEntropy, DenseLogits, OutputHead, linear_objective
+from stillhouse.objective import (
+    Correction,
+    CrossEntropy,
+    DenseLogits,
+    Entropy,
+    LogRatio,
+    OutputHead,
+    linear_objective,
+)
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.objective.tile import Tile
+from stillhouse.train.engine import _targets
 
 
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -285,3 +296,40 @@ def test_cross_entropy_of_the_mix_is_that_of_the_other_rows() -> None:
     assert distance(output.loss, expected.loss) < 1e-14
     for name, leaf in fresh.items():
         assert distance(gradients[name], leaf.grad) < 1e-13, name
+
+
+def test_the_engine_passes_on_what_a_micro_batch_holds() -> None:
+    batch = make_batch(dtype=torch.float32)
+    ids_1T = batch.labels_T.clamp(min=0)[None]
+    micro_batch = MicroBatch(
+        {"input_ids": ids_1T, "position_ids": torch.arange(T)[None] % 13},
+        batch.labels_T,
+        batch.weights_T,
+        batch.document_T,
+        batch.weights_T.nonzero()[:, 0],
+        per_token=batch.per_token,
+    ).padded(2, T + 3)
+    targets = _targets(micro_batch, None, normalizer=NORMALIZER)
+    assert targets.document_T is micro_batch.document_T
+    assert targets.per_token.keys() == batch.per_token.keys()
+    for name, each_T in micro_batch.per_token.items():
+        assert torch.equal(targets.per_token[name].nan_to_num(), each_T.nan_to_num())
+    spec = replace(parse_objective("cross_entropy + policy_gradient"), sampling_temperature=SAMPLING)
+    leaves = make_leaves(dtype=torch.float32)
+    hidden_TD = torch.zeros(2 * (T + 3), D)
+    hidden_TD[:T] = leaves.hidden
+    head = OutputHead(leaves.weight, leaves.bias)
+    padded = distillation(spec)(hidden_states=hidden_TD, head=head, context=targets)
+    assert distance(padded.loss, fused(spec, leaves, batch, None)[0].loss) < 1e-6
+
+
+def test_the_monitor_adds_nothing_to_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even a sum of zeros, which would cost another pass over the tile's columns at the labels."""
+    added: list[int] = []
+    monkeypatch.setattr(Tile, "add_at", lambda *_: added.append(1))
+    batch, leaves = make_batch(), make_leaves()
+    terms = parse_objective("entropy").terms(batch.labels_T, None, batch.per_token)
+    assert [type(each) for each in terms] == [Entropy, LogRatio]
+    leaf = leaves.hidden.clone().requires_grad_()
+    linear_objective(leaf, OutputHead(leaves.weight, leaves.bias), terms).loss.backward()
+    assert added == []
