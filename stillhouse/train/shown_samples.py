@@ -1,4 +1,4 @@
-"""The completions of a step that samples.jsonl shows: every token with its divergence and the version that wrote it."""
+"""The completions of a step that samples.jsonl shows: each token with its divergence and its version of the weights."""
 
 from collections.abc import Sequence
 
