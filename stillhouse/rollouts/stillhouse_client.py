@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from stillhouse.rollouts.api import Ask, Kind, require
 from stillhouse.rollouts.vllm import VllmApi
+from stillhouse.rollouts.weights import read_manifest
 
 
 class StillhouseApi(VllmApi):
@@ -23,7 +24,9 @@ class StillhouseApi(VllmApi):
                 "stillhouse serve takes whole models, and the student is an adapter: expected the engine vllm or "
                 "transformers"
             )
-        require(ask("/v1/weights", {"folder": str(folder), "version": label}), "loading the weights", self.hint)
+        version = str(read_manifest(folder, hashed=False).version)
+        body = {"folder": str(folder), "version": version, "label": label}
+        require(ask("/v1/weights", body), "loading the weights", self.hint)
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         pass

@@ -98,11 +98,11 @@ def _add_weights(app: FastAPI, service: GenerationService, bodies: Bodies) -> No
             except ValueError as error:
                 raise RequestError(HTTPStatus.BAD_REQUEST, str(error), param="folder") from error
             try:
-                await asyncio.wrap_future(service.updates.submit(folder, body.version))
+                await asyncio.wrap_future(service.updates.submit(folder, body.label or body.version))
             except ValueError as error:
                 raise RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
         service.info["version"] = service.updates.version
-        return JSONResponse({"version": body.version})
+        return JSONResponse({"version": body.label or body.version})
 
 
 def _bytes(found: Sequence[Written]) -> int:

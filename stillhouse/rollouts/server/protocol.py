@@ -65,12 +65,15 @@ class GenerateBody(BaseModel):
 
 
 class WeightsBody(BaseModel):
-    """folder: of published weights, on this machine (see `rollouts/weights.py`). version: that of its manifest."""
+    """folder: of published weights, on this machine (see `rollouts/weights.py`). version: that of its manifest. label:
+    the name of the version in answers, which tells two runs apart; None: the version itself.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     folder: str = Field(min_length=1, max_length=4096)
     version: str = Field(pattern=r"^[0-9]{1,18}$")
+    label: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
 
 
 @dataclass(frozen=True, eq=False)

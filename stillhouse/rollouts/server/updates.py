@@ -26,7 +26,7 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 
 
 class WeightUpdates:
-    """version: of the present weights. All methods but `apply` and `close` may be called from any thread."""
+    """version: the label of the present weights. All methods but `apply` and `close` may be called from any thread."""
 
     def __init__(self, decoder: Decoder):
         self.version = FIRST_VERSION
@@ -52,14 +52,17 @@ class WeightUpdates:
                 )
             self._compare(folder, {name: folder / file for name, file in manifest.tensors.items()})
 
-    def submit(self, folder: Path, version: str) -> "Future[None]":
-        """Ask for the weights of a folder that was checked. The future is done when they are in use."""
+    def submit(self, folder: Path, label: str) -> "Future[None]":
+        """Ask for the weights of a folder that was checked. The future is done when they are in use.
+
+        label: the name of their version.
+        """
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
                 done.set_exception(ValueError("the server is about to end"))
             else:
-                self._waiting.append((folder, version, done))
+                self._waiting.append((folder, label, done))
         return done
 
     def apply(self) -> None:
@@ -72,7 +75,7 @@ class WeightUpdates:
             with self._lock:
                 if not self._waiting:
                     return
-                folder, version, done = self._waiting.popleft()
+                folder, label, done = self._waiting.popleft()
             try:
                 with torch.no_grad():
                     read_weights(self._decoder, folder)
@@ -80,7 +83,7 @@ class WeightUpdates:
                 done.set_exception(ValueError(f"{folder} has changed while it was read: {error}"))
                 self.close()
                 raise
-            self.version = version
+            self.version = label
             done.set_result(None)
 
     def close(self) -> None:
