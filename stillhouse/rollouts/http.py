@@ -9,6 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -87,14 +88,13 @@ class ServedEngine:
         self._servers = {each.url: _Server(each.url) for each in self._pool.servers}
         self._versions: dict[str, int] = {}
         self._newest: _Published | None = None
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._pool.close)
             for server in self._servers.values():
                 server.model = api.model_name(self._ask(server.url))
                 if not api.proved:
                     prove_log_probs(server.url, partial(self._top_log_probs, server), sampling, vocabulary)
-        except BaseException:
-            self._pool.close()
-            raise
+            stack.pop_all()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
         """Ask for completions; returns at once. Raises ValueError for ids outside of the vocabulary."""
