@@ -320,7 +320,7 @@ def assert_refused(server: Server, folder: Path, answer: httpx2.Response, messag
 
 def test_a_full_queue_answers_429_and_loses_nothing(folder: Path) -> None:
     limits = ("--batch-tokens", 128, "--queue-tokens", 128)
-    with Server(folder, "--generate", *limits, hook=slow_generation, hook_arguments=(0.2,)) as server:
+    with Server(folder, "--generate", *limits, hook=slow_generation, hook_arguments=(0.03,)) as server:
         with ThreadPoolExecutor(8) as threads:
             answers = list(threads.map(lambda seed: ask(server, prompt(1, 30), seed=seed, max_tokens=30), range(8)))
         assert {each.status_code for each in answers} == {200, 429}
@@ -333,14 +333,14 @@ def test_a_full_queue_answers_429_and_loses_nothing(folder: Path) -> None:
 
 def test_sigterm_answers_what_was_accepted_and_ends_with_0(folder: Path) -> None:
     with (
-        Server(folder, "--generate", hook=slow_generation, hook_arguments=(1.0,)) as server,
+        Server(folder, "--generate", hook=slow_generation, hook_arguments=(0.1,)) as server,
         ThreadPoolExecutor(3) as threads,
     ):
-        answers = [threads.submit(ask, server, prompt(seed), seed=seed, max_tokens=5) for seed in range(3)]
+        answers = [threads.submit(ask, server, prompt(seed), seed=seed, max_tokens=20) for seed in range(3)]
         time.sleep(0.5)
         server.end()
         for seed, each in enumerate(answers):
-            assert_same(choice(each.result()), own(folder, prompt(seed), seed, Sampling(max_new_tokens=5)))
+            assert_same(choice(each.result()), own(folder, prompt(seed), seed, Sampling(max_new_tokens=20)))
         assert server.first.wait(60) == 0
 
 
