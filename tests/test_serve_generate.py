@@ -287,12 +287,11 @@ def test_a_refused_folder_leaves_the_weights(
     assert_refused(server, folder, load(server, edited(published, tmp_path / "edited", kind), "7"), REFUSED[kind])
 
 
-def test_weights_of_another_version_dtype_or_place_are_refused(
+def test_weights_of_another_dtype_or_place_are_refused(
     server: Server, folder: Path, published: Path, tmp_path: Path
 ) -> None:
     half = changed(folder, tmp_path / "half", 7, 0.5, torch.bfloat16)
     for target, version, message in [
-        (published, "8", "has version 7: expected version 8"),
         (half, "7", "BF16 of shape"),
         ("weights/version-00000007", "7", "expected an absolute path"),
         (tmp_path / "nowhere", "7", "no complete version"),
@@ -300,9 +299,9 @@ def test_weights_of_another_version_dtype_or_place_are_refused(
         (folder / "config.json", "7", "Not a directory"),
         ("/" + "a" * 4000, "7", "File name too long"),
         ("/a\0b", "7", "null"),
-        (published, "seven", "version: String should match"),
+        (published, "two words", "version: String should match"),
         (published, "", "version: String should match"),
-        (published, "-1", "version: String should match"),
+        (published, "a" * 129, "version: String should match"),
     ]:
         assert_refused(server, folder, load(server, target, version), message)
 

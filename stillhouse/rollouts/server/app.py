@@ -94,7 +94,7 @@ def _add_weights(app: FastAPI, service: GenerationService, bodies: Bodies) -> No
         async with lock:
             folder = Path(body.folder)
             try:
-                await run_in_threadpool(service.updates.check, folder, body.version)
+                await run_in_threadpool(service.updates.check, folder)
             except ValueError as error:
                 raise RequestError(HTTPStatus.BAD_REQUEST, str(error), param="folder") from error
             try:

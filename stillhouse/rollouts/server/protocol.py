@@ -65,12 +65,14 @@ class GenerateBody(BaseModel):
 
 
 class WeightsBody(BaseModel):
-    """folder: of published weights, on this machine (see `rollouts/weights.py`). version: that of its manifest."""
+    """folder: of published weights, on this machine (see `rollouts/weights.py`). version: the name that completions
+    have from then on.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     folder: str = Field(min_length=1, max_length=4096)
-    version: str = Field(pattern=r"^[0-9]{1,18}$")
+    version: str = Field(pattern=r"^[!-~]{1,128}$")
 
 
 @dataclass(frozen=True, eq=False)
