@@ -17,13 +17,14 @@ class StillhouseApi(VllmApi):
     def model_name(self, ask: Ask) -> str | None:
         return None
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> None:
+    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
         if kind == "adapter":
             raise ValueError(
                 "stillhouse serve takes whole models, and the student is an adapter: expected the engine vllm or "
                 "transformers"
             )
         require(ask("/v1/weights", {"folder": str(folder), "version": label}), "loading the weights", self.hint)
+        return True
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         pass
