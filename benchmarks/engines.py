@@ -1,4 +1,6 @@
-"""A real, unpatched vLLM on a CPU as a teacher: a run from it beside the same run with the teacher in the job.
+"""A real, unpatched vLLM on a CPU as a teacher, and as the writer of completions (engines_completions.py).
+
+As a teacher, a run from it is compared with the same run with the teacher in the job.
 
 Two servers of the shipped teacher are started: one for pooling, which gives hidden states, and one that generates
 text, which gives the likeliest ids. Each run trains a small student for 50 steps. The differences of the losses and
@@ -28,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.engines_completions import DEVELOPMENT, MODEL, measure_completions
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
 from stillhouse.demo.corpus import collect_split
@@ -58,8 +61,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder)
+        completions = measure_completions(
+            folder, lambda *options: vllm(arguments.vllm, folder, *options, model=MODEL, settings=DEVELOPMENT)
+        )
         found = measure(folder, arguments.vllm)
-    result = {"theme": "engines", "vllm": version.strip().splitlines()[-1], "steps": STEPS, **found}
+    result = {
+        "theme": "engines",
+        "vllm": version.strip().splitlines()[-1],
+        "steps": STEPS,
+        **found,
+        "completions": completions,
+    }
     print(json.dumps(result, indent=1))
     write_result(result_file("engines"), result, "cpu")
     if found["hidden_float32"]["largest_loss_difference"] > SAME:
@@ -140,16 +152,20 @@ def difference(
 
 
 @contextmanager
-def vllm(python: str, folder: Path, *options: str) -> Iterator[str]:
-    """The URL of a server that has started."""
+def vllm(
+    python: str, folder: Path, *options: str, model: str = "teacher", settings: dict[str, str] | None = None
+) -> Iterator[str]:
+    """The URL of a server that has started. settings: more environment variables."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "teacher")]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-num-seqs", "8", "--served-model-name", "teacher", *options]
+    command += ["--max-num-seqs", "8", "--served-model-name", model, *options]
     log = (folder / f"vllm-{port}.log").open("w+")
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | QUIET)
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | QUIET | (settings or {})
+    )
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + SECONDS_TO_START
     try:
         while not _answers(url):

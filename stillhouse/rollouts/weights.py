@@ -33,7 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.loading import auto_class
-from stillhouse.parallel import Runner, gathered, is_first
+from stillhouse.parallel import Runner, gathered
 from stillhouse.parallel.loading import checkpoint_names
 
 MANIFEST = "manifest.json"
@@ -47,8 +47,8 @@ _PREFIX, _PARTIAL = "version-", ".partial"
 class Manifest(BaseModel):
     """What a published folder holds.
 
-    kind: the whole model, or an adapter. dtypes: those of the tensors, as safetensors names them. tensors: the file of
-    each tensor. files: the sha256 of each file except this one. complete: written last.
+    kind: the whole model, or an adapter. dtypes: those of the tensors, as safetensors names them. tensors: the file
+    of each tensor. files: the sha256 of each file except this one. complete: written last.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -77,7 +77,7 @@ def publish(
     """
     final = version_folder(folder, version)
     partial = final.with_name(final.name + _PARTIAL)
-    if is_first():
+    if _is_first(runner):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _wait(runner)
@@ -86,7 +86,7 @@ def publish(
         kind: Literal["model", "adapter"] = "model" if student.lora is None else "adapter"
         write = _write_model if kind == "model" else _write_adapter
         write(partial, runner, bucket_bytes)
-    if is_first():
+    if _is_first(runner):
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         _write_manifest(partial, version, kind)
@@ -150,7 +150,7 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
             save_file(tensors, partial / file, metadata={"format": "pt"})
             written |= dict.fromkeys(tensors, file)
     files = {name: file for own in _gathered(written, runner) for name, file in own.items()}
-    if is_first():
+    if _is_first(runner):
         _write_configuration(partial, runner, whole)
         _write_index(partial, files, whole.pretrained)
         _require_all(partial, files, whole.pretrained, names)
@@ -166,7 +166,7 @@ def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     if number >= 0:
         save_file(own, partial / f"part-{number}")
     numbers = [each for each in _gathered(number, runner) if each >= 0]
-    if is_first():
+    if _is_first(runner):
         parts = [partial / f"part-{each}" for each in numbers]
         save_lora(runner.students()[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
         for part in parts:
@@ -198,7 +198,8 @@ def _gather(tensor: Tensor, runner: Runner) -> Tensor:
     if isinstance(tensor, DTensor):
         assert runner.mesh is not None
         # offloaded shards are in host memory, where the group of the ranks cannot gather them
-        tensor = tensor.to(runner.mesh.device).full_tensor()
+        on_device: Any = tensor.to(runner.mesh.device)
+        tensor = on_device.full_tensor()
     return tensor.detach().cpu().contiguous() if _collects(runner) else tensor
 
 
@@ -208,6 +209,10 @@ def _collects(runner: Runner) -> bool:
         return True
     coordinate = runner.mesh.weights.get_coordinate()
     return coordinate is not None and not any(coordinate[1:])
+
+
+def _is_first(runner: Runner) -> bool:
+    return runner.mesh is None or runner.mesh.everyone.rank() == 0
 
 
 def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -220,8 +225,8 @@ def _require_separable(model: PreTrainedModel, shapes: dict[str, Tensor]) -> Non
     alone = [(k, v.shape) for name, each in shapes.items() for k, v in _as_saved(model, {name: each}).items()]
     if len(alone) != len(together) or dict(alone) != together:
         raise ValueError(
-            f"the weights of model type '{model.config.model_type}' cannot be published tensor by tensor: transformers "
-            "joins several of them when it saves; expected rollout.engine=transformers for this student"
+            f"the weights of model type '{model.config.model_type}' cannot be published tensor by tensor: "
+            "transformers joins several of them when it saves; expected the engine transformers for this student"
         )
 
 

@@ -1,4 +1,4 @@
-"""Sends requests to the servers of one teacher: bounded, balanced by tokens, repeated until one of them answers.
+"""Sends requests to the servers of one model: bounded, balanced by tokens, repeated until one of them answers.
 
 A request that cannot be answered by one server is sent to another. A server that fails is left alone for a while,
 longer each time. Nothing is ever skipped: a request ends with its answer, or with an error.
@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -30,14 +30,25 @@ MOST_BAD_ANSWERS = 5
 QUIET_SECONDS = 2.0
 #: answers that another attempt may change: the server is overloaded, restarting, or has lost its own backend
 _BUSY, _BROKEN = frozenset({408, 425, 429, 502, 503, 504}), 500
+_GIVEN_UP = "the request was given up, because the run ends"
 
 
 class ServerError(OSError):
     """No server has answered for too long, or the servers' answers are damaged again and again."""
 
 
+class UnreachableError(ServerError):
+    """One server has not answered at all."""
+
+
 class RefusedError(ValueError):
     """A server has answered that the request is wrong, so that no repetition can help."""
+
+
+class AskAgainError(ValueError):
+    """What a call's `parse` raises for an answer that is whole but not wanted: the request is sent again, and the
+    server counts as working.
+    """
 
 
 class _TryAgainError(Exception):
@@ -54,19 +65,23 @@ class _TryAgainError(Exception):
 class Call(Generic[T]):
     """One request. parse: turns an answer into a result; raises ValueError for a damaged answer. tokens: its size.
 
-    absent: what to do if the server does not know the path.
+    content: the body, or a function that makes it from the server's URL for each attempt; it must return at once.
+    absent: what to do if the server does not know the path. statuses: of answers that `parse` reads.
     """
 
     path: str
-    content: bytes
+    content: bytes | Callable[[str], bytes]
     content_type: str
     parse: Callable[[httpx2.Response], T]
     tokens: int
     absent: str = ""
+    statuses: frozenset[int] = frozenset({200})
 
 
 @dataclass
 class Server:
+    """held: it is sent no requests. error: why it is given up, which ends requests if all servers are."""
+
     url: str
     calls: int = 0
     tokens: int = 0
@@ -74,6 +89,8 @@ class Server:
     paused_until: float = 0.0
     last_answer: float = 0.0
     warned: bool = False
+    held: bool = False
+    error: ServerError | None = None
 
     def pause(self, seconds: float | None) -> None:
         """Leave the server alone for a while: as long as it has asked for, or twice as long after every failure."""
@@ -87,10 +104,11 @@ class Server:
 
 
 class ServerPool:
-    """The servers of one teacher.
+    """The servers of one model.
 
     timeout: seconds without an answer of any server after which requests fail. token: the bearer token, if any. warn:
-    is called with a line when a server fails or comes back.
+    is called with a line when a server fails or comes back. model: whose servers these are, for messages.
+    answer_seconds: for one answer; None: a quarter of the timeout. in_flight: requests that a server has at a time.
 
     All methods may be called from several threads. `close` ends requests that are under way.
     """
@@ -101,7 +119,13 @@ class ServerPool:
         timeout: float,
         token: str | None = None,
         warn: Callable[[str], None] = lambda line: None,
+        *,
+        model: str = "teacher",
+        answer_seconds: float | None = None,
+        in_flight: int = IN_FLIGHT,
     ):
+        self._model, self._in_flight = model, in_flight
+        answer_seconds = timeout / 4 if answer_seconds is None else answer_seconds
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self.timeout, self._warn = timeout, warn
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -109,12 +133,12 @@ class ServerPool:
         #: servers that have failed and answer again, until `take_returned`
         self._returned: set[str] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="teacher client", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{model} client", daemon=True)
         self._thread.start()
         self._client = httpx2.AsyncClient(
             # no compression: the size of a body is then the size in memory
             headers=self._headers | {"Accept-Encoding": "identity"},
-            timeout=httpx2.Timeout(timeout / 4, connect=min(10.0, timeout / 4)),
+            timeout=httpx2.Timeout(answer_seconds, connect=min(10.0, timeout / 4)),
             limits=httpx2.Limits(max_connections=None),
             trust_env=False,
         )
@@ -129,11 +153,30 @@ class ServerPool:
         servers = [each for each in self.servers if url in (None, each.url)]
         return self._wait(self._all(calls, servers, self.timeout if timeout is None else timeout))
 
-    def ask(self, url: str, path: str, body: Any = None) -> httpx2.Response:
+    def submit(self, call: Call[T]) -> Future[T]:
+        """Send a request; returns at once. The future raises what `score` would raise."""
+        return asyncio.run_coroutine_threadsafe(self._submitted(call), self._loop)
+
+    def ask(self, url: str, path: str, body: Any = None, patience: float | None = None) -> httpx2.Response:
         """One answer of one server, whatever its status. body: JSON to post; None: a GET. Not repeated, except until
         a server that is just starting accepts connections.
+
+        patience: the seconds for that, in place of the timeout. Raises UnreachableError after that time.
         """
-        return self._wait(self._ask(f"{url.rstrip('/')}{path}", body))
+        return self._wait(self._ask(f"{url.rstrip('/')}{path}", body, self.timeout if patience is None else patience))
+
+    def hold(self, url: str) -> None:
+        """Send the server no more requests until `release`. Those that it has already go on."""
+        self._server(url).held = True
+
+    def release(self, url: str) -> None:
+        server = self._server(url)
+        server.held, server.error = False, None
+
+    def give_up(self, url: str, error: ServerError) -> None:
+        """Send the server no more requests until `release`. If all servers are given up, requests raise the error."""
+        server = self._server(url)
+        server.held, server.error = True, error
 
     def take_returned(self) -> list[str]:
         """The URLs of servers that had failed and have answered again since the last call."""
@@ -142,6 +185,9 @@ class ServerPool:
 
     def is_failing(self, url: str) -> bool:
         return any(each.warned for each in self.servers if each.url == url)
+
+    def _server(self, url: str) -> Server:
+        return next(each for each in self.servers if each.url == url)
 
     def close(self) -> None:
         """End requests that are under way; later ones raise ServerError."""
@@ -155,12 +201,20 @@ class ServerPool:
         try:
             return asyncio.run_coroutine_threadsafe(self._unless_closed(coroutine), self._loop).result()
         except CancelledError as error:
-            raise ServerError("the request was given up, because the run ends") from error
+            raise ServerError(_GIVEN_UP) from error
+
+    async def _submitted(self, call: Call[T]) -> T:
+        if self._closed:
+            raise ServerError(_GIVEN_UP)
+        try:
+            return await self._answered(call, self.servers, self.timeout)
+        except asyncio.CancelledError as error:
+            raise ServerError(_GIVEN_UP) from error
 
     async def _unless_closed(self, coroutine: Any) -> Any:
         if self._closed:
             coroutine.close()
-            raise ServerError("the request was given up, because the run ends")
+            raise ServerError(_GIVEN_UP)
         return await coroutine
 
     async def _cancel(self) -> None:
@@ -178,7 +232,7 @@ class ServerPool:
             for task in tasks:
                 task.cancel()
 
-    async def _ask(self, url: str, body: Any) -> httpx2.Response:
+    async def _ask(self, url: str, body: Any, patience: float) -> httpx2.Response:
         started, announced = time.monotonic(), False
         while True:
             try:
@@ -191,23 +245,26 @@ class ServerPool:
             except httpx2.HTTPError as error:
                 problem = first_line(error)
             waited = time.monotonic() - started
-            if waited > self.timeout:
-                raise ServerError(f"{url} has not answered for {self.timeout:g} seconds ({problem})")
+            if waited > patience:
+                raise UnreachableError(f"{url} has not answered for {patience:g} seconds ({problem})")
             if waited > QUIET_SECONDS and not announced:
-                self._warn(f"waiting up to {self.timeout:g} seconds for {url} ({problem})")
+                self._warn(f"waiting up to {patience:g} seconds for {url} ({problem})")
                 announced = True
-            await asyncio.sleep(min(1.0, self.timeout / 10))
+            await asyncio.sleep(min(1.0, patience / 10))
 
     async def _answered(self, call: Call[T], servers: Sequence[Server], timeout: float) -> T:
         """The result of a request, from whichever server gives it."""
         started = 0.0
         damaged, broken = Counter[str](), Counter[str]()
         while True:
-            server = await _free_server(servers)
+            server = await _free_server(servers, self._in_flight)
             started = started or time.monotonic()
             server.calls, server.tokens = server.calls + 1, server.tokens + call.tokens
             try:
                 result = await self._attempt(server, call)
+            except AskAgainError:
+                server.last_answer = time.monotonic()
+                continue
             except _TryAgainError as error:
                 problem = error
             else:
@@ -231,13 +288,14 @@ class ServerPool:
                 raise ServerError(f"no server can process a request; {server.url}: {problem}")
             if time.monotonic() - max(started, *(each.last_answer for each in servers)) > timeout:
                 raise ServerError(
-                    f"no server of the teacher has answered for {timeout:g} seconds; {server.url}: {problem}"
+                    f"no server of the {self._model} has answered for {timeout:g} seconds; {server.url}: {problem}"
                 )
 
     async def _attempt(self, server: Server, call: Call[T]) -> T:
         try:
+            content = call.content if isinstance(call.content, bytes) else call.content(server.url)
             response = await self._client.post(
-                server.url + call.path, content=call.content, headers={"Content-Type": call.content_type}
+                server.url + call.path, content=content, headers={"Content-Type": call.content_type}
             )
         except httpx2.HTTPError as error:
             raise _TryAgainError(first_line(error)) from error
@@ -246,12 +304,12 @@ class ServerPool:
             raise _TryAgainError(f"{status} {_message(response)}", pause=_seconds(response))
         if status == _BROKEN:
             raise _TryAgainError(f"{status} {_message(response)}", broken=True)
-        if status != 200:
+        if status not in call.statuses:
             hint = f"; {call.absent}" if status == 404 and call.absent else ""
             raise RefusedError(f"{server.url}{call.path}: {status} {_message(response)}{hint}")
         try:
             return await asyncio.to_thread(call.parse, response)
-        except RefusedError:
+        except (RefusedError, AskAgainError):
             raise
         except ValueError as error:
             raise _TryAgainError(str(error), damaged=True) from error
@@ -259,21 +317,24 @@ class ServerPool:
     def _announce(self, server: Server, problem: str) -> None:
         """Warn once when a server fails (`problem`), and once when it answers again ("")."""
         if problem and not server.warned:
-            self._warn(f"the teacher's server {server.url} fails, and is asked again: {problem}")
+            self._warn(f"the {self._model}'s server {server.url} fails, and is asked again: {problem}")
         elif not problem and server.warned:
-            self._warn(f"the teacher's server {server.url} answers again")
+            self._warn(f"the {self._model}'s server {server.url} answers again")
             self._returned.add(server.url)
         server.warned = bool(problem)
 
 
-async def _free_server(servers: Sequence[Server]) -> Server:
+async def _free_server(servers: Sequence[Server], in_flight: int) -> Server:
     """The server with the fewest outstanding tokens, of those that have not failed and are not full.
 
-    Of several such servers, the one that has not answered for the longest time.
+    Of several such servers, the one that has not answered for the longest time. Raises ServerError if all servers are
+    given up.
     """
     while True:
         now = time.monotonic()
-        free = [each for each in servers if each.calls < IN_FLIGHT and each.paused_until <= now]
+        if all(each.error for each in servers):
+            raise ServerError(str(servers[0].error)) from servers[0].error
+        free = [each for each in servers if each.calls < in_flight and each.paused_until <= now and not each.held]
         if free:
             return min(free, key=lambda each: (each.tokens, each.last_answer))
         waits = [each.paused_until - now for each in servers if each.paused_until > now]

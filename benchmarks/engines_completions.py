@@ -1,0 +1,208 @@
+"""A real vLLM that writes a student's completions: its log-probabilities, and the version of every token.
+
+Part of benchmarks/engines.py. Two servers of one random student are started, with and without
+`--logprobs-mode processed_logprobs`. Each completion's log-probabilities are compared with those of transformers in
+float32, by the weights that its tokens are said to be written with: before and after two updates, and of a completion
+that was under way during one.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from stillhouse.models import Decoder
+from stillhouse.models.adapter import add_lora, draw_lora
+from stillhouse.parallel import single_process_runner
+from stillhouse.rollouts.http import ServedEngine
+from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
+from stillhouse.rollouts.vllm import VllmApi
+from stillhouse.rollouts.weights import publish
+
+#: the largest difference of a log-probability, in nats, from transformers' own in float32
+SAME = 1e-5
+TEMPERATURE, LONG, LORA_RANK = 0.7, 600, 8
+#: a CPU build dies of a request with a seed whose prompt it computes in chunks ("CPU Generator does not use offset")
+COMMON = ("--enable-scale-out", "--skip-tokenizer-init", "--max-logprobs", "8", "--max-num-batched-tokens", "8192")
+PROCESSED = (*COMMON, "--logprobs-mode", "processed_logprobs")
+RAW = (*COMMON, "--enable-lora", "--max-lora-rank", str(LORA_RANK))
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+
+#: the folder of the student that writes
+MODEL = "writer"
+SHAPE: dict[str, Any] = {
+    "vocab_size": 251,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that a CPU build computes with
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,  # so that tokens are far from equally likely
+}
+
+Start = Callable[..., AbstractContextManager[str]]
+
+
+def measure_completions(folder: Path, start: Start) -> dict[str, Any]:
+    """Figures of both servers. start: starts a server of folder/writer with options, and gives its URL."""
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder / MODEL)
+    student = Decoder.from_pretrained(folder / MODEL, dtype="float32")
+    with start(*PROCESSED) as processed, start(*RAW) as raw:
+        return {
+            **_updates(folder, student, processed),
+            **_refusals(student, processed, raw),
+            **_adapters(folder, student, raw),
+        }
+
+
+def _updates(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
+    versions: dict[int, PreTrainedModel] = {}
+    eos = tuple(range(0, student.vocabulary_rows, 50))
+    runner = single_process_runner(student, None)
+    engine = _engine(url, student, Sampling(64, temperature=TEMPERATURE, eos_ids=eos))
+    long = _engine(url, student, Sampling(LONG, temperature=TEMPERATURE))
+    seconds, differences, finishes = [], [], []
+    try:
+        for version in range(3):
+            _move(student, version)
+            versions[version] = AutoModelForCausalLM.from_pretrained(publish(runner, folder / "weights", version))
+            before = time.perf_counter()
+            engine.update_weights(version, folder / "weights" / f"version-{version:08d}")
+            seconds.append(time.perf_counter() - before)
+            requests = _requests(24)
+            found = [each.result() for each in engine.generate(requests)]
+            again = [each.result() for each in engine.generate(requests)]
+            _require(all(_same(a, b) for a, b in zip(found, again, strict=True)), "a seed gives other tokens")
+            _require(all((each.versions_N == version).all() for each in found), "a wrong version")
+            finishes += [each.finish for each in found]
+            _require(all((each.finish == "stop") == (each.ids_N[-1] in eos) for each in found), "a wrong end")
+            differences += [_difference(r, c, versions) for r, c in zip(requests, found, strict=True)]
+        crossing = _crossing(folder, student, long, versions)
+    finally:
+        engine.close()
+        long.close()
+    _require(max(differences) <= SAME, f"log-probabilities differ by {max(differences)}")
+    return {
+        "completions": len(differences),
+        "ended_by_eos": finishes.count("stop"),
+        "largest_log_prob_difference": max(differences),
+        "seconds_of_updates": [round(each, 3) for each in seconds],
+        **crossing,
+    }
+
+
+def _crossing(
+    folder: Path, student: Decoder, engine: ServedEngine, versions: dict[int, PreTrainedModel]
+) -> dict[str, Any]:
+    """Long completions that are under way while new weights are loaded."""
+    engine.update_weights(2, folder / "weights" / "version-00000002")
+    _move(student, 3)
+    path = publish(single_process_runner(student, None), folder / "weights", 3)
+    versions[3] = AutoModelForCausalLM.from_pretrained(path)
+    requests = _requests(6)
+    futures = engine.generate(requests)
+    update = threading.Timer(0.4, engine.update_weights, (3, path))
+    update.start()
+    found = [each.result() for each in futures]
+    update.join()
+    _require(all(set(each.versions_N.tolist()) == {2, 3} for each in found), "no completion crosses the update")
+    differences = [_difference(r, c, versions) for r, c in zip(requests, found, strict=True)]
+    _require(max(differences) <= SAME, f"after an update under way, log-probabilities differ by {max(differences)}")
+    return {
+        "crossing_completions": len(found),
+        "crossing_tokens_of_the_old_weights": [int((each.versions_N == 2).sum()) for each in found],
+        "crossing_largest_log_prob_difference": max(differences),
+    }
+
+
+def _refusals(student: Decoder, processed: str, raw: str) -> dict[str, Any]:
+    """What each server is refused for, in words."""
+    refused: dict[str, str] = {}
+    for name, url, sampling in (
+        ("raw, temperature", raw, Sampling(8, temperature=TEMPERATURE)),
+        ("processed, top_p", processed, Sampling(8, top_p=0.9)),
+    ):
+        try:
+            _engine(url, student, sampling)
+        except ValueError as error:
+            refused[name] = str(error).removeprefix(url)
+        _require(name in refused, f"{name} is not refused")
+    return {"refused": refused}
+
+
+def _adapters(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
+    """Two versions of an adapter, on the server without processed log-probabilities and at a temperature of 1."""
+    base = Decoder.from_pretrained(folder / MODEL, dtype="float32")
+    add_lora(base, r=LORA_RANK, alpha=16)
+    runner, versions, differences = single_process_runner(base, None), dict[int, Any](), list[float]()
+    engine = _engine(url, base, Sampling(32, top_p=0.9))
+    try:
+        for version in range(2):
+            draw_lora(base, version, fresh=False)
+            path = publish(runner, folder / "adapters", version)
+            versions[version] = base.pretrained
+            engine.update_weights(version, path)
+            requests = _requests(8)
+            found = [each.result() for each in engine.generate(requests)]
+            _require(all((each.versions_N == version).all() for each in found), "a wrong version of the adapter")
+            pairs = zip(requests, found, strict=True)
+            differences += [_difference(r, c, versions, temperature=1.0) for r, c in pairs]
+    finally:
+        engine.close()
+    _require(max(differences) <= SAME, f"with an adapter, log-probabilities differ by {max(differences)}")
+    return {"adapter_completions": len(differences), "adapter_largest_log_prob_difference": max(differences)}
+
+
+def _engine(url: str, student: Decoder, sampling: Sampling) -> ServedEngine:
+    return ServedEngine([url], sampling, VllmApi(), vocabulary=student.vocabulary_rows, timeout=300, warn=print)
+
+
+@torch.no_grad()
+def _move(student: Decoder, version: int) -> None:
+    """Change all weights, so that each version writes other tokens, and none of them with certainty."""
+    generator = torch.Generator().manual_seed(version)
+    for parameter in student.parameters():
+        parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def _requests(count: int) -> list[GenerationRequest]:
+    draws = np.random.default_rng(0)
+    prompts = [draws.integers(0, 200, 1 + number % 7).astype(np.int32) for number in range(count)]
+    return [GenerationRequest(number, each, seed=1000 + number) for number, each in enumerate(prompts)]
+
+
+def _same(one: Completion, other: Completion) -> bool:
+    return np.array_equal(one.ids_N, other.ids_N)
+
+
+@torch.no_grad()
+def _difference(
+    request: GenerationRequest,
+    completion: Completion,
+    versions: Mapping[int, PreTrainedModel],
+    temperature: float = TEMPERATURE,
+) -> float:
+    """The largest difference of a token's log-probability from that of its version, after all tokens before it."""
+    ids_S = torch.from_numpy(np.concatenate([request.prompt_ids, completion.ids_N]).astype(np.int64))
+    found = 0.0
+    for version in set(completion.versions_N.tolist()):
+        logits_NV = versions[version].eval()(ids_S[None]).logits[0, len(request.prompt_ids) - 1 : -1].double()
+        log_probs_NV = (logits_NV / temperature).log_softmax(-1)
+        exact_N = log_probs_NV.gather(1, torch.from_numpy(completion.ids_N.astype(np.int64))[:, None])[:, 0].numpy()
+        of_version_N = completion.versions_N == version
+        found = max(found, float(np.abs(exact_N - completion.log_probs_N)[of_version_N].max()))
+    return found
+
+
+def _require(true: bool, problem: str) -> None:
+    if not true:
+        raise AssertionError(f"vLLM's completions: {problem}")

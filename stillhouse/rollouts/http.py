@@ -1,0 +1,317 @@
+"""Completions from servers: each token with the version of the weights that wrote it, and nothing by other weights.
+
+Every version has a label that only this engine uses. A server that was started anew has its first weights again and
+another label: its answers are discarded, it is given the newest version, and their requests are sent again.
+"""
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Span, require
+from stillhouse.rollouts.proof import prove_log_probs
+from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
+from stillhouse.rollouts.weights import read_manifest
+from stillhouse.teachers.client.pool import AskAgainError, Call, ServerError, ServerPool, UnreachableError
+
+#: completions that a server writes at a time; engines batch them, and queue what is too many
+IN_FLIGHT = 256
+#: seconds in which one of several servers must accept a new version, before the others go on without it
+PATIENCE = 10.0
+#: so many times in a row a server may come back with other weights
+MOST_RESTORED = 10
+_JSON = "application/json"
+_AGAIN = (
+    "{url} has other weights again and again: expected a server that is not started anew all the time, and no other "
+    "job that gives it weights"
+)
+#: an unknown adapter: the server was started anew
+_LOST = 404
+
+
+@dataclass(frozen=True, eq=False)
+class _Published:
+    version: int
+    folder: Path
+    label: str
+    kind: Kind
+
+
+@dataclass(eq=False)
+class _Server:
+    """told: what it was last given, another object each time; None while it is not known which weights it has.
+    model: the name that requests need. restored: how often it came back with other weights since its last answer.
+    """
+
+    url: str
+    model: str | None = None
+    told: _Published | None = None
+    restored: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class ServedEngine:
+    """Servers of one kind that write the student's completions (a RolloutEngine).
+
+    vocabulary: rows of the student's head; ids outside of it are never sent (one of them ends a vLLM) nor accepted.
+    timeout: seconds without an answer of any server after which futures raise ServerError; also for one answer.
+    token: the bearer token. warn: is called with a line when a server fails or comes back.
+
+    The constructor raises ValueError for a server that does not give the log-probabilities that training needs.
+    `update_weights` must be called before `generate`.
+    """
+
+    needs_folder = True
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        sampling: Sampling,
+        api: EngineApi,
+        *,
+        vocabulary: int,
+        timeout: float,
+        token: str | None = None,
+        warn: Callable[[str], None] = lambda line: None,
+    ):
+        self._sampling, self._api, self._vocabulary, self._timeout = sampling, api, vocabulary, timeout
+        self._warn, self._run = warn, secrets.token_hex(4)
+        self._pool = ServerPool(
+            urls, timeout, token, warn, model="student", answer_seconds=timeout, in_flight=IN_FLIGHT
+        )
+        self._servers = {each.url: _Server(each.url) for each in self._pool.servers}
+        self._versions: dict[str, int] = {}
+        self._newest: _Published | None = None
+        try:
+            for server in self._servers.values():
+                server.model = api.model_name(self._ask(server.url))
+                if not api.proved:
+                    prove_log_probs(server.url, partial(self._top_log_probs, server), sampling, vocabulary)
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        """Ask for completions; returns at once. Raises ValueError for ids outside of the vocabulary."""
+        if self._newest is None:
+            raise ValueError("the servers have no version of the student yet: expected update_weights first")
+        calls = [self._call(each, self._newest.kind) for each in requests]
+        return [self._pool.submit(each) for each in calls]
+
+    def update_weights(self, version: int, folder: Path | None) -> None:
+        """Give all servers a published version, side by side, and prove that they write with it.
+
+        A server that does not answer meanwhile is given it when it answers again. Raises ServerError if a server
+        answers that it cannot load it (it then stays paused), or if no server answers.
+        """
+        if folder is None:
+            raise ValueError("servers read weights from a folder: expected the one that was published")
+        folder = folder.resolve()
+        manifest = read_manifest(folder, hashed=False)
+        if manifest.version != version:
+            raise ValueError(f"{folder} holds version {manifest.version}: expected {version}")
+        before, label = self._newest, f"{self._run}-{version}-{len(self._versions)}"
+        published = _Published(version, folder, label, manifest.kind)
+        self._versions[label], self._newest = version, published
+        absent = self._give_all(min(PATIENCE, self._timeout))
+        if len(absent) == len(self._servers):
+            absent = self._give_all(self._timeout)
+        if len(absent) == len(self._servers):
+            raise next(iter(absent.values()))
+        for url in absent:
+            threading.Thread(target=self._restored, args=(self._servers[url],), daemon=True).start()
+        if before is not None:
+            for url in self._servers.keys() - absent:
+                self._api.forget(self._ask(url, PATIENCE), before.label, before.kind)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _ask(self, url: str, patience: float | None = None) -> Ask:
+        return lambda path, body: self._pool.ask(url, path, body, patience)
+
+    def _call(self, request: GenerationRequest, kind: Kind) -> Call[Completion]:
+        ids = request.prompt_ids
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._vocabulary:
+            raise ValueError(
+                f"completion {request.number}: its prompt has {len(ids)} tokens, expected at least one, each from 0 "
+                f"to {self._vocabulary - 1}"
+            )
+        limit = self._sampling.max_new_tokens
+        limit = limit if request.max_new_tokens is None else min(limit, request.max_new_tokens)
+        attempt: list[tuple[_Server, _Published]] = []
+
+        def content(url: str) -> bytes:
+            server = self._servers[url]
+            # nothing is sent to a server while its weights are not known; between the choice of the server and this
+            # line they may have become unknown, and the answer is then discarded
+            told = server.told or _UNKNOWN
+            attempt[:] = [(server, told)]
+            model = told.label if told.kind == "adapter" else server.model
+            body = self._api.body(model, ids.tolist(), self._sampling, limit, request.seed)
+            return json.dumps(body).encode()
+
+        def parse(response: httpx2.Response) -> Completion:
+            return self._completion(response, *attempt[0], limit)
+
+        return Call(
+            self._api.path,
+            content,
+            _JSON,
+            parse,
+            len(ids) + limit,
+            self._api.hint,
+            frozenset({200, _LOST}) if kind == "adapter" else frozenset({200}),
+        )
+
+    def _completion(self, response: httpx2.Response, server: _Server, told: _Published, limit: int) -> Completion:
+        """Raises ValueError for a damaged answer, AskAgainError for one by weights that are not the student's."""
+        if response.status_code == _LOST:
+            self._restore(server, told)
+            raise AskAgainError
+        answer = self._api.parse(response, told.kind)
+        count = len(answer.ids)
+        versions_N = _token_versions(answer.spans, self._versions, count)
+        moved = not self._api.marks_tokens and server.told is not told
+        if versions_N is None or versions_N.min() < told.version or told is _UNKNOWN or moved:
+            self._restore(server, told)
+            raise AskAgainError
+        if (np.diff(versions_N) < 0).any():
+            raise ValueError(f"the versions of a completion's tokens decrease: {versions_N.tolist()[:20]}")
+        self._require_right(answer, limit)
+        server.restored = 0
+        ids_N, log_probs_N = np.array(answer.ids, np.int32), np.array(answer.log_probs, np.float32)
+        # SGLang calls an end of sequence at the last possible token a cut
+        finish = "stop" if answer.ids[-1] in self._sampling.eos_ids else answer.finish
+        return Completion(ids_N, log_probs_N, versions_N, finish)
+
+    def _require_right(self, answer: Answer, limit: int) -> None:
+        """Raise ValueError for a completion that this server cannot have been asked for."""
+        ids = answer.ids
+        if not ids or len(ids) > limit:
+            raise ValueError(f"a completion of {len(ids)} tokens: expected 1 to {limit}")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise ValueError(f"the ids {min(ids)} to {max(ids)}: expected 0 to {self._vocabulary - 1}")
+        ends = set(self._sampling.eos_ids)
+        if ends & set(ids[:-1]):
+            raise ValueError("a completion that goes on after its end of sequence")
+        if answer.finish == "stop" and ids[-1] not in ends and answer.stop not in self._sampling.stop:
+            raise ValueError(
+                f"a completion that ends with token {ids[-1]} at {answer.stop!r}: expected the end of sequence "
+                f"{sorted(ends)}, among its tokens, or one of the texts {list(self._sampling.stop)}"
+            )
+
+    def _give_all(self, patience: float) -> dict[str, UnreachableError]:
+        """Give all servers the newest version; returns the errors of those that have not answered."""
+        absent: dict[str, UnreachableError] = {}
+        with ThreadPoolExecutor(len(self._servers)) as threads:
+            given = {url: threads.submit(self._give, server, patience) for url, server in self._servers.items()}
+        for url, each in given.items():
+            error = each.exception()
+            if isinstance(error, UnreachableError):
+                absent[url] = error
+            elif error is not None:
+                raise error
+        return absent
+
+    def _give(self, server: _Server, patience: float) -> None:
+        """Give a server the newest version, and prove that it has it. No request is sent to it meanwhile."""
+        if not server.lock.acquire(timeout=patience):
+            raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
+        try:
+            ask, attempts = self._ask(server.url, patience), 0
+            while (published := self._newest) is not None and not _has(server, published):
+                self._pool.hold(server.url)
+                server.told = None
+                given = self._api.give(ask, published.folder, published.label, published.kind)
+                if given and self._writes_with(ask, server, published):
+                    server.told = replace(published)
+                elif (attempts := attempts + 1) == MOST_RESTORED:
+                    raise ServerError(_AGAIN.format(url=server.url))
+            self._pool.release(server.url)
+        finally:
+            server.lock.release()
+
+    def _writes_with(self, ask: Ask, server: _Server, published: _Published) -> bool:
+        """Whether the server writes with this version; False if it was started anew since it loaded it."""
+        model = published.label if published.kind == "adapter" else server.model
+        response = ask(self._api.path, self._api.body(model, [0], Sampling(1), 1, 0))
+        if response.status_code == _LOST and published.kind == "adapter":
+            return False
+        require(response, f"a completion with version {published.version}", self._api.hint)
+        try:
+            spans = self._api.parse(response, published.kind).spans
+        except ValueError as error:
+            raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
+        return {each.label for each in spans} == {published.label}
+
+    def _restore(self, server: _Server, told: _Published) -> None:
+        """Begin to give a server the newest version, unless it was given one since the answer was asked for."""
+        if not server.lock.acquire(blocking=False):
+            return  # it is being given weights
+        try:
+            if server.told is not told:
+                return
+            server.told = None
+            server.restored += 1
+            self._pool.hold(server.url)
+        finally:
+            server.lock.release()
+        self._warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
+        threading.Thread(target=self._restored, args=(server,), daemon=True).start()
+
+    def _restored(self, server: _Server) -> None:
+        wanted = None
+        while wanted is not self._newest:  # a version that failed may have been removed for a newer one
+            wanted = self._newest
+            try:
+                if server.restored > MOST_RESTORED:
+                    raise ServerError(_AGAIN.format(url=server.url))
+                self._give(server, self._timeout)
+                return
+            except ServerError as error:
+                failure = error
+        self._warn(f"the student's server {server.url} is given up: {failure}")
+        self._pool.give_up(server.url, failure)
+
+    def _top_log_probs(self, server: _Server, ids: Sequence[int], sampling: Sampling) -> list[float]:
+        response = self._pool.ask(
+            server.url, self._api.path, self._api.body(server.model, ids, sampling, 1, 0, top=2)
+        )
+        if response.status_code != 200:
+            raise ValueError(
+                f"{server.url}{self._api.path}: {response.status_code} {response.text[:500]}; {self._api.hint}"
+            )
+        return self._api.top_log_probs(response)
+
+
+def _has(server: _Server, published: _Published) -> bool:
+    return server.told is not None and server.told.label == published.label
+
+
+#: what a server has that was chosen before its weights became unknown
+_UNKNOWN = _Published(-1, Path(), "", "model")
+
+
+def _token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
+    """The version of each of `count` tokens; None if one of the labels is not among `versions`.
+
+    Raises ValueError unless the spans cover all tokens in their order.
+    """
+    found: list[Any] = []
+    for each in spans:
+        if each.start != len(found) or each.end <= each.start:
+            raise ValueError(f"versions of the tokens {each.start} to {each.end} after {len(found)} tokens")
+        found += [versions.get(each.label or "")] * (each.end - each.start)
+    if len(found) != count or not found:
+        raise ValueError(f"versions of {len(found)} tokens for a completion of {count}")
+    return None if None in found else np.array(found, np.int32)

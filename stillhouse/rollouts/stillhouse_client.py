@@ -1,0 +1,30 @@
+"""`stillhouse serve --generate`: completions in vLLM's form, and weights from a published folder in one request."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from stillhouse.rollouts.api import Ask, Kind, require
+from stillhouse.rollouts.vllm import VllmApi
+
+
+class StillhouseApi(VllmApi):
+    """It loads a version whole or not at all, between two batches: every token of a completion has one version."""
+
+    name: ClassVar[str] = "stillhouse"
+    proved: ClassVar[bool] = True
+    hint: ClassVar[str] = "expected a server that was started with stillhouse serve MODEL --generate"
+
+    def model_name(self, ask: Ask) -> str | None:
+        return None
+
+    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
+        if kind == "adapter":
+            raise ValueError(
+                "stillhouse serve takes whole models, and the student is an adapter: expected the engine vllm or "
+                "transformers"
+            )
+        require(ask("/v1/weights", {"folder": str(folder), "version": label}), "loading the weights", self.hint)
+        return True
+
+    def forget(self, ask: Ask, label: str, kind: Kind) -> None:
+        pass
