@@ -24,6 +24,8 @@ from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollouts import Completion, GenerationRequest, Sampling
 from stillhouse.rollouts.generate import Generator, eos_ids
+from stillhouse.rollouts.http import ServedEngine
+from stillhouse.rollouts.stillhouse_client import StillhouseApi
 from stillhouse.rollouts.weights import publish
 
 CPU = torch.device("cpu")
@@ -312,6 +314,26 @@ def assert_refused(server: Server, folder: Path, answer: httpx2.Response, messag
     found = choice(ask(server, prompt(2), seed=9, max_tokens=5))
     assert found["weight_versions"][0]["version"] == server.info()["version"] == "default"
     assert_same(found, own(folder, prompt(2), 9, Sampling(max_new_tokens=5)))
+
+
+def test_the_client_of_runs_gets_completions_of_the_version_that_it_gave(folder: Path, tmp_path: Path) -> None:
+    sampling = Sampling(max_new_tokens=5, temperature=0.8, stop=("e", " t"), eos_ids=tuple(range(2, 12)))
+    asked = [GenerationRequest(at, np.array(prompt(at), dtype=np.int32), seed=at) for at in range(12)]
+    with Server(folder, "--generate") as server:
+        engine = ServedEngine([server.url], sampling, StillhouseApi(), vocabulary=400, timeout=60)
+        for version, factor in ((0, 1.0), (1, 0.7)):
+            published = changed(folder, tmp_path / "weights", version, factor)
+            engine.update_weights(version, published)
+            found = [future.result(timeout=60) for future in engine.generate(asked)]
+            decoder, tokenizer = Decoder.from_pretrained(published), load_tokenizer(str(folder))
+            generator = Generator(decoder, sampling, CPU, vocabulary=len(tokenizer), tokenizer=tokenizer)
+            for given, expected in zip(found, generator.generate(asked, version), strict=True):
+                assert given.ids_N.tolist() == expected.ids_N.tolist()
+                np.testing.assert_allclose(given.log_probs_N, expected.log_probs_N, rtol=0, atol=1e-5)
+                assert given.versions_N.tolist() == expected.versions_N.tolist()
+                assert given.finish == expected.finish
+            assert {each.finish for each in found} == {"stop", "length"}
+        engine.close()
 
 
 # the queue, the token and the end

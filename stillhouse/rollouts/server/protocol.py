@@ -86,10 +86,11 @@ class GenerationPart:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """A completion and the version of all its weights."""
+    """A completion and the version of all its weights. stop: the stop text that has ended it, if one has."""
 
     completion: Completion
     version: str
+    stop: str | None
 
 
 def parse(content: bytes, kind: type[BaseModel]) -> Any:
@@ -139,12 +140,14 @@ def part(body: GenerateBody, limits: Limits, eos: tuple[int, ...]) -> Generation
 def answer(body: GenerateBody, model: str, written: Written) -> dict[str, Any]:
     ids, log_probs = written.completion.ids_N.tolist(), written.completion.log_probs_N.tolist()
     asked = body.sampling_params
-    last = ids[-1] if written.completion.finish == "stop" and ids[-1] in (asked.stop_token_ids or ()) else None
+    reason: str | int | None = written.stop
+    if written.completion.finish == "stop" and ids[-1] in (asked.stop_token_ids or ()):
+        reason = ids[-1]
     entries = [_entry(*each) for each in zip(ids, log_probs, strict=True)]
     choice = {
         "index": 0,
         "finish_reason": written.completion.finish,
-        "stop_reason": last,
+        "stop_reason": reason,
         "token_ids": ids,
         "routed_experts": None,
         "sampling_mask": None,
