@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 from stillhouse.models import Decoder, add_lora
 from stillhouse.rollouts import Completion, GenerationRequest, Sampling
+from stillhouse.rollouts.draws import Draws
 from stillhouse.rollouts.generate import Generator, check_generation, eos_ids
 
 CPU = torch.device("cpu")
@@ -259,11 +260,30 @@ def test_stop_texts_end_a_completion_and_stay_in_it() -> None:
         assert cut.ids_N.tolist() == whole.ids_N[: lengths[0] if lengths else 20].tolist()
         assert cut.finish == ("stop" if lengths else "length")
     assert given[0].finish == given[1].finish == "stop"
-    prompt = GenerationRequest(0, np.array(tokenizer.encode(stops[0][:-1]), dtype=np.int32), seed=4)
-    (after,) = Generator(decoder, Sampling(20, stop=stops), CPU, tokenizer=tokenizer).generate([prompt], 0)
-    assert after.finish == "length" or any(stop in tokenizer.decode(after.ids_N) for stop in stops)
     with pytest.raises(ValueError, match="stop texts need the tokenizer"):
         Generator(decoder, Sampling(max_new_tokens=20, stop=stops), CPU)
+
+
+def test_a_stop_text_that_begins_in_the_prompt_does_not_count() -> None:
+    tokenizer = toy_tokenizer()
+    decoder, request = Decoder(build("llama", vocab_size=len(tokenizer))), requests((6,), len(tokenizer))[0]
+    greedy = Sampling(max_new_tokens=20, temperature=0.0)
+    (whole,) = Generator(decoder, greedy, CPU).generate([request], 0)
+    later = replace(request, prompt_ids=np.concatenate([request.prompt_ids, whole.ids_N[:5]]))
+    stop = tokenizer.decode(whole.ids_N[4:6])
+    assert stop not in tokenizer.decode(whole.ids_N[5:8])
+    with_stop = replace(greedy, max_new_tokens=3, stop=(stop,))
+    (found,) = Generator(decoder, with_stop, CPU, tokenizer=tokenizer).generate([later], 0)
+    assert found.ids_N.tolist() == whole.ids_N[5:8].tolist()
+    assert found.finish == "length"
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-32])
+def test_a_token_without_probability_is_never_drawn(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = Draws(Sampling(max_new_tokens=1, top_k=3), [0], 1, 251, CPU)
+    monkeypatch.setattr(draws, "_uniform_BN", torch.tensor([[uniform]], dtype=torch.float64))
+    logits_BV = torch.zeros(1, 251).index_fill(1, torch.tensor([17, 33, 128]), 1.0)
+    assert int(draws(torch.zeros(1, 1), logits_BV).argmax()) == (128 if uniform else 17)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])

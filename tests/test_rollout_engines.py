@@ -1,4 +1,4 @@
-"""Servers that write completions: true log-probabilities and versions, and nothing by foreign or half-updated weights."""
+"""Servers that write completions: true log-probabilities and versions, nothing by foreign or half-loaded weights."""
 
 import json
 import math
@@ -70,7 +70,7 @@ class Student:
             zip(found.ids_N.tolist(), found.log_probs_N.tolist(), found.versions_N.tolist(), strict=True)
         ):
             logits_V = self.models[version](ids_S[None])[0, len(request.prompt_ids) + row - 1].double()
-            assert log_prob == pytest.approx(float((logits_V / temperature).log_softmax(-1)[token]), abs=1e-5)
+            assert log_prob == pytest.approx(float((logits_V / temperature).log_softmax(-1)[token]), abs=5e-5)
         assert count is None or len(found.ids_N) == count
 
 
@@ -353,11 +353,8 @@ def test_a_server_that_restarts_between_its_weights_and_their_label(student: Stu
         server.before["/update_weight_version"] = server.restart
 
     server.before["/reset_prefix_cache"] = then_before_the_label
-    try:
-        engine.update_weights(1, student.published(1))
-    except ServerError as error:
-        assert "is_paused" in str(error)  # noqa: PT017 either it is noticed, or all is done again
-        engine.update_weights(1, student.published(1))
+    engine.update_weights(1, student.published(1))
+    assert "/update_weight_version" not in server.before
     for request, each in zip(requests_of(4), results(engine, requests_of(4)), strict=True):
         student.assert_written(request, each)
     engine.close()
@@ -371,7 +368,7 @@ def test_half_loaded_weights_write_nothing(student: Student, server: WriterServe
     futures = engine.generate(requests)
     time.sleep(0.2)
     server.failing_loads = 1
-    with pytest.raises(ServerError, match="loading the weights failed: 500.*out of memory.*stays paused"):
+    with pytest.raises(ServerError, match=r"loading the weights failed: 500.*out of memory.*stays paused"):
         engine.update_weights(2, student.published(2))
     assert server.writer.paused
     assert not any(each.done() for each in futures)
@@ -426,7 +423,7 @@ def test_a_server_with_other_weights_again_and_again_is_given_up(student: Studen
     engine.update_weights(1, student.published(1))
     server.faults = [foreign] * 99
     [future] = engine.generate(requests_of(1))
-    with pytest.raises(ServerError, match="has other weights again and again: expected that no other job"):
+    with pytest.raises(ServerError, match="has other weights again and again: expected a server"):
         future.result(60)
     loads = [path for path, _ in server.asked if path == "/collective_rpc"]
     assert len(loads) == 1 + MOST_RESTORED

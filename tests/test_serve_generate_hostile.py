@@ -46,7 +46,7 @@ def valid_bodies(weights: Path) -> list[tuple[str, str, bytes]]:
     bodies = [
         (PATH, {"token_ids": [5, 17, 250], "sampling_params": every, "return_token_ids": True}),
         (PATH, {"token_ids": [5], "sampling_params": {"max_tokens": 1, "temperature": 0.0}}),
-        ("/v1/weights", {"folder": str(weights), "version": "3"}),
+        ("/v1/weights", {"folder": str(weights), "version": "run-3"}),
     ]
     return [(path, JSON, json.dumps(body).encode()) for path, body in bodies]
 

@@ -68,11 +68,12 @@ class EngineApi(Protocol):
         """The log-probabilities at the first token that are in the answer, the largest first."""
         ...
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> None:
+    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
         """Let the server load a published version, and mark what it writes from now on with the label.
 
-        May be repeated. Raises ServerError if the server answers that it cannot; no token is then written until a
-        later call has succeeded, or it has another label.
+        May be repeated. Returns False if the server was seen to have been started anew meanwhile. Raises ServerError
+        if the server answers that it cannot; no token is then written until a later call has succeeded, or it has
+        another label.
         """
         ...
 

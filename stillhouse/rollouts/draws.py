@@ -82,8 +82,6 @@ class Ends(StoppingCriteria):
         device: torch.device,
     ):
         self._stop, self._tokenizer, self._prompt_tokens = sampling.stop, tokenizer, prompt_tokens
-        # every token but special ones is at least one byte of text; a special one is at least its name
-        self._window = max((len(each.encode()) for each in sampling.stop), default=0) + 8
         self._eos = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=device)
         self._limit_B = torch.tensor(limits, device=device)
         self._length_B = torch.zeros_like(self._limit_B)  # 0: not ended
@@ -101,15 +99,24 @@ class Ends(StoppingCriteria):
 
     def _has_stop_text(self, ids_BN: Tensor) -> Tensor:
         assert self._tokenizer is not None
-        texts = self._tokenizer.batch_decode(
-            ids_BN[:, -self._window :].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        found = [any(stop in text for stop in self._stop) for text in texts]
-        return torch.tensor(found, device=ids_BN.device)
+        found = stop_texts(ids_BN.tolist(), self._stop, self._tokenizer)
+        return torch.tensor([each is not None for each in found], device=ids_BN.device)
 
     def result(self) -> tuple[list[int], list[bool]]:
         """For each completion its tokens, and whether it has ended rather than been cut."""
         return self._length_B.tolist(), self._is_stop_B.tolist()
+
+
+def stop_texts(
+    ids: Sequence[Sequence[int]], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[str | None]:
+    """For each sequence of ids, the stop text at whose end it is, or None. No earlier token may have ended one."""
+    # every token but special ones is at least one byte of text; a special one is at least its name
+    window = max(len(each.encode()) for each in stop) + 8
+    texts = tokenizer.batch_decode(
+        [each[-window:] for each in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return [next((each for each in stop if each in text), None) for text in texts]
 
 
 def _filters(sampling: Sampling) -> list[LogitsProcessor]:

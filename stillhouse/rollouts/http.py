@@ -31,6 +31,10 @@ PATIENCE = 10.0
 #: so many times in a row a server may come back with other weights
 MOST_RESTORED = 10
 _JSON = "application/json"
+_AGAIN = (
+    "{url} has other weights again and again: expected a server that is not started anew all the time, and no other "
+    "job that gives it weights"
+)
 #: an unknown adapter: the server was started anew
 _LOST = 404
 
@@ -224,13 +228,15 @@ class ServedEngine:
         if not server.lock.acquire(timeout=patience):
             raise UnreachableError(f"{server.url} has not answered for {patience:g} seconds")
         try:
+            ask, attempts = self._ask(server.url, patience), 0
             while (published := self._newest) is not None and not _has(server, published):
                 self._pool.hold(server.url)
                 server.told = None
-                ask = self._ask(server.url, patience)
-                self._api.give(ask, published.folder, published.label, published.kind)
-                if self._writes_with(ask, server, published):
+                given = self._api.give(ask, published.folder, published.label, published.kind)
+                if given and self._writes_with(ask, server, published):
                     server.told = replace(published)
+                elif (attempts := attempts + 1) == MOST_RESTORED:
+                    raise ServerError(_AGAIN.format(url=server.url))
             self._pool.release(server.url)
         finally:
             server.lock.release()
@@ -269,9 +275,7 @@ class ServedEngine:
             wanted = self._newest
             try:
                 if server.restored > MOST_RESTORED:
-                    raise ServerError(
-                        f"{server.url} has other weights again and again: expected that no other job gives it weights"
-                    )
+                    raise ServerError(_AGAIN.format(url=server.url))
                 self._give(server, self._timeout)
                 return
             except ServerError as error:

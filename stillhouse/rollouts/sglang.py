@@ -84,7 +84,7 @@ class SglangApi:
         rows = _read(response).meta_info.output_top_logprobs
         return sorted({token: value for value, token, _ in (rows[0] if rows else None) or []}.values(), reverse=True)
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> None:
+    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
         if kind == "adapter":
             raise ValueError(
                 "adapters are not given to SGLang, and the student is an adapter: expected the engine vllm or "
@@ -97,6 +97,7 @@ class SglangApi:
         if not isinstance(found, dict) or found.get("success") is not True:
             refuse(response, "loading the weights", str(found)[:500], "the server stays paused")
         require(ask("/continue_generation", {}), "/continue_generation")
+        return True
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         pass

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from stillhouse.rollouts.api import Ask, Kind, require
 from stillhouse.rollouts.vllm import VllmApi
-from stillhouse.rollouts.weights import read_manifest
 
 
 class StillhouseApi(VllmApi):
@@ -18,15 +17,14 @@ class StillhouseApi(VllmApi):
     def model_name(self, ask: Ask) -> str | None:
         return None
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> None:
+    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
         if kind == "adapter":
             raise ValueError(
                 "stillhouse serve takes whole models, and the student is an adapter: expected the engine vllm or "
                 "transformers"
             )
-        version = str(read_manifest(folder, hashed=False).version)
-        body = {"folder": str(folder), "version": version, "label": label}
-        require(ask("/v1/weights", body), "loading the weights", self.hint)
+        require(ask("/v1/weights", {"folder": str(folder), "version": label}), "loading the weights", self.hint)
+        return True
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         pass

@@ -115,12 +115,12 @@ class VllmApi:
         found = {each.token_id: each.logprob for token in choice.logprobs.content[:1] for each in token.top_logprobs}
         return sorted(found.values(), reverse=True)
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> None:
+    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
         if kind == "adapter":
             answer = ask("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
             if answer.status_code != 200 and "already been loaded" not in answer.text:
                 require(answer, "loading the adapter", _LORA)
-            return
+            return True
         # Requests under way wait; what half-updated weights would write has a label that nobody accepts.
         _succeed(ask, "/pause?mode=keep", {}, "status", "paused")
         _succeed(ask, "/update_weight_version", {"new_version": f"{label}-loading"}, "success", True)
@@ -130,8 +130,10 @@ class VllmApi:
         _succeed(ask, "/reset_prefix_cache?reset_running_requests=true", {}, "success", True)
         _succeed(ask, "/update_weight_version", {"new_version": label}, "success", True)
         # A server that was started anew after it had loaded the weights has its first ones, and is not paused.
-        _succeed(ask, "/is_paused", None, "is_paused", True)
-        _succeed(ask, "/resume", {}, "status", "resumed")
+        is_paused = require(ask("/is_paused", None), "/is_paused") == {"is_paused": True}
+        if is_paused:
+            _succeed(ask, "/resume", {}, "status", "resumed")
+        return is_paused
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         if kind == "adapter":

@@ -94,15 +94,15 @@ def _add_weights(app: FastAPI, service: GenerationService, bodies: Bodies) -> No
         async with lock:
             folder = Path(body.folder)
             try:
-                await run_in_threadpool(service.updates.check, folder, body.version)
+                await run_in_threadpool(service.updates.check, folder)
             except ValueError as error:
                 raise RequestError(HTTPStatus.BAD_REQUEST, str(error), param="folder") from error
             try:
-                await asyncio.wrap_future(service.updates.submit(folder, body.label or body.version))
+                await asyncio.wrap_future(service.updates.submit(folder, body.version))
             except ValueError as error:
                 raise RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
         service.info["version"] = service.updates.version
-        return JSONResponse({"version": body.label or body.version})
+        return JSONResponse({"version": body.version})
 
 
 def _bytes(found: Sequence[Written]) -> int:

@@ -65,15 +65,14 @@ class GenerateBody(BaseModel):
 
 
 class WeightsBody(BaseModel):
-    """folder: of published weights, on this machine (see `rollouts/weights.py`). version: that of its manifest. label:
-    the name of the version in answers, which tells two runs apart; None: the version itself.
+    """folder: of published weights, on this machine (see `rollouts/weights.py`). version: the name that completions
+    have from then on.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     folder: str = Field(min_length=1, max_length=4096)
-    version: str = Field(pattern=r"^[0-9]{1,18}$")
-    label: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    version: str = Field(pattern=r"^[!-~]{1,128}$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +86,11 @@ class GenerationPart:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """A completion and the version of all its weights."""
+    """A completion and the version of all its weights. stop: the stop text that has ended it, if one has."""
 
     completion: Completion
     version: str
+    stop: str | None
 
 
 def parse(content: bytes, kind: type[BaseModel]) -> Any:
@@ -140,12 +140,14 @@ def part(body: GenerateBody, limits: Limits, eos: tuple[int, ...]) -> Generation
 def answer(body: GenerateBody, model: str, written: Written) -> dict[str, Any]:
     ids, log_probs = written.completion.ids_N.tolist(), written.completion.log_probs_N.tolist()
     asked = body.sampling_params
-    last = ids[-1] if written.completion.finish == "stop" and ids[-1] in (asked.stop_token_ids or ()) else None
+    reason: str | int | None = written.stop
+    if written.completion.finish == "stop" and ids[-1] in (asked.stop_token_ids or ()):
+        reason = ids[-1]
     entries = [_entry(*each) for each in zip(ids, log_probs, strict=True)]
     choice = {
         "index": 0,
         "finish_reason": written.completion.finish,
-        "stop_reason": last,
+        "stop_reason": reason,
         "token_ids": ids,
         "routed_experts": None,
         "sampling_mask": None,

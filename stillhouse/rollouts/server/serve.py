@@ -16,8 +16,9 @@ from stillhouse.data import check_vocabulary, load_tokenizer, tokenizer_fingerpr
 from stillhouse.models import Decoder, check_finite_weights
 from stillhouse.parallel import local_folder, log_rank0, process_count
 from stillhouse.preemption import finishing
+from stillhouse.rollouts.draws import stop_texts
 from stillhouse.rollouts.generate import Generator, check_generation, eos_ids
-from stillhouse.rollouts.sample import Sampling
+from stillhouse.rollouts.sample import Completion, Sampling
 from stillhouse.rollouts.server.app import GenerationService, make_app
 from stillhouse.rollouts.server.protocol import GenerationPart, Written
 from stillhouse.rollouts.server.updates import FIRST_VERSION, WeightUpdates
@@ -64,8 +65,14 @@ class Writer:
                 found |= dict.fromkeys(members, error)
                 continue
             version = self._updates.version
-            found |= {at: Written(each, version) for at, each in zip(members, completions, strict=True)}
+            for at, each in zip(members, completions, strict=True):
+                found[at] = Written(each, version, self._stop_text(each, sampling))
         return [found[at] for at in range(len(parts))]
+
+    def _stop_text(self, completion: Completion, sampling: Sampling) -> str | None:
+        if completion.finish == "length" or completion.ids_N[-1] in sampling.eos_ids:
+            return None
+        return stop_texts([completion.ids_N.tolist()], sampling.stop, self._tokenizer)[0]
 
 
 def serve_completions(

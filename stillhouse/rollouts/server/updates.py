@@ -26,7 +26,7 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 
 
 class WeightUpdates:
-    """version: the label of the present weights. All methods but `apply` and `close` may be called from any thread."""
+    """version: of the present weights. All methods but `apply` and `close` may be called from any thread."""
 
     def __init__(self, decoder: Decoder):
         self.version = FIRST_VERSION
@@ -36,15 +36,13 @@ class WeightUpdates:
         self._lock = threading.Lock()
         self._closed = False
 
-    def check(self, folder: Path, version: str) -> None:
-        """Raise ValueError unless the folder is complete, has this version, and fits the model in every tensor."""
+    def check(self, folder: Path) -> None:
+        """Raise ValueError unless the folder is complete and fits the model in every tensor."""
         shown = f"folder '{escaped(str(folder))[:200]}'"
         if not folder.is_absolute():
             raise ValueError(f"{shown}: expected an absolute path on the server's machine")
         with reading(shown, passes=ValueError):
             manifest = read_manifest(folder)
-            if manifest.version != int(version):
-                raise ValueError(f"{folder} has version {manifest.version}: expected version {version}")
             if manifest.kind != "model":
                 raise ValueError(
                     f"{folder} has an adapter: expected a whole model; write completions of a student with an "
@@ -52,17 +50,14 @@ class WeightUpdates:
                 )
             self._compare(folder, {name: folder / file for name, file in manifest.tensors.items()})
 
-    def submit(self, folder: Path, label: str) -> "Future[None]":
-        """Ask for the weights of a folder that was checked. The future is done when they are in use.
-
-        label: the name of their version.
-        """
+    def submit(self, folder: Path, version: str) -> "Future[None]":
+        """Ask for the weights of a folder that was checked. The future is done when they are in use."""
         done: Future[None] = Future()
         with self._lock:
             if self._closed:
                 done.set_exception(ValueError("the server is about to end"))
             else:
-                self._waiting.append((folder, label, done))
+                self._waiting.append((folder, version, done))
         return done
 
     def apply(self) -> None:
@@ -75,7 +70,7 @@ class WeightUpdates:
             with self._lock:
                 if not self._waiting:
                     return
-                folder, label, done = self._waiting.popleft()
+                folder, version, done = self._waiting.popleft()
             try:
                 with torch.no_grad():
                     read_weights(self._decoder, folder)
@@ -83,7 +78,7 @@ class WeightUpdates:
                 done.set_exception(ValueError(f"{folder} has changed while it was read: {error}"))
                 self.close()
                 raise
-            self.version = label
+            self.version = version
             done.set_result(None)
 
     def close(self) -> None:
