@@ -159,12 +159,15 @@ class CompletionTemplate:
         return Rendered(_string(fields, "completion"), prompt=_string(fields, "prompt", may_be_empty=True))
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        prompts = tokenize(self.tokenizer, [one.prompt for one in rendered], special=True)
-        if self.prompt_ends:
-            prompts = [ids[:-1] for ids in prompts]
+        prompts = self.encode_prompts([one.prompt for one in rendered])
         completions = tokenize(self.tokenizer, [one.body for one in rendered], special=False)
         pairs = zip(prompts, completions, strict=True)
         return [_encoded(prompt, _with_eos(answer, self.eos), self.every) for prompt, answer in pairs]
+
+    def encode_prompts(self, prompts: list[str]) -> list[list[int]]:
+        """The tokens of prompts, also of those that have no completion yet."""
+        encoded = tokenize(self.tokenizer, prompts, special=True)
+        return [ids[:-1] for ids in encoded] if self.prompt_ends else encoded
 
     def render_prefix(self, text: str) -> str:
         return text
