@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-#: of each task, what its length counts, and the range of lengths if none is given
+#: the range of lengths of each task, if none is given
 LENGTHS = {"sums": (2, 6), "reversal": (2, 12), "brackets": (2, 12)}
 #: shorter problems are too few to hold some of them out; longer ones exceed the context of small models
 SHORTEST, LONGEST = 2, 256
