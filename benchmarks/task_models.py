@@ -95,7 +95,9 @@ class Greedy:
         return [found[at] for at in range(len(requests))]
 
 
-def exact_matches(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: str, count: int) -> dict[str, float]:
+def exact_matches(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: str, count: int
+) -> dict[str, float]:
     model.eval()
     found = evaluate_tasks(Greedy(model, ANSWER_TOKENS), tokenizer, [task], count, seed=0)
     model.train()
@@ -130,8 +132,13 @@ def train(
             found = exact_matches(model, tokenizer, task, 200)
             measuring += time.process_time() - before
             matched, seconds = found[key], time.process_time() - started - measuring
-            lengths = " ".join(f"{name.rpartition('_')[2]}:{value:.2f}" for name, value in found.items() if "length" in name)
-            print(f"step {step + 1}  {seconds:.0f} s  loss {loss.item():.3f}  exact {matched:.3f}  by length {lengths}", flush=True)
+            lengths = " ".join(
+                f"{name.rpartition('_')[2]}:{value:.2f}" for name, value in found.items() if "length" in name
+            )
+            print(
+                f"step {step + 1}  {seconds:.0f} s  loss {loss.item():.3f}  exact {matched:.3f}  by length {lengths}",
+                flush=True,
+            )
             if matched >= until:
                 break
     model.save_pretrained(out)

@@ -16,8 +16,12 @@ MODEL = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--tasks", required=True, metavar="A,B", help="Names of tasks of lm-evaluation-harness.")
 @click.option("--task-folder", type=MODEL, help="Folder with definitions of further tasks (YAML).")
 @click.option("--limit", type=click.IntRange(1), help="Only so many examples of each task.")
-@click.option("--few-shot", type=click.IntRange(0), metavar="N", help="Examples in a prompt. [default: the task's own]")
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Examples of a forward pass.")
+@click.option(
+    "--few-shot", type=click.IntRange(0), metavar="N", help="Examples in a prompt. [default: the task's own]"
+)
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Examples of a forward pass."
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--dtype", default="auto", show_default=True, help="Of the weights. auto: as they were saved.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="A new JSON file for the figures.")

@@ -8,10 +8,7 @@ from stillhouse.config.task import TaskSpec
 
 
 class EvalConfig(Section):
-    """When to measure cross-entropy, forward KL, agreement and entropies on data.eval, and the exact match on tasks.
-
-    The former are not measured if data.eval is 0.
-    """
+    """When to measure cross-entropy, forward KL, agreement and entropies on data.eval (if it is not 0), and tasks."""
 
     every: int = Field(
         default=100, ge=0, description="Steps between two evaluations. 0: only at the start and at the end."
