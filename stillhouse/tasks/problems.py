@@ -1,7 +1,7 @@
 """Problems whose answers can be verified, generated from a seed: chained sums, reversal, closing brackets.
 
-Problem `number` of a task and a seed is the same on every machine. The hash of a prompt decides whether it is held out, so
-no problem is in both splits, whatever the seeds and the lengths are.
+Problem `number` of a task and a seed is the same on every machine. The hash of a prompt decides whether it is held
+out, so no problem is in both splits, whatever the seeds and the lengths are.
 """
 
 import hashlib
