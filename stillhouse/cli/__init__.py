@@ -19,7 +19,9 @@ import click
 from stillhouse import __version__
 from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries
 from stillhouse.cli.cache import cache
+from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.serve import serve
+from stillhouse.cli.task import task
 from stillhouse.display import message as brief
 from stillhouse.ending import error_line
 from stillhouse.preemption import Preempted, handling
@@ -103,7 +105,9 @@ def cli(context: click.Context) -> None:
 
 
 cli.add_command(cache)
+cli.add_command(evaluate)
 cli.add_command(serve)
+cli.add_command(task)
 
 
 @cli.command()

@@ -1,12 +1,14 @@
-"""When to measure on held-out documents."""
+"""When to measure on held-out documents, and on which tasks."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from stillhouse.config.section import Section
+from stillhouse.config.errors import ConfigError
+from stillhouse.config.section import Section, Text
+from stillhouse.config.task import TaskSpec
 
 
 class EvalConfig(Section):
-    """When to measure cross-entropy, forward KL, agreement and entropies on data.eval. No effect if it is 0."""
+    """When to measure cross-entropy, forward KL, agreement and entropies on data.eval (if it is not 0), and tasks."""
 
     every: int = Field(
         default=100, ge=0, description="Steps between two evaluations. 0: only at the start and at the end."
@@ -16,3 +18,26 @@ class EvalConfig(Section):
         ge=1,
         description="Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens.",
     )
+    tasks: list[Text] = Field(
+        default=[],
+        description="Tasks whose held-out problems the student completes at each evaluation, greedily: sums, reversal"
+        " or brackets, with a range of lengths if another than the usual one is meant. eval/exact_match is the share"
+        " of completions that are right.",
+        examples=["sums", "sums(2:4)"],
+    )
+    task_count: int = Field(default=200, ge=1, description="Problems of each task; their lengths take turns.")
+    task_tokens: int = Field(
+        default=64, ge=1, description="Most tokens of a completion of a task, its end of sequence included."
+    )
+
+    @model_validator(mode="after")
+    def _tasks_exist(self) -> "EvalConfig":
+        names = []
+        for text in self.tasks:
+            try:
+                names.append(TaskSpec.parse(text).name)
+            except ValueError as error:
+                raise ConfigError("eval.tasks", str(error)) from error
+        if len(set(names)) < len(names):
+            raise ConfigError("eval.tasks", f"got {', '.join(self.tasks)}, expected each task once")
+        return self

@@ -168,6 +168,11 @@ class CompletionTemplate:
         pairs = zip(prompts, completions, strict=True)
         return [_encoded(prompt, _with_eos(answer, self.eos), self.every) for prompt, answer in pairs]
 
+    def encode_prompts(self, prompts: list[str]) -> list[list[int]]:
+        """The tokens of prompts, also of those that have no completion yet."""
+        encoded = tokenize(self.tokenizer, prompts, special=True)
+        return [ids[:-1] for ids in encoded] if self.prompt_ends else encoded
+
     def render_prefix(self, text: str) -> str:
         return text
 

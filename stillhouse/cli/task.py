@@ -1,0 +1,42 @@
+"""`stillhouse task`: writes problems of a task as training data."""
+
+import json
+from pathlib import Path
+
+import click
+
+NAMES = ("sums", "reversal", "brackets")
+
+
+@click.command()
+@click.argument("name", type=click.Choice(NAMES))
+@click.option("--count", type=click.IntRange(1), required=True, help="Number of problems.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Other seeds, other problems."
+)
+@click.option("--lengths", metavar="A:B", help="Shortest and longest problem. [default: the task's usual range]")
+@click.option("--held-out", is_flag=True, help="Problems of the held-out split, such as for data.eval.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A new JSONL file.")
+def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: bool, out: Path) -> None:
+    """Write problems whose answers can be verified.
+
+    NAME is sums (3+14-5=), reversal or brackets (close what is open). A record has prompt, completion, task and
+    length. The held-out problems, on which eval.tasks measures the exact match, are never written without
+    --held-out, whatever the seed is.
+
+    \b
+    stillhouse task sums --count 5000 --seed 0 --lengths 2:8 --out sums.jsonl
+    """
+    from stillhouse.config.task import TaskSpec
+
+    spec = TaskSpec.of(name, lengths)
+    if out.exists():
+        raise ValueError(f"{out} exists: expected the name of a new file")
+    if not out.parent.is_dir():
+        raise ValueError(f"{out.parent} is not a folder: expected one for {out.name}")
+    from stillhouse.tasks import problem
+    from stillhouse.train.files import replace_text
+
+    records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))
+    replace_text(out, "".join(json.dumps(record) + "\n" for record in records))
+    click.echo(f"{out}: {count:,} problems")

@@ -1,0 +1,112 @@
+"""Problems whose answers can be verified, generated from a seed: chained sums, reversal, closing brackets.
+
+Problem `number` of a task and a seed is the same on every machine. The hash of a prompt decides whether it is held
+out, so no problem is in both splits, whatever the seeds and the lengths are.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stillhouse.config.task import TaskSpec
+
+#: about this share of all problems is held out
+HELD_OUT_SHARE = 0.2
+#: terms of sums are from 1 to this number
+LARGEST_TERM = 19
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt with its only right answer.
+
+    length: terms of a sum, letters to reverse, or brackets to close.
+    """
+
+    prompt: str
+    answer: str
+    length: int
+
+    def record(self, task: str) -> dict[str, str | int]:
+        """The problem as a record of training data."""
+        return {"prompt": self.prompt, "completion": self.answer, "task": task, "length": self.length}
+
+
+def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Problem:
+    """Problem `number` of a split; the lengths take turns.
+
+    Problems of different numbers may be equal, which is likely only where few problems exist: of short lengths.
+    """
+    length = task.shortest + number % (task.longest - task.shortest + 1)
+    draws = _Draws(task.name, seed, number)
+    while True:
+        prompt, answer = _WRITERS[task.name](draws, length)
+        if is_held_out(task.name, prompt) == held_out:
+            return Problem(prompt, answer, length)
+
+
+def is_held_out(task: str, prompt: str) -> bool:
+    """Whether a problem belongs to the held-out split."""
+    digest = hashlib.sha256(f"{task}\n{prompt}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < int(HELD_OUT_SHARE * 2**64)
+
+
+def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
+    """1 if a completion is the record's own, else 0; white space around it does not count. For `rollout.reward`.
+
+    completion: without special tokens.
+    """
+    return float(completion.strip() == record["completion"].strip())
+
+
+class _Draws:
+    """Whole numbers from raw 64-bit draws: numpy keeps their stream the same in all versions and on all platforms."""
+
+    def __init__(self, task: str, seed: int, number: int):
+        name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
+        self._bits = np.random.PCG64(np.random.SeedSequence([name, seed, number]))
+
+    def below(self, end: int) -> int:
+        """A number from 0 to end - 1. The remainder's bias is below 2**-56 for the small ends here."""
+        return int(self._bits.random_raw()) % end
+
+
+def _sum(draws: _Draws, length: int) -> tuple[str, str]:
+    """`3+14-5=` with the answer `12`."""
+    total = 1 + draws.below(LARGEST_TERM)
+    text = str(total)
+    for _ in range(length - 1):
+        sign, term = 1 - 2 * draws.below(2), 1 + draws.below(LARGEST_TERM)
+        total += sign * term
+        text += f"{'+' if sign > 0 else '-'}{term}"
+    return f"{text}=", str(total)
+
+
+def _reversal(draws: _Draws, length: int) -> tuple[str, str]:
+    """`reverse: abcde =` with the answer `edcba`."""
+    letters = "".join(LETTERS[draws.below(len(LETTERS))] for _ in range(length))
+    return f"reverse: {letters} =", letters[::-1]
+
+
+def _brackets(draws: _Draws, length: int) -> tuple[str, str]:
+    """`close: ([]{ =` with the answer `})`: half of the open brackets follow a pair that is already closed."""
+    kinds, text, answer = list(BRACKETS), "", ""
+    for _ in range(length):
+        if draws.below(2):
+            pair = kinds[draws.below(len(kinds))]
+            text += pair + BRACKETS[pair]
+        kind = kinds[draws.below(len(kinds))]
+        text, answer = text + kind, BRACKETS[kind] + answer
+    return f"close: {text} =", answer
+
+
+_WRITERS: dict[str, Callable[[_Draws, int], tuple[str, str]]] = {
+    "sums": _sum,
+    "reversal": _reversal,
+    "brackets": _brackets,
+}
