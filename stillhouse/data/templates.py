@@ -158,19 +158,15 @@ class CompletionTemplate:
     def render(self, fields: dict[str, Any]) -> Rendered:
         return Rendered(_string(fields, "completion"), prompt=prompt_text(fields))
 
-    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        prompts = tokenize(self.tokenizer, list(texts), special=True)
-        return [ids[:-1] for ids in prompts] if self.prompt_ends else prompts
-
     def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         prompts = self.encode_prompts([one.prompt for one in rendered])
         completions = tokenize(self.tokenizer, [one.body for one in rendered], special=False)
         pairs = zip(prompts, completions, strict=True)
         return [_encoded(prompt, _with_eos(answer, self.eos), self.every) for prompt, answer in pairs]
 
-    def encode_prompts(self, prompts: list[str]) -> list[list[int]]:
+    def encode_prompts(self, prompts: Sequence[str]) -> list[list[int]]:
         """The tokens of prompts, also of those that have no completion yet."""
-        encoded = tokenize(self.tokenizer, prompts, special=True)
+        encoded = tokenize(self.tokenizer, list(prompts), special=True)
         return [ids[:-1] for ids in encoded] if self.prompt_ends else encoded
 
     def render_prefix(self, text: str) -> str:

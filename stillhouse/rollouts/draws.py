@@ -24,7 +24,8 @@ from transformers import (
 
 from stillhouse.rollouts.sample import Sampling
 
-_SPACING = 2.0**-32  # of the uniform numbers: below 1 by so much that a product with the whole mass stays below it
+#: the constants of splitmix64 (Steele et al. 2014), as signed numbers: each step of `_uniform` is one of its steps
+_GOLDEN, _FIRST, _SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class Draws(LogitsProcessor):
@@ -40,7 +41,7 @@ class Draws(LogitsProcessor):
         self._temperature = sampling.temperature or 1.0
         self._filters = _filters(sampling)
         raw_BN = np.stack([np.random.PCG64(seed).random_raw(tokens) for seed in seeds])
-        self._uniform_BN = torch.from_numpy((raw_BN >> np.uint64(32)).astype(np.float64) * _SPACING).to(device)
+        self._seeds_BN = torch.from_numpy(raw_BN.view(np.int64)).to(device)
         self._ids_B: list[Tensor] = []
         self._log_probs_B: list[Tensor] = []
 
@@ -54,12 +55,13 @@ class Draws(LogitsProcessor):
         return torch.full_like(logits_BV, -torch.inf).scatter_(1, ids_B[:, None], 0.0)
 
     def _draw(self, input_ids_BS: Tensor, scores_BV: Tensor) -> Tensor:
+        """Draw by the largest sum of a score and Gumbel noise. Every token of a completion has noise of its own, so a
+        difference in the last digits of the scores, as of another batch or layout, hardly ever draws another token.
+        """
         for each in self._filters:
             scores_BV = each(input_ids_BS, scores_BV)
-        mass_BV = scores_BV.softmax(-1, dtype=torch.float64).cumsum(-1)
-        threshold_B1 = self._uniform_BN[:, len(self._ids_B), None] * mass_BV[:, -1:]
-        # the first row whose mass is above the threshold, so a row of probability 0 is never taken; NaN gives V
-        return torch.searchsorted(mass_BV, threshold_B1, right=True)[:, 0].clamp_(max=scores_BV.shape[1] - 1)
+        uniform_BV = _uniform(self._seeds_BN[:, len(self._ids_B)], scores_BV.shape[1])
+        return (scores_BV.double() - (-uniform_BV.log()).log()).argmax(-1)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids, int32, and their log-probabilities, float32, [B, steps]; after its end, a row holds anything."""
@@ -117,6 +119,21 @@ def stop_texts(
         [each[-window:] for each in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return [next((each for each in stop if each in text), None) for text in texts]
+
+
+def _uniform(seeds_B: Tensor, count: int) -> Tensor:
+    """Return `count` numbers in (0, 1) for each seed, float64: the outputs of splitmix64, the same on every device."""
+    counter_V = torch.arange(1, count + 1, device=seeds_B.device)
+    state_BV = seeds_B[:, None] + counter_V * _GOLDEN  # integers wrap around
+    state_BV = (state_BV ^ _shifted(state_BV, 30)) * _FIRST
+    state_BV = (state_BV ^ _shifted(state_BV, 27)) * _SECOND
+    state_BV = state_BV ^ _shifted(state_BV, 31)
+    return (_shifted(state_BV, 11).double() + 0.5) * 2.0**-53
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """Shift the bits to the right, with zeros from the left."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _filters(sampling: Sampling) -> list[LogitsProcessor]:

@@ -106,7 +106,7 @@ class RunLog:
         figures = ", ".join(
             f"{key.removeprefix('eval/').replace('_', ' ')} {value:.4f}"
             for key, value in metrics.items()
-            if key != "eval/tokens"
+            if key != "eval/tokens" and "/length_" not in key
         )
         self.print_line(f"step {step}: held-out {figures}")
 

@@ -31,13 +31,21 @@ def open_engine(session: Session, rollout: RolloutConfig) -> RolloutEngine | Non
     Raises ConfigError for a model that cannot generate, and for a teacher that cannot write.
     """
     if rollout.writer == "teacher":
-        return InProcessEngine(_generator(session, rollout, _writing_teacher(session)))
+        teacher = _writing_teacher(session)
+        return InProcessEngine(
+            _generator(session, sampling_of(rollout, eos_ids(session.tokenizer, teacher)), teacher)
+        )
     if rollout.urls:
         return _served(session, rollout)
+    return in_process_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
+
+
+def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
+    """An engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
     if session.runner.mesh is None:
-        return InProcessEngine(_generator(session, rollout, session.student))
+        return InProcessEngine(_generator(session, sampling, session.student))
     copy = student_copy(session)
-    return InProcessEngine(_generator(session, rollout, copy.decoder), copy=copy)
+    return InProcessEngine(_generator(session, sampling, copy.decoder), copy=copy)
 
 
 def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
@@ -81,15 +89,15 @@ def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
     )
 
 
-def _generator(session: Session, rollout: RolloutConfig, decoder: Decoder) -> Generator:
+def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Generator:
     config = session.config
     try:
         check_generation(decoder, session.device)
     except ValueError as error:
-        raise ConfigError("rollout.engine", str(error)) from error
+        raise ConfigError("rollout.engine" if config.rollout is not None else "eval.tasks", str(error)) from error
     return Generator(
         decoder,
-        sampling_of(rollout, eos_ids(session.tokenizer, decoder)),
+        sampling,
         session.device,
         session.engine.precision,
         max(_BATCHES * config.train.micro_batch_tokens, config.data.max_tokens),

@@ -7,10 +7,37 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.task import TaskSpec
 from stillhouse.data.templates import CompletionTemplate
-from stillhouse.rollouts import Completion, GenerationRequest
+from stillhouse.rollouts import Completion, GenerationRequest, Sampling
+from stillhouse.rollouts.generate import eos_ids
 from stillhouse.tasks import exact_match, problem
+from stillhouse.train.rollout_engine import in_process_engine
+from stillhouse.train.session import Session
 
 EXACT_MATCH, TRUNCATED = "eval/exact_match", "eval/tasks_truncated"
+
+
+class TaskEvaluation:
+    """The tasks of a run. In a job of several processes, each of them gets a copy of the student; `evaluate` is then a
+    collective, with the same result on all ranks.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        sampling = Sampling(
+            session.config.eval.task_tokens, temperature=0.0, eos_ids=eos_ids(session.tokenizer, session.student)
+        )
+        self._engine = in_process_engine(session, sampling)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        settings = self._session.config.eval
+        self._engine.update_weights(step, None)
+        return evaluate_tasks(
+            lambda requests: [each.result() for each in self._engine.generate(requests)],
+            self._session.tokenizer,
+            settings.tasks,
+            settings.task_count,
+            self._session.config.seed,
+        )
 
 
 def evaluate_tasks(

@@ -38,6 +38,7 @@ from stillhouse.train.queue_file import read_queue
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
 from stillhouse.train.stopping import agreed_signal
+from stillhouse.train.task_evaluation import TaskEvaluation
 
 #: the keys of metrics that are no summand of the loss, or not in nats
 _KEYS = {
@@ -70,6 +71,7 @@ class Training:
         self.session, self.folder, self.progress, self.log, self.queue = session, folder, progress, log, queue
         self.last_step = session.step_schedule.steps
         self.steps = range(progress.step, self.last_step)
+        self._tasks = TaskEvaluation(session) if session.config.eval.tasks else None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
 
@@ -108,7 +110,7 @@ class Training:
         last = progress.step == self.last_step
         saving = _due(progress.step, config.checkpoint.every) or last
         progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
-        if session.evaluation is not None and (_due(progress.step, config.eval.every) or saving):
+        if self.evaluates and (_due(progress.step, config.eval.every) or saving):
             self.evaluate()
         mesh = session.runner.mesh
         stopped_by = 0 if last else agreed_signal(mesh)
@@ -120,8 +122,16 @@ class Training:
             destroy_process_group()
             raise Preempted(stopped_by, progress.step, saved)
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate: held-out data or tasks."""
+        return self.session.evaluation is not None or self._tasks is not None
+
     def evaluate(self) -> None:
         self.progress.metrics = evaluate(self.session)
+        if self._tasks is not None:
+            watchdog.enter("the evaluation of tasks")
+            self.progress.metrics |= self._tasks.evaluate(self.progress.step)
         self.log.evaluation(self.progress.step, self.progress.tokens, self.progress.metrics)
 
     def save(self) -> Path:
@@ -162,7 +172,7 @@ def training(
         steps, track = session.step_schedule.steps, session.config.track
         log = stack.enter_context(open_log(folder, progress, steps, track))
         run = Training(session, folder, progress, log, queue)
-        if session.evaluation is not None and _lacks_evaluation(session, progress):
+        if run.evaluates and _lacks_evaluation(session, progress):
             run.evaluate()
         stack.enter_context(finishing("this step and a checkpoint of it"))
         stack.enter_context(_saving_when_signals_are_lost(run))
