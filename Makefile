@@ -38,7 +38,7 @@ wheels: $(VENV)/.development
 		--dest wheels --constraint constraints.txt pytest pluggy iniconfig hypothesis sortedcontainers pydantic \
 		pydantic-core annotated-types typing-inspection ruamel.yaml click
 
-# a real, unpatched vLLM as a teacher, on a CPU and in an environment of its own (3.4 GB, four minutes to install)
+# a real, unpatched vLLM as a teacher and as the writer of completions, on a CPU and in an environment of its own (3.4 GB, four minutes to install)
 VLLM ?= .vllm
 test-engines: $(VENV)/.development
 	[ -x $(VLLM)/bin/python ] || { $(PYTHON) -m venv $(VLLM) \

@@ -35,7 +35,8 @@ class Writer:
 
     processed: log-probabilities are those among the tokens that can be drawn, after the temperature (vLLM's
     processed_logprobs); otherwise those of the logits. after_temperature: those of the logits after the temperature
-    (SGLang, Stillhouse). seconds: for each token. takes_adapters: as with --enable-lora.
+    (SGLang, Stillhouse). seconds: for each token. takes_adapters: as with --enable-lora. progress: by the seed of a
+    request, how many tokens of it have been written.
     """
 
     def __init__(self, folder: Path, **options: Any):
@@ -46,6 +47,7 @@ class Writer:
         self.takes_adapters: bool = options.get("takes_adapters", False)
         self.folder, self.label, self.paused, self.dead, self.aborted = folder, "default", False, False, 0
         self.adapters: dict[str, Any] = {}
+        self.progress: dict[int, int] = {}
         self.changed = threading.Condition()
 
     def load(self, folder: Path, *, half: bool = False) -> None:
@@ -86,6 +88,7 @@ class Writer:
             if not spans or spans[-1]["version"] != label:
                 spans.append({"version": label, "start": len(written), "end": len(written)})
             written.append(token)
+            self.progress[options["seed"]] = len(written)
             spans[-1]["end"] = len(written)
             if token in options["stop_token_ids"]:
                 finish = "stop"

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import loading_memory
 import pytest
 import torch
 from families import build
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from shard_ranks import RankPool
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from weights_jobs import publish_under
+from weights_jobs import growth_under, publish_under
 
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora, is_lora
@@ -91,6 +92,20 @@ def test_a_layout_writes_the_bytes_of_one_process(tmp_path: Path, ranks: RankPoo
         assert manifest.tensors.keys() == expected.keys()
         AutoModelForCausalLM.from_pretrained(path)
         assert os.listdir(folder) == ["version-00000007"]
+
+
+@pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
+@pytest.mark.slow
+def test_a_rank_needs_the_memory_of_one_file_and_of_gathering_one_tensor(tmp_path: Path) -> None:
+    loading_memory.save(tmp_path / "small", 64)
+    whole, _ = loading_memory.save(tmp_path / "large", 1024)
+    bucket, gathering = 32, 4 * 32  # gloo needs about 3.5 times the largest tensor, the embedding's 32 MiB
+    # new processes, because memory that a process has used before would hide growth
+    with RankPool(2) as pool:
+        job = (tmp_path / "small", tmp_path / "large", tmp_path / "weights", Degrees(fsdp=2), bucket * 2**20)
+        found = pool.call(growth_under, job, limit=120)
+    print(f"a model of {whole:.0f} MiB, files of {bucket} MiB: {found} MiB")
+    assert max(found) <= bucket + gathering + 16 < whole
 
 
 def test_stacked_experts_are_written_one_by_one(tmp_path: Path, ranks: RankPool) -> None:

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from loading_memory import growth
 from shard_ranks import Rank
 
 from stillhouse.models import Decoder
@@ -23,6 +24,20 @@ def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, str, int, bool]) -
     source = ModelSource(partial(_student, model, lora), partial(_fill, model))
     runner = build_runner(Layout(degrees, schedule), mesh, source, None)
     return str(publish(runner, folder, 7, bucket_bytes=bucket_bytes))
+
+
+def growth_under(rank: Rank, job: tuple[Path, Path, Path, Degrees, int]) -> float:
+    """The growth of this rank's memory in MiB while it publishes the large model; first it publishes the small one,
+    so that all libraries are in memory.
+    """
+    small, large, folder, degrees, bucket_bytes = job
+    mesh = Mesh(degrees, CPU)
+    runners = [
+        build_runner(Layout(degrees), mesh, ModelSource(partial(_student, each, False), partial(_fill, each)), None)
+        for each in (small, large)
+    ]
+    publish(runners[0], folder, 0)
+    return growth(partial(publish, runners[1], folder, 1, bucket_bytes=bucket_bytes))[0]
 
 
 def _student(model: Path, lora: bool) -> Decoder:

@@ -37,7 +37,8 @@ from stillhouse.parallel import Runner, gathered
 from stillhouse.parallel.loading import checkpoint_names
 
 MANIFEST = "manifest.json"
-#: the largest size of one file, unless a single tensor is larger; so much host memory a rank needs to publish
+#: the largest size of one file, unless a single tensor is larger; so much host memory a rank needs to publish, and
+#: what gathering one tensor needs
 BUCKET_BYTES = 512 * 2**20
 #: so many versions stay in the folder: a server may still be reading the one before the last
 KEPT = 2
