@@ -1,4 +1,6 @@
-"""Trains a tiny model on a task from scratch, on one core: `python -m benchmarks.task_models --task "sums(2:3)" --out DIR`.
+"""Trains a tiny model on a task from scratch, on one core.
+
+    python -m benchmarks.task_models --task "reversal(2:12)" --steps 600 --out DIR
 
 Cross-entropy on the answers alone, characters as tokens, plain torch. The model is a starting point for experiments:
 a student that solves a part of the problems, or a teacher that solves nearly all. Every `--every` steps, the exact
@@ -108,7 +110,7 @@ def train(
     task: str, out: Path, *, steps: int, rows: int, width: int, layers: int, rate: float, every: int, until: float,
     distinct: int, seed: int,
 ) -> float:  # fmt: skip
-    """Train, write the model and its tokenizer as a Hugging Face folder, and return the exact match it has reached."""
+    """Train, write model and tokenizer as a Hugging Face folder, and return the exact match that it has reached."""
     spec, tokenizer = TaskSpec.parse(task), character_tokenizer()
     model = new_model(tokenizer, width, layers, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
