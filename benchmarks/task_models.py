@@ -5,6 +5,13 @@
 Cross-entropy on the answers alone, characters as tokens, plain torch. The model is a starting point for experiments:
 a student that solves a part of the problems, or a teacher that solves nearly all. Every `--every` steps, the exact
 match on held-out problems is printed, with the processor time so far; training stops when it reaches `--until`.
+
+Seed 0, 64 problems per step for reversal(2:12), 128 for sums(2:3), on one core of a small machine that is shared:
+
+    reversal(2:12)                                --steps 90    15 s   0.62
+    reversal(2:12)                                --steps 600   90 s   1.00
+    reversal(2:12) --width 64 --layers 2  --until 0.4  (260)    18 s   0.44
+    sums(2:3) --rows 128                          --steps 1500  169 s  0.92
 """
 
 import argparse
