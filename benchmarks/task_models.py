@@ -1,8 +1,17 @@
-"""Trains a tiny model on a task from scratch, on one core: `python -m benchmarks.task_models --task "sums(2:3)" --out DIR`.
+"""Trains a tiny model on a task from scratch, on one core.
+
+    python -m benchmarks.task_models --task "reversal(2:12)" --steps 600 --out DIR
 
 Cross-entropy on the answers alone, characters as tokens, plain torch. The model is a starting point for experiments:
 a student that solves a part of the problems, or a teacher that solves nearly all. Every `--every` steps, the exact
 match on held-out problems is printed, with the processor time so far; training stops when it reaches `--until`.
+
+Seed 0, 64 problems per step for reversal(2:12), 128 for sums(2:3), on one core of a small machine that is shared:
+
+    reversal(2:12)                                --steps 90    15 s   0.62
+    reversal(2:12)                                --steps 600   90 s   1.00
+    reversal(2:12) --width 64 --layers 2  --until 0.4  (260)    18 s   0.44
+    sums(2:3) --rows 128                          --steps 1500  169 s  0.92
 """
 
 import argparse
@@ -108,7 +117,7 @@ def train(
     task: str, out: Path, *, steps: int, rows: int, width: int, layers: int, rate: float, every: int, until: float,
     distinct: int, seed: int,
 ) -> float:  # fmt: skip
-    """Train, write the model and its tokenizer as a Hugging Face folder, and return the exact match it has reached."""
+    """Train, write model and tokenizer as a Hugging Face folder, and return the exact match that it has reached."""
     spec, tokenizer = TaskSpec.parse(task), character_tokenizer()
     model = new_model(tokenizer, width, layers, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
