@@ -11,6 +11,8 @@ Seed 0, 64 problems per step for reversal(2:12), 128 for sums(2:3), on one core 
     reversal(2:12)                                --steps 90    15 s   0.62
     reversal(2:12)                                --steps 600   90 s   1.00
     reversal(2:12) --width 64 --layers 2  --until 0.4  (260)    18 s   0.44
+    sums(2:3) --rows 128                          --steps 450   52 s   0.64
+    sums(2:3) --rows 128                          --steps 800   87 s   0.82
     sums(2:3) --rows 128                          --steps 1500  169 s  0.92
 """
 
