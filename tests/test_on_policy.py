@@ -264,3 +264,24 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     for expected in ("6 of 4 prompts with 2 completions each", "one step", "sampled_kl(k2)", "reverse_kl"):
         assert expected in command.out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes: int) -> None:
+    """Off-policy, too. The figures of two processes are those of one."""
+    settings = {"eval.tasks": ["sums(2:3)"], "eval.task_count": 6, "eval.task_tokens": 5, "eval.every": 2}
+    write_run(tmp_path, **settings)
+    arguments = ("distill", tmp_path / "run.yaml")
+    if processes == 1:
+        command = Command(*arguments)
+        assert command.wait(120) == 0, command.err
+        assert "exact match/sums 0.0000" in command.out
+        assert "length" not in command.out
+    else:
+        ranks = Ranks(2, *arguments, "parallel.fsdp=2")
+        assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
+    found = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
+    assert [line["step"] for line in found] == [0, 2, 4, 6]
+    for line in found:
+        assert line["eval/tasks_truncated"] > 0
+        assert {"eval/exact_match/sums/length_2", "eval/exact_match/sums/length_3", "eval/cross_entropy"} <= set(line)

@@ -122,7 +122,7 @@ def stop_texts(
 
 
 def _uniform(seeds_B: Tensor, count: int) -> Tensor:
-    """Return `count` numbers in (0, 1) for each seed, float64: the outputs of splitmix64, the same on every device."""
+    """Return `count` numbers in (0, 1) for each seed, float64, from splitmix64: the same on every device."""
     counter_V = torch.arange(1, count + 1, device=seeds_B.device)
     state_BV = seeds_B[:, None] + counter_V * _GOLDEN  # integers wrap around
     state_BV = (state_BV ^ _shifted(state_BV, 30)) * _FIRST

@@ -1,4 +1,4 @@
-"""The completions of a step that samples.jsonl shows: each token with its divergence and its version of the weights."""
+"""The completions of a step that samples.jsonl shows: each token with its divergence and its version."""
 
 from collections.abc import Sequence
 

@@ -17,8 +17,8 @@ EXACT_MATCH, TRUNCATED = "eval/exact_match", "eval/tasks_truncated"
 
 
 class TaskEvaluation:
-    """The tasks of a run. In a job of several processes, each of them gets a copy of the student; `evaluate` is then a
-    collective, with the same result on all ranks.
+    """The tasks of a run. In a job of several processes, each of them gets a copy of the student; `evaluate` is
+    then a collective, with the same result on all ranks.
     """
 
     def __init__(self, session: Session):
