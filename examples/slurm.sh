@@ -1,6 +1,12 @@
 #!/bin/bash
 # sbatch examples/slurm.sh run.yaml parallel.tensor=8
 #
+# On-policy, with servers as jobs of their own (examples/slurm_engine.sh), on the shared folder runs:
+#   engine=$(sbatch --parsable examples/slurm_engine.sh Qwen/Qwen3-0.6B)
+#   sbatch --dependency=after:"$engine" examples/slurm.sh run.yaml rollout.engine=vllm rollout.weights=runs/weights \
+#       rollout.url="http://$(squeue --noheader --format=%N --job "$engine"):8001"
+# The second line needs the node of the first job, so wait until it runs. The run waits until the server answers.
+#
 # One torchrun runs on each node, and all of them connect to the first node. After a requeue, the job resumes from
 # its newest checkpoint. Five minutes before the job's time limit, SLURM sends SIGTERM to the ranks, which finish
 # their step and write a checkpoint. A preempted job gets SIGTERM too; the ranks then have the partition's GraceTime.

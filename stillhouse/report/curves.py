@@ -18,6 +18,7 @@ TOTAL = "loss/total_nats_per_token"
 NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # running totals and counts; the summary shows the first two
 POINTS = 2000  # per series; of a longer series, the extremes of each section are kept
 TASK = "eval/exact_match/"  # the share of a task's answers that are right; the task's name follows
+LENGTH = "/length_"  # the same share over problems of one length, which follows
 LOG_FROM = 50.0  # from this ratio of largest to smallest value on, a logarithmic axis shows more than a linear one
 
 Points = list[tuple[float, float | None]]  # (step, value); None is a gap
@@ -63,6 +64,7 @@ CHARTS = (
     Chart("Held-out forward KL", NATS, "Held out", {"": "eval/forward_kl"}, log=True),
     Chart("Held-out agreement", "of tokens, top 1", "Held out", {"": "eval/agreement"}, percent=True),
     Chart("Held-out entropy", NATS, "Held out", _sides("eval/{}_entropy")),
+    Chart("Cut answers", "of answers", "Tasks", {"": "eval/tasks_truncated"}, percent=True),
     Chart("Total loss", NATS, "Training", {"": TOTAL}),
     Chart("Training entropy", NATS, "Training", _sides("train/{}_entropy_nats")),
     Chart("Training agreement", "of tokens, top 1", "Training", {"": "train/agreement"}, percent=True),
@@ -82,6 +84,8 @@ CHARTS = (
         _means("rollout/log_ratio"),
         log=True,
     ),
+    Chart("Importance ratio", "mean at drawn tokens", "Rollouts", {"": "rollout/ratio"}),
+    Chart("Limited ratios", "of drawn tokens", "Rollouts", {"": "rollout/clipped"}, percent=True),
     Chart("Waiting", "of the trainer's time", "Rollouts", {"": "speed/waiting"}, percent=True),
     Chart("Sampling", "tokens per second", "Rollouts", {"": "speed/sampled_tokens_per_second"}),
 )
@@ -105,8 +109,8 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     terms = [key for key in keys if key.startswith("loss/") and key != TOTAL]
     tasks = [key for key in keys if key.startswith(TASK)]
     charts = [
-        Chart(f"Exact match: {key.removeprefix(TASK)}", "of answers", "Tasks", {"": key}, percent=True)
-        for key in tasks
+        Chart(_task_title(key), "of answers", "Tasks", {"": key}, percent=True)
+        for key in sorted(tasks, key=lambda key: LENGTH in key)
     ]
     for chart in CHARTS:
         is_total = TOTAL in chart.keys.values()
@@ -116,6 +120,10 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
             charts += [Chart(_term_title(key), NATS, "Training", {"": key}, log=True) for key in terms]
     drawn = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
     return charts + [Chart(key, "", "Other", {"": key}) for key in keys if key not in drawn]
+
+
+def _task_title(key: str) -> str:
+    return f"Exact match: {key.removeprefix(TASK).replace(LENGTH, ', length ')}"
 
 
 def _term_title(key: str) -> str:

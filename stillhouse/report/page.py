@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
-from stillhouse.report.curves import NATS, TASK, Drawing, draw
+from stillhouse.report.curves import LENGTH, NATS, TASK, Drawing, draw
 from stillhouse.report.held_out import SHADES, readouts, shade_documents
 from stillhouse.report.reading import Run, read_run
 from stillhouse.report.rollouts import show
@@ -157,7 +157,9 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
 def _on_policy_figures(runs: Sequence[Run]) -> list[Figure]:
     """Return the reward, and the exact match of each task, as far as the page's own run has them."""
-    keys = dict.fromkeys(key for line in runs[0].lines for key in line.values if key.startswith(TASK))
+    keys = dict.fromkeys(
+        key for line in runs[0].lines for key in line.values if key.startswith(TASK) and LENGTH not in key
+    )
     found = [
         Figure(
             f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, ".1f", scale=100, sign=" %")

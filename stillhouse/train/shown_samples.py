@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.rollouts import Sample
 from stillhouse.train.engine import StepOutput
@@ -17,22 +19,27 @@ _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient")
 def shown_samples(
     session: Session, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
 ) -> list[ShownSample]:
-    """The first samples of a step, as `step_documents` numbers them. A collective of all processes."""
-    shown = samples[:SAMPLES]
-    divergences = _divergences(session, len(shown), micro_batches, output)
-    return [_shown(session, step, each, divergences, number) for number, each in enumerate(shown)]
+    """Some samples of a step, of different prompts if there are enough. A collective of all processes."""
+    shown = {number: samples[number] for number in range(0, len(samples), max(1, len(samples) // SAMPLES))}
+    divergences = _divergences(session, list(shown), micro_batches, output)
+    return [_shown(session, step, each, divergences, number) for number, each in shown.items()]
 
 
 def _divergences(
-    session: Session, count: int, micro_batches: ShardedMicroBatches, output: StepOutput
+    session: Session, numbers: list[int], micro_batches: ShardedMicroBatches, output: StepOutput
 ) -> dict[tuple[int, int], float]:
-    """The divergence of the distributions that predicted a token, by its document's number and its position there."""
+    """The divergence of the distributions that predicted a token, by its document and its position there.
+
+    numbers: of the documents in the step; samples are numbered as `step_documents` does.
+    """
     own: list[tuple[int, int, float]] = []
     for micro_batch, each in zip(micro_batches, output.own, strict=False):
         names = [name for name in each.per_token if name.partition("#")[0] not in _NO_DIVERGENCES]
         if not names:
             continue
-        is_shown_T = (micro_batch.document_T >= 0) & (micro_batch.document_T < count) & (micro_batch.weights_T > 0)
+        documents_T = micro_batch.document_T
+        is_shown_T = torch.isin(documents_T, torch.tensor(numbers, device=documents_T.device))
+        is_shown_T &= micro_batch.weights_T > 0
         rows = is_shown_T.nonzero()[:, 0]
         documents = micro_batch.document_T[rows].tolist()
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()

@@ -82,13 +82,16 @@
     return splits.map((value) => (digits.includes(Math.round(value / 10 ** Math.floor(Math.log10(value) + 1e-9))) ? value : null));
   };
 
+  // A share that never changes has no range of its own: the axis is then from 0 to 100 %.
+  const shares = (plot, low, high) => (low === high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true));
+
   const chartOptions = (plot, chart, onCursor, onDraw) => ({
     width: plot.clientWidth,
     height: plot.clientHeight,
     legend: { show: false },
     padding: [8, 12, 0, 0],
     cursor: { sync: { key: "steps", scales: ["x", null] }, y: false, points: { size: 6 }, dataIdx: nearest },
-    scales: { x: { time: false }, y: { distr: chart.log ? 3 : 1 } },
+    scales: { x: { time: false }, y: { distr: chart.log ? 3 : 1, ...(chart.percent && { range: shares }) } },
     axes: [
       { stroke: () => colour("--muted"), grid: { show: false }, ticks: { stroke: () => colour("--rule"), size: 4, width: 1 },
         font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif", label: "step", labelSize: 14, labelGap: -2,
