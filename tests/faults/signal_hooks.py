@@ -12,7 +12,7 @@ from typing import Any
 from test_train_resume import signal_at
 
 from stillhouse import preemption
-from stillhouse.train import off_policy
+from stillhouse.train import training
 from stillhouse.train.logging import RunLog
 
 
@@ -43,7 +43,7 @@ def interrupt_main_thread() -> None:
 
 def interrupt_in(name: str, call: int) -> None:
     """Let the process send itself SIGINT at one call of a function of the training loop. Calls count from 0."""
-    original, calls = getattr(off_policy, name), itertools.count()
+    original, calls = getattr(training, name), itertools.count()
 
     @functools.wraps(original)
     def wrapped(*arguments: Any) -> Any:
@@ -51,7 +51,7 @@ def interrupt_in(name: str, call: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return original(*arguments)
 
-    setattr(off_policy, name, wrapped)
+    setattr(training, name, wrapped)
 
 
 def hang_at_step(step: int) -> None:

@@ -139,7 +139,7 @@ def test_a_teacher_that_runs_ahead_is_stopped_too(plain: Path) -> None:
 BEFORE_TRAINING = {
     "preparing": ("stillhouse.train.inputs", "load_data"),
     "loading": ("stillhouse.train.build", "load_student"),
-    "first evaluation": ("stillhouse.train.off_policy", "evaluate"),
+    "first evaluation": ("stillhouse.train.training", "evaluate"),
 }
 
 
