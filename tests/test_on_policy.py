@@ -92,7 +92,7 @@ def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path, sch
     assert contents(other / "model") == contents(sync / "model")
 
 
-@pytest.mark.parametrize("at", [1, 3, 4])
+@pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 4))])
 @pytest.mark.parametrize("schedule", ["sync", "one_step_off", "two_step_off", "async"])
 def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int) -> None:
     """The run is killed after step `at` is logged; its last checkpoint is of an earlier step, or there is none."""
@@ -127,7 +127,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2", "context=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp=2", "pipeline=2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tensor=2", "context=2"))],
+)
 def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout: str) -> None:
     out = one_process / layout
     ranks = Ranks(2, "distill", one_process / "run.yaml", f"parallel.{layout}", f"out={out}")

@@ -66,7 +66,7 @@ def test_a_served_run_is_that_of_one_process(in_process: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
+@pytest.mark.parametrize("layout", ["fsdp=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
 def test_two_processes_share_the_completions_of_a_server(in_process: Path, layout: str) -> None:
     with Server(in_process / "student", "--generate") as server:
         ranks = Ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
@@ -74,7 +74,9 @@ def test_two_processes_share_the_completions_of_a_server(in_process: Path, layou
     assert_same_run(in_process / layout, in_process / "in_process")
 
 
-@pytest.mark.parametrize("schedule", ["one_step_off", "two_step_off", "async"])
+@pytest.mark.parametrize(
+    "schedule", ["async", *(pytest.param(each, marks=pytest.mark.slow) for each in ("one_step_off", "two_step_off"))]
+)
 def test_the_schedules_with_a_server(in_process: Path, schedule: str) -> None:
     with Server(in_process / "student", "--generate") as server:
         command = Command(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))

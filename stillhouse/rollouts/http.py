@@ -51,12 +51,14 @@ class _Published:
 class _Server:
     """told: what it was last given, another object each time; None while it is not known which weights it has.
     model: the name that requests need. restored: how often it came back with other weights since its last answer.
+    is_absent: it has not answered, and is given the newest version in the background.
     """
 
     url: str
     model: str | None = None
     told: _Published | None = None
     restored: int = 0
+    is_absent: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -122,16 +124,19 @@ class ServedEngine:
         before, label = self._newest, f"{self._run}-{version}-{len(self._versions)}"
         published = _Published(version, folder, label, manifest.kind)
         self._versions[label], self._newest = version, published
-        absent = self._give_all(min(PATIENCE, self._timeout))
-        if len(absent) == len(self._servers):
-            absent = self._give_all(self._timeout)
-        if len(absent) == len(self._servers):
-            raise next(iter(absent.values()))
+        # a server that is gone must not cost its patience in every step
+        present = [each for each in self._servers.values() if not each.is_absent]
+        absent = self._give_all(present, min(PATIENCE, self._timeout))
+        if len(absent) == len(present):
+            absent = self._give_all(list(self._servers.values()), self._timeout)
+            if len(absent) == len(self._servers):
+                raise next(iter(absent.values()))
         for url in absent:
-            threading.Thread(target=self._restored, args=(self._servers[url],), daemon=True).start()
+            self._restore_later(self._servers[url])
         if before is not None:
-            for url in self._servers.keys() - absent:
-                self._api.forget(self._ask(url, PATIENCE), before.label, before.kind)
+            for server in self._servers.values():
+                if not server.is_absent:
+                    self._api.forget(self._ask(server.url, PATIENCE), before.label, before.kind)
 
     def close(self) -> None:
         self._pool.close()
@@ -210,11 +215,11 @@ class ServedEngine:
                 f"{sorted(ends)}, among its tokens, or one of the texts {list(self._sampling.stop)}"
             )
 
-    def _give_all(self, patience: float) -> dict[str, UnreachableError]:
-        """Give all servers the newest version; returns the errors of those that have not answered."""
+    def _give_all(self, servers: Sequence[_Server], patience: float) -> dict[str, UnreachableError]:
+        """Give servers the newest version; returns the errors of those that have not answered."""
         absent: dict[str, UnreachableError] = {}
         with ThreadPoolExecutor(len(self._servers)) as threads:
-            given = {url: threads.submit(self._give, server, patience) for url, server in self._servers.items()}
+            given = {each.url: threads.submit(self._give, each, patience) for each in servers}
         for url, each in given.items():
             error = each.exception()
             if isinstance(error, UnreachableError):
@@ -267,7 +272,13 @@ class ServedEngine:
         finally:
             server.lock.release()
         self._warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
-        threading.Thread(target=self._restored, args=(server,), daemon=True).start()
+        self._restore_later(server)
+
+    def _restore_later(self, server: _Server) -> None:
+        """Give a server the newest version in the background, unless that is under way."""
+        if not server.is_absent:
+            server.is_absent = True
+            threading.Thread(target=self._restored, args=(server,), daemon=True).start()
 
     def _restored(self, server: _Server) -> None:
         wanted = None
@@ -277,9 +288,11 @@ class ServedEngine:
                 if server.restored > MOST_RESTORED:
                     raise ServerError(_AGAIN.format(url=server.url))
                 self._give(server, self._timeout)
+                server.is_absent = False
                 return
             except ServerError as error:
                 failure = error
+        server.is_absent = False  # the next version is tried again
         self._warn(f"the student's server {server.url} is given up: {failure}")
         self._pool.give_up(server.url, failure)
 

@@ -61,6 +61,10 @@ class Rollouts:
 
         Except under async, the completions of this step are finished before: they have tokens of one version.
         """
+        with watchdog.untimed(f"the completions of step {step + 1}"):
+            self._ask(step, timeline)
+
+    def _ask(self, step: int, timeline: Timeline) -> None:
         queue, number = self.queue, step + 1
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             if self.config.schedule != "async":
@@ -79,7 +83,8 @@ class Rollouts:
     def take(self, step: int, timeline: Timeline) -> list[Sample]:
         """The samples of a step, the same on all ranks. Waits for them."""
         queue = self.queue
-        with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS):
+        phase = f"the completions of step {step + 1}"
+        with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
             content = self._on_first(lambda: [] if queue is None else [_as_json(each) for each in queue.take(step)])
         if queue is not None and queue.taken_times != (0.0, 0.0):
             offset = timeline.seconds - time.monotonic()
