@@ -60,7 +60,6 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 def test_the_engine_of_one_process() -> None:
     generator = Generator(student(PROBLEMS[0]), SAMPLED, CPU)
     engine: RolloutEngine = InProcessEngine(generator, version=4)
-    assert not engine.needs_folder
     futures = engine.generate(requests())
     assert all(future.done() for future in futures)
     assert {version for future in futures for version in future.result().versions_N.tolist()} == {4}

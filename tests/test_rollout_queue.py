@@ -38,8 +38,6 @@ STEPS, PROMPTS, SAMPLES = 12, 7, 3
 class LateEngine:
     """Writes two tokens of the version at which it answers. It answers in a random order, as many as `most`."""
 
-    needs_folder = False
-
     def __init__(self, most: int, seed: int = 0):
         self.most, self.version, self.draw = most, 0, random.Random(seed)
         self.waiting: list[tuple[GenerationRequest, Future[Completion]]] = []

@@ -9,14 +9,7 @@ from stillhouse.rollouts.sample import Completion, GenerationRequest
 
 
 class RolloutEngine(Protocol):
-    """Writes completions with the student's weights, and takes new weights.
-
-    needs_folder: whether `update_weights` reads the weights from a folder. An engine in this process has the student
-    itself.
-    """
-
-    @property
-    def needs_folder(self) -> bool: ...
+    """Writes completions with the student's weights, and takes new weights."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
         """Ask for completions; returns at once, one future for each request.

@@ -73,8 +73,6 @@ class ServedEngine:
     `update_weights` must be called before `generate`.
     """
 
-    needs_folder = True
-
     def __init__(
         self,
         urls: Sequence[str],

@@ -22,8 +22,6 @@ class InProcessEngine:
     process, but for rounding where other requests share a batch.
     """
 
-    needs_folder = False
-
     def __init__(self, generator: Generator, version: int = 0, *, copy: StudentCopy | None = None):
         assert copy is None or copy.decoder is generator.decoder, "the generator needs the copy's decoder"
         self._generator, self._version, self._copy = generator, version, copy
