@@ -9,7 +9,9 @@ from report_runs import HOSTILE, TEXT, make_run, token_entries
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.rollout_log import RolloutLog, Sample, SampleToken, Timeline
 
-CONFIG = "student:\n  model: models/small-student\nteacher:\n  model: Example/Teacher-5M\nrollout:\n  schedule: async\n"
+CONFIG = (
+    "student:\n  model: models/small-student\nteacher:\n  model: Example/Teacher-5M\nrollout:\n  schedule: async\n"
+)
 
 
 def make_on_policy_run(folder: Path, *, steps=60, texts=(TEXT, HOSTILE), seed=0) -> Path:
@@ -19,7 +21,9 @@ def make_on_policy_run(folder: Path, *, steps=60, texts=(TEXT, HOSTILE), seed=0)
     (folder / "config.yaml").write_text(CONFIG)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        line |= task_values(line["step"], steps) if "eval/tokens" in line else rollout_values(line["step"], steps, rng)
+        line |= (
+            task_values(line["step"], steps) if "eval/tokens" in line else rollout_values(line["step"], steps, rng)
+        )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with RolloutLog(RunFolder(folder), 0, lambda: 0.0) as log:
         for step in range(1, steps + 1):

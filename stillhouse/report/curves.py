@@ -75,7 +75,13 @@ CHARTS = (
     Chart("Cut completions", "of completions", "Rollouts", {"": "rollout/truncated"}, percent=True),
     Chart("Own completions", "of completions", "Rollouts", {"": "rollout/share"}, percent=True),
     Chart("Staleness", "optimizer steps", "Rollouts", _means("rollout/staleness")),
-    Chart("Training against engine", "nats, |log-ratio| at drawn tokens", "Rollouts", _means("rollout/log_ratio"), log=True),
+    Chart(
+        "Training against engine",
+        "nats, |log-ratio| at drawn tokens",
+        "Rollouts",
+        _means("rollout/log_ratio"),
+        log=True,
+    ),
     Chart("Waiting", "of the trainer's time", "Rollouts", {"": "speed/waiting"}, percent=True),
     Chart("Sampling", "tokens per second", "Rollouts", {"": "speed/sampled_tokens_per_second"}),
 )
@@ -98,7 +104,10 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values if key not in NOT_DRAWN)
     terms = [key for key in keys if key.startswith("loss/") and key != TOTAL]
     tasks = [key for key in keys if key.startswith(TASK)]
-    charts = [Chart(f"Exact match: {key.removeprefix(TASK)}", "of answers", "Tasks", {"": key}, percent=True) for key in tasks]
+    charts = [
+        Chart(f"Exact match: {key.removeprefix(TASK)}", "of answers", "Tasks", {"": key}, percent=True)
+        for key in tasks
+    ]
     for chart in CHARTS:
         is_total = TOTAL in chart.keys.values()
         if not (is_total and _total_repeats(runs)):

@@ -93,7 +93,9 @@ def render(runs: Sequence[Run]) -> str:
         data_notes=data_notes(run.data or {}),
         environment=[(key, _plain(value)) for key, value in (run.environment or {}).items() if key != "objective"],
         embedded=_embedded(run, names, drawings),
-        styles=[_asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if run.rollouts else []))],
+        styles=[
+            _asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if run.rollouts else []))
+        ],
         scripts=scripts,
         policy=_policy(scripts.values()),
     )
@@ -157,7 +159,9 @@ def _on_policy_figures(runs: Sequence[Run]) -> list[Figure]:
     """Return the reward, and the exact match of each task, as far as the page's own run has them."""
     keys = dict.fromkeys(key for line in runs[0].lines for key in line.values if key.startswith(TASK))
     found = [
-        Figure(f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, ".1f", scale=100, sign=" %"))
+        Figure(
+            f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, ".1f", scale=100, sign=" %")
+        )
         for key in keys
     ]
     if runs[0].first_and_last("rollout/reward"):

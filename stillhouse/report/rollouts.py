@@ -96,7 +96,11 @@ class Shown:
 def show(rollouts: Rollouts) -> Shown:
     steps = [_step(step, samples) for step, samples in reversed(rollouts.samples.items())]
     return Shown(
-        timeline(rollouts.spans), steps[:RECENT], steps[RECENT:], rollouts.sampled_steps, _staleness(rollouts.staleness)
+        timeline(rollouts.spans),
+        steps[:RECENT],
+        steps[RECENT:],
+        rollouts.sampled_steps,
+        _staleness(rollouts.staleness),
     )
 
 
