@@ -1,6 +1,7 @@
 """The report page of an on-policy run, from files that a run's own writers wrote."""
 
 import html
+import itertools
 import json
 import random
 import re
@@ -112,7 +113,7 @@ def test_completions_are_shaded_with_the_version_of_each_token(run_dir):
     assert all(
         "prompt" in kind and not re.search(r"\bk\d", kind) for kind, title in tokens if "not a target" in title
     )
-    kind, title = next((kind, title) for kind, title in tokens if "nats" in title and "prompt" not in kind)
+    title = next(title for kind, title in tokens if "nats" in title and "prompt" not in kind)
     record = json.loads((run_dir / "samples.jsonl").read_text().splitlines()[-2])
     divergence = next(each["divergence"] for each in record["tokens"] if each["target"] and each["divergence"])
     assert title.startswith(f"{divergence:.3g} nats")
@@ -141,7 +142,7 @@ def test_at_most_200_steps_are_shown(run_dir):
     shown = [int(step) for step in re.findall(r"<summary>step (\d+)", page.source)]
     assert len(shown) == 200
     assert shown[0] == 450
-    assert max(a - b for a, b in zip(shown, shown[1:], strict=False)) <= 3
+    assert max(a - b for a, b in itertools.pairwise(shown)) <= 3
     assert "200 of 450 recorded steps" in page.text
 
 
