@@ -1,4 +1,4 @@
-"""Artificial folders of on-policy runs for tests of the report: invented numbers, written by a run's own writers."""
+"""Artificial folders of on-policy runs for the tests of the report: invented numbers, written by the real writers."""
 
 import json
 import random
@@ -37,16 +37,11 @@ def rollout_values(step, steps, rng) -> dict:
     return {
         "rollout/completion_tokens": 180 + 150 * progress + rng.gauss(0, 10),
         "rollout/truncated": 0.3 * (1 - progress),
-        "rollout/reward": 0.1 + 0.6 * progress + rng.gauss(0, 0.03),
-        "rollout/reward_std": 0.4,
-        "rollout/staleness": 0.8,
-        "rollout/staleness_max": 2,
-        "rollout/log_ratio": 0.004,
+        "rollout/reward": 0.1 + 0.6 * progress + rng.gauss(0, 0.03), "rollout/reward_std": 0.4,
+        "rollout/staleness": 0.8, "rollout/staleness_max": 2, "rollout/log_ratio": 0.004,
         "rollout/log_ratio_max": 0.9,
-        "rollout/share": 0.8,
-        "speed/waiting": 0.2 + rng.random() / 10,
-        "speed/sampled_tokens_per_second": 4000,
-    }
+        "rollout/share": 0.8, "speed/waiting": 0.2 + rng.random() / 10, "speed/sampled_tokens_per_second": 4000,
+    }  # fmt: skip
 
 
 def task_values(step, steps) -> dict:

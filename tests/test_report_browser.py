@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report_runs import Page, make_run
+from report_runs import HOSTILE, Page, make_run
+from rollout_runs import make_on_policy_run
 
 from stillhouse.report import curves, write_report
 
@@ -74,3 +75,18 @@ def test_a_browser_draws_every_chart_without_complaint(tmp_path, width, theme):
         "overflow": "0",
         "background": page_colour(theme),
     }
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_browser_shows_an_on_policy_run_without_complaint(tmp_path, width, theme):
+    path = write_report(
+        make_on_policy_run(tmp_path / "on_policy", steps=30, texts=(HOSTILE, "a" * 400, "word " * 600))
+    )
+    found, complaints = opened(path, width, theme)
+    assert not complaints
+    charts = str(len(Page(path).data["charts"]))
+    assert (found["charts"], found["drawn"], found["injected"]) == (charts, charts, "0")
+    assert (found["width"], found["overflow"]) == (str(width), "0")

@@ -65,7 +65,7 @@ class _SampleHead(BaseModel):
 
 
 class Sample(_SampleHead):
-    """One line of samples.jsonl. length: the completion's number of tokens; `tokens` may be only its first ones."""
+    """One line of samples.jsonl. length: of the completion in tokens; `tokens` may be only the first of them."""
 
     prompt: str
     tokens: list[SampleToken]
@@ -80,7 +80,8 @@ class Rollouts:
     """What an on-policy run recorded.
 
     spans: the newest ones, in the order of the file. samples: of some steps, in the order of steps. sampled_steps:
-    how many steps have samples. staleness: how many of the student's own completions have which staleness.
+    how many steps have samples. staleness: how many of the student's own completions in the file have which
+    staleness.
     """
 
     spans: list[Span]
@@ -129,7 +130,7 @@ def _read_samples(path: Path, notes: list[str]) -> tuple[dict[int, list[Sample]]
 
 
 def _shown(tokens: dict[int, int]) -> list[int]:
-    """Choose at most `STEPS` steps with at most `TOKENS` tokens together, evenly; the last step is among them.
+    """Choose at most `STEPS` steps with at most `TOKENS` tokens together, evenly. The last step is one of them.
 
     tokens: how many tokens the samples of each step have.
     """
