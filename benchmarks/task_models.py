@@ -19,6 +19,7 @@ Seed 0, 64 problems per step for reversal(2:12), 128 for sums(2:3), on one core 
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,11 +116,20 @@ def exact_matches(
     return found
 
 
+def _with_error(problem: Problem, draw: np.random.Generator) -> Problem:
+    """The problem with a wrong answer: without its first character, or with its last one twice."""
+    answer = problem.answer
+    return replace(problem, answer=answer[1:] if draw.random() < 0.5 else answer + answer[-1])
+
+
 def train(
     task: str, out: Path, *, steps: int, rows: int, width: int, layers: int, rate: float, every: int, until: float,
-    distinct: int, seed: int,
+    distinct: int, seed: int, right: float = 1.0,
 ) -> float:  # fmt: skip
-    """Train, write model and tokenizer as a Hugging Face folder, and return the exact match that it has reached."""
+    """Train, write model and tokenizer as a Hugging Face folder, and return the exact match that it has reached.
+
+    right: the share of right answers in the training data.
+    """
     spec, tokenizer = TaskSpec.parse(task), character_tokenizer()
     model = new_model(tokenizer, width, layers, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
@@ -131,6 +141,8 @@ def train(
             group["lr"] = rate * min(1.0, (step + 1) / WARMUP_STEPS, left)
         numbers = range(step * rows, (step + 1) * rows)
         problems = [problem(spec, seed, number % distinct, held_out=False) for number in numbers]
+        draw = np.random.default_rng([seed, step])
+        problems = [each if draw.random() < right else _with_error(each, draw) for each in problems]
         ids_BS, labels_BS = batch_of(tokenizer, problems)
         logits = model(input_ids=ids_BS[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), labels_BS[:, 1:].flatten())
@@ -170,6 +182,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=2.0, help="stop at this exact match on held-out problems")
     parser.add_argument("--distinct", type=int, default=10**9, help="number of different training problems")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--right", type=float, default=1.0, help="share of right answers in the training data")
     torch.set_num_threads(1)
     train(**vars(parser.parse_args()))
 
