@@ -1,7 +1,7 @@
 """What reinforcement learning has learned, distilled: how many steps and tokens does each way of learning it need?
 
-A tiny model that has imitated answers of which one third are right is trained by GRPO (policy_gradient, the exact match as the
-reward) until it solves nearly all of them. Its own starting checkpoint then learns the same again:
+A tiny model that has imitated answers, of which one third are right, is trained by GRPO (policy_gradient, with the
+exact match as the reward) until it solves nearly all problems. Its own starting checkpoint then learns that again:
 
     on-policy     it writes, and the trained model judges every token: reverse KL over the full vocabulary
     off-policy    forward KL on completions that the trained model has written

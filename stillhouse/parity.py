@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 -m stillhouse parity run.yaml
 
 It uses the run's own models and data, in float32, so that a difference comes from the layout and not from rounding.
+The completions of an on-policy run are written once, in one process.
 Every process computes the reference by itself, so both models and the student's gradients must fit into one process.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stillhouse.config import RunConfig
+from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
 from stillhouse.models import draw_lora
 from stillhouse.parallel import (
@@ -30,11 +31,16 @@ from stillhouse.parallel import (
     start,
 )
 from stillhouse.parallel.expert_parallel import dispatched_experts
+from stillhouse.rollouts import RolloutPlan
+from stillhouse.rollouts.generate import eos_ids
+from stillhouse.rollouts.in_process import InProcessEngine
 from stillhouse.teachers import NoTeacher, SignalSource
 from stillhouse.train.build import distributed_engine, single_process_engine
 from stillhouse.train.engine import Engine
-from stillhouse.train.inputs import load_run_data
+from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.models import require_adapters
+from stillhouse.train.rollout_engine import make_generator, sampling_of
+from stillhouse.train.rollouts import make_queue, pack_step
 from stillhouse.train.session import choose_device, objective_spec
 from stillhouse.train.stores import open_stores
 
@@ -101,11 +107,14 @@ def parity(config: RunConfig) -> Iterator[Row]:
     spec, stores = objective_spec(config), open_stores(config)
     require_adapters(config.student)
     device, processes = choose_device(config.device), process_count()
-    sequences = load_run_data(config, stores).train
-    numbers = sequences.order(0)[: MICRO_BATCHES * processes]
-    step = sequences.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
+    data = load_run_data(config, stores)
     start(device, config.train.timeout)
     reference, source = single_process_engine(config, spec, device, stores)
+    if config.rollout is None:
+        numbers = data.train.order(0)[: MICRO_BATCHES * processes]
+        step: StepMicroBatches = data.train.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
+    else:
+        step = _written(config, config.rollout, data, reference, MICRO_BATCHES * processes)
     expected = _gradient(config, reference, source, step)
     named = reference.runner.named_parameters()
     gradients = {name: each.grad.cpu() for name, each in named if each.grad is not None}
@@ -124,6 +133,19 @@ def parity(config: RunConfig) -> Iterator[Row]:
         own = worst(differences(engine.runner, gradients, 1e-3 * total))
         parameter, gradient = worst(gathered(own, mesh.everyone, device))
         yield Row(str(layout), abs(found / expected - 1), gradient, parameter)
+
+
+def _written(
+    config: RunConfig, rollout: RolloutConfig, data: RunData, engine: Engine, sequences: int
+) -> StepMicroBatches:
+    """A step on completions that the student writes in this process, the same ones on every process."""
+    (student,), prompts = engine.runner.students(), data.train.documents
+    sampling = sampling_of(rollout, eos_ids(data.tokenizer, student))
+    generator = make_generator(config, sampling, student, data.tokenizer, engine.device, engine.precision)
+    plan = RolloutPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, config.seed)
+    queue = make_queue(rollout, InProcessEngine(generator), prompts, plan, data.tokenizer, steps=1)
+    queue.ask(0)
+    return pack_step(config, data.train, queue.take(0), rows=1)
 
 
 def _gradient(config: RunConfig, engine: Engine, source: SignalSource, step: StepMicroBatches) -> float:

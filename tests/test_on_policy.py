@@ -288,3 +288,25 @@ def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes:
     for line in found:
         assert line["eval/tasks_truncated"] > 0
         assert {"eval/exact_match/sums/length_2", "eval/exact_match/sums/length_3", "eval/cross_entropy"} <= set(line)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("0.5*reverse_kl + policy_gradient", {"rollout.reward": "hooks:length", "rollout.position_decay": 0.9}),
+        pytest.param("sampled_kl(k2)", {"rollout.temperature": 0.7}, marks=pytest.mark.slow),
+        pytest.param("policy_gradient(teacher_kl=1) + jsd(0.5)", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_gradients_of_the_same_completions_under_every_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, settings: dict[str, Any]
+) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    write(tmp_path, **{"objective.loss": loss, "data.eval": 0} | settings)
+    monkeypatch.chdir(tmp_path)
+    ranks = Ranks(2, "parity", tmp_path / "run.yaml")
+    assert ranks.wait(240) == [0, 0], "".join(each.out + each.err for each in ranks)
+    rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
+    same = {line.split("  ")[0] for line in rows}
+    assert same >= {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b", "pipeline 2, gpipe"}
+    assert "DIFFERENT" not in ranks[0].out

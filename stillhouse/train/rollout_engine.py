@@ -1,8 +1,14 @@
 """Opens the engine that writes completions, as the configuration names it."""
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
-from stillhouse.config import ConfigError, RolloutConfig
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.config import ConfigError, RolloutConfig, RunConfig
 from stillhouse.models import Decoder
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.rollouts import RolloutEngine, Sampling
@@ -90,19 +96,32 @@ def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
 
 
 def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Generator:
-    config = session.config
+    return make_generator(
+        session.config, sampling, decoder, session.tokenizer, session.device, session.engine.precision
+    )
+
+
+def make_generator(
+    config: RunConfig,
+    sampling: Sampling,
+    decoder: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    precision: Callable[[], AbstractContextManager[Any]],
+) -> Generator:
+    """Raises ConfigError for a decoder that cannot generate."""
     try:
-        check_generation(decoder, session.device)
+        check_generation(decoder, device)
     except ValueError as error:
         raise ConfigError("rollout.engine" if config.rollout is not None else "eval.tasks", str(error)) from error
     return Generator(
         decoder,
         sampling,
-        session.device,
-        session.engine.precision,
+        device,
+        precision,
         max(_BATCHES * config.train.micro_batch_tokens, config.data.max_tokens),
-        vocabulary=len(session.tokenizer),
-        tokenizer=session.tokenizer,
+        vocabulary=len(tokenizer),
+        tokenizer=tokenizer,
     )
 
 

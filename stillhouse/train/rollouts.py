@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, RolloutConfig
-from stillhouse.data import PackedSequences
+from stillhouse.config import ConfigError, RolloutConfig, RunConfig
+from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.parallel import ShardedMicroBatches, watchdog
 from stillhouse.rollouts import (
     Completion,
     RolloutEngine,
+    RolloutPlan,
     RolloutQueue,
     Sample,
     SampleWriter,
@@ -49,12 +51,11 @@ class Rollouts:
         self.session, self.config = session, session.config.rollout
         self.weights = Path(self.config.weights or folder.path / "weights")
         self.engine: RolloutEngine | None = open_engine(session, self.config)
-        self.queue = None if self.engine is None else _queue(session, self.engine)
-        self._rules = TargetRules(
-            mask_truncated=self.config.truncated == "mask",
-            position_decay=self.config.position_decay,
-            by_student=self.config.writer == "student",
-        )
+        self.queue = None
+        if self.engine is not None:
+            assert session.plan is not None
+            steps, prompts = session.step_schedule.steps, session.train.documents
+            self.queue = make_queue(self.config, self.engine, prompts, session.plan, session.tokenizer, steps)
 
     def ask(self, step: int, timeline: Timeline) -> None:
         """Give the engine the weights of this step, and ask for the completions that the step asks for.
@@ -99,21 +100,9 @@ class Rollouts:
         """This process's part of a step on these samples, and on the dataset's completions of the step."""
         session, plan = self.session, self.session.plan
         assert plan is not None
-        documents = step_documents(
-            session.train.documents, samples, self._rules, session.dataset, plan.from_dataset(step)
-        )
-        packed = PackedSequences(
-            documents,
-            max_tokens=session.train.max_tokens,
-            seed=0,
-            shuffle=False,
-            gaps=session.train.gaps,
-            together=None if session.config.teachers is None else session.config.teachers.route,
-        )
         rows = session.step_schedule.rows_per_micro_batch
-        numbers = np.arange(len(packed))
         return session.shard(
-            packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
+            pack_step(session.config, session.train, samples, rows, session.dataset, plan.from_dataset(step))
         )
 
     def close(self) -> None:
@@ -154,15 +143,20 @@ def first_rollouts(session: Session) -> ShardedMicroBatches:
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
 
 
-def _queue(session: Session, engine: RolloutEngine) -> RolloutQueue:
-    rollout, plan = session.config.rollout, session.plan
-    assert rollout is not None
-    assert plan is not None
+def make_queue(
+    rollout: RolloutConfig,
+    engine: RolloutEngine,
+    prompts: Documents,
+    plan: RolloutPlan,
+    tokenizer: PreTrainedTokenizerBase,
+    steps: int,
+) -> RolloutQueue:
+    """Raises ConfigError for a reward or an environment that cannot be loaded."""
     writer = SampleWriter(
         engine,
-        session.train.documents,
+        prompts,
         plan,
-        session.tokenizer,
+        tokenizer,
         rollout.max_new_tokens,
         reward=_function("reward", rollout),
         environment=_function("environment", rollout),
@@ -174,10 +168,38 @@ def _queue(session: Session, engine: RolloutEngine) -> RolloutQueue:
         ahead=min(_AHEAD.get(rollout.schedule, (rollout.max_staleness + 1) // 2), rollout.max_staleness),
         max_staleness=rollout.max_staleness,
         in_order=rollout.schedule != "async",
-        last_step=session.step_schedule.steps - 1,
+        last_step=steps - 1,
         advantage=rollout.advantage,
         alive=watchdog.progress,
     )
+
+
+def pack_step(
+    config: RunConfig,
+    prompts: PackedSequences,
+    samples: Sequence[Sample],
+    rows: int,
+    dataset: Documents | None = None,
+    from_dataset: Sequence[int] = (),
+) -> PackedMicroBatches:
+    """The micro-batches of a step, with `rows` packed sequences each. from_dataset: see `step_documents`."""
+    rollout = config.rollout
+    assert rollout is not None
+    rules = TargetRules(
+        mask_truncated=rollout.truncated == "mask",
+        position_decay=rollout.position_decay,
+        by_student=rollout.writer == "student",
+    )
+    packed = PackedSequences(
+        step_documents(prompts.documents, samples, rules, dataset, from_dataset),
+        max_tokens=prompts.max_tokens,
+        seed=0,
+        shuffle=False,
+        gaps=prompts.gaps,
+        together=None if config.teachers is None else config.teachers.route,
+    )
+    numbers = np.arange(len(packed))
+    return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
 
 
 def _function(key: str, rollout: RolloutConfig) -> Any:
