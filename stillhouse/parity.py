@@ -145,7 +145,7 @@ def _written(
     plan = RolloutPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, config.seed)
     queue = make_queue(rollout, InProcessEngine(generator), prompts, plan, data.tokenizer, steps=1)
     queue.ask(0)
-    return pack_step(config, data.train, queue.take(0), rows=1)
+    return pack_step(config, data.train, queue.take(0), parts=sequences)
 
 
 def _gradient(config: RunConfig, engine: Engine, source: SignalSource, step: StepMicroBatches) -> float:

@@ -114,6 +114,7 @@ def test_every_sample_is_trained_once_and_in_time(ahead: int, in_order: bool, sl
         if in_order:
             assert {each.number // SAMPLES for each in samples} == set(queue.plan.groups(step))
         trained += numbers(samples)
+        queue.trained()
     total = queue.plan.groups(STEPS - 1).stop * SAMPLES
     assert sorted(trained) == list(range(total)) == sorted(engine.asked)
 
@@ -129,11 +130,15 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
         samples = queue.take(step)
         require_versions(samples, step, ahead + slack)
         trained += numbers(samples)
+        queue.trained()
         kept = queue.state()  # here the trainer and the engine are killed
         engine = LateEngine(most=4, seed=step)
         engine.update_weights(step + 1, None)
         queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
         queue.restore(kept)
+        assert not engine.asked
+        if step + 1 < STEPS:
+            queue.ask(step + 1)
         assert not set(engine.asked) & set(numbers(kept.samples))
     assert sorted(trained) == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
 
@@ -149,6 +154,7 @@ def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> 
         samples = queue.take(step)
         require_versions(samples, step, 4)
         groups = {each.number // SAMPLES for each in samples}
+        queue.trained()
         if step == 0:
             assert groups == set(queue.plan.groups(2))
 

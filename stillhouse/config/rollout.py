@@ -151,6 +151,20 @@ class RolloutConfig(Section):
             raise ConfigError("rollout.url", f"expected the address of the server with rollout.engine={self.engine}")
         if self.weights is not None and self.url is None:
             raise ConfigError("rollout.weights", "has an effect only with rollout.url")
+        if self.writer == "teacher" and self.engine != "transformers":
+            raise ConfigError(
+                "rollout.engine", f"got {self.engine} with rollout.writer=teacher: expected transformers"
+            )
+        needs = {"timeout": "url", "max_turns": "environment", "advantage": "reward"}
+        for key, other in needs.items():
+            if getattr(self, other) is None and getattr(self, key) != type(self).model_fields[key].default:
+                raise ConfigError(f"rollout.{key}", f"has an effect only with rollout.{other}")
+        if self.reward is not None and self.samples_per_prompt == 1:
+            raise ConfigError(
+                "rollout.samples_per_prompt",
+                "got 1 with rollout.reward: expected at least 2, because an advantage is relative to the other"
+                " completions of the prompt",
+            )
         for key in ("reward", "environment"):
             value = getattr(self, key)
             if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):

@@ -79,10 +79,10 @@ class RunConfig(Section):
     def _rollouts_fit(self) -> "RunConfig":
         if self.rollout is None:
             return self
-        if self.rollout.max_new_tokens >= self.data.max_tokens:
+        if self.rollout.max_new_tokens > self.data.max_tokens - 2:
             raise ConfigError(
                 "rollout.max_new_tokens",
-                f"got {self.rollout.max_new_tokens}, which leaves no room for a prompt in"
+                f"got {self.rollout.max_new_tokens}, which leaves no room for a prompt of two tokens in"
                 f" data.max_tokens={self.data.max_tokens}: lower the one or raise the other",
             )
         if self.objective.tokens != "completion":

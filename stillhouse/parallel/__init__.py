@@ -25,6 +25,7 @@ from stillhouse.parallel.pair import (
 from stillhouse.parallel.pipeline import SCHEMES
 from stillhouse.parallel.processes import (
     destroy_process_group,
+    from_first,
     gathered,
     is_first,
     join,
@@ -59,6 +60,7 @@ __all__ = [
     "build_runner",
     "destroy_process_group",
     "empty_decoder",
+    "from_first",
     "gathered",
     "is_first",
     "join",

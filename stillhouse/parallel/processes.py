@@ -105,3 +105,19 @@ def gathered(value: Any, group: ProcessGroup | None, device: torch.device) -> li
         json.loads(bytes(text[:length].tolist()).decode())
         for text, length in zip(texts, lengths.tolist(), strict=True)
     ]
+
+
+def from_first(value: Any, group: ProcessGroup | None, device: torch.device) -> Any:
+    """Return the value of the first process of a group on all of them. value: anything that JSON can hold.
+
+    Other processes may give any value.
+    """
+    if group is None:
+        return value
+    is_source = group.rank() == 0
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if is_source else None
+    length = torch.tensor([0 if text is None else len(text)], device=device)
+    dist.broadcast(length, group=group, group_src=0)
+    whole = torch.empty(int(length), dtype=torch.uint8, device=device) if text is None else text.to(device)
+    dist.broadcast(whole, group=group, group_src=0)
+    return value if is_source else json.loads(whole.cpu().numpy().tobytes())

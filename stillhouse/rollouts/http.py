@@ -279,17 +279,21 @@ class ServedEngine:
             threading.Thread(target=self._restored, args=(server,), daemon=True).start()
 
     def _restored(self, server: _Server) -> None:
-        wanted = None
-        while wanted is not self._newest:  # a version that failed may have been removed for a newer one
-            wanted = self._newest
+        while True:
+            wanted, failure = self._newest, None
             try:
                 if server.restored > MOST_RESTORED:
                     raise ServerError(_AGAIN.format(url=server.url))
                 self._give(server, self._timeout)
-                server.is_absent = False
-                return
             except ServerError as error:
                 failure = error
+            if failure is None:
+                server.is_absent = False
+                if wanted is self._newest:
+                    return
+                server.is_absent = True  # `update_weights` may have passed it over
+            elif wanted is self._newest:  # otherwise, what failed may have been removed for a newer version
+                break
         server.is_absent = False  # the next version is tried again
         self._warn(f"the student's server {server.url} is given up: {failure}")
         self._pool.give_up(server.url, failure)

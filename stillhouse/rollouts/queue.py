@@ -64,23 +64,40 @@ class RolloutQueue:
         self._samples: dict[int, dict[int, Sample]] = {}
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
         self._trained: set[int] = set()
+        self._taken: dict[int, dict[int, Sample]] = {}  # the groups of the present step, until they are trained
         #: when the samples that were taken last were asked for, and when the last one of them was finished
         self.taken_times = (0.0, 0.0)
 
     def ask(self, step: int) -> None:
-        """Ask for all groups that a step asks for. The engine has the weights of this step."""
-        wanted: list[tuple[int, int]] = []
+        """Ask for all groups that a step asks for, and for what a checkpoint lacks of earlier ones.
+
+        The engine has the weights of this step.
+        """
         for later in range(step, min(step + self.ahead, self.last_step) + 1):
             for group in self.plan.groups(later):
                 if group not in self._trained and group not in self._samples:
-                    self._asked_at.setdefault(group, step)
+                    self._asked_at[group] = step
                     self._samples[group] = {}
-                    wanted += [(number, self.plan.prompt_of(group)) for number in self.plan.samples(group)]
-        self.writer.write(wanted)
+        under_way = set(self.writer.under_way)
+        self.writer.write(
+            [
+                (number, self.plan.prompt_of(group))
+                for group, samples in self._samples.items()
+                for number in self.plan.samples(group)
+                if number not in samples and number not in under_way
+            ]
+        )
+        # an engine in this process has written all of them by now
+        while finished := self.writer.finished(0.0):
+            self._keep(finished)
 
     def has_asked(self, step: int) -> bool:
-        """Whether all groups of this step have been asked for."""
-        return all(group in self._samples for group in self.plan.groups(step))
+        """Whether all samples of this step are finished or under way."""
+        under_way = set(self.writer.under_way)
+        return all(
+            group in self._samples and under_way.union(self._samples[group]).issuperset(self.plan.samples(group))
+            for group in self.plan.groups(step)
+        )
 
     def wait_for(self, step: int) -> None:
         """Wait until there are the groups that this step trains on."""
@@ -91,48 +108,45 @@ class RolloutQueue:
     def take(self, step: int) -> list[Sample]:
         """The samples that a step trains on, in the order of their numbers, with advantages. Waits for them.
 
-        No later call gives one of them again.
+        Until `trained` is called, a checkpoint still has them.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
-        if self.in_order:
-            self._trained.clear()
-        else:
-            self._trained |= set(groups)
-            before = min((group for group in self._asked_at if group not in self._trained), default=None)
-            self._trained = {group for group in self._trained if before is not None and group > before}
-        taken: list[Sample] = []
         times = [self.writer.times.pop(number, None) for group in groups for number in self._samples[group]]
         known = [each for each in times if each is not None]  # those of an earlier process are not
         self.taken_times = (
             min((asked for asked, _ in known), default=0.0),
             max((end for _, end in known), default=0.0),
         )
-        for group in groups:
-            samples = self._samples.pop(group)
-            del self._asked_at[group]
-            self._finished.remove(group)
+        self._taken = {group: self._samples.pop(group) for group in groups}
+        self._finished = [group for group in self._finished if group not in self._taken]
+        taken: list[Sample] = []
+        for samples in self._taken.values():
             taken += with_advantages([samples[number] for number in sorted(samples)], self.advantage)
         return taken
 
+    def trained(self) -> None:
+        """The optimizer has made the step on the samples that were taken last: no later call gives them again."""
+        for group in self._taken:
+            del self._asked_at[group]
+        if not self.in_order:
+            self._trained |= self._taken.keys()
+            before = min(self._asked_at, default=None)
+            self._trained = {group for group in self._trained if before is not None and group > before}
+        self._taken = {}
+
     def state(self) -> QueueState:
         """What a checkpoint keeps. Samples that are under way are asked for again after a resume."""
-        self._keep(self.writer.finished(0.0))
-        samples = [each for group in sorted(self._samples) for each in self._samples[group].values()]
+        self._keep(self.writer.salvage())
+        groups = self._samples | self._taken
+        samples = [each for group in sorted(groups) for each in groups[group].values()]
         return QueueState(samples, dict(self._asked_at), sorted(self._trained))
 
     def restore(self, state: QueueState) -> None:
-        """Go on with what a checkpoint kept, and ask again for the samples that were under way."""
+        """Go on with what a checkpoint kept. The next `ask` asks for what it lacks."""
         self._asked_at, self._trained = dict(state.asked_at), set(state.trained)
         self._samples = {group: {} for group in self._asked_at}
         self._keep(state.samples)
-        missing = [
-            (number, self.plan.prompt_of(group))
-            for group, samples in self._samples.items()
-            for number in self.plan.samples(group)
-            if number not in samples
-        ]
-        self.writer.write(missing)
 
     def _keep(self, samples: Sequence[Sample]) -> None:
         for each in samples:
@@ -190,7 +204,7 @@ def with_advantages(samples: Sequence[Sample], how: Literal["normalized", "cente
     assert len(rewards) == len(samples)
     mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
     scale = 1.0 if how == "centered" else deviation
-    if deviation == 0:
+    if deviation <= 1e-6 * max(map(abs, rewards)):  # equal but for rounding
         return [replace(each, advantage=0.0) for each in samples]
     return [replace(each, advantage=(reward - mean) / scale) for each, reward in zip(samples, rewards, strict=True)]
 

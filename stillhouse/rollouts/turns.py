@@ -6,7 +6,7 @@ Without an environment, a sample is one turn. What the environment answers is pa
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,7 @@ class SampleWriter:
             next_turns = []
             for future in [each for each in self._futures if each in done]:
                 sample = self._futures.pop(future)
-                answered = self._answered.pop(future)
+                answered = self._answered.pop(future, time.monotonic())  # its callback may come after `wait`
                 sample.parts.append(future.result())
                 sample.turns += 1
                 if self._goes_on(sample):
@@ -103,6 +103,24 @@ class SampleWriter:
                     self.times[sample.number] = sample.asked, answered
                     found.append(self._sample(sample))
             self._ask(next_turns)
+        return found
+
+    def salvage(self) -> list[Sample]:
+        """The samples that are finished, without waiting, and without the errors of others. For a checkpoint.
+
+        A sample that an environment may answer, or whose reward cannot be used, stays under way.
+        """
+        found: list[Sample] = []
+        for future in [each for each in self._futures if each.done() and not each.cancelled()]:
+            if future.exception() is not None or self.environment is not None:
+                continue
+            sample = replace(self._futures[future], parts=[future.result()])
+            try:
+                found.append(self._sample(sample))
+            except ValueError:
+                continue  # raised where the samples are waited for
+            del self._futures[future]
+            self._answered.pop(future, None)
         return found
 
     def _ask(self, samples: Sequence[_Open]) -> None:

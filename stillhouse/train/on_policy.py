@@ -42,6 +42,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
                 signals = ReadySignals(source.request(micro_batches).result())
             with timeline.span(step + 1, "trainer", "train"):
                 output = run.learn(step, micro_batches, signals)
+                rollouts.trained()
             log.write(step + 1, shown_samples(session, step, samples, micro_batches, output))
             run.end(step, micro_batches, output, metrics.of(step, samples, output, timeline, run.seconds))
     return run.progress

@@ -42,6 +42,11 @@ def open_engine(session: Session, rollout: RolloutConfig) -> RolloutEngine | Non
             _generator(session, sampling_of(rollout, eos_ids(session.tokenizer, teacher)), teacher)
         )
     if rollout.urls:
+        if session.student.lora is not None and rollout.engine != "vllm":
+            raise ConfigError(
+                "rollout.engine",
+                f"got {rollout.engine} with student.adapter, which takes whole models: expected vllm or transformers",
+            )
         return _served(session, rollout)
     return in_process_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
 
@@ -64,7 +69,7 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
                 rollout.urls,
                 sampling_of(rollout, eos_ids(session.tokenizer, session.student)),
                 _APIS[rollout.engine](),
-                vocabulary=min(rows, len(session.tokenizer)),
+                vocabulary=min(rows, known_ids(session.tokenizer)),
                 timeout=rollout.timeout,
                 token=os.environ.get(TOKEN),
                 warn=lambda line: log_rank0(f"warning: {line}"),
@@ -120,9 +125,14 @@ def make_generator(
         device,
         precision,
         max(_BATCHES * config.train.micro_batch_tokens, config.data.max_tokens),
-        vocabulary=len(tokenizer),
+        vocabulary=known_ids(tokenizer),
         tokenizer=tokenizer,
     )
+
+
+def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of ids up to the tokenizer's last one. Ids from there on have no text, and are never drawn."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _writing_teacher(session: Session) -> Decoder:

@@ -4,6 +4,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from stillhouse.parallel import log_rank0
 from stillhouse.rollouts import Sample, staleness
 from stillhouse.train.engine import StepOutput
@@ -15,6 +17,8 @@ from stillhouse.train.session import Session
 MOST_LOG_RATIO = 0.1
 #: completions that are so many times longer than those of the first steps, and so often cut, have no end in sight
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
+#: or so many more of them are cut
+MORE_CUT = 0.3
 
 
 class RolloutMetrics:
@@ -22,7 +26,7 @@ class RolloutMetrics:
 
     def __init__(self, session: Session):
         self.session = session
-        self._first_lengths: list[float] = []
+        self._first: list[tuple[float, float]] = []  # mean length, and share of cut completions
         self._warned: set[str] = set()
 
     def of(
@@ -61,24 +65,26 @@ class RolloutMetrics:
             own = [
                 float(each.per_token["log_ratio"].max()) for each in output.own if len(each.per_token["log_ratio"])
             ]
-            largest = max(gather_from_ranks(max(own, default=0.0), self.session.runner.mesh))
-            metrics["rollout/log_ratio"] = output.sums["log_ratio"] / max(1.0, output.sums["sampled"])
+            # a NaN stays one, unlike with max()
+            largest = float(np.max(gather_from_ranks(float(np.max([0.0, *own])), self.session.runner.mesh)))
+            metrics["rollout/log_ratio"] = output.sums["log_ratio"] / (output.sums["sampled"] or 1.0)
             metrics["rollout/log_ratio_max"] = largest
             for name in ("ratio", "clipped"):
                 if name in output.sums:
-                    metrics[f"rollout/{name}"] = output.sums[name] / max(1.0, output.sums["sampled"])
+                    metrics[f"rollout/{name}"] = output.sums[name] / (output.sums["sampled"] or 1.0)
         return metrics
 
     def _watch(self, metrics: dict[str, float]) -> None:
         length, ratio = metrics["rollout/completion_tokens"], metrics.get("rollout/log_ratio", 0.0)
-        if len(self._first_lengths) < FIRST_STEPS:
-            self._first_lengths.append(length)
-        usual = statistics.fmean(self._first_lengths)
-        if length > LONGER * usual and metrics["rollout/truncated"] > OFTEN_CUT:
+        cut = metrics["rollout/truncated"]
+        if len(self._first) < FIRST_STEPS:
+            self._first.append((length, cut))
+        usual, usually_cut = (statistics.fmean(each) for each in zip(*self._first, strict=True))
+        if cut > OFTEN_CUT and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
             self._warn(
                 "length",
                 f"completions have {length:.0f} tokens on average, {usual:.0f} in the first steps, and "
-                f"{metrics['rollout/truncated']:.0%} of them are cut at rollout.max_new_tokens: the student does "
+                f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
                 "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
             )
         if metrics.get("rollout/staleness_max") == 0 and (ratio > MOST_LOG_RATIO or math.isnan(ratio)):

@@ -1,10 +1,12 @@
-"""The rollouts of an on-policy run: from the configuration to the samples of a step, on all processes.
+"""The rollouts of an on-policy run: from the configuration to the samples of a step, on all processes."""
 
-With servers, only rank 0 is connected to them, and the other ranks get its samples.
-"""
-
+import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RolloutConfig, RunConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
-from stillhouse.parallel import ShardedMicroBatches, watchdog
+from stillhouse.parallel import ShardedMicroBatches, from_first, is_first, watchdog
+from stillhouse.preemption import requested
 from stillhouse.rollouts import (
     Completion,
+    GenerationRequest,
     RolloutEngine,
     RolloutPlan,
     RolloutQueue,
@@ -29,7 +33,7 @@ from stillhouse.rollouts.hooks import load_function
 from stillhouse.rollouts.weights import publish
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.client import ServerError
-from stillhouse.train.agreement import from_all_ranks
+from stillhouse.teachers.stored import SECONDS_TO_STOP
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.rollout_engine import open_engine
 from stillhouse.train.rollout_log import Timeline
@@ -44,18 +48,27 @@ _AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 
 
 class Rollouts:
-    """queue: of the samples; None on ranks without an engine, which get them from rank 0."""
+    """queue: of the samples, on rank 0; None on the other ranks, which get the samples from it.
+
+    Rewards and environments run on rank 0 alone. An engine in this job writes on all ranks together: what rank 0 asks
+    it for, the other ranks ask theirs for, too.
+    """
 
     def __init__(self, session: Session, folder: RunFolder):
         assert session.config.rollout is not None
+        assert session.plan is not None
         self.session, self.config = session, session.config.rollout
-        self.weights = Path(self.config.weights or folder.path / "weights")
+        # runs that share rollout.weights must not read each other's
+        own = hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:12]
+        self.weights = Path(self.config.weights) / own if self.config.weights else folder.path / "weights"
+        self.group = None if session.runner.mesh is None else session.runner.mesh.everyone
         self.engine: RolloutEngine | None = open_engine(session, self.config)
-        self.queue = None
-        if self.engine is not None:
-            assert session.plan is not None
-            steps, prompts = session.step_schedule.steps, session.train.documents
-            self.queue = make_queue(self.config, self.engine, prompts, session.plan, session.tokenizer, steps)
+        self.queue: RolloutQueue | None = None
+        steps, prompts = session.step_schedule.steps, session.train.documents
+        if is_first():
+            assert self.engine is not None
+            engine = self.engine if self.config.urls or self.group is None else _Leading(self.engine, self._tell)
+            self.queue = make_queue(self.config, engine, prompts, session.plan, session.tokenizer, steps)
 
     def ask(self, step: int, timeline: Timeline) -> None:
         """Give the engine the weights of this step, and ask for the completions that the step asks for.
@@ -72,11 +85,7 @@ class Rollouts:
                 self._on_first(lambda: queue.wait_for(step) if queue is not None and queue.has_asked(step) else None)
         if self.config.writer == "student":
             with timeline.span(number, "weights", f"version {step}"):
-                folder = None
-                if self.config.urls:
-                    session = self.session
-                    folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
-                self._on_first(lambda: self._update_weights(step, folder))
+                self._update_weights(step)
         # an engine in this job writes now; with servers, this only sends the requests
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             self._on_first(lambda: None if queue is None else queue.ask(step))
@@ -100,35 +109,62 @@ class Rollouts:
         """This process's part of a step on these samples, and on the dataset's completions of the step."""
         session, plan = self.session, self.session.plan
         assert plan is not None
-        rows = session.step_schedule.rows_per_micro_batch
-        return session.shard(
-            pack_step(session.config, session.train, samples, rows, session.dataset, plan.from_dataset(step))
+        degrees, stages = session.runner.layout.degrees, session.runner.layout.stages
+        packed = pack_step(
+            session.config,
+            session.train,
+            samples,
+            session.dataset,
+            plan.from_dataset(step),
+            parts=degrees.data * (stages if stages > 1 else 1),
         )
+        return session.shard(packed)
 
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
 
-    def _update_weights(self, step: int, folder: Path | None) -> None:
-        if self.engine is not None:
-            self.engine.update_weights(step, folder)
+    def trained(self) -> None:
+        """The optimizer has made the step on the samples that were taken last."""
+        if self.queue is not None:
+            self.queue.trained()
+
+    def _update_weights(self, step: int) -> None:
+        engine = self.engine
+        if self.config.urls:
+            session = self.session
+            folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
+            self._on_first(lambda: engine.update_weights(step, folder) if engine is not None else None)
+        else:
+            assert engine is not None
+            engine.update_weights(step, None)
+
+    def _tell(self, message: Any) -> Any:
+        return from_first(message, self.group, self.session.device)
 
     def _on_first(self, action: Callable[[], T]) -> T:
         """The result of an action on rank 0, on all ranks. It must be something that JSON can hold.
 
-        All ranks with an engine take the action, because an engine in this job writes on all of them together. An
-        error of rank 0 is raised on all ranks.
+        An error of rank 0 is raised on all ranks: SignalsLostError if no server answers, or ValueError. Meanwhile the
+        other ranks write what rank 0 asks its engine for.
         """
         result: Any = None
         problem, is_lost = "", False
-        if self.engine is not None:
+        if is_first():
             try:
                 result = action()
             except ServerError as error:
                 problem, is_lost = str(error), True
             except ValueError as error:
                 problem = str(error)
-        result, problem, is_lost = from_all_ranks((result, problem, is_lost), self.session.device)[0]
+        message = self._tell({"done": [result, problem, is_lost]})
+        while "generate" in message:
+            assert self.engine is not None
+            # if a rank cannot, all ranks get the error, and rank 0 tells it
+            with suppress(ValueError):
+                self.engine.generate([_request_of(each) for each in message["generate"]])
+            message = self._tell(None)
+        result, problem, is_lost = message["done"]
         if is_lost:
             raise SignalsLostError(problem)
         if problem:
@@ -141,6 +177,41 @@ def first_rollouts(session: Session) -> ShardedMicroBatches:
     rollouts, timeline = Rollouts(session, RunFolder(Path(session.config.out))), Timeline(time.monotonic)
     rollouts.ask(0, timeline)
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
+
+
+class _Leading:
+    """Rank 0's engine in a job of several processes: it tells the other ranks what it is asked for."""
+
+    def __init__(self, engine: RolloutEngine, tell: Callable[[Any], Any]):
+        self._engine, self._tell = engine, tell
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        self._tell({"generate": [_request_as_json(each) for each in requests]})
+        return self._engine.generate(requests)
+
+    def update_weights(self, version: int, folder: Path | None) -> None:
+        raise AssertionError("all ranks update their engine's weights together")
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _request_as_json(request: GenerationRequest) -> list[Any]:
+    return [request.number, request.prompt_ids.tolist(), request.seed, request.max_new_tokens]
+
+
+def _request_of(content: Sequence[Any]) -> GenerationRequest:
+    number, ids, seed, max_new_tokens = content
+    return GenerationRequest(number, np.array(ids, dtype=np.int32), seed, max_new_tokens)
+
+
+def _alive(since: list[float]) -> None:
+    """Called while completions are waited for. Raises ServerError some seconds after a signal to end the run."""
+    watchdog.progress()
+    if requested():
+        since.append(time.monotonic())
+        if time.monotonic() - since[0] > SECONDS_TO_STOP:
+            raise ServerError("a signal came while the run waited for completions")
 
 
 def make_queue(
@@ -170,7 +241,7 @@ def make_queue(
         in_order=rollout.schedule != "async",
         last_step=steps - 1,
         advantage=rollout.advantage,
-        alive=watchdog.progress,
+        alive=partial(_alive, []),
     )
 
 
@@ -178,11 +249,15 @@ def pack_step(
     config: RunConfig,
     prompts: PackedSequences,
     samples: Sequence[Sample],
-    rows: int,
     dataset: Documents | None = None,
     from_dataset: Sequence[int] = (),
+    parts: int = 1,
 ) -> PackedMicroBatches:
-    """The micro-batches of a step, with `rows` packed sequences each. from_dataset: see `step_documents`."""
+    """The micro-batches of a step. from_dataset: see `step_documents`.
+
+    parts: the least number of micro-batches, if there are as many documents. Completions are often far shorter than
+    `data.max_tokens`, so that sequences of this length would leave processes without a micro-batch.
+    """
     rollout = config.rollout
     assert rollout is not None
     rules = TargetRules(
@@ -190,14 +265,18 @@ def pack_step(
         position_decay=rollout.position_decay,
         by_student=rollout.writer == "student",
     )
+    documents = step_documents(prompts.documents, samples, rules, dataset, from_dataset)
+    widths_D = documents.lengths_D + documents.gaps_D(prompts.gaps)
+    capacity = min(prompts.max_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
     packed = PackedSequences(
-        step_documents(prompts.documents, samples, rules, dataset, from_dataset),
-        max_tokens=prompts.max_tokens,
+        documents,
+        max_tokens=capacity,
         seed=0,
         shuffle=False,
         gaps=prompts.gaps,
         together=None if config.teachers is None else config.teachers.route,
     )
+    rows = max(1, min(config.train.micro_batch_tokens // capacity, len(packed) // parts))
     numbers = np.arange(len(packed))
     return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
 

@@ -55,23 +55,20 @@ def make_rollout_schedule(
     dataset: int,
     max_tokens: int,
     seed: int,
-    data_ranks: int = 1,
-    stages: int = 1,
 ) -> tuple[StepSchedule, RolloutPlan]:
     """The step schedule and the plan of an on-policy run. Its sequences are counted as if each had one sample.
 
-    prompts, dataset: numbers of documents.
+    Its micro-batches depend on the lengths of completions (`pack_step`). prompts, dataset: numbers of documents.
     """
     samples = rollout.samples_per_prompt
     per_step = rollout.prompts_per_step or max(1, train.tokens_per_step // (max_tokens * samples))
-    rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step * samples // (data_ranks * stages)))
     if train.steps is not None:
         steps = train.steps
     else:
         assert train.epochs is not None
         steps = math.ceil(round(max(1.0, train.epochs * prompts) / (per_step * rollout.share), 6))
     plan = RolloutPlan(prompts, dataset, per_step, samples, seed, rollout.share)
-    return StepSchedule(steps, steps * per_step * samples, per_step * samples, rows), plan
+    return StepSchedule(steps, steps * per_step * samples, per_step * samples, 1), plan
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:

@@ -173,14 +173,11 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
 
 
 def _schedule(config: RunConfig, data: RunData, layout: Layout) -> tuple[StepSchedule, RolloutPlan | None]:
-    sizes = config.data.max_tokens, layout.degrees.data, layout.stages
     if config.rollout is None:
+        sizes = config.data.max_tokens, layout.degrees.data, layout.stages
         return make_step_schedule(config.train, len(data.train), *sizes), None
     prompts, dataset = len(data.train.documents), 0 if data.dataset is None else len(data.dataset)
-    max_tokens, data_ranks, stages = sizes
-    return make_rollout_schedule(
-        config.train, config.rollout, prompts, dataset, max_tokens, config.seed, data_ranks, stages
-    )
+    return make_rollout_schedule(config.train, config.rollout, prompts, dataset, config.data.max_tokens, config.seed)
 
 
 def check_models(session: Session) -> list[str]:
@@ -193,10 +190,11 @@ def check_models(session: Session) -> list[str]:
             check_document_length(decoder.pretrained, max_tokens, which)
         except ValueError as error:
             raise ConfigError("data.max_tokens", str(error)) from error
-        for sequences in (session.train, session.evaluation):
-            if sequences is not None:
+        evaluation = None if session.evaluation is None else session.evaluation.documents
+        for documents in (session.train.documents, evaluation, session.dataset):
+            if documents is not None:
                 readers = of_student if which == "student" else [which.partition(".")[2]]
-                sequences.documents.check_ids(decoder.vocabulary_rows, which, readers)
+                documents.check_ids(decoder.vocabulary_rows, which, readers)
     check_saving(session.student.pretrained)
     return warnings
 
@@ -265,6 +263,10 @@ def _on_rollouts(config: RunConfig, spec: ObjectiveSpec) -> ObjectiveSpec:
         )
     if rollout.discount and config.parallel is not None and config.parallel.context > 1:
         raise ConfigError("rollout.discount", "expected 0 with parallel.context above 1, which divides completions")
+    if rollout.discount and not (spec.policy_gradient and spec.teacher_kl):
+        raise ConfigError(
+            "rollout.discount", "has an effect only with policy_gradient(teacher_kl=…) in objective.loss"
+        )
     return replace(
         spec,
         correction=Correction(rollout.correction, rollout.limit),

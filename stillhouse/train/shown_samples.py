@@ -12,8 +12,8 @@ from stillhouse.train.rollout_log import SAMPLES, SampleToken
 from stillhouse.train.rollout_log import Sample as ShownSample
 from stillhouse.train.session import Session
 
-#: keys of per-token values that are no divergence of teacher and student
-_NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient")
+#: how the keys of per-token values begin that are no divergence of teacher and student
+_NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "sampled_")
 
 
 def shown_samples(
@@ -34,8 +34,8 @@ def _divergences(
     """
     own: list[tuple[int, int, float]] = []
     for micro_batch, each in zip(micro_batches, output.own, strict=False):
-        names = [name for name in each.per_token if name.partition("#")[0] not in _NO_DIVERGENCES]
-        if not names:
+        divergences = [value_T for name, value_T in each.per_token.items() if not name.startswith(_NO_DIVERGENCES)]
+        if not divergences:
             continue
         documents_T = micro_batch.document_T
         is_shown_T = torch.isin(documents_T, torch.tensor(numbers, device=documents_T.device))
@@ -43,7 +43,7 @@ def _divergences(
         rows = is_shown_T.nonzero()[:, 0]
         documents = micro_batch.document_T[rows].tolist()
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
-        own += zip(documents, positions, each.per_token[names[0]][rows].tolist(), strict=True)
+        own += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
     everyone = gather_from_ranks(own, session.runner.mesh)
     return {(document, position): value for each in everyone for document, position, value in each}
 

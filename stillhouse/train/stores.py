@@ -3,8 +3,10 @@
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
@@ -77,6 +79,11 @@ def require_signals(
         try:
             own = _documents_of(config, section, data.train.documents)
             store.require(own, "data.train")
+            if config.rollout is not None:
+                longest = _with_completion(own, config.rollout.max_new_tokens)
+                store.require(longest, "the longest prompt of data.train with rollout.max_new_tokens")
+            if data.dataset is not None:
+                store.require(_documents_of(config, section, data.dataset), "data.train")
             if data.evaluation is not None:
                 store.require(_documents_of(config, section, data.evaluation.documents), "data.eval")
             if isinstance(store, RemoteSignals):
@@ -88,6 +95,14 @@ def require_signals(
         # all ranks stop together if one of them finds something
         if problems := [each for each in from_all_ranks(problem, device) if each]:
             raise ConfigError(*problems[0])
+
+
+def _with_completion(documents: Documents, tokens: int) -> Documents:
+    """The longest document, with so many more tokens."""
+    longest = documents.select([int(documents.lengths_D.argmax())])
+    tokens_N = np.concatenate([longest.tokens_N, np.repeat(longest.tokens_N[-1:], tokens)])
+    targets_N = np.zeros(len(tokens_N), dtype=bool)
+    return replace(longest, tokens_N=tokens_N, targets_N=targets_N, offsets=np.array([0, len(tokens_N)]))
 
 
 def _require_objective(config: RunConfig, section: str, store: SignalStore) -> None:

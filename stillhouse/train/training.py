@@ -242,7 +242,7 @@ def _train_metrics(
     temperatures = {each.temperature or objective.temperature for each in objective.teachers.values()}
     for name, mean in means(sums, objective, mixes_temperatures=len(temperatures) > 1).items():
         kind, slash, teacher = name.partition("/")
-        if kind in _OF_DRAWS:
+        if kind.partition("#")[0] in _OF_DRAWS:
             continue
         key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
         metrics[key] = mean
