@@ -108,6 +108,23 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int)
     assert contents(out / "model") == contents(undisturbed / "model")
 
 
+def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.chdir(tmp_path)
+    settings = {"rollout.environment": "hooks:echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
+    write(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
+    run_yaml = tmp_path / "run.yaml"
+    undisturbed = Command("distill", run_yaml, f"out={tmp_path / 'undisturbed'}")
+    assert undisturbed.wait(120) == 0, undisturbed.err
+    command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL, command.err
+    again = Command("distill", run_yaml)
+    assert again.wait(120) == 0, again.err
+    assert losses(tmp_path / "out") == losses(tmp_path / "undisturbed")
+    shown = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    assert any(not token["target"] for line in shown for token in json.loads(line)["tokens"])
+
+
 def test_a_checkpoint_without_its_samples_is_refused(tmp_path: Path) -> None:
     config = write(tmp_path, **{"rollout.schedule": "one_step_off", "checkpoint.every": 2})
     command = Command("distill", tmp_path / "run.yaml", hook=signal_at, hook_arguments=(5, signal.SIGKILL))
@@ -200,6 +217,9 @@ def test_every_kind_of_objective(
         ({"rollout.url": "http://127.0.0.1:1"}, "rollout.engine", "runs in this process, with rollout.url"),
         ({"rollout.engine": "vllm"}, "rollout.url", "expected the address of the server"),
         ({"rollout.reward": "hooks.length", "objective.loss": "policy_gradient"}, "rollout.reward", "package.module"),
+        ({"rollout.timeout": 5.0}, "rollout.timeout", "only with rollout.url"),
+        ({"rollout.discount": 0.5}, "rollout.discount", "only with policy_gradient"),
+        ({"rollout.reward": "hooks:length", "rollout.samples_per_prompt": 1}, "rollout.samples_per_prompt", "got 1"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused_by_its_key(

@@ -124,6 +124,20 @@ def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path,
     assert_same_run(out, in_process / "in_process")
 
 
+@pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
+def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(in_process: Path, schedule: str) -> None:
+    out = in_process / f"resumed_{schedule}"
+    with Server(in_process / "student", "--generate") as server:
+        arguments = served(in_process, out.name, server.url, **{"rollout.schedule": schedule})
+        command = Command(*arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
+        assert command.wait(120) == -signal.SIGKILL, command.err
+        again = Command(*arguments)
+        assert again.wait(180) == 0, again.err
+    lines = losses(out)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert all(line["rollout/staleness_max"] <= 2 for line in lines)
+
+
 def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process: Path) -> None:
     arguments = (in_process / "student", "--generate")
     out = in_process / "stopped"

@@ -143,6 +143,42 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
     assert sorted(trained) == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
 
 
+@pytest.mark.parametrize(("ahead", "in_order", "slack"), [(1, True, 0), (2, False, 2)])
+def test_samples_that_were_taken_and_not_trained_are_in_a_checkpoint(ahead: int, in_order: bool, slack: int) -> None:
+    engine = LateEngine(most=4)
+    queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
+    queue.ask(0)
+    taken = queue.take(0)
+    kept = queue.state()  # the teacher is lost before the step is made
+    again = queue_of(LateEngine(most=4), ahead=ahead, in_order=in_order, slack=slack)
+    again.restore(kept)
+    again.ask(0)
+    samples = again.take(0)
+    if in_order:
+        assert numbers(samples) == numbers(taken)
+    assert set(numbers(taken)) <= set(numbers(kept.samples))
+    again.trained()
+    assert not set(numbers(samples)) & set(numbers(again.state().samples))
+
+
+def test_a_checkpoint_is_written_although_no_server_answers() -> None:
+    engine = LateEngine(most=0)
+    queue = queue_of(engine, ahead=1, in_order=True)
+    queue.ask(0)
+    for number, (_, future) in enumerate(engine.waiting):
+        if number % 3 == 0:
+            future.set_exception(OSError("no server has answered"))
+        elif number % 3 == 1:
+            ids_N = np.array([7, 2], dtype=np.int32)
+            future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, np.zeros(2, np.int32), "stop"))
+    written = {request.number for number, (request, _) in enumerate(engine.waiting) if number % 3 == 1}
+    with pytest.raises(OSError, match="no server has answered"):
+        queue.wait_for(0)
+    kept = set(numbers(queue.state().samples))
+    assert kept <= written
+    assert len(kept) >= len(written) - 1
+
+
 def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> None:
     """The engine answers the latest requests first, so that each step would leave the first ones behind."""
     engine = LateEngine(most=1)

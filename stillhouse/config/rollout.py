@@ -58,8 +58,8 @@ class RolloutConfig(Section):
     )
     weights: PathText | None = Field(
         default=None,
-        description="A folder that this job and the servers at url share, for the student's weights. null: the folder"
-        " weights in out.",
+        description="A folder that this job and the servers at url share, for the student's weights. Each run has a"
+        " folder of its own in it. null: the folder weights in out.",
     )
     timeout: float = Field(
         default=600.0,
