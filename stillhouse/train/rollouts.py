@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, RolloutConfig, RunConfig
+from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.parallel import ShardedMicroBatches, from_first, is_first, watchdog
 from stillhouse.preemption import requested
@@ -29,12 +29,12 @@ from stillhouse.rollouts import (
     require_versions,
     step_documents,
 )
-from stillhouse.rollouts.hooks import load_function
 from stillhouse.rollouts.weights import publish
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.client import ServerError
 from stillhouse.teachers.stored import SECONDS_TO_STOP
 from stillhouse.train.folder import RunFolder
+from stillhouse.train.functions import function_of
 from stillhouse.train.rollout_engine import open_engine
 from stillhouse.train.rollout_log import Timeline
 from stillhouse.train.session import Session
@@ -229,8 +229,8 @@ def make_queue(
         plan,
         tokenizer,
         rollout.max_new_tokens,
-        reward=_function("reward", rollout),
-        environment=_function("environment", rollout),
+        reward=function_of("rollout.reward", rollout.reward),
+        environment=function_of("rollout.environment", rollout.environment),
         max_turns=rollout.max_turns if rollout.environment is not None else 1,
     )
     return RolloutQueue(
@@ -279,14 +279,6 @@ def pack_step(
     rows = max(1, min(config.train.micro_batch_tokens // capacity, len(packed) // parts))
     numbers = np.arange(len(packed))
     return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
-
-
-def _function(key: str, rollout: RolloutConfig) -> Any:
-    path = getattr(rollout, key)
-    try:
-        return None if path is None else load_function(path)
-    except ValueError as error:
-        raise ConfigError(f"rollout.{key}", str(error)) from error
 
 
 def _as_json(sample: Sample) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from stillhouse.train.agreement import require_same_configuration, require_same_
 from stillhouse.train.build import build_engine
 from stillhouse.train.cross_tokenizer import require_objective
 from stillhouse.train.engine import Engine
+from stillhouse.train.functions import function_of
 from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
@@ -138,6 +139,10 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         print(in_words(config, spec, stores), flush=True)
     require_trackers(config.track)
     require_adapters(config.student)
+    if config.rollout is not None:
+        # before the models, and on all ranks, although only rank 0 calls them
+        function_of("rollout.reward", config.rollout.reward)
+        function_of("rollout.environment", config.rollout.environment)
     layout = layout_of(config.parallel, process_count())
     device, warnings = connect_ranks(config)
     watchdog.enter("reading the data", timed=False)
