@@ -289,7 +289,7 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes: int) -> None:
     """Off-policy, too. The figures of two processes are those of one."""
     settings = {"eval.tasks": ["sums(2:3)"], "eval.task_count": 6, "eval.task_tokens": 5, "eval.every": 2}
@@ -310,12 +310,13 @@ def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes:
         assert {"eval/exact_match/sums/length_2", "eval/exact_match/sums/length_3", "eval/cross_entropy"} <= set(line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "settings"),
     [
         ("0.5*reverse_kl + policy_gradient", {"rollout.reward": "hooks:length", "rollout.position_decay": 0.9}),
-        pytest.param("sampled_kl(k2)", {"rollout.temperature": 0.7}, marks=pytest.mark.slow),
-        pytest.param("policy_gradient(teacher_kl=1) + jsd(0.5)", {}, marks=pytest.mark.slow),
+        ("sampled_kl(k2)", {"rollout.temperature": 0.7}),
+        ("policy_gradient(teacher_kl=1) + jsd(0.5)", {}),
     ],
 )
 def test_the_gradients_of_the_same_completions_under_every_layout(

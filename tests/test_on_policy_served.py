@@ -101,6 +101,7 @@ def test_a_server_that_is_killed_and_comes_back(in_process: Path) -> None:
     assert_same_run(in_process / "killed", in_process / "in_process")
 
 
+@pytest.mark.slow
 def test_of_two_servers_one_is_killed_for_good(in_process: Path) -> None:
     arguments = (in_process / "student", "--generate")
     with Server(*arguments) as one, Server(*arguments) as other:

@@ -197,6 +197,7 @@ def test_new_weights_write_the_completions_that_follow(tmp_path: Path, family: s
             before = found
 
 
+@pytest.mark.slow
 def test_a_completion_is_never_of_two_versions(tmp_path: Path) -> None:
     """Completions are asked for all the time while the weights change; each is that of the version that it names."""
     model = save_model(tmp_path / "student", "llama", seed=3)
@@ -352,6 +353,7 @@ def test_a_full_queue_answers_429_and_loses_nothing(folder: Path) -> None:
         assert ask(server, prompt(1), max_tokens=3).status_code == 200
 
 
+@pytest.mark.slow
 def test_sigterm_answers_what_was_accepted_and_ends_with_0(folder: Path) -> None:
     with (
         Server(folder, "--generate", hook=slow_generation, hook_arguments=(0.1,)) as server,
