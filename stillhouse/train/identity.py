@@ -36,6 +36,8 @@ def decisive_values(config: RunConfig) -> dict[str, Any]:
     """The values that must not change when a run is resumed, by their dotted keys."""
     free = tuple(f"{key}." for key in _FREE)
     values = dotted_values(config)
+    if config.rollout is None:
+        del values["rollout"]  # so that runs of versions without this section go on
     for name in config.several:
         values |= {f"teachers.{name}.{key}": value for key, value in values.pop(f"teachers.{name}").items()}
     return {key: value for key, value in values.items() if not _like_teacher(key).startswith(free)}
