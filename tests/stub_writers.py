@@ -25,6 +25,9 @@ from transformers import AutoModelForCausalLM
 #: gets the handler and the true answer, and answers in its own way
 Fault = Callable[["WriterHandler", dict[str, Any]], None]
 
+#: transformers replaces methods of its classes while it loads a model, and two threads at once leave them replaced
+LOADING = threading.Lock()
+
 
 class KilledError(Exception):
     """The server has been killed while it answered."""
@@ -40,7 +43,8 @@ class Writer:
     """
 
     def __init__(self, folder: Path, **options: Any):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with LOADING:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.processed: bool = options.get("processed", False)
         self.after_temperature: bool = options.get("after_temperature", False)
         self.seconds: float = options.get("seconds", 0.0)
@@ -226,8 +230,9 @@ class VllmWriter(WriterHandler):
             return
         from peft import PeftModel
 
-        base = AutoModelForCausalLM.from_pretrained(self.writer.folder, dtype=torch.float32)
-        self.writer.adapters[body["lora_name"]] = PeftModel.from_pretrained(base, body["lora_path"]).eval()
+        with LOADING:
+            base = AutoModelForCausalLM.from_pretrained(self.writer.folder, dtype=torch.float32)
+            self.writer.adapters[body["lora_name"]] = PeftModel.from_pretrained(base, body["lora_path"]).eval()
         self.reply(200, {})
 
     def post_v1_unload_lora_adapter(self, body: dict[str, Any]) -> None:
