@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from stub_engines import Handler
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 #: gets the handler and the true answer, and answers in its own way
 Fault = Callable[["WriterHandler", dict[str, Any]], None]
@@ -38,8 +38,8 @@ class Writer:
 
     processed: log-probabilities are those among the tokens that can be drawn, after the temperature (vLLM's
     processed_logprobs); otherwise those of the logits. after_temperature: those of the logits after the temperature
-    (SGLang, Stillhouse). seconds: for each token. takes_adapters: as with --enable-lora. progress: by the seed of a
-    request, how many tokens of it have been written.
+    (SGLang, Stillhouse). seconds: for each token. takes_adapters: as with --enable-lora. tokenizes: it has loaded its
+    tokenizer. progress: by the seed of a request, how many tokens of it have been written.
     """
 
     def __init__(self, folder: Path, **options: Any):
@@ -49,6 +49,7 @@ class Writer:
         self.after_temperature: bool = options.get("after_temperature", False)
         self.seconds: float = options.get("seconds", 0.0)
         self.takes_adapters: bool = options.get("takes_adapters", False)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder) if options.get("tokenizes") else None
         self.folder, self.label, self.paused, self.dead, self.aborted = folder, "default", False, False, 0
         self.adapters: dict[str, Any] = {}
         self.progress: dict[int, int] = {}
@@ -101,6 +102,9 @@ class Writer:
 
     def _log_probs(self, logits_V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The log-probabilities that are answered, and those of the draws."""
+        if options["temperature"] == 0:  # the likeliest token, with its log-probability among all of them
+            log_probs_V = logits_V.log_softmax(-1)
+            return log_probs_V, log_probs_V.where(log_probs_V == log_probs_V.max(), -math.inf)
         scaled_V = logits_V / options["temperature"]
         draws_V = scaled_V
         if options["top_k"] > 0:
@@ -190,6 +194,13 @@ class VllmWriter(WriterHandler):
             "logprobs": {"content": content},
         }
         self.answer({"request_id": "generate-tokens-1", "model": name or "t", "choices": [choice]})
+
+    def post_tokenize(self, body: dict[str, Any]) -> None:
+        if self.writer.tokenizer is None:
+            self.reply(404, {"detail": "Not Found"})
+            return
+        ids = self.writer.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])["input_ids"]
+        self.reply(200, {"count": len(ids), "max_model_len": 1024, "tokens": ids, "token_strs": None})
 
     def post_pause(self, body: dict[str, Any]) -> None:
         assert self.path.endswith("mode=keep")

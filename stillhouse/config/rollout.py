@@ -107,7 +107,8 @@ class RolloutConfig(Section):
     writer: Literal["student", "teacher"] = Field(
         default="student",
         description="Who writes the completions. teacher: the teacher does, as for sequence-level distillation"
-        " (SeqKD); cross_entropy in objective.loss then counts on them.",
+        " (SeqKD): teacher.model in this process, or the model that the servers at url have. cross_entropy in"
+        " objective.loss then counts on them.",
     )
     truncated: Literal["keep", "mask"] = Field(
         default="keep",
@@ -151,10 +152,8 @@ class RolloutConfig(Section):
             raise ConfigError("rollout.url", f"expected the address of the server with rollout.engine={self.engine}")
         if self.weights is not None and self.url is None:
             raise ConfigError("rollout.weights", "has an effect only with rollout.url")
-        if self.writer == "teacher" and self.engine != "transformers":
-            raise ConfigError(
-                "rollout.engine", f"got {self.engine} with rollout.writer=teacher: expected transformers"
-            )
+        if self.weights is not None and self.writer == "teacher":
+            raise ConfigError("rollout.weights", "has an effect only with rollout.writer=student")
         needs = {"timeout": "url", "max_turns": "environment", "advantage": "reward"}
         for key, other in needs.items():
             if getattr(self, other) is None and getattr(self, key) != type(self).model_fields[key].default:

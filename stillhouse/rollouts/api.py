@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
 import httpx2
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.rollouts.sample import Sampling
 from stillhouse.teachers.client.pool import ServerError
@@ -74,6 +75,15 @@ class EngineApi(Protocol):
         May be repeated. Returns False if the server was seen to have been started anew meanwhile. Raises ServerError
         if the server answers that it cannot; no token is then written until a later call has succeeded, or it has
         another label.
+        """
+        ...
+
+    def tokenizer_difference(
+        self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> str | None:
+        """How the server's tokenizer differs from this one, by a text or as a whole; None if it does not.
+
+        Raises ValueError for a server that does not tell.
         """
         ...
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Span, require
 from stillhouse.rollouts.proof import prove_log_probs
@@ -31,6 +32,10 @@ PATIENCE = 10.0
 #: so many times in a row a server may come back with other weights
 MOST_RESTORED = 10
 _JSON = "application/json"
+#: prompts after which the likeliest tokens tell one model from another
+KNOWN_BY = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
+#: a difference of log-probabilities that rounding in bfloat16 stays below
+_SAME = 0.1
 _AGAIN = (
     "{url} has other weights again and again: expected a server that is not started anew all the time, and no other "
     "job that gives it weights"
@@ -69,8 +74,11 @@ class ServedEngine:
     timeout: seconds without an answer of any server after which futures raise ServerError; also for one answer.
     token: the bearer token. warn: is called with a line when a server fails or comes back.
 
-    The constructor raises ValueError for a server that does not give the log-probabilities that training needs.
-    `update_weights` must be called before `generate`.
+    own_weights: the servers write with the weights that they have, such as a teacher's, and are given none.
+    Otherwise `update_weights` must be called before `generate`.
+
+    The constructor raises ValueError for a server that does not give the log-probabilities that training needs; with
+    own_weights they are not needed, and the servers must have the same weights.
     """
 
     def __init__(
@@ -83,8 +91,12 @@ class ServedEngine:
         timeout: float,
         token: str | None = None,
         warn: Callable[[str], None] = lambda line: None,
+        own_weights: bool = False,
     ):
         self._sampling, self._api, self._vocabulary, self._timeout = sampling, api, vocabulary, timeout
+        self.own_weights = own_weights
+        #: with own_weights, the likeliest tokens after a few prompts and their log-probabilities, to know them by
+        self.likeliest: list[tuple[int, float]] = []
         self._warn, self._run = warn, secrets.token_hex(4)
         self._pool = ServerPool(
             urls, timeout, token, warn, model="student", answer_seconds=timeout, in_flight=IN_FLIGHT
@@ -96,7 +108,9 @@ class ServedEngine:
             stack.callback(self._pool.close)
             for server in self._servers.values():
                 server.model = api.model_name(self._ask(server.url))
-                if not api.proved:
+                if own_weights:
+                    self._keep_weights(server)
+                elif not api.proved:
                     prove_log_probs(server.url, partial(self._top_log_probs, server), sampling, vocabulary)
             stack.pop_all()
 
@@ -113,6 +127,7 @@ class ServedEngine:
         A server that does not answer meanwhile is given it when it answers again. Raises ServerError if a server
         answers that it cannot load it (it then stays paused), or if no server answers.
         """
+        assert not self.own_weights, "these servers keep their weights"
         if folder is None:
             raise ValueError("servers read weights from a folder: expected the one that was published")
         folder = folder.resolve()
@@ -138,6 +153,36 @@ class ServedEngine:
 
     def close(self) -> None:
         self._pool.close()
+
+    def _keep_weights(self, server: _Server) -> None:
+        """Take the server's weights as version 0. Raises ValueError if they are not those of the other servers."""
+        answers = [self._greedy(server, ids) for ids in KNOWN_BY]
+        labels = {each.label or "" for answer in answers for each in answer.spans}
+        likeliest = [(each.ids[0], each.log_probs[0]) for each in answers]
+        self.likeliest = self.likeliest or likeliest
+        if len(labels) != 1 or not same_weights(self.likeliest, likeliest):
+            raise ValueError(
+                f"{server.url} has other weights than {self._pool.servers[0].url}: expected the same"
+            )
+        [label] = labels
+        self._versions[label] = 0
+        server.told = self._newest = _Published(0, Path(), label, "model")
+
+    def _greedy(self, server: _Server, ids: Sequence[int]) -> Answer:
+        """The likeliest token after a few ids."""
+        known = [each % self._vocabulary for each in ids]
+        body = self._api.body(server.model, known, Sampling(1, temperature=0.0), 1, 0)
+        response = self._pool.ask(server.url, self._api.path, body)
+        if response.status_code != 200:
+            raise ValueError(f"{response.url}: {response.status_code} {response.text[:500]}; {self._api.hint}")
+        return self._api.parse(response, "model")
+
+    def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+        """Raise ValueError if a server's tokenizer is another one, as far as this text shows it, or is not told."""
+        for server in self._servers.values():
+            found = self._api.tokenizer_difference(self._ask(server.url), server.model, tokenizer, text)
+            if found is not None:
+                raise ValueError(f"{server.url} has another tokenizer than the student: {found}; expected the same")
 
     def _ask(self, url: str, patience: float | None = None) -> Ask:
         return lambda path, body: self._pool.ask(url, path, body, patience)
@@ -269,6 +314,11 @@ class ServedEngine:
             self._pool.hold(server.url)
         finally:
             server.lock.release()
+        if self.own_weights:
+            error = ServerError(f"{server.url} has other weights than when the run began: restore them")
+            self._warn(str(error))
+            self._pool.give_up(server.url, error)
+            return
         self._warn(f"the student's server {server.url} has other weights than it was given, and is given them again")
         self._restore_later(server)
 
@@ -307,6 +357,15 @@ class ServedEngine:
                 f"{server.url}{self._api.path}: {response.status_code} {response.text[:500]}; {self._api.hint}"
             )
         return self._api.top_log_probs(response)
+
+
+def same_weights(before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]]) -> bool:
+    """Whether the likeliest tokens after KNOWN_BY can be those of the same weights, but for rounding.
+
+    Two tokens may be nearly as likely, so that most ids must be the same, and their log-probabilities.
+    """
+    gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
+    return len(before) == len(now) and 2 * len(gaps) > len(now) and max(gaps) < _SAME
 
 
 def _has(server: _Server, published: _Published) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import httpx2
 from pydantic import BaseModel, ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.rollouts.api import Answer, Ask, Kind, Span, refuse, require
 from stillhouse.rollouts.sample import Sampling
@@ -98,6 +99,14 @@ class SglangApi:
             refuse(response, "loading the weights", str(found)[:500], "the server stays paused")
         require(ask("/continue_generation", {}), "/continue_generation")
         return True
+
+    def tokenizer_difference(
+        self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> str | None:
+        raise ValueError(
+            "SGLang does not tell its tokenizer, so that the ids of a teacher's completions may mean other text: "
+            "expected rollout.engine vllm or stillhouse"
+        )
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         pass

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import ClassVar
 
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data import tokenizer_fingerprint
 from stillhouse.rollouts.api import Ask, Kind, require
 from stillhouse.rollouts.vllm import VllmApi
 
@@ -25,6 +28,13 @@ class StillhouseApi(VllmApi):
             )
         require(ask("/v1/weights", {"folder": str(folder), "version": label}), "loading the weights", self.hint)
         return True
+
+    def tokenizer_difference(
+        self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> str | None:
+        found = require(ask("/v1/info", None), "/v1/info", self.hint)
+        is_same = isinstance(found, dict) and found.get("tokenizer") == tokenizer_fingerprint(tokenizer)
+        return None if is_same else "its fingerprint is another one"
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         pass

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
 from pydantic import BaseModel, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from stillhouse.rollouts.api import Answer, Ask, Kind, Span, refuse, require
 from stillhouse.rollouts.sample import Sampling
@@ -62,6 +63,10 @@ class _Choice(BaseModel):
 class _Generated(BaseModel):
     model: str | None = None
     choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+
+
+class _Tokenized(BaseModel):
+    tokens: list[int]
 
 
 class VllmApi:
@@ -134,6 +139,22 @@ class VllmApi:
         if is_paused:
             _succeed(ask, "/resume", {}, "status", "resumed")
         return is_paused
+
+    def tokenizer_difference(
+        self, ask: Ask, model: str | None, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> str | None:
+        response = ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        if response.status_code != 200:
+            raise ValueError(
+                f"{response.url} does not tell the server's tokenizer: {response.status_code}; expected a vLLM that "
+                "was started without --skip-tokenizer-init"
+            )
+        try:
+            found = _Tokenized.model_validate_json(response.content).tokens
+        except ValidationError as error:
+            raise ValueError(f"{response.url} gives no ids: {error.errors()[0]['msg']}") from error
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return None if found == expected else f"it makes {len(found)} ids of a text of {len(expected)}"
 
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         if kind == "adapter":

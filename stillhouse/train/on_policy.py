@@ -29,6 +29,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
         training(session, folder, checkpoint, rollouts.queue) as run,
         open_rollout_log(folder, run.progress, run.log) as log,
     ):
+        rollouts.require_same_writer(folder)
         timeline = log.timeline
         for step in run.steps:
             run.begin(step)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +30,8 @@ from stillhouse.train.stores import TOKEN
 _APIS: dict[str, type[EngineApi]] = {"stillhouse": StillhouseApi, "vllm": VllmApi, "sglang": SglangApi}
 #: tokens of a batch of completions, in micro-batches: without a backward pass, far fewer activations are kept
 _BATCHES = 8
+#: so many prompts show whether a teacher's server has the student's tokenizer
+_PROBES = 16
 
 
 def open_engine(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
@@ -36,13 +39,13 @@ def open_engine(session: Session, rollout: RolloutConfig) -> RolloutEngine | Non
 
     Raises ConfigError for a model that cannot generate, and for a teacher that cannot write.
     """
-    if rollout.writer == "teacher":
+    if rollout.writer == "teacher" and not rollout.urls:
         teacher = _writing_teacher(session)
         return InProcessEngine(
             _generator(session, sampling_of(rollout, eos_ids(session.tokenizer, teacher)), teacher)
         )
     if rollout.urls:
-        if session.student.lora is not None and rollout.engine != "vllm":
+        if session.student.lora is not None and rollout.writer == "student" and rollout.engine != "vllm":
             raise ConfigError(
                 "rollout.engine",
                 f"got {rollout.engine} with student.adapter, which takes whole models: expected vllm or transformers",
@@ -73,7 +76,12 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
                 timeout=rollout.timeout,
                 token=os.environ.get(TOKEN),
                 warn=lambda line: log_rank0(f"warning: {line}"),
+                own_weights=rollout.writer == "teacher",
             )
+            if rollout.writer == "teacher":
+                prompts = session.train.documents
+                ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
+                engine.require_tokenizer(session.tokenizer, session.tokenizer.decode(ids_N, skip_special_tokens=True))
         except (ValueError, ServerError) as error:
             problem = str(error)
     if problem := from_all_ranks(problem, session.device)[0]:
@@ -140,7 +148,7 @@ def _writing_teacher(session: Session) -> Decoder:
     if teacher is None or session.runner.mesh is not None:
         raise ConfigError(
             "rollout.writer",
-            "got teacher: expected one teacher that is loaded in this process (teacher.model, without torchrun). For "
-            "others, let a server write a dataset before the run",
+            "got teacher: expected one teacher that is loaded in this process (teacher.model, without torchrun), or "
+            "servers of it (rollout.engine and rollout.url)",
         )
     return teacher

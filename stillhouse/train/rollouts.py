@@ -29,6 +29,7 @@ from stillhouse.rollouts import (
     require_versions,
     step_documents,
 )
+from stillhouse.rollouts.http import ServedEngine
 from stillhouse.rollouts.weights import publish
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.client import ServerError
@@ -37,6 +38,7 @@ from stillhouse.train.folder import RunFolder
 from stillhouse.train.functions import function_of
 from stillhouse.train.rollout_engine import open_engine
 from stillhouse.train.rollout_log import Timeline
+from stillhouse.train.served_writer import require_same_writer
 from stillhouse.train.session import Session
 
 T = TypeVar("T")
@@ -69,6 +71,12 @@ class Rollouts:
             assert self.engine is not None
             engine = self.engine if self.config.urls or self.group is None else _Leading(self.engine, self._tell)
             self.queue = make_queue(self.config, engine, prompts, session.plan, session.tokenizer, steps)
+
+    def require_same_writer(self, folder: RunFolder) -> None:
+        """Raise ValueError on all ranks if servers that keep their weights have others than when the run began."""
+        engine = self.engine
+        if self.config.urls and self.config.writer == "teacher":
+            self._on_first(lambda: require_same_writer(engine, folder) if isinstance(engine, ServedEngine) else None)
 
     def ask(self, step: int, timeline: Timeline) -> None:
         """Give the engine the weights of this step, and ask for the completions that the step asks for.
