@@ -19,7 +19,7 @@ import httpx2
 import numpy as np
 
 from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Span, require
-from stillhouse.rollouts.proof import prove_log_probs
+from stillhouse.rollouts.proof import MOST_LIKELY, prove_log_probs
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
 from stillhouse.rollouts.weights import read_manifest
 from stillhouse.teachers.client.pool import AskAgainError, Call, ServerError, ServerPool, UnreachableError
@@ -300,7 +300,7 @@ class ServedEngine:
 
     def _top_log_probs(self, server: _Server, ids: Sequence[int], sampling: Sampling) -> list[float]:
         response = self._pool.ask(
-            server.url, self._api.path, self._api.body(server.model, ids, sampling, 1, 0, top=2)
+            server.url, self._api.path, self._api.body(server.model, ids, sampling, 1, 0, top=MOST_LIKELY)
         )
         if response.status_code != 200:
             raise ValueError(
