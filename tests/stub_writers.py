@@ -35,8 +35,9 @@ class Writer:
 
     processed: log-probabilities are those among the tokens that can be drawn, after the temperature (vLLM's
     processed_logprobs); otherwise those of the logits. after_temperature: those of the logits after the temperature
-    (SGLang, Stillhouse). device: the one that /server_info names; None: it names none. seconds: for each token.
-    takes_adapters: as with --enable-lora. progress: by the seed of a request, how many tokens are written.
+    (SGLang, Stillhouse). keeps_head: loading does not change the output head. device: the one that /server_info
+    names; None: it names none. seconds: for each token. takes_adapters: as with --enable-lora. progress: by the seed
+    of a request, how many tokens of it have been written.
     """
 
     def __init__(self, folder: Path, **options: Any):
@@ -44,6 +45,7 @@ class Writer:
         self.processed: bool = options.get("processed", False)
         self.after_temperature: bool = options.get("after_temperature", False)
         self.device: str | None = options.get("device", "cpu")
+        self.keeps_head: bool = options.get("keeps_head", False)
         self.seconds: float = options.get("seconds", 0.0)
         self.takes_adapters: bool = options.get("takes_adapters", False)
         self.folder, self.label, self.paused, self.dead, self.aborted = folder, "default", False, False, 0
@@ -57,6 +59,8 @@ class Writer:
             name: each for path in sorted(folder.glob("*.safetensors")) for name, each in load_file(path).items()
         }
         names = sorted(found)[: len(found) // 2 if half else None]
+        if self.keeps_head:
+            names = [each for each in names if each != "lm_head.weight"]
         with self.changed, torch.no_grad():
             own = self.model.state_dict()
             for name in names:
