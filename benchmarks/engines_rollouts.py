@@ -1,8 +1,8 @@
 """On-policy runs in which one real vLLM writes the completions and another one, by its hidden states, judges them.
 
-Part of benchmarks/engines.py. There is a run for each of the schedules sync, one_step_off and async, and another one
-under async in which the writing vLLM is killed while it writes completions, and started again. The samples that a run
-trained on and the weights of all its versions are kept. What is checked afterwards:
+Part of benchmarks/engines.py. There is a run for each of the schedules sync, one_step_off and async, and two more
+in which the writing vLLM is killed while it writes completions, and started again. The samples that a run trained on
+and the weights of all its versions are kept. What is checked afterwards:
 
 - Each sample is trained exactly once.
 - The staleness of each token is within its schedule's bound.
@@ -10,7 +10,7 @@ trained on and the weights of all its versions are kept. What is checked afterwa
   those of the version before or after, it is another one.
 - The losses are those of the same run with the teacher in the job, on the same samples.
 
-L logits of the tokens of a completion, N tokens, V vocabulary.
+L tokens of a prompt and its completion, N tokens of the completion, V vocabulary.
 """
 
 import json
@@ -43,8 +43,9 @@ from stillhouse.train.session import Session
 STEPS, PROMPTS, SAMPLES, NEW_TOKENS, MAX_STALENESS, TEMPERATURE = 20, 4, 2, 32, 2, 0.7
 #: large, so that each step changes the log-probabilities of its tokens by far more than the precision of the checks
 LEARNING_RATE = 3e-3
-#: the step, from 0, in which the writing vLLM is killed
-KILLED_IN = 9
+#: the step, from 0, in which the writing vLLM is killed, and the schedules of these runs: with sync, its answers are
+#: waited for, and with async, it has to take the next weights first
+KILLED_IN, KILLED = 9, ("sync", "async")
 #: the largest difference of a log-probability, in nats, from transformers' own in float32
 SAME_LOG_PROB = 2e-5
 #: for each version, some token must differ by so many nats with the weights of a neighbouring version
@@ -75,13 +76,15 @@ def measure_rollouts(folder: Path, python: str) -> dict[str, dict[str, Any]]:
     found = {}
     try:
         urls = {"teacher": teacher.wait().url, "writer": writer.wait().url}
-        for name, schedule in (("sync", "sync"), ("one_step_off", "one_step_off"), ("async", "async")):
-            found[name] = _measure(folder, name, schedule, urls)
-        kill = _Kill(writer)
-        try:
-            found["async, killed"] = _measure(folder, "killed", "async", urls, kill) | kill.figures
-        finally:
-            writer = kill.writer
+        for schedule in STALENESS:
+            found[schedule] = _measure(folder, schedule, schedule, urls)
+        for schedule in KILLED:
+            kill = _Kill(writer)
+            try:
+                found[f"{schedule}, killed"] = _measure(folder, f"{schedule} killed", schedule, urls, kill)
+            finally:
+                writer = kill.writer
+            found[f"{schedule}, killed"] |= kill.figures
     finally:
         writer.stop()
         teacher.stop()

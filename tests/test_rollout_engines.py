@@ -165,7 +165,7 @@ def test_other_log_probabilities_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("device", "match"), [("cpu", "is a vLLM on a CPU.*it keeps the first head"), ("cuda", ""), (None, "tell")]
+    ("device", "match"), [("cpu", "is a vLLM on a CPU.*keeps the first output head"), ("cuda", ""), (None, "tell")]
 )
 def test_a_vllm_that_keeps_the_first_head_of_a_tied_student_is_refused(
     student: Student, device: str | None, match: str

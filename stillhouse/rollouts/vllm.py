@@ -173,14 +173,14 @@ def _require_whole_updates(ask: Ask) -> None:
     except ValidationError as error:
         raise ValueError(
             f"{answer.url} does not tell the server's device ({error.errors()[0]['msg']}), and a vLLM on a CPU keeps "
-            "the first output head of a student whose head is tied to its embedding: expected a vLLM whose "
+            "the first output head of a student whose head is its embedding: expected a vLLM whose "
             "/server_info has vllm_config.device_config.device"
         ) from error
     if device == "cpu":
         raise ValueError(
-            f"{answer.url.copy_with(path='/', query=None)} is a vLLM on a CPU. Of a student whose output head is its "
-            "embedding (tie_word_embeddings), it keeps the first head when it is given new weights: expected a vLLM "
-            "on a GPU, a student with a head of its own, or rollout.engine transformers or stillhouse"
+            f"{str(answer.url).partition('/server_info')[0]} is a vLLM on a CPU. When it is given new weights, it "
+            "keeps the first output head of a student whose head is its embedding (tie_word_embeddings): expected a "
+            "vLLM on a GPU, a student with a head of its own, or rollout.engine transformers or stillhouse"
         )
 
 
