@@ -1,36 +1,33 @@
-"""A real, unpatched vLLM on a CPU as a teacher, and as the writer of completions (engines_completions.py).
+"""A real, unpatched vLLM on a CPU as a teacher, as the writer of completions, and as both at once in on-policy runs.
 
-As a teacher, a run from it is compared with the same run with the teacher in the job.
+As a teacher, a run from it is compared with the same run with the teacher in the job. What it writes is measured in
+engines_completions.py, and whole on-policy runs in engines_rollouts.py.
 
 Two servers of the shipped teacher are started: one for pooling, which gives hidden states, and one that generates
 text, which gives the likeliest ids. Each run trains a small student for 50 steps. The differences of the losses and
 of the final weights are printed, and written to benchmarks/results/engines-<date>.json. The exit code is 1 if hidden
-states in float32 do not give the losses of the teacher in the job to 1e-6.
+states in float32 do not give the losses of the teacher in the job to 1e-6, or if another check fails.
 
     make test-engines         or  python -m benchmarks.engines --vllm .vllm/bin/python
 """
 
 import argparse
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.engines_completions import DEVELOPMENT, MODEL, measure_completions
+from benchmarks.engines_completions import MODEL, measure_completions
+from benchmarks.engines_rollouts import measure_rollouts, problems_of
+from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, vllm
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
 from stillhouse.demo.corpus import collect_split
@@ -40,17 +37,6 @@ from stillhouse.train.run import distill
 STEPS, TOP_K, MAX_TOKENS, TEMPERATURE = 50, 32, 64, 2.0
 #: the largest difference of a step's loss, in nats, between hidden states in float32 and the teacher in the job
 SAME = 1e-6
-SECONDS_TO_START = 600
-POOLING = ("--runner", "pooling", "--convert", "embed", "--pooler-config")
-POOLER = '{"task":"token_embed","use_activation":false}'
-QUIET = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
 
 
 def main() -> None:
@@ -62,8 +48,9 @@ def main() -> None:
         folder = Path(name)
         write_inputs(folder)
         completions = measure_completions(
-            folder, lambda *options: vllm(arguments.vllm, folder, *options, model=MODEL, settings=DEVELOPMENT)
+            folder, lambda *options: vllm(arguments.vllm, folder / MODEL, *options, settings=DEVELOPMENT)
         )
+        rollouts = measure_rollouts(folder, arguments.vllm)
         found = measure(folder, arguments.vllm)
     result = {
         "theme": "engines",
@@ -71,11 +58,15 @@ def main() -> None:
         "steps": STEPS,
         **found,
         "completions": completions,
+        "rollouts": rollouts,
     }
     print(json.dumps(result, indent=1))
     write_result(result_file("engines"), result, "cpu")
-    if found["hidden_float32"]["largest_loss_difference"] > SAME:
-        sys.exit(f"hidden states of vLLM do not give the losses of the teacher in the job to {SAME:g}")
+    problems = [f"rollouts, {name}: {problem}" for name in rollouts for problem in problems_of(name, rollouts[name])]
+    if not found["hidden_float32"]["largest_loss_difference"] <= SAME:
+        problems.append(f"hidden states of vLLM do not give the losses of the teacher in the job to {SAME:g}")
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 def write_inputs(folder: Path) -> None:
@@ -100,8 +91,8 @@ def write_inputs(folder: Path) -> None:
 
 def measure(folder: Path, python: str) -> dict[str, Any]:
     with (
-        vllm(python, folder, *POOLING, POOLER) as pooling,
-        vllm(python, folder, "--max-logprobs", "64") as generating,
+        vllm(python, folder / "teacher", *HIDDEN_STATES) as pooling,
+        vllm(python, folder / "teacher", "--max-logprobs", "64") as generating,
     ):
         top_k = {"teacher.url": generating, "teacher.signal": "top_k", "teacher.top_k": TOP_K}
         hidden = {"teacher.url": pooling, "teacher.model": str(folder / "teacher")}
@@ -149,42 +140,6 @@ def difference(
         "largest_loss_difference": max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True)),
         "largest_relative_weight_difference": float(torch.stack(list(weights.values())).max()),
     }
-
-
-@contextmanager
-def vllm(
-    python: str, folder: Path, *options: str, model: str = "teacher", settings: dict[str, str] | None = None
-) -> Iterator[str]:
-    """The URL of a server that has started. settings: more environment variables."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-num-seqs", "8", "--served-model-name", model, *options]
-    log = (folder / f"vllm-{port}.log").open("w+")
-    process = subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | QUIET | (settings or {})
-    )
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + SECONDS_TO_START
-    try:
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > end:
-                log.seek(0)
-                raise RuntimeError(f"vLLM has not started:\n{log.read()[-3000:]}")
-            time.sleep(1.0)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-        log.close()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/v1/models", timeout=5).status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.engines_server import PROCESSED, WRITING
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
@@ -28,11 +29,7 @@ from stillhouse.rollouts.weights import publish
 #: the largest difference of a log-probability, in nats, from transformers' own in float32
 SAME = 1e-5
 TEMPERATURE, LONG, LORA_RANK = 0.7, 600, 8
-#: a CPU build dies of a request with a seed whose prompt it computes in chunks ("CPU Generator does not use offset")
-COMMON = ("--enable-scale-out", "--skip-tokenizer-init", "--max-logprobs", "8", "--max-num-batched-tokens", "8192")
-PROCESSED = (*COMMON, "--logprobs-mode", "processed_logprobs")
-RAW = (*COMMON, "--enable-lora", "--max-lora-rank", str(LORA_RANK))
-DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+RAW = ("--enable-lora", "--max-lora-rank", str(LORA_RANK))
 
 #: the folder of the student that writes
 MODEL = "writer"
@@ -56,10 +53,11 @@ def measure_completions(folder: Path, start: Start) -> dict[str, Any]:
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder / MODEL)
     student = Decoder.from_pretrained(folder / MODEL, dtype="float32")
-    with start(*PROCESSED) as processed, start(*RAW) as raw:
+    with start(*WRITING, *PROCESSED) as processed, start(*WRITING, *RAW) as raw:
         return {
             **_updates(folder, student, processed),
             **_refusals(student, processed, raw),
+            **_proved_temperatures(student, processed),
             **_adapters(folder, student, raw),
         }
 
@@ -127,12 +125,13 @@ def _crossing(
 def _refusals(student: Decoder, processed: str, raw: str) -> dict[str, Any]:
     """What each server is refused for, in words."""
     refused: dict[str, str] = {}
-    for name, url, sampling in (
-        ("raw, temperature", raw, Sampling(8, temperature=TEMPERATURE)),
-        ("processed, top_p", processed, Sampling(8, top_p=0.9)),
+    for name, url, sampling, is_tied in (
+        ("raw, temperature", raw, Sampling(8, temperature=TEMPERATURE), False),
+        ("processed, top_p", processed, Sampling(8, top_p=0.9), False),
+        ("a student with a tied head", processed, Sampling(8), True),
     ):
         try:
-            _engine(url, student, sampling)
+            _engine(url, student, sampling, is_tied)
         except ValueError as error:
             refused[name] = str(error).removeprefix(url)
         _require(name in refused, f"{name} is not refused")
@@ -162,8 +161,17 @@ def _adapters(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
     return {"adapter_completions": len(differences), "adapter_largest_log_prob_difference": max(differences)}
 
 
-def _engine(url: str, student: Decoder, sampling: Sampling) -> ServedEngine:
-    return ServedEngine([url], sampling, VllmApi(), vocabulary=student.vocabulary_rows, timeout=300, warn=print)
+def _proved_temperatures(student: Decoder, processed: str) -> dict[str, Any]:
+    """The proof of log-probabilities accepts the right ones, whichever tokens it draws."""
+    temperatures = (0.3, 0.5, 0.9, 1.1, 1.5, 2.0)
+    for each in temperatures:
+        _engine(processed, student, Sampling(8, temperature=each)).close()
+    return {"proved_temperatures": temperatures}
+
+
+def _engine(url: str, student: Decoder, sampling: Sampling, is_tied: bool = False) -> ServedEngine:
+    api = VllmApi(is_tied=is_tied)
+    return ServedEngine([url], sampling, api, vocabulary=student.vocabulary_rows, timeout=300, warn=print)
 
 
 @torch.no_grad()

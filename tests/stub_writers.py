@@ -38,8 +38,9 @@ class Writer:
 
     processed: log-probabilities are those among the tokens that can be drawn, after the temperature (vLLM's
     processed_logprobs); otherwise those of the logits. after_temperature: those of the logits after the temperature
-    (SGLang, Stillhouse). seconds: for each token. takes_adapters: as with --enable-lora. tokenizes: it has loaded its
-    tokenizer. progress: by the seed of a request, how many tokens of it have been written.
+    (SGLang, Stillhouse). keeps_head: loading does not change the output head. device: the one that /server_info
+    names; None: it names none. seconds: for each token. takes_adapters: as with --enable-lora. tokenizes: it has
+    loaded its tokenizer. progress: by the seed of a request, how many tokens of it have been written.
     """
 
     def __init__(self, folder: Path, **options: Any):
@@ -47,6 +48,8 @@ class Writer:
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.processed: bool = options.get("processed", False)
         self.after_temperature: bool = options.get("after_temperature", False)
+        self.device: str | None = options.get("device", "cpu")
+        self.keeps_head: bool = options.get("keeps_head", False)
         self.seconds: float = options.get("seconds", 0.0)
         self.takes_adapters: bool = options.get("takes_adapters", False)
         self.tokenizer = AutoTokenizer.from_pretrained(folder) if options.get("tokenizes") else None
@@ -61,6 +64,8 @@ class Writer:
             name: each for path in sorted(folder.glob("*.safetensors")) for name, each in load_file(path).items()
         }
         names = sorted(found)[: len(found) // 2 if half else None]
+        if self.keeps_head:
+            names = [each for each in names if each != "lm_head.weight"]
         with self.changed, torch.no_grad():
             own = self.model.state_dict()
             for name in names:
@@ -141,7 +146,7 @@ class WriterHandler(Handler):
             self.reset()
 
     def do_GET(self) -> None:
-        route = getattr(self, "get" + self.path.replace("/", "_"), None)
+        route = getattr(self, "get" + self.path.partition("?")[0].replace("/", "_"), None)
         if self.writer.dead:
             self.reset()
         elif route is None:
@@ -167,6 +172,11 @@ class VllmWriter(WriterHandler):
     def get_v1_models(self) -> None:
         self.reply(200, {"object": "list", "data": [{"id": "t", "object": "model"}]})
 
+    def get_server_info(self) -> None:
+        assert self.path.endswith("?config_format=json")
+        device = self.writer.device
+        self.reply(200, {"vllm_config": {"device_config": {} if device is None else {"device": device}}})
+
     def get_is_paused(self) -> None:
         self.reply(200, {"is_paused": self.writer.paused})
 
@@ -175,13 +185,15 @@ class VllmWriter(WriterHandler):
         if name not in (None, "t") and name not in self.writer.adapters:
             self.reply(404, {"error": {"message": f"The model `{name}` does not exist.", "code": 404}})
             return
-        found = self.writer.write(body["token_ids"], body["sampling_params"], name if name != "t" else None)
+        options = body["sampling_params"]
+        found = self.writer.write(body["token_ids"], options, name if name != "t" else None)
+        most = max(1, options["logprobs"])  # the drawn token, wherever it ranks, is the first of them
         content = [
             {
                 "token_id": row[0][0],
                 "logprob": row[0][1],
                 "rank": 1,
-                "top_logprobs": [{"token_id": each, "logprob": value, "rank": 1} for each, value in row],
+                "top_logprobs": [{"token_id": each, "logprob": value, "rank": 1} for each, value in row[:most]],
             }
             for row in found["rows"]
         ]

@@ -157,6 +157,9 @@ def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout
         assert found["loss/total_nats_per_token"] == pytest.approx(expected["loss/total_nats_per_token"], rel=1e-4)
         assert found["train/gradient_norm"] == pytest.approx(expected["train/gradient_norm"], rel=1e-3)
         assert found["rollout/staleness"] == expected["rollout/staleness"]
+        assert ("rollout/log_ratio_fresh" in found) == (found["step"] == 1)
+        assert found.get("rollout/log_ratio_fresh", 0.0) < 1e-5
+        assert found["rollout/log_ratio"] == pytest.approx(expected["rollout/log_ratio"], rel=1e-2, abs=1e-5)
     for name, weight in weights(one_process / "one").items():
         assert torch.allclose(weights(out)[name], weight, atol=1e-3), name
 

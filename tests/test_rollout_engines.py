@@ -110,6 +110,11 @@ def test_recorded_completions_of_a_real_vllm_are_read() -> None:
     assert [(each.label, each.start, each.end) for each in found.spans] == [("default", 0, 3)]
     top = VllmApi().top_log_probs(httpx2.Response(200, json=recorded))
     assert top == [-0.7838290333747864, -2.5308964252471924]
+
+    recorded = json.loads((RECORDED / "gen_not_likeliest.json").read_text())  # the drawn token has rank 893
+    assert recorded["request"]["json"] == VllmApi().body("student", [2, 3], Sampling(1, temperature=2.0), 1, 0, top=2)
+    top = VllmApi().top_log_probs(httpx2.Response(200, json=recorded["response"]))
+    assert top[:2] == [-6.712759017944336, -6.830646514892578]
     labelled = json.loads((RECORDED / "gen_versions.json").read_text())["response"]
     [span] = VllmApi().parse(httpx2.Response(200, json=labelled), "model").spans
     assert span.label == "step-7"
@@ -141,6 +146,9 @@ def test_sglangs_completions_under_way_are_written_again(student: Student) -> No
         ({"processed": True}, Sampling(8), ""),
         ({"processed": False}, Sampling(8, top_k=5), ""),
         ({"processed": True}, Sampling(8, temperature=1.5), ""),
+        ({"processed": True}, Sampling(8, temperature=0.3), ""),
+        ({"processed": True}, Sampling(8, temperature=2.0), ""),
+        ({"processed": False}, Sampling(8, temperature=2.0), "before the temperature, and the temperature is 2"),
         ({"processed": False}, Sampling(8, temperature=0.0), ""),
         ({"after_temperature": True}, Sampling(8, temperature=0.7, top_k=5), ""),
     ],
@@ -154,6 +162,21 @@ def test_other_log_probabilities_are_refused(
                 engine_of(server, sampling=sampling)
         else:
             engine_of(server, sampling=sampling).close()
+
+
+@pytest.mark.parametrize(
+    ("device", "match"), [("cpu", "is a vLLM on a CPU.*keeps the first output head"), ("cuda", ""), (None, "tell")]
+)
+def test_a_vllm_that_keeps_the_first_head_of_a_tied_student_is_refused(
+    student: Student, device: str | None, match: str
+) -> None:
+    with writing(VllmWriter, student.folder / "model", processed=True, device=device) as server:
+        engine_of(server, api=VllmApi()).close()  # the student has a head of its own
+        if match:
+            with pytest.raises(ValueError, match=match):
+                engine_of(server, api=VllmApi(is_tied=True))
+        else:
+            engine_of(server, api=VllmApi(is_tied=True)).close()
 
 
 def test_a_model_that_proves_nothing_is_refused(student: Student, server: WriterServer) -> None:

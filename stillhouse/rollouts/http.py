@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Span, require
-from stillhouse.rollouts.proof import prove_log_probs
+from stillhouse.rollouts.proof import MOST_LIKELY, prove_log_probs
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
 from stillhouse.rollouts.weights import read_manifest
 from stillhouse.teachers.client.pool import AskAgainError, Call, ServerError, ServerPool, UnreachableError
@@ -161,9 +161,7 @@ class ServedEngine:
         likeliest = [(each.ids[0], each.log_probs[0]) for each in answers]
         self.likeliest = self.likeliest or likeliest
         if len(labels) != 1 or not same_weights(self.likeliest, likeliest):
-            raise ValueError(
-                f"{server.url} has other weights than {self._pool.servers[0].url}: expected the same"
-            )
+            raise ValueError(f"{server.url} has other weights than {self._pool.servers[0].url}: expected the same")
         [label] = labels
         self._versions[label] = 0
         server.told = self._newest = _Published(0, Path(), label, "model")
@@ -350,7 +348,7 @@ class ServedEngine:
 
     def _top_log_probs(self, server: _Server, ids: Sequence[int], sampling: Sampling) -> list[float]:
         response = self._pool.ask(
-            server.url, self._api.path, self._api.body(server.model, ids, sampling, 1, 0, top=2)
+            server.url, self._api.path, self._api.body(server.model, ids, sampling, 1, 0, top=MOST_LIKELY)
         )
         if response.status_code != 200:
             raise ValueError(

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from stillhouse.rollouts.sample import Sampling
 
-#: the log-probabilities of the likeliest tokens after a prompt, the largest first
+#: so many likeliest tokens are asked for: between the first and the last one is a wider gap than to the second one
+MOST_LIKELY = 5
+#: the log-probabilities of at least two of the likeliest tokens after a prompt, the largest first
 TopLogProbs = Callable[[Sequence[int], Sampling], list[float]]
 #: two explanations of a number must differ by so many nats to be told apart
 _APART = 0.02
@@ -33,7 +35,7 @@ _UNKNOWN = (
 def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: int) -> None:
     """Raise ValueError if the server's log-probabilities are not those of `Completion`.
 
-    The gap between the two likeliest tokens shrinks by the temperature. Among two tokens that top_k leaves, the
+    The gap between the likeliest tokens is divided by the temperature. Among two tokens that top_k leaves, the
     likeliest one's log-probability is larger than among all.
     """
     temperature = sampling.temperature
@@ -42,27 +44,28 @@ def prove_log_probs(url: str, top: TopLogProbs, sampling: Sampling, vocabulary: 
     plain = Sampling(1, temperature=1.0)
     for prompt in _PROMPTS:
         ids = [each % vocabulary for each in prompt]
-        best, second = _two(url, top(ids, plain))
-        expected = (best - second) / temperature
-        at_temperature = _two(url, top(ids, replace(plain, temperature=temperature)))
+        before = _likeliest(url, top(ids, plain))
+        after = _likeliest(url, top(ids, replace(plain, temperature=temperature)))
         if temperature != 1:
-            if abs(expected - (best - second)) < _APART:
+            gap, found = before[0] - before[-1], after[0] - after[-1]
+            if abs(gap / temperature - gap) < _APART:
                 continue
-            found = at_temperature[0] - at_temperature[1]
-            if abs(found - (best - second)) < abs(found - expected):
+            if abs(found - gap) < abs(found - gap / temperature):
                 raise ValueError(_BEFORE.format(url=url, temperature=temperature))
         if not sampling.is_whole:
-            among_two = -math.log1p(math.exp(-expected))
-            if abs(among_two - at_temperature[0]) < _APART:
+            among_two = -math.log1p(math.exp((before[1] - before[0]) / temperature))
+            if abs(among_two - after[0]) < _APART:
                 continue
-            cut = _two(url, top(ids, replace(plain, temperature=temperature, top_k=2)))[0]
-            if abs(cut - among_two) < abs(cut - at_temperature[0]):
+            cut = _likeliest(url, top(ids, replace(plain, temperature=temperature, top_k=2)), 2)[0]
+            if abs(cut - among_two) < abs(cut - after[0]):
                 raise ValueError(_CUT.format(url=url))
         return
     raise ValueError(_UNKNOWN.format(url=url))
 
 
-def _two(url: str, found: list[float]) -> tuple[float, float]:
-    if len(found) < 2 or not all(map(math.isfinite, found[:2])):
-        raise ValueError(f"{url} gives {found[:2]} for the two likeliest tokens: expected two log-probabilities")
-    return found[0], found[1]
+def _likeliest(url: str, found: list[float], count: int = MOST_LIKELY) -> list[float]:
+    """The log-probabilities of the `count` likeliest tokens: the answer may have more of them."""
+    found = found[:count]
+    if len(found) < 2 or not all(map(math.isfinite, found)):
+        raise ValueError(f"{url} gives {found} for the likeliest tokens: expected at least two log-probabilities")
+    return found

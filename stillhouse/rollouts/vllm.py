@@ -60,6 +60,18 @@ class _Choice(BaseModel):
     weight_versions: list[_Span] | None = None
 
 
+class _Device(BaseModel):
+    device: str
+
+
+class _VllmConfig(BaseModel):
+    device_config: _Device
+
+
+class _ServerInfo(BaseModel):
+    vllm_config: _VllmConfig
+
+
 class _Generated(BaseModel):
     model: str | None = None
     choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
@@ -70,17 +82,25 @@ class _Tokenized(BaseModel):
 
 
 class VllmApi:
+    """is_tied: whether the student's output head is its embedding, and whole models are given to the server."""
+
     name: ClassVar[str] = "vllm"
     path: ClassVar[str] = "/inference/v1/generate"
     marks_tokens: ClassVar[bool] = True
     proved: ClassVar[bool] = False
     hint: ClassVar[str] = "expected vLLM 0.30 or later, started with --enable-scale-out"
 
+    def __init__(self, *, is_tied: bool = False):
+        self.is_tied = is_tied
+
     def model_name(self, ask: Ask) -> str | None:
         try:
-            return _Models.model_validate_json(ask("/v1/models", None).content).data[0].id
+            name = _Models.model_validate_json(ask("/v1/models", None).content).data[0].id
         except ValidationError as error:
             raise ValueError(f"/v1/models names no model: {error.errors()[0]['msg']}; {self.hint}") from error
+        if self.is_tied:
+            _require_whole_updates(ask)
+        return name
 
     def body(
         self, model: str | None, ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int, top: int = 0
@@ -93,7 +113,8 @@ class VllmApi:
             "top_k": sampling.top_k,  # 0 is all tokens here, too
             "min_p": sampling.min_p,
             "seed": seed % 2**63,
-            "logprobs": top,
+            # the drawn token counts among them, whether or not it is one of the likeliest
+            "logprobs": top + 1 if top else 0,
             # a completion ends at the given tokens, and at no other that the server's own configuration names
             "ignore_eos": True,
             "stop_token_ids": list(sampling.eos_ids),
@@ -159,6 +180,29 @@ class VllmApi:
     def forget(self, ask: Ask, label: str, kind: Kind) -> None:
         if kind == "adapter":
             ask("/v1/unload_lora_adapter", {"lora_name": label})
+
+
+def _require_whole_updates(ask: Ask) -> None:
+    """Raise ValueError for a vLLM on a CPU. It copies a tied head into a form of its own when it starts, and loading
+    new weights changes the embedding alone, so that its log-probabilities belong to no version.
+    """
+    answer = ask("/server_info?config_format=json", None)
+    if answer.status_code == 404:
+        raise ValueError(f"{answer.url}: 404; {_DEVELOPMENT}")
+    try:
+        device = _ServerInfo.model_validate_json(answer.content).vllm_config.device_config.device
+    except ValidationError as error:
+        raise ValueError(
+            f"{answer.url} does not tell the server's device ({error.errors()[0]['msg']}), and a vLLM on a CPU keeps "
+            "the first output head of a student whose head is its embedding: expected a vLLM whose "
+            "/server_info has vllm_config.device_config.device"
+        ) from error
+    if device == "cpu":
+        raise ValueError(
+            f"{str(answer.url).partition('/server_info')[0]} is a vLLM on a CPU. When it is given new weights, it "
+            "keeps the first output head of a student whose head is its embedding (tie_word_embeddings): expected a "
+            "vLLM on a GPU, a student with a head of its own, or rollout.engine transformers or stillhouse"
+        )
 
 
 def _succeed(ask: Ask, path: str, body: Any, key: str, expected: Any) -> None:

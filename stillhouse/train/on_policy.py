@@ -45,5 +45,6 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
                 output = run.learn(step, micro_batches, signals)
                 rollouts.trained()
             log.write(step + 1, shown_samples(session, step, samples, micro_batches, output))
-            run.end(step, micro_batches, output, metrics.of(step, samples, output, timeline, run.seconds))
+            measured = metrics.of(step, samples, micro_batches, output, timeline, run.seconds)
+            run.end(step, micro_batches, output, measured)
     return run.progress

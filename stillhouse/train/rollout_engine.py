@@ -27,7 +27,6 @@ from stillhouse.train.models import model_source, prepared_for_training
 from stillhouse.train.session import Session
 from stillhouse.train.stores import TOKEN
 
-_APIS: dict[str, type[EngineApi]] = {"stillhouse": StillhouseApi, "vllm": VllmApi, "sglang": SglangApi}
 #: tokens of a batch of completions, in micro-batches: without a backward pass, far fewer activations are kept
 _BATCHES = 8
 #: so many prompts show whether a teacher's server has the student's tokenizer
@@ -71,7 +70,7 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
             engine = ServedEngine(
                 rollout.urls,
                 sampling_of(rollout, eos_ids(session.tokenizer, session.student)),
-                _APIS[rollout.engine](),
+                _api(rollout.engine, session.student),
                 vocabulary=min(rows, known_ids(session.tokenizer)),
                 timeout=rollout.timeout,
                 token=os.environ.get(TOKEN),
@@ -87,6 +86,12 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
     if problem := from_all_ranks(problem, session.device)[0]:
         raise ConfigError("rollout.url", problem)
     return engine
+
+
+def _api(engine: str, student: Decoder) -> EngineApi:
+    if engine == "vllm":  # of an adapter, the server's own base stays as it is
+        return VllmApi(is_tied=student.tied and student.lora is None)
+    return {"stillhouse": StillhouseApi, "sglang": SglangApi}[engine]()
 
 
 def student_copy(session: Session) -> StudentCopy:

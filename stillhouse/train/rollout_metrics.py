@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stillhouse.parallel import log_rank0
-from stillhouse.rollouts import Sample, staleness
+from stillhouse.parallel import ShardedMicroBatches, log_rank0
+from stillhouse.rollouts import POLICY_VERSION, Sample, staleness
 from stillhouse.train.engine import StepOutput
 from stillhouse.train.files import gather_from_ranks
 from stillhouse.train.rollout_log import Timeline
 from stillhouse.train.session import Session
 
-#: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree
-MOST_LOG_RATIO = 0.1
+#: mean difference of log-probabilities in nats, above which the engine's and the trainer's computations disagree: of
+#: tokens that were written by the present weights, and of those by earlier ones, which training has changed since
+MOST_LOG_RATIO, MOST_STALE_LOG_RATIO = 0.1, 1.0
 #: completions that are so many times longer than those of the first steps, and so often cut, have no end in sight
 LONGER, OFTEN_CUT, FIRST_STEPS = 2.0, 0.5, 5
 #: or so many more of them are cut
@@ -30,7 +31,13 @@ class RolloutMetrics:
         self._warned: set[str] = set()
 
     def of(
-        self, step: int, samples: Sequence[Sample], output: StepOutput, timeline: Timeline, seconds: float
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        micro_batches: ShardedMicroBatches,
+        output: StepOutput,
+        timeline: Timeline,
+        seconds: float,
     ) -> dict[str, float]:
         """The metrics of a step, which has taken so many seconds. A collective of all processes."""
         if not samples:
@@ -50,11 +57,13 @@ class RolloutMetrics:
         metrics["rollout/share"] = len(samples) / (len(samples) + len(self.session.plan.from_dataset(step)))
         assert self.session.config.rollout is not None
         if self.session.config.rollout.writer == "student":
-            metrics |= self._policy(step, samples, output)
+            metrics |= self._policy(step, samples, micro_batches, output)
         self._watch(metrics)
         return metrics
 
-    def _policy(self, step: int, samples: Sequence[Sample], output: StepOutput) -> dict[str, float]:
+    def _policy(
+        self, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
+    ) -> dict[str, float]:
         counts = staleness(samples, step)
         tokens = sum(counts.values())
         metrics = {
@@ -62,20 +71,33 @@ class RolloutMetrics:
             "rollout/staleness_max": float(max(counts)),
         }
         if "log_ratio" in output.sums:
-            own = [
-                float(each.per_token["log_ratio"].max()) for each in output.own if len(each.per_token["log_ratio"])
-            ]
-            # a NaN stays one, unlike with max()
-            largest = float(np.max(gather_from_ranks(float(np.max([0.0, *own])), self.session.runner.mesh)))
-            metrics["rollout/log_ratio"] = output.sums["log_ratio"] / (output.sums["sampled"] or 1.0)
-            metrics["rollout/log_ratio_max"] = largest
+            metrics |= self._log_ratios(step, micro_batches, output)
             for name in ("ratio", "clipped"):
                 if name in output.sums:
                     metrics[f"rollout/{name}"] = output.sums[name] / (output.sums["sampled"] or 1.0)
         return metrics
 
+    def _log_ratios(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> dict[str, float]:
+        """The mean and the largest difference of log-probabilities, and the mean of the tokens that were written by
+        the weights that learn from them, if there are any. A collective of all processes.
+        """
+        largest, total, count = 0.0, 0.0, 0
+        for micro_batch, each in zip(micro_batches, output.own, strict=False):
+            ratio_T = each.per_token["log_ratio"]
+            is_fresh_T = (micro_batch.per_token[POLICY_VERSION] == step) & (micro_batch.weights_T > 0)
+            largest = float(np.max([largest, *ratio_T.tolist()]))
+            total, count = total + float(ratio_T[is_fresh_T].sum()), count + int(is_fresh_T.sum())
+        found = np.array(gather_from_ranks([largest, total, count], self.session.runner.mesh))
+        metrics = {
+            "rollout/log_ratio": output.sums["log_ratio"] / (output.sums["sampled"] or 1.0),
+            "rollout/log_ratio_max": float(found[:, 0].max()),  # a NaN stays one, unlike with max()
+        }
+        if found[:, 2].sum():
+            metrics["rollout/log_ratio_fresh"] = float(found[:, 1].sum() / found[:, 2].sum())
+        return metrics
+
     def _watch(self, metrics: dict[str, float]) -> None:
-        length, ratio = metrics["rollout/completion_tokens"], metrics.get("rollout/log_ratio", 0.0)
+        length = metrics["rollout/completion_tokens"]
         cut = metrics["rollout/truncated"]
         if len(self._first) < FIRST_STEPS:
             self._first.append((length, cut))
@@ -87,11 +109,19 @@ class RolloutMetrics:
                 f"{cut:.0%} of them are cut at rollout.max_new_tokens: the student does "
                 "not stop any more. rollout.truncated=mask keeps it from learning from cut completions",
             )
-        if metrics.get("rollout/staleness_max") == 0 and (ratio > MOST_LOG_RATIO or math.isnan(ratio)):
+        fresh, ratio = metrics.get("rollout/log_ratio_fresh", 0.0), metrics.get("rollout/log_ratio", 0.0)
+        if fresh > MOST_LOG_RATIO or math.isnan(fresh):
             self._warn(
                 "ratio",
-                f"the engine's log-probabilities differ by {ratio:.3g} nats on average from those in training, with "
+                f"the engine's log-probabilities differ by {fresh:.3g} nats on average from those in training, with "
                 "the same weights: it computes another model, another temperature or in another precision",
+            )
+        elif ratio > MOST_STALE_LOG_RATIO or math.isnan(ratio):
+            self._warn(
+                "ratio",
+                f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
+                f"steps older, differ by {ratio:.3g} nats on average from those in training: train.learning_rate is "
+                "too high, or the engine computes another model, another temperature or in another precision",
             )
 
     def _warn(self, what: str, line: str) -> None:

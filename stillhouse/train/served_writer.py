@@ -21,9 +21,7 @@ def require_same_writer(engine: ServedEngine, folder: RunFolder) -> None:
     path, now = folder.path / FILE, _Writer(likeliest=engine.likeliest)
     if not path.exists():
         if any(folder.checkpoints.glob("step-*")):
-            raise ValueError(
-                f"{path} is missing: whether the servers have the same weights cannot be checked"
-            )
+            raise ValueError(f"{path} is missing: whether the servers have the same weights cannot be checked")
         folder.write_json(FILE, now.model_dump())
         return
     try:
