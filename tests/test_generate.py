@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from stillhouse.models import Decoder, add_lora
 from stillhouse.rollouts import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.draws import Draws, _uniform
+from stillhouse.rollouts.draws import Draws, _gumbel
 from stillhouse.rollouts.generate import Generator, check_generation, eos_ids
 
 CPU = torch.device("cpu")
@@ -289,13 +289,41 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
     assert ((share_V - probability_V).abs() <= error_V).all()
 
 
-def test_neighbouring_seeds_and_tokens_have_independent_noise() -> None:
-    uniform_BV = _uniform(torch.arange(400), 251)
-    assert 0 < uniform_BV.min() < uniform_BV.max() < 1
-    assert uniform_BV.unique().numel() == uniform_BV.numel()
-    assert torch.corrcoef(uniform_BV).fill_diagonal_(0).abs().max() < 0.35
-    assert torch.corrcoef(uniform_BV.T).fill_diagonal_(0).abs().max() < 0.35
-    assert abs(float(uniform_BV.mean()) - 0.5) < 0.005
+def test_neighbouring_seeds_and_counters_have_independent_noise() -> None:
+    seeds_B2 = torch.stack([torch.arange(400, dtype=torch.int32), torch.zeros(400, dtype=torch.int32)], 1)
+    noise_BC = _gumbel(seeds_B2, torch.arange(251, dtype=torch.int32)[None]).double()
+    assert noise_BC.isfinite().all()
+    assert torch.corrcoef(noise_BC).fill_diagonal_(0).abs().max() < 0.35
+    assert torch.corrcoef(noise_BC.T).fill_diagonal_(0).abs().max() < 0.35
+    assert float(noise_BC.mean()) == pytest.approx(0.5772, abs=0.02)  # Euler's constant
+    assert float(noise_BC.var()) == pytest.approx(math.pi**2 / 6, rel=0.03)
+    # the distribution function of the noise is exp(-exp(-x)): its values are uniform
+    uniform = (-(-noise_BC).exp()).exp().flatten().sort().values
+    assert (uniform - torch.linspace(0, 1, len(uniform))).abs().max() < 0.006
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(251, 251), (251, 200), (128, 128), (40, 37)])
+@pytest.mark.parametrize("top_k", [0, 90])
+def test_blocks_of_tokens_are_drawn_as_often_as_their_probabilities_say(
+    rows: int, vocabulary: int, top_k: int
+) -> None:
+    """Tokens in whole blocks, in the last one, which is not whole, and rows that have no token."""
+    torch.manual_seed(0)
+    logits_V, count = 2 * torch.randn(rows), 20000
+    draws = Draws(Sampling(1, temperature=0.7, top_k=top_k), range(count), 1, vocabulary, CPU)
+    draws(torch.zeros(count, 1, dtype=torch.int64), logits_V.expand(count, -1).clone())
+    (ids_B1, log_probs_B1) = draws.result()
+    scores_V = (logits_V / 0.7)[:vocabulary]
+    if top_k and top_k < vocabulary:
+        scores_V = scores_V.where(scores_V >= scores_V.topk(top_k).values[-1], -torch.inf)
+    expected_V = scores_V.double().softmax(0)
+    found_V = torch.from_numpy(ids_B1[:, 0]).bincount(minlength=vocabulary) / count
+    assert len(found_V) == vocabulary
+    assert not found_V[expected_V == 0].any()
+    error_V = (found_V - expected_V) / (expected_V * (1 - expected_V) / count).sqrt()
+    assert error_V[expected_V * count >= 20].abs().max() < 4.5
+    whole_V = (logits_V / 0.7).double().log_softmax(0).numpy()
+    np.testing.assert_allclose(log_probs_B1[:, 0], whole_V[ids_B1[:, 0]], atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(20))

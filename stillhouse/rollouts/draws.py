@@ -5,7 +5,8 @@ itself and gives `generate` scores that leave it no other choice. So each comple
 does not depend on the completions that it shares a batch with (but for rounding), and the global random state is
 neither read nor changed.
 
-B completions, S tokens of prompt and completion so far, V rows of the head, N most tokens of a completion.
+B completions, S tokens of prompt and completion so far, V rows of the head, N most tokens of a completion, K blocks
+of C tokens.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,12 @@ from transformers import (
 
 from stillhouse.rollouts.sample import Sampling
 
-#: the constants of splitmix64 (Steele et al. 2014), as signed numbers: each step of `_uniform` is one of its steps
-_GOLDEN, _FIRST, _SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+#: the constants of MurmurHash3's finalizer (Appleby 2011) and the golden ratio, as signed numbers of 32 bits
+_FIRST, _SECOND, _GOLDEN = (value - 2**32 * (value >= 2**31) for value in (0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9))
+#: tokens that are drawn together at first, so that most of the vocabulary needs no noise of its own
+_BLOCK = 64
+#: the first counter of tokens' noise; blocks have smaller ones
+_TOKENS = 2**30
 
 
 class Draws(LogitsProcessor):
@@ -41,27 +46,48 @@ class Draws(LogitsProcessor):
         self._temperature = sampling.temperature or 1.0
         self._filters = _filters(sampling)
         raw_BN = np.stack([np.random.PCG64(seed).random_raw(tokens) for seed in seeds])
-        self._seeds_BN = torch.from_numpy(raw_BN.view(np.int64)).to(device)
+        self._seeds_BN2 = torch.from_numpy(raw_BN.view(np.int32).reshape(*raw_BN.shape, 2)).to(device)
         self._ids_B: list[Tensor] = []
         self._log_probs_B: list[Tensor] = []
 
     def __call__(self, input_ids_BS: Tensor, logits_BV: Tensor) -> Tensor:
+        # few passes over the vocabulary, and in place: each one costs as much as a layer of a small model
         scores_BV = logits_BV / self._temperature
-        log_probs_BV = scores_BV.log_softmax(-1)
-        scores_BV[:, self._vocabulary :] = -torch.inf
-        ids_B = scores_BV.argmax(-1) if self._is_greedy else self._draw(input_ids_BS, scores_BV)
+        scores_BV -= scores_BV[:, : self._vocabulary].amax(-1, keepdim=True)
+        weights_BV = scores_BV.exp()
+        log_sum_B = weights_BV.sum(-1).log()
+        if self._is_greedy:
+            ids_B = scores_BV[:, : self._vocabulary].argmax(-1)
+        else:
+            ids_B = self._draw(input_ids_BS, scores_BV, weights_BV)
         self._ids_B.append(ids_B)
-        self._log_probs_B.append(log_probs_BV.gather(1, ids_B[:, None])[:, 0])
-        return torch.full_like(logits_BV, -torch.inf).scatter_(1, ids_B[:, None], 0.0)
+        self._log_probs_B.append(scores_BV.gather(1, ids_B[:, None])[:, 0] - log_sum_B)
+        return scores_BV.fill_(-torch.inf).scatter_(1, ids_B[:, None], 0.0)
 
-    def _draw(self, input_ids_BS: Tensor, scores_BV: Tensor) -> Tensor:
-        """Draw by the largest sum of a score and Gumbel noise. Every token of a completion has noise of its own, so a
-        difference in the last digits of the scores, as of another batch or layout, hardly ever draws another token.
+    def _draw(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
+        """Draw a block of `_BLOCK` tokens by the largest sum of its log-probability and Gumbel noise, then one of its
+        tokens in the same way. weights_BV: exp(scores_BV).
+
+        Every block and token has noise of its own, so a difference in the last digits of the scores, as of another
+        batch or layout, hardly ever draws another token.
         """
-        for each in self._filters:
-            scores_BV = each(input_ids_BS, scores_BV)
-        uniform_BV = _uniform(self._seeds_BN[:, len(self._ids_B)], scores_BV.shape[1])
-        return (scores_BV.double() - (-uniform_BV.log()).log()).argmax(-1)
+        if self._filters:
+            scores_BV = scores_BV.clone()
+            scores_BV[:, self._vocabulary :] = -torch.inf
+            for each in self._filters:
+                scores_BV = each(input_ids_BS, scores_BV)
+            weights_BV = scores_BV.exp()
+        seeds_B2, whole = self._seeds_BN2[:, len(self._ids_B)], self._vocabulary // _BLOCK * _BLOCK
+        sums_BK = weights_BV[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+        rest_B1 = weights_BV[:, whole : self._vocabulary].sum(-1, keepdim=True)
+        blocks_BK = torch.cat([sums_BK, rest_B1], 1).log()
+        counters_1K = torch.arange(blocks_BK.shape[1], dtype=torch.int32, device=seeds_B2.device)[None]
+        block_B = (blocks_BK + _gumbel(seeds_B2, counters_1K)).argmax(-1)
+        ids_BC = block_B[:, None] * _BLOCK + torch.arange(_BLOCK, device=seeds_B2.device)
+        inside_BC = scores_BV.gather(1, ids_BC.clamp(max=self._vocabulary - 1))
+        inside_BC = inside_BC.where(ids_BC < self._vocabulary, -torch.inf)
+        noise_BC = _gumbel(seeds_B2, ids_BC.int() + _TOKENS)
+        return ids_BC.gather(1, (inside_BC + noise_BC).argmax(-1, keepdim=True))[:, 0]
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids, int32, and their log-probabilities, float32, [B, steps]; after its end, a row holds anything."""
@@ -121,19 +147,22 @@ def stop_texts(
     return [next((each for each in stop if each in text), None) for text in texts]
 
 
-def _uniform(seeds_B: Tensor, count: int) -> Tensor:
-    """Return `count` numbers in (0, 1) for each seed, float64, from splitmix64: the same on every device."""
-    counter_V = torch.arange(1, count + 1, device=seeds_B.device)
-    state_BV = seeds_B[:, None] + counter_V * _GOLDEN  # integers wrap around
-    state_BV = (state_BV ^ _shifted(state_BV, 30)) * _FIRST
-    state_BV = (state_BV ^ _shifted(state_BV, 27)) * _SECOND
-    state_BV = state_BV ^ _shifted(state_BV, 31)
-    return (_shifted(state_BV, 11).double() + 0.5) * 2.0**-53
+def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
+    """A number of the Gumbel distribution for each counter and pair of seeds (all int32), as float32.
+
+    It is −log of an exponential number −log(1 − u). Large noise, which decides a draw, has a small u of 31 bits,
+    which is exact in float32. The bits are a hash of counter and seeds: the same on every device.
+    """
+    state_BC = counters_BC * _GOLDEN + seeds_B2[:, :1]  # integers wrap around
+    state_BC = _mixed(state_BC, 16) * _FIRST + seeds_B2[:, 1:]
+    state_BC = _mixed(_mixed(state_BC, 13) * _SECOND, 16)
+    uniform_BC = ((state_BC & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
+    return -(-torch.log1p(-uniform_BC)).log()
 
 
-def _shifted(value: Tensor, bits: int) -> Tensor:
-    """Shift the bits to the right, with zeros from the left."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+def _mixed(state: Tensor, bits: int) -> Tensor:
+    """state ^ (state >> bits), with zeros from the left."""
+    return state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))
 
 
 def _filters(sampling: Sampling) -> list[LogitsProcessor]:

@@ -70,7 +70,7 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
             engine = ServedEngine(
                 rollout.urls,
                 sampling_of(rollout, eos_ids(session.tokenizer, session.student)),
-                _api(rollout.engine, session.student),
+                _api(rollout, session.student),
                 vocabulary=min(rows, known_ids(session.tokenizer)),
                 timeout=rollout.timeout,
                 token=os.environ.get(TOKEN),
@@ -88,10 +88,11 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
     return engine
 
 
-def _api(engine: str, student: Decoder) -> EngineApi:
-    if engine == "vllm":  # of an adapter, the server's own base stays as it is
-        return VllmApi(is_tied=student.tied and student.lora is None)
-    return {"stillhouse": StillhouseApi, "sglang": SglangApi}[engine]()
+def _api(rollout: RolloutConfig, student: Decoder) -> EngineApi:
+    if rollout.engine == "vllm":  # of an adapter, the server's own base stays as it is
+        takes_models = rollout.writer == "student" and student.lora is None
+        return VllmApi(is_tied=student.tied and takes_models)
+    return {"stillhouse": StillhouseApi, "sglang": SglangApi}[rollout.engine]()
 
 
 def student_copy(session: Session) -> StudentCopy:
