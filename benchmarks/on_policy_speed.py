@@ -9,7 +9,8 @@ overlap    A server writes on one core; the trainer and a teacher's server share
            one_step_off take turns. The prediction is made of a sync run's own timeline: what the trainer does beside
            waiting for completions can overlap with writing them, and the longer of the two remains.
 
-The models are random, so that completions practically never end early and both write as many tokens. Writes benchmarks/results/on_policy_speed-<date>.json.
+The models are random, so that completions practically never end early and both write as many tokens.
+Writes benchmarks/results/on_policy_speed-<date>.json.
 """
 
 import argparse

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, check_document_length, evaluating
 from stillhouse.models.structure import describe
+from stillhouse.rollouts.cache import roomy_cache
 from stillhouse.rollouts.draws import Draws, Ends
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
 from stillhouse.teachers.scorer import NotFiniteError
@@ -113,6 +114,7 @@ class Generator:
                 torch.from_numpy(ids_BS).to(self.device),
                 generation_config=settings,
                 attention_mask=torch.from_numpy(mask_BS).to(self.device),
+                past_key_values=roomy_cache(model, width + max(limits)),
                 logits_processor=[draws],
                 stopping_criteria=[ends],
             )

@@ -1,0 +1,54 @@
+"""A cache of keys and values with room for a whole completion, so that a new token does not copy all earlier ones.
+
+transformers' own cache joins the old and the new keys of every layer for each token, which for long completions
+takes longer than the model itself. Only models whose layers all have plain full attention have this cache; one with
+sliding windows or states keeps transformers' own.
+
+B completions, H heads, S tokens so far, W width of a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+
+class RoomyLayer(DynamicLayer):
+    """tokens: most tokens of prompt and completion. More than that are kept as transformers keeps them."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self._tokens = tokens
+        self._room: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_BHSW: Tensor, value_BHSW: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        before = self.get_seq_length()
+        after = before + key_BHSW.shape[-2]
+        if after > self._tokens:
+            found: tuple[Tensor, Tensor] = super().update(key_BHSW, value_BHSW, *args, **kwargs)
+            return found
+        if not self.is_initialized:
+            self.lazy_initialization(key_BHSW, value_BHSW)
+            self._room = (self._empty_like(key_BHSW), self._empty_like(value_BHSW))
+        assert self._room is not None
+        for room, new in zip(self._room, (key_BHSW, value_BHSW), strict=True):
+            room[:, :, before:after] = new
+        self.keys, self.values = (each[:, :, :after] for each in self._room)
+        return self.keys, self.values
+
+    def _empty_like(self, new_BHSW: Tensor) -> Tensor:
+        rows, heads, _, width = new_BHSW.shape
+        return torch.empty(rows, heads, self._tokens, width, dtype=new_BHSW.dtype, device=new_BHSW.device)
+
+
+def roomy_cache(model: PreTrainedModel, tokens: int) -> DynamicCache | None:
+    """A cache for one call of `generate`; None if the model needs one of transformers' own."""
+    if getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
+        return None
+    cache = DynamicCache(config=model.config)
+    if not cache.layers or any(type(each) is not DynamicLayer for each in cache.layers):
+        return None
+    cache.layers = [RoomyLayer(tokens) for _ in cache.layers]
+    return cache
