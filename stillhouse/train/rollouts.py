@@ -33,6 +33,7 @@ from stillhouse.rollouts.weights import publish
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.client import ServerError
 from stillhouse.teachers.stored import SECONDS_TO_STOP
+from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.functions import function_of
 from stillhouse.train.rollout_engine import open_engine
@@ -133,7 +134,8 @@ class Rollouts:
         engine = self.engine
         if self.config.urls:
             session = self.session
-            folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
+            with explained_write_errors(self.weights):
+                folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
             self._on_first(lambda: engine.update_weights(step, folder) if engine is not None else None)
         else:
             assert engine is not None

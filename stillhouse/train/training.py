@@ -212,14 +212,14 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
         yield
     except SignalsLostError as error:
         step, session = run.progress.step, run.session
-        if step == 0:
-            raise
-        saved = run.folder.checkpoints / folder_name(step)
-        if not from_all_ranks(saved.exists(), session.device)[0]:
+        saved = run.folder.checkpoints / folder_name(step) if step else None  # nothing is trained before step 1
+        if saved is not None and not from_all_ranks(saved.exists(), session.device)[0]:
             saved = run.save()
         if stopped_by := agreed_signal(session.runner.mesh):
             destroy_process_group()
             raise Preempted(stopped_by, step, saved) from error
+        if saved is None:
+            raise
         raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
 
 
