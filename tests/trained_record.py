@@ -61,7 +61,7 @@ def trained(path: Path) -> list[TrainedStep]:
 
 
 def wrong_in(steps: list[TrainedStep], count: int, samples: int, max_staleness: int) -> str:
-    """What is wrong with a run's steps: "" if each of `samples` samples was trained exactly once, and none too old."""
+    """What is wrong with a run's steps: "" if each of `samples` samples was trained exactly once, none too old."""
     if [each.step for each in steps] != list(range(count)):
         return f"steps {[each.step for each in steps]}, expected 0 to {count - 1}"
     counts = Counter(number for each in steps for number in each.numbers)

@@ -244,6 +244,7 @@ def make_queue(
         last_step=steps - 1,
         advantage=rollout.advantage,
         alive=partial(_alive, []),
+        by_student=rollout.writer == "student",
     )
 
 
