@@ -32,8 +32,9 @@ from safetensors.torch import load_file
 from trained_record import record_trained, trained, wrong_in
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
-#: seconds in which a server must answer, and a rank; a server is away for at most AWAY seconds
-PATIENCE, TIMEOUT, AWAY = 15, 20, 4.0
+#: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and a
+#: server that has ended comes back after at most AWAY seconds
+PATIENCE, TIMEOUT, STOPPED, AWAY = 6, 20, 4.0, 9.0
 #: the largest difference of a weight where completions were written in other batches
 CLOSE = 1e-5
 #: so often a command may be started again after it was ended by the fault
@@ -255,7 +256,7 @@ def signalled(number: signal.Signals, case: Case, out: Path, draw: random.Random
         ranks.send(number, rank)
     for each in hit:
         each.send(number)
-    away = draw.uniform(0, AWAY)
+    away = draw.uniform(0, STOPPED if number == signal.SIGSTOP else AWAY)
     time.sleep(away if hit or number == signal.SIGSTOP else 0)
     if number == signal.SIGSTOP:
         ranks.send(signal.SIGCONT)
