@@ -39,6 +39,7 @@ from stillhouse.train.functions import function_of
 from stillhouse.train.rollout_engine import open_engine
 from stillhouse.train.rollout_log import Timeline
 from stillhouse.train.session import Session
+from stillhouse.train.waiting import waited_for
 
 T = TypeVar("T")
 
@@ -136,7 +137,11 @@ class Rollouts:
             session = self.session
             with explained_write_errors(self.weights):
                 folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
-            self._on_first(lambda: engine.update_weights(step, folder) if engine is not None else None)
+            if engine is None:
+                self._on_first(lambda: None)
+            else:
+                update = partial(engine.update_weights, step, folder)
+                self._on_first(lambda: waited_for(update, partial(_alive, [])))
         else:
             assert engine is not None
             engine.update_weights(step, None)

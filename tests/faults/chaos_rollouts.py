@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 from trained_record import record_trained, trained, wrong_in
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
-#: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and a
-#: server that has ended comes back after at most AWAY seconds
+#: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and
+#: a server that has ended comes back after at most AWAY seconds
 PATIENCE, TIMEOUT, STOPPED, AWAY = 6, 20, 4.0, 9.0
 #: the largest difference of a weight where completions were written in other batches
 CLOSE = 1e-5

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import chaos
+import chaos_rollouts
 import pytest
 
 
@@ -24,3 +25,21 @@ def test_no_fault_is_silent(tmp_path: Path, layout: str, faults: list[chaos.Faul
         for number, fault in enumerate(faults)
     ]
     assert [trial for trial in trials if trial.outcome not in chaos.GOOD] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    ["one_step_off, reward", "sync, served", "one_step_off, fsdp 2", "async, served, teacher served, fsdp 2"],
+)
+def test_no_sample_is_lost_or_trained_twice(tmp_path: Path, setting: str) -> None:
+    case = chaos_rollouts.prepare(setting, tmp_path)
+    faults = [chaos_rollouts.kill, chaos_rollouts.terminate, chaos_rollouts.stop_and_continue]
+    try:
+        trials = [
+            chaos_rollouts.attempt(case, fault, tmp_path / f"out-{number}", random.Random(number))
+            for number, fault in enumerate(faults)
+        ]
+    finally:
+        case.close()
+    assert [trial for trial in trials if trial.outcome not in chaos_rollouts.GOOD] == []
