@@ -1,5 +1,7 @@
 """A queue's state in a checkpoint: what a run cannot have had at the checkpoint's step is refused by name."""
 
+import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks import Ranks
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from test_on_policy import write
 from test_rollout_queue import PROMPTS, SAMPLES, STEPS, LateEngine, queue_of
+from test_train_resume import signal_at
 
 from stillhouse.rollouts import QueueState, RolloutQueue, Sample
+from stillhouse.train.files import hashes
 from stillhouse.train.integrity import ROLLOUTS
+from stillhouse.train.progress import read_state, write_state
 from stillhouse.train.queue_file import read_queue, write_queue
 
 #: the steps that are made before the checkpoint; the first groups of the next step are those from FIRST on
@@ -263,3 +270,30 @@ def rewrite(path: Path, change: Callable[[Arrays], None], groups: str | None = N
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(arrays)
     save_file(arrays, path, metadata=metadata if groups is None else {"groups": groups})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_refuses_samples_of_later_weights_on_all_ranks(tmp_path: Path, processes: int) -> None:
+    """The file's hash is right, as if it had been written so. Rank 0 alone reads it."""
+    settings = {"rollout.schedule": "one_step_off", "checkpoint.every": 2, "parallel.fsdp": processes}
+    write(tmp_path, **settings)
+    arguments = ("distill", tmp_path / "run.yaml")
+    killed = Ranks(processes, *arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
+    assert killed.wait()[0] == -signal.SIGKILL, killed.texts
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000004"
+
+    def later(arrays: Arrays) -> None:
+        arrays["versions_N"] += 2
+
+    rewrite(checkpoint / ROLLOUTS, later)
+    state = read_state(checkpoint)
+    [changed] = hashes(checkpoint, [ROLLOUTS]).values()
+    write_state(checkpoint, replace(state, files=state.files | {ROLLOUTS: changed}))
+    refused = Ranks(processes, *arguments)
+    assert refused.wait(60) == [1] * processes, refused.texts
+    assert re.fullmatch(
+        rf"error: {checkpoint / ROLLOUTS} is not what this run has written: sample \d+ has tokens of versions 5 to 5"
+        r": expected versions 3 to 4, in this order; restore it, or remove .*\n",
+        refused[0].err.splitlines(keepends=True)[-1],
+    ), refused.texts

@@ -6,6 +6,7 @@ from pathlib import Path
 import chaos
 import chaos_rollouts
 import pytest
+from trained_record import TrainedStep, wrong_in
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,21 @@ def test_no_sample_is_lost_or_trained_twice(tmp_path: Path, setting: str) -> Non
     finally:
         case.close()
     assert [trial for trial in trials if trial.outcome not in chaos_rollouts.GOOD] == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "versions", "message"),
+    [
+        ([[0, 1], [2, 3]], [(0, 0), (0, 1)], ""),
+        ([[0, 1], [1, 3]], [(0, 0), (0, 1)], "samples [1] were trained more than once"),
+        ([[0, 1], [2, 4]], [(0, 0), (0, 1)], "samples [3, 4] were not trained, or are none of this run"),
+        ([[0, 1], [2, 3]], [(0, 0), (0, 2)], "step 1 has tokens of versions 0 to 2; the bound is 1"),
+        ([[0, 1], [2, 3]], [(0, 0), (-1, 1)], "step 1 has tokens of versions -1 to 1; the bound is 1"),
+        ([[0, 1]], [(0, 0)], "steps [0], expected 0 to 1"),
+    ],
+)
+def test_the_record_of_trained_samples_says_what_is_wrong(
+    numbers: list[list[int]], versions: list[tuple[int, int]], message: str
+) -> None:
+    steps = [TrainedStep(step, *each) for step, each in enumerate(zip(numbers, versions, strict=True))]
+    assert wrong_in(steps, count=2, samples=4, max_staleness=1) == message
