@@ -46,10 +46,12 @@ test-engines: $(VENV)/.development
 		&& $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; }
 	$(BIN)/python -m benchmarks.engines --vllm $(VLLM)/bin/python
 
-# random faults over every layout: half an hour on two cores
+# random faults over every layout, and in on-policy runs with their servers: 45 minutes on two cores
 chaos: $(VENV)/.development
 	PYTHONPATH=.:tests:tests/faults:benchmarks OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos.py \
 		--faults 200 --out benchmarks/results/chaos-$$(date +%F).json
+	PYTHONPATH=.:tests:tests/faults:benchmarks OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos_rollouts.py \
+		--faults 60 --out benchmarks/results/chaos-rollouts-$$(date +%F).json
 
 # 30,000 damaged configurations, data files and model folders
 fuzz: $(VENV)/.development

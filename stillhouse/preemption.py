@@ -35,11 +35,16 @@ _listener: "_Listener | None" = None
 
 
 class Preempted(Exception):
-    """The run stopped because of a signal, after it wrote a checkpoint. All ranks raise this after the same step."""
+    """The run stopped because of a signal, after it wrote a checkpoint. All ranks raise this after the same step.
 
-    def __init__(self, number: int, step: int, checkpoint: Path):
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; checkpoint {checkpoint}")
-        self.number = number
+    checkpoint: None if the run has not finished its first step, so that there is nothing to save.
+    """
+
+    def __init__(self, number: int, step: int, checkpoint: Path | None):
+        where = "before its first step was finished" if checkpoint is None else f"after step {step}"
+        saved = "" if checkpoint is None else f"; checkpoint {checkpoint}"
+        super().__init__(f"stopped by {signal.Signals(number).name} {where}{saved}")
+        self.number, self.checkpoint = number, checkpoint
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
         engine = LateEngine(most=4, seed=step)
         engine.update_weights(step + 1, None)
         queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
-        queue.restore(kept)
+        queue.restore(kept, step + 1)
         assert not engine.asked
         if step + 1 < STEPS:
             queue.ask(step + 1)
@@ -151,7 +151,7 @@ def test_samples_that_were_taken_and_not_trained_are_in_a_checkpoint(ahead: int,
     taken = queue.take(0)
     kept = queue.state()  # the teacher is lost before the step is made
     again = queue_of(LateEngine(most=4), ahead=ahead, in_order=in_order, slack=slack)
-    again.restore(kept)
+    again.restore(kept, 0)
     again.ask(0)
     samples = again.take(0)
     if in_order:

@@ -63,7 +63,8 @@ def _run(arguments: Sequence[str]) -> int:
         return _report(error, _usage(error), error.exit_code)
     except Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
-            click.echo(f"{stop}; {_same_command(arguments)} continues from it", err=True)
+            effect = "starts the run again" if stop.checkpoint is None else "continues from it"
+            click.echo(f"{stop}; {_same_command(arguments)} {effect}", err=True)
         return 128 + stop.number
     except (ValueError, OSError) as error:
         from stillhouse.config import ConfigError, MissingKeyError

@@ -3,7 +3,8 @@
 from stillhouse.rollouts.engine import RolloutEngine
 from stillhouse.rollouts.packing import POLICY_VERSION, TargetRules, step_documents
 from stillhouse.rollouts.plan import RolloutPlan
-from stillhouse.rollouts.queue import QueueState, RolloutQueue, require_versions, staleness
+from stillhouse.rollouts.queue import RolloutQueue, require_versions, staleness
+from stillhouse.rollouts.queue_state import QueueState
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sample, Sampling
 from stillhouse.rollouts.turns import SampleWriter
 

@@ -14,10 +14,11 @@ No token is then older than `max_staleness` versions, every group is trained exa
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 from stillhouse.rollouts.plan import RolloutPlan
+from stillhouse.rollouts.queue_state import QueueState, require_groups, require_samples
 from stillhouse.rollouts.sample import Sample
 from stillhouse.rollouts.turns import SampleWriter
 
@@ -25,24 +26,12 @@ from stillhouse.rollouts.turns import SampleWriter
 _TICK = 1.0
 
 
-@dataclass
-class QueueState:
-    """What a checkpoint keeps of a queue.
-
-    samples: finished, and not trained. asked_at: for each group that was asked for and is not trained, the step.
-    trained: the groups that were trained although an earlier one was not; `in_order` has none.
-    """
-
-    samples: list[Sample] = field(default_factory=list)
-    asked_at: dict[int, int] = field(default_factory=dict)
-    trained: list[int] = field(default_factory=list)
-
-
 class RolloutQueue:
     """The samples of a run between the engine that writes them and the steps that train on them.
 
-    max_staleness: steps after which a group that was asked for has to be trained; only with `in_order=False`.
+    max_staleness: steps after which a group that was asked for has to be trained; with `in_order`, `ahead` or more.
     advantage: how rewards become advantages (see `with_advantages`). alive: called now and then while waiting.
+    by_student: whether the versions of tokens are those of the student.
     """
 
     def __init__(
@@ -56,10 +45,11 @@ class RolloutQueue:
         max_staleness: int = 0,
         advantage: Literal["normalized", "centered"] = "normalized",
         alive: Callable[[], None] = lambda: None,
+        by_student: bool = True,
     ):
         self.writer, self.plan, self.ahead, self.in_order = writer, plan, ahead, in_order
         self.last_step, self.max_staleness = last_step, max_staleness
-        self.advantage, self._alive = advantage, alive
+        self.advantage, self._alive, self._by_student = advantage, alive, by_student
         self._asked_at: dict[int, int] = {}
         self._samples: dict[int, dict[int, Sample]] = {}
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
@@ -142,8 +132,21 @@ class RolloutQueue:
         samples = [each for group in sorted(groups) for each in groups[group].values()]
         return QueueState(samples, dict(self._asked_at), sorted(self._trained))
 
-    def restore(self, state: QueueState) -> None:
-        """Go on with what a checkpoint kept. The next `ask` asks for what it lacks."""
+    def restore(self, state: QueueState, step: int) -> None:
+        """Go on with what a checkpoint of this step kept. The next `ask` asks for what it lacks.
+
+        Raises ValueError for a state that this run cannot have had after so many steps.
+        """
+        require_groups(
+            state,
+            self.plan,
+            step,
+            ahead=self.ahead,
+            in_order=self.in_order,
+            last_step=self.last_step,
+            max_staleness=max(self.ahead, self.max_staleness),
+        )
+        require_samples(state.samples, state.asked_at, step, self.writer, by_student=self._by_student)
         self._asked_at, self._trained = dict(state.asked_at), set(state.trained)
         self._samples = {group: {} for group in self._asked_at}
         self._keep(state.samples)

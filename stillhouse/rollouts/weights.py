@@ -15,14 +15,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,6 +42,8 @@ MANIFEST = "manifest.json"
 BUCKET_BYTES = 512 * 2**20
 #: so many versions stay in the folder: a server may still be reading the one before the last
 KEPT = 2
+#: what is raised where the files are written, for a full disk for example
+_WRITE_ERRORS = (OSError, SafetensorError, ValueError)
 _PREFIX, _PARTIAL = "version-", ".partial"
 
 
@@ -74,28 +76,28 @@ def publish(
     writes those again.
 
     Raises ValueError for a model whose weights transformers converts when it saves them, if the conversion needs
-    several tensors together.
+    several tensors together. Raises OSError on all ranks if one of them cannot write.
     """
     final = version_folder(folder, version)
     partial = final.with_name(final.name + _PARTIAL)
-    if _is_first(runner):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _wait(runner)
+    with _written_on_all_ranks(runner):
+        if _is_first(runner):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
     (student, *_) = runner.students()
     with torch.no_grad():
         kind: Literal["model", "adapter"] = "model" if student.lora is None else "adapter"
         write = _write_model if kind == "model" else _write_adapter
         write(partial, runner, bucket_bytes)
-    if _is_first(runner):
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        _write_manifest(partial, version, kind)
-        if final.exists():  # of a run that has resumed from an earlier checkpoint
-            shutil.rmtree(final)
-        os.rename(partial, final)
-        _remove_others(folder, version)
-    _wait(runner)
+    with _written_on_all_ranks(runner):
+        if _is_first(runner):
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+            _write_manifest(partial, version, kind)
+            if final.exists():  # of a run that has resumed from an earlier checkpoint
+                shutil.rmtree(final)
+            os.rename(partial, final)
+            _remove_others(folder, version)
     return final
 
 
@@ -140,21 +142,27 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     rank = 0 if runner.mesh is None else runner.mesh.everyone.rank()
     before, total = sum(counts[:rank]), sum(counts)
     written: dict[str, str] = {}
-    for number, bucket in enumerate(buckets, start=before + 1):
-        file = SAFE_WEIGHTS_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for name in bucket:
-            tensor = _gather(held[name], runner)
-            if _collects(runner):
-                tensors |= _as_saved(whole.pretrained, {name: tensor})
-        if _collects(runner):
-            save_file(tensors, partial / file, metadata={"format": "pt"})
-            written |= dict.fromkeys(tensors, file)
+    with _written_on_all_ranks(runner) as failed:
+        for number, bucket in enumerate(buckets, start=before + 1):
+            file = SAFE_WEIGHTS_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for name in bucket:
+                tensor = _gather(held[name], runner)
+                if _collects(runner):
+                    tensors |= _as_saved(whole.pretrained, {name: tensor})
+            # a rank that cannot write goes on with the collectives in which the others wait for it
+            if _collects(runner) and not failed:
+                try:
+                    save_file(tensors, partial / file, metadata={"format": "pt"})
+                except _WRITE_ERRORS as error:
+                    failed.append(error)
+                written |= dict.fromkeys(tensors, file)
     files = {name: file for own in _gathered(written, runner) for name, file in own.items()}
-    if _is_first(runner):
-        _write_configuration(partial, runner, whole)
-        _write_index(partial, files, whole.pretrained)
-        _require_all(partial, files, whole.pretrained, names)
+    with _written_on_all_ranks(runner):
+        if _is_first(runner):
+            _write_configuration(partial, runner, whole)
+            _write_index(partial, files, whole.pretrained)
+            _require_all(partial, files, whole.pretrained, names)
 
 
 def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
@@ -164,14 +172,16 @@ def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     }
     own = {name: _gather(each, runner) for name, each in held.items()}
     number = -1 if not _collects(runner) else 0 if runner.mesh is None else runner.mesh.everyone.rank()
-    if number >= 0:
-        save_file(own, partial / f"part-{number}")
+    with _written_on_all_ranks(runner):
+        if number >= 0:
+            save_file(own, partial / f"part-{number}")
     numbers = [each for each in _gathered(number, runner) if each >= 0]
-    if _is_first(runner):
-        parts = [partial / f"part-{each}" for each in numbers]
-        save_lora(runner.students()[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
-        for part in parts:
-            part.unlink()
+    with _written_on_all_ranks(runner):
+        if _is_first(runner):
+            parts = [partial / f"part-{each}" for each in numbers]
+            save_lora(runner.students()[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
+            for part in parts:
+                part.unlink()
 
 
 def _whole(runner: Runner) -> Decoder:
@@ -294,6 +304,21 @@ def _gathered(value: Any, runner: Runner) -> list[Any]:
     return [value] if runner.mesh is None else gathered(value, runner.mesh.everyone, runner.mesh.device)
 
 
-def _wait(runner: Runner) -> None:
-    if runner.mesh is not None:
-        dist.barrier(runner.mesh.everyone)
+@contextmanager
+def _written_on_all_ranks(runner: Runner) -> Iterator[list[Exception]]:
+    """All ranks leave the block together. If one of them could not write, all raise its OSError, or its ValueError:
+    otherwise the others would wait for it. Yields a list for such errors that this rank has caught in the block.
+    """
+    failed: list[Exception] = []
+    try:
+        yield failed
+    except _WRITE_ERRORS as error:
+        failed.append(error)
+    own = [
+        [isinstance(each, ValueError), getattr(each, "errno", None), getattr(each, "strerror", None) or str(each)]
+        for each in failed[:1]
+    ]
+    for is_wrong, number, text in [each for rank in _gathered(own, runner) for each in rank][:1]:
+        if is_wrong:
+            raise ValueError(text)
+        raise OSError(text) if number is None else OSError(number, text)

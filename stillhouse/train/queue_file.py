@@ -19,40 +19,79 @@ from stillhouse.rollouts import Completion, QueueState, Sample
 from stillhouse.train.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.train.progress import DamagedCheckpointError
 
+#: the arrays of the file
+_DTYPES: dict[str, type] = {
+    "number_R": np.int64,
+    "prompt_R": np.int64,
+    "tokens_R": np.int64,
+    "finish_R": np.uint8,
+    "has_reward_R": np.uint8,
+    "reward_R": np.float64,
+    "ids_N": np.int32,
+    "log_probs_N": np.float32,
+    "versions_N": np.int32,
+    "is_written_N": np.uint8,
+}
 _FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
 
 
 def write_queue(folder: Path, state: QueueState) -> None:
     samples = state.samples
     completions = [each.completion for each in samples]
-    lengths = [len(each.ids_N) for each in completions]
-    arrays = {
-        "number_R": np.array([each.number for each in samples], dtype=np.int64),
-        "prompt_R": np.array([each.prompt for each in samples], dtype=np.int64),
-        "tokens_R": np.array(lengths, dtype=np.int64),
-        "finish_R": np.array([_FINISHES.index(each.finish) for each in completions], dtype=np.uint8),
-        "has_reward_R": np.array([each.reward is not None for each in samples], dtype=np.uint8),
-        "reward_R": np.array([each.reward or 0.0 for each in samples], dtype=np.float64),
-        "ids_N": _joined([each.ids_N for each in completions], np.int32),
-        "log_probs_N": _joined([each.log_probs_N for each in completions], np.float32),
-        "versions_N": _joined([each.versions_N for each in completions], np.int32),
-        "is_written_N": _joined([each.is_written_N for each in samples], np.uint8),
+    values = {
+        "number_R": [np.array([each.number for each in samples])],
+        "prompt_R": [np.array([each.prompt for each in samples])],
+        "tokens_R": [np.array([len(each.ids_N) for each in completions])],
+        "finish_R": [np.array([_FINISHES.index(each.finish) for each in completions])],
+        "has_reward_R": [np.array([each.reward is not None for each in samples])],
+        "reward_R": [np.array([each.reward or 0.0 for each in samples])],
+        "ids_N": [each.ids_N for each in completions],
+        "log_probs_N": [each.log_probs_N for each in completions],
+        "versions_N": [each.versions_N for each in completions],
+        "is_written_N": [each.is_written_N for each in samples],
     }
+    arrays = {name: _joined(parts, _DTYPES[name]) for name, parts in values.items()}
     groups = {"asked_at": list(state.asked_at.items()), "trained": state.trained}
     save_file(arrays, folder / ROLLOUTS, metadata={"groups": json.dumps(groups)})
 
 
 def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
-    """Raises DamagedCheckpointError if the checkpoint has no such file, or another form of it."""
+    """Raises ValueError if the checkpoint has no such file, or another form of it."""
     path = checkpoint.path / ROLLOUTS
     if ROLLOUTS not in checkpoint.state.files:
         raise DamagedCheckpointError(f"{checkpoint.path} has no {ROLLOUTS}: it is not of an on-policy run")
     with reading(f"{path} cannot be read"), safe_open(path, framework="numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         groups = json.loads(file.metadata()["groups"])
+        _require_form(arrays)
+        asked_at = dict(groups["asked_at"])
+        trained = groups["trained"]
+        if len(asked_at) != len(groups["asked_at"]):
+            raise ValueError("a group that was asked for more than once")
+        if not all(type(each) is int for each in [*asked_at, *asked_at.values(), *trained]):
+            raise ValueError("groups and steps that are no integers")
         ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
         samples = [_sample(arrays, number, slice(*each)) for number, each in enumerate(ends)]
-        return QueueState(samples, dict(groups["asked_at"]), groups["trained"])
+        return QueueState(samples, asked_at, trained)
+
+
+def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError unless these are the arrays that `write_queue` writes, with as many values as one another."""
+    if arrays.keys() != _DTYPES.keys():
+        raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_DTYPES)}")
+    for name, each in arrays.items():
+        if each.dtype != _DTYPES[name] or each.ndim != 1:
+            raise ValueError(f"{name} of {each.dtype} with {each.ndim} dimensions: expected {_DTYPES[name]} with 1")
+    samples, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
+    for name, each in arrays.items():
+        expected = samples if name.endswith("_R") else tokens
+        if len(each) != expected:
+            raise ValueError(f"{name} has {len(each)} values: expected {expected}, for {samples} samples")
+    if samples and arrays["tokens_R"].min() < 1:
+        raise ValueError("a sample without tokens")
+    for name, most in (("finish_R", len(_FINISHES) - 1), ("has_reward_R", 1), ("is_written_N", 1)):
+        if len(arrays[name]) and arrays[name].max() > most:
+            raise ValueError(f"{name} with the value {arrays[name].max()}: expected 0 to {most}")
 
 
 def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice) -> Sample:

@@ -34,12 +34,14 @@ from stillhouse.rollouts.weights import publish
 from stillhouse.teachers import SignalsLostError
 from stillhouse.teachers.client import ServerError
 from stillhouse.teachers.stored import SECONDS_TO_STOP
+from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.functions import function_of
 from stillhouse.train.rollout_engine import open_engine
 from stillhouse.train.rollout_log import Timeline
 from stillhouse.train.served_writer import require_same_writer
 from stillhouse.train.session import Session
+from stillhouse.train.waiting import waited_for
 
 T = TypeVar("T")
 
@@ -141,8 +143,13 @@ class Rollouts:
         engine = self.engine
         if self.config.urls:
             session = self.session
-            folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
-            self._on_first(lambda: engine.update_weights(step, folder) if engine is not None else None)
+            with explained_write_errors(self.weights):
+                folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
+            if engine is None:
+                self._on_first(lambda: None)
+            else:
+                update = partial(engine.update_weights, step, folder)
+                self._on_first(lambda: waited_for(update, partial(_alive, [])))
         else:
             assert engine is not None
             engine.update_weights(step, None)
@@ -250,6 +257,7 @@ def make_queue(
         last_step=steps - 1,
         advantage=rollout.advantage,
         alive=partial(_alive, []),
+        by_student=rollout.writer == "student",
     )
 
 

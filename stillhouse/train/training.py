@@ -31,9 +31,9 @@ from stillhouse.train.evaluation import evaluate, means
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.identity import configuration_hash
-from stillhouse.train.integrity import IntactCheckpoint
+from stillhouse.train.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.train.logging import NoLog, RunLog, open_log
-from stillhouse.train.progress import Progress, folder_name
+from stillhouse.train.progress import DamagedCheckpointError, Progress, folder_name
 from stillhouse.train.queue_file import read_queue
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
@@ -187,8 +187,8 @@ def _progress(
     progress, steps = Progress(), session.step_schedule.steps
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, session.runner, session.engine.optimizer, session.engine.average)
-        if queue is not None and folder.owns(checkpoint.path):
-            queue.restore(read_queue(checkpoint))
+        if session.config.rollout is not None and folder.owns(checkpoint.path):
+            _restore_queue(session, checkpoint, progress.step, queue)
         if progress.step > steps:
             raise ValueError(
                 f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
@@ -203,6 +203,24 @@ def _progress(
     )
 
 
+def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, queue: RolloutQueue | None) -> None:
+    """Raise DamagedCheckpointError on all ranks if the samples in a checkpoint cannot be of this run at this step.
+
+    Rank 0 alone has a queue and reads them; the others would wait for it.
+    """
+    problem = ""
+    if queue is not None:
+        try:
+            queue.restore(read_queue(checkpoint), step)
+        except ValueError as error:
+            problem = str(error)
+    if problem := from_all_ranks(problem, session.device)[0]:
+        raise DamagedCheckpointError(
+            f"{checkpoint.path / ROLLOUTS} is not what this run has written: {problem}; restore it, or remove "
+            f"{checkpoint.path}, so that the run continues from the checkpoint before it"
+        )
+
+
 @contextmanager
 def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
     """If the teacher's signals or completions cannot be had, save the steps that are done. All processes raise that
@@ -212,14 +230,14 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
         yield
     except SignalsLostError as error:
         step, session = run.progress.step, run.session
-        if step == 0:
-            raise
-        saved = run.folder.checkpoints / folder_name(step)
-        if not from_all_ranks(saved.exists(), session.device)[0]:
+        saved = run.folder.checkpoints / folder_name(step) if step else None  # nothing is trained before step 1
+        if saved is not None and not from_all_ranks(saved.exists(), session.device)[0]:
             saved = run.save()
         if stopped_by := agreed_signal(session.runner.mesh):
             destroy_process_group()
             raise Preempted(stopped_by, step, saved) from error
+        if saved is None:
+            raise
         raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
 
 

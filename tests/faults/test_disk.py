@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 from ranks import Ranks
 from runs import Command, contents, run, write_run
+from serving import Server
 from test_checkpoints import at_once
+from test_on_policy import write
 
 from stillhouse.train import checkpoint
 from stillhouse.train.logging import RunLog
 
+PUBLISHED = 100_000  # too little for one version of the weights
 BYTES = 2_000_000  # size of the small disk: enough for one checkpoint of these runs, but not for two
 
 
@@ -179,3 +182,24 @@ def test_a_full_disk_under_the_report(tmp_path: Path, disk: Path) -> None:
     failed = run("report", disk / "out", code=1)
     assert failed.err.startswith(f"error: {disk}/out/report.html cannot be written: No space left on device; the run")
     run("verify", disk / "out")
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp=1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp=2", "pipeline=2"))]
+)
+def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout: str) -> None:
+    """Under pipeline parallelism each rank writes a file, and one of them fails first: both must end."""
+    processes = int(layout[-1])
+    write(tmp_path, **{"rollout.weights": str(disk), "rollout.engine": "stillhouse", "rollout.url": "http://x"})
+    subprocess.run(["mount", "-o", f"remount,size={PUBLISHED}", str(disk)], check=True)
+    with Server(tmp_path / "student", "--generate") as server:
+        arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")
+        failed = Ranks(processes, *arguments, hook=at_once)
+        assert failed.wait() == [1] * processes, failed.texts
+        assert re.fullmatch(
+            rf"error: {disk}/\w+ cannot be written: [\d,]+ bytes are free on its disk; .*\n", failed[0].err
+        ), failed[0].err
+        assert all(each.err.count("\n") == 1 for each in failed)
+        subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
+        again = Ranks(processes, *arguments, hook=at_once)
+        assert again.wait() == [0] * processes, again.texts
