@@ -40,7 +40,10 @@ from stillhouse.train.rollouts import Rollouts
 from stillhouse.train.run import distill
 from stillhouse.train.session import Session
 
-STEPS, PROMPTS, SAMPLES, NEW_TOKENS, MAX_STALENESS, TEMPERATURE = 20, 4, 2, 32, 2, 0.7
+STEPS, PROMPTS, SAMPLES, NEW_TOKENS, MAX_STALENESS, TEMPERATURE = 20, 4, 2, 48, 2, 0.7
+#: vLLM writes so few completions at a time that a step's take longer than the rest of the step: under async, some of
+#: them are then under way when weights change
+AT_A_TIME = ("--max-num-seqs", "2")
 #: large, so that each step changes the log-probabilities of its tokens by far more than the precision of the checks
 LEARNING_RATE = 3e-3
 #: the step, from 0, in which the writing vLLM is killed, and the schedules of these runs: with sync, its answers are
@@ -72,7 +75,7 @@ def measure_rollouts(folder: Path, python: str) -> dict[str, dict[str, Any]]:
     folder = folder / "rollouts"
     _write_inputs(folder)
     teacher = start(python, folder / "teacher", *HIDDEN_STATES)
-    writer = start(python, folder / "student", *WRITING, *PROCESSED, settings=DEVELOPMENT)
+    writer = start(python, folder / "student", *WRITING, *PROCESSED, *AT_A_TIME, settings=DEVELOPMENT)
     found = {}
     try:
         urls = {"teacher": teacher.wait().url, "writer": writer.wait().url}

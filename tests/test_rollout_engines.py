@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from stub_writers import SglangWriter, VllmWriter, WriterServer, writing
+from test_on_policy import write
 from writer_cases import (
     KINDS,
     RECORDED,
@@ -23,6 +25,7 @@ from writer_cases import (
     wait_for_tokens,
 )
 
+from stillhouse.config import ConfigError
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
@@ -31,6 +34,8 @@ from stillhouse.rollouts.sglang import SglangApi
 from stillhouse.rollouts.vllm import VllmApi
 from stillhouse.rollouts.weights import publish
 from stillhouse.teachers.client.pool import ServerError
+from stillhouse.train.rollout_engine import open_engine
+from stillhouse.train.session import prepare
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +182,25 @@ def test_a_vllm_that_keeps_the_first_head_of_a_tied_student_is_refused(
                 engine_of(server, api=VllmApi(is_tied=True))
         else:
             engine_of(server, api=VllmApi(is_tied=True)).close()
+
+
+def test_a_run_with_a_tied_student_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    """With an adapter it is not: the server's own base stays as it is."""
+    settings: dict[str, Any] = {"data.eval": 0.0, "rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1"}
+    write(tmp_path, tied=True, **settings)  # the student, which the server has from the start
+    with writing(VllmWriter, tmp_path / "student", processed=True) as server:
+        settings["rollout.url"] = server.url
+        with closing(prepare(write(tmp_path, **settings), announce=False)) as session:
+            assert session.config.rollout is not None
+            with pytest.raises(ConfigError, match="is a vLLM on a CPU") as raised:
+                open_engine(session, session.config.rollout)
+        assert raised.value.key == "rollout.url"
+        settings["student.adapter"] = {"r": 4}
+        with closing(prepare(write(tmp_path, **settings), announce=False)) as session:
+            assert session.config.rollout is not None
+            engine = open_engine(session, session.config.rollout)
+            assert engine is not None
+            engine.close()
 
 
 def test_a_model_that_proves_nothing_is_refused(student: Student, server: WriterServer) -> None:
