@@ -222,6 +222,11 @@ def test_every_kind_of_objective(
         ({"rollout.reward": "hooks.length", "objective.loss": "policy_gradient"}, "rollout.reward", "package.module"),
         ({"rollout.timeout": 5.0}, "rollout.timeout", "only with rollout.url"),
         ({"rollout.discount": 0.5}, "rollout.discount", "only with policy_gradient"),
+        (
+            {"checkpoint.best": "eval/exact_match/sums", "eval.tasks": ["brackets"]},
+            "checkpoint.best",
+            "expected sums",
+        ),
         ({"rollout.reward": "hooks:length", "rollout.samples_per_prompt": 1}, "rollout.samples_per_prompt", "got 1"),
     ],
 )

@@ -182,12 +182,19 @@ def test_one_file_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "kept"), [("eval/cross_entropy", [2, 5]), ("eval/agreement", [3, 5]), ("eval/forward_kl", [5])]
+    ("metric", "kept"),
+    [
+        ("eval/cross_entropy", [2, 5]),
+        ("eval/agreement", [3, 5]),
+        ("eval/forward_kl", [5]),
+        ("eval/exact_match/sums", [1, 5]),
+        ("eval/exact_match/reversal", [5]),
+    ],
 )
 def test_the_best_is_the_lowest_but_of_agreement_the_highest(tmp_path: Path, metric: str, kept: list[int]) -> None:
     figures = [(3.0, 0.1), (1.0, 0.3), (2.0, 0.5), (1.0, 0.5)]
     for step, (loss, agreement) in enumerate(figures, start=1):
-        fake(tmp_path, step, cross_entropy=loss, agreement=agreement)
+        fake(tmp_path, step, cross_entropy=loss, agreement=agreement, **{"exact_match/sums": 0.9 - agreement})
     fake(tmp_path, 5)
     prune(tmp_path, keep=1, best=metric)
     assert [path.name for path in checkpoints(tmp_path)] == [f"step-{step:08d}" for step in kept]

@@ -16,10 +16,20 @@ class CheckpointConfig(Section):
     keep: int = Field(
         default=2, ge=1, description="How many of the latest checkpoints are kept, in addition to the best one."
     )
-    best: Literal["eval/cross_entropy", "eval/forward_kl", "eval/agreement"] | None = Field(
+    best: (
+        Literal[
+            "eval/cross_entropy",
+            "eval/forward_kl",
+            "eval/agreement",
+            "eval/exact_match/sums",
+            "eval/exact_match/reversal",
+            "eval/exact_match/brackets",
+        ]
+        | None
+    ) = Field(
         default="eval/cross_entropy",
         description="The checkpoint with the best value of this metric is kept: the lowest, or the highest for"
-        " agreement. null: none. No effect without evaluation.",
+        " agreement and for the exact match of a task in eval.tasks. null: none. No effect without evaluation.",
     )
     resume: PathText = Field(
         default="auto",

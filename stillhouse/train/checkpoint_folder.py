@@ -45,11 +45,11 @@ def set_aside(path: Path) -> Path:
 
 
 def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str) -> Path | None:
-    """The checkpoint with the lowest value of a metric (the highest, for an agreement).
+    """The checkpoint with the lowest value of a metric (the highest, for an agreement and an exact match).
 
     If several have the same value, it is the earliest one. None if no checkpoint has the metric.
     """
-    sign = -1.0 if metric.endswith("agreement") else 1.0
+    sign = -1.0 if metric.startswith(("eval/agreement", "eval/exact_match")) else 1.0
     values = [(sign * each[metric], path) for path, each in metrics.items() if metric in each]
     return min(values)[1] if values else None
 

@@ -89,13 +89,17 @@ class Rollouts:
             self._ask(step, timeline)
 
     def _ask(self, step: int, timeline: Timeline) -> None:
-        queue, number = self.queue, step + 1
+        queue, number, folder = self.queue, step + 1, None
+        if self.config.writer == "student" and self.config.urls:
+            # while the servers still write
+            with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
+                folder = publish(self.session.runner, self.weights, step, tokenizer=self.session.tokenizer)
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             if self.config.schedule != "async":
                 self._on_first(lambda: queue.wait_for(step) if queue is not None and queue.has_asked(step) else None)
         if self.config.writer == "student":
             with timeline.span(number, "weights", f"version {step}"):
-                self._update_weights(step)
+                self._update_weights(step, folder)
         # an engine in this job writes now; with servers, this only sends the requests
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             self._on_first(lambda: None if queue is None else queue.ask(step))
@@ -139,20 +143,17 @@ class Rollouts:
         if self.queue is not None:
             self.queue.trained()
 
-    def _update_weights(self, step: int) -> None:
+    def _update_weights(self, step: int, folder: Path | None) -> None:
+        """folder: what was published for servers; None for an engine in this job."""
         engine = self.engine
-        if self.config.urls:
-            session = self.session
-            with explained_write_errors(self.weights):
-                folder = publish(session.runner, self.weights, step, tokenizer=session.tokenizer)
-            if engine is None:
-                self._on_first(lambda: None)
-            else:
-                update = partial(engine.update_weights, step, folder)
-                self._on_first(lambda: waited_for(update, partial(_alive, [])))
-        else:
+        if folder is None:
             assert engine is not None
             engine.update_weights(step, None)
+        elif engine is None:
+            self._on_first(lambda: None)
+        else:
+            update = partial(engine.update_weights, step, folder)
+            self._on_first(lambda: waited_for(update, partial(_alive, [])))
 
     def _tell(self, message: Any) -> Any:
         return from_first(message, self.group, self.session.device)

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RolloutConfig, RunConfig, TeacherConfig, TeachersConfig
+from stillhouse.config.task import TaskSpec
 from stillhouse.data import (
     DataReport,
     Documents,
@@ -232,18 +233,30 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
     require_objective(config, spec)
+    _require_task(config)
     spec = _on_rollouts(config, spec)
     if config.teachers is not None:
         spec = replace(spec, teachers=_shares(config.teachers), is_mixture=config.teachers.sum == "distributions")
     elif config.teacher is None:
         if spec.needs_teacher:
             raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
-        if config.data.eval and config.checkpoint.best not in ("eval/cross_entropy", None):
+        if config.data.eval and config.checkpoint.best in ("eval/forward_kl", "eval/agreement"):
             raise ConfigError(
                 "checkpoint.best",
-                f"got {config.checkpoint.best} without a teacher: expected eval/cross_entropy or null",
+                f"got {config.checkpoint.best} without a teacher: expected eval/cross_entropy, a task or null",
             )
     return spec
+
+
+def _require_task(config: RunConfig) -> None:
+    """Raise ConfigError if `checkpoint.best` is the exact match of a task that is not evaluated."""
+    best, tasks = config.checkpoint.best or "", [TaskSpec.parse(text).name for text in config.eval.tasks]
+    prefix, _, task = best.rpartition("/")
+    if prefix == "eval/exact_match" and task not in tasks:
+        raise ConfigError(
+            "checkpoint.best",
+            f"got {best}, but eval.tasks is [{', '.join(config.eval.tasks)}]: expected {task} in it",
+        )
 
 
 def _on_rollouts(config: RunConfig, spec: ObjectiveSpec) -> ObjectiveSpec:
