@@ -1,19 +1,35 @@
 """A signal ends an on-policy run that waits for servers: with a checkpoint, if there is something to save."""
 
+import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import Ranks
 from runs import wait_for
 from serving import Server
 from test_on_policy import losses, write
-from test_train_resume import last_step
+
+from stillhouse.train.rollouts import Rollouts
 
 #: seconds after which a run must have ended: SECONDS_TO_STOP, and some for the checkpoint
 SOON = 20.0
 PATIENCE = 90
+
+
+def stop_before(step: int, pid: int, marker: str) -> None:
+    """Stop a server right before a step (from 0) asks for completions."""
+    ask = Rollouts.ask
+
+    def asking(rollouts: Rollouts, at: int, *others: Any) -> None:
+        if at == step and os.environ["RANK"] == "0":
+            os.kill(pid, signal.SIGSTOP)
+            Path(marker).touch()
+        ask(rollouts, at, *others)
+
+    Rollouts.ask = asking  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -32,13 +48,10 @@ def test_a_signal_ends_a_run_whose_server_does_not_answer(
         served |= {"rollout.engine": "stillhouse", "rollout.url": writer.url, "rollout.timeout": PATIENCE}
         write(tmp_path, cached=True, **settings, **served)
         arguments = ("distill", tmp_path / "run.yaml")
-        ranks = Ranks(processes, *arguments)
-        if after == 0:
-            wait_for(lambda: (out / "metrics.jsonl").exists())  # the run begins
-        else:
-            wait_for(lambda: last_step(out) >= after)
-        stopped = {"writer": writer, "teacher": teacher}[which]
-        stopped.first.send(signal.SIGSTOP)
+        stopped, marker = {"writer": writer, "teacher": teacher}[which], tmp_path / "stopped"
+        pid = stopped.first.process.pid
+        ranks = Ranks(processes, *arguments, hook=stop_before, hook_arguments=(after, pid, str(marker)))
+        wait_for(marker.exists)
         time.sleep(1)
         ranks.send(signal.SIGTERM)
         started = time.monotonic()
@@ -47,7 +60,9 @@ def test_a_signal_ends_a_run_whose_server_does_not_answer(
         assert codes == [128 + signal.SIGTERM] * processes, ranks.texts
         assert time.monotonic() - started < SOON
         assert "Traceback" not in ranks.err
-        assert "stopped by SIGTERM" in ranks[0].err
+        where = f"after step {after}; checkpoint " if after else "before its first step was finished; "
+        assert f"stopped by SIGTERM {where}" in ranks[0].err
+        assert list((out / "checkpoints").glob("step-*")) == [out / "checkpoints" / f"step-{after:08d}"] * (after > 0)
         again = Ranks(processes, *arguments)
         assert again.wait(120) == [0] * processes, again.texts
     assert [line["step"] for line in losses(out)] == [1, 2, 3, 4, 5, 6]
