@@ -101,9 +101,10 @@ def _updates(folder: Path, student: Decoder, url: str) -> dict[str, Any]:
 def _crossing(
     folder: Path, student: Decoder, engine: ServedEngine, versions: dict[int, PreTrainedModel]
 ) -> dict[str, Any]:
-    """Long completions that are under way while new weights are loaded. On a loaded machine, they may have ended before
-    or begun after: the update is then repeated with the next version.
+    """Long completions that are under way while new weights are loaded. On a loaded machine, they may have ended
+    before or begun after: the update is then repeated with the next version.
     """
+    engine.update_weights(2, folder / "weights" / "version-00000002")
     requests = _requests(6)
     for version in range(3, 3 + ATTEMPTS):
         seconds = [_seconds(engine, requests) for _ in range(2)]
