@@ -316,3 +316,18 @@ def test_colours_are_readable_and_ordered(theme):
     assert all(contrast(colour["on-shade"], one) >= 4.5 for one in shades)
     distances = [contrast(colour["page"], one) for one in shades]
     assert distances == sorted(distances)
+
+
+def test_a_run_without_held_out_data_has_no_place_for_it(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text('{"step": 1, "tokens": 5, "seconds": 1.0, "eval/exact_match/sums": 0.5}\n')
+    (out / "config.yaml").write_text("data: {train: a.jsonl, eval: 0}\n")
+    page = write_report(out).read_text(encoding="utf-8")
+    assert "Held-out cross-entropy" not in page
+    assert "tokens.json is missing" not in page
+    assert "Exact match, sums" in page
+    (out / "config.yaml").write_text("data: {train: a.jsonl, eval: 0.1}\n")
+    page = write_report(out).read_text(encoding="utf-8")
+    assert "Held-out cross-entropy" in page
+    assert "tokens.json is missing" in page

@@ -144,10 +144,13 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     steps = [f"{line.step:,}" if line else None for line in last]
     tokens = [_count(line.values.get("tokens")) if line else None for line in last]
     seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
-    return [
+    held_out = [
         Figure("Held-out cross-entropy", NATS, _change(runs, "eval/cross_entropy", ".3f")),
         Figure("Held-out forward KL", NATS, _change(runs, "eval/forward_kl", ".3f")),
         Figure("Held-out agreement", "top 1", _change(runs, "eval/agreement", ".1f", scale=100, sign=" %")),
+    ]
+    return [
+        *(held_out if any(run.has_held_out_data for run in runs) else []),
         *_on_policy_figures(runs),
         Figure("Tokens", "predicted in training", tokens),
         Figure("Steps", "of the optimizer", steps),

@@ -82,6 +82,11 @@ class Run:
     rollouts: Rollouts | None = None
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def has_held_out_data(self) -> bool:
+        """Whether the run was to have held-out data; True if that is not known."""
+        return _asks_for_held_out_data(self.config)
+
     def first_and_last(self, key: str) -> tuple[float, float] | None:
         """Return the first and the last finite value of a metric, or None if there is none."""
         values = [value for line in self.lines if (value := line.values.get(key)) is not None]
@@ -95,9 +100,10 @@ def read_run(path: Path) -> Run:
         ValueError: there is no metrics.jsonl, or a file is malformed (with file and line, or file and key).
     """
     lines, notes = read_metrics(path / "metrics.jsonl")
-    missing = [name for name in OPTIONAL_FILES if not (path / name).is_file()]
-    notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in missing]
     config_text, config = _read_config(path / "config.yaml")
+    expected = [name for name in OPTIONAL_FILES if name != "tokens.json" or _asks_for_held_out_data(config)]
+    missing = [name for name in expected if not (path / name).is_file()]
+    notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in missing]
     rollouts, rollout_notes = read_rollouts(path, expected=isinstance(config.get("rollout"), dict))
     return Run(
         path=path,
@@ -136,6 +142,11 @@ def read_metrics(path: Path) -> tuple[list[Line], list[str]]:
                 "Two runs have written to this folder: remove the lines of one run, or run again with a new folder."
             )
     return lines, notes
+
+
+def _asks_for_held_out_data(config: dict[str, Any]) -> bool:
+    data = config.get("data")
+    return not isinstance(data, dict) or data.get("eval", True) not in (0, None)
 
 
 def _parse_line(raw: bytes, where: str) -> Line:
