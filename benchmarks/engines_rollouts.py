@@ -41,8 +41,8 @@ from stillhouse.train.run import distill
 from stillhouse.train.session import Session
 
 STEPS, PROMPTS, SAMPLES, NEW_TOKENS, MAX_STALENESS, TEMPERATURE = 20, 4, 2, 48, 2, 0.7
-#: vLLM writes so few completions at a time that a step's take longer than the rest of the step: under async, some of
-#: them are then under way when weights change
+#: vLLM writes few completions at a time, so that under async some of them are under way when weights change. How many
+#: depends on the machine's load; engines_completions.py requires it of completions that are long enough
 AT_A_TIME = ("--max-num-seqs", "2")
 #: large, so that each step changes the log-probabilities of its tokens by far more than the precision of the checks
 LEARNING_RATE = 3e-3
@@ -108,8 +108,6 @@ def problems_of(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         yield "the versions' log-probabilities are so similar that a wrong version would not be found"
     if not found["largest_relative_loss_difference"] <= SAME_LOSS:
         yield f"losses differ by {found['largest_relative_loss_difference']:.2g} from the teacher's in the job"
-    if found["schedule"] == "async" and not found["samples_of_several_versions"]:
-        yield "no completion was under way while weights changed"
     if "killed" in name and not found["under_way_when_killed"]:
         yield "no completion was under way when vLLM was killed"
 
