@@ -71,7 +71,10 @@ def test_an_unknown_key_of_a_file_names_the_nearest_right_one(tmp_path: Path, te
         ("train.betas=[0.9, '0.95']", "train.betas: got [0.9, '0.95']; expected: list of 2 (number >= 0 and < 1)"),
         ("student.trust_remote_code=yes", "student.trust_remote_code: got 'yes' (text); expected: true or false"),
         ("track=tensorboard", "track: got 'tensorboard' (text); expected: list of tensorboard"),
-        ("checkpoint.best=loss", "expected: eval/cross_entropy, eval/forward_kl, eval/agreement or null"),
+        (
+            "checkpoint.best=loss",
+            "expected: eval/cross_entropy, eval/forward_kl, eval/agreement, eval/exact_match",
+        ),
         ("device=gpu", "device: got 'gpu' (text); expected: text such as auto, cpu, cuda, cuda:1"),
         ("train.warmup=1.5", "train.warmup: got 1.5, expected a share below 1 or a whole number of steps"),
         ("eval=0.1", "eval: got 0.1; expected: a section with the keys every, micro_batch_tokens"),

@@ -86,6 +86,13 @@ def test_merged_probabilities_by_brute_force(folder: Path, student: str, teacher
         for span in aligned.spans:
             if span.student.start == 0 or span.teacher.start == 0:
                 continue
+            border = log_p_NV[span.teacher.start - 1].topk(top_k + 1).values[-2:]
+            if border[0] - border[1] < 1e-3:  # which of the two is among the likeliest is a matter of rounding
+                first[span.student.start - 1], later[span.student.start : span.student.stop - 1] = (
+                    found["weight"][span.student.start - 1],
+                    found["continuation"][span.student.start : span.student.stop - 1],
+                )
+                continue
             actual = [int(aligned.teacher_tokens[at]) for at in span.teacher]
             log_p = sum(float(log_p_NV[at - 1, each]) for at, each in zip(span.teacher, actual, strict=True))
             row, y_0 = span.student.start - 1, int(tokens[span.student.start])

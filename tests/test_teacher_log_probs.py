@@ -74,7 +74,10 @@ def test_dense_signals(kind: str, temperature: float, monkeypatch: pytest.Monkey
     assert distance(found_T, plain(signal, temperature)) < 1e-12
     assert not found_T.requires_grad
     for index in (HAS_LABEL.nonzero()[:, 0], torch.arange(T)):
-        assert torch.equal(teacher_log_probs(signal, LABELS, temperature, vocabulary=V, valid_index=index), found_T)
+        # not to the bit: some CPUs sum a product of fewer rows in another order
+        chosen_T = teacher_log_probs(signal, LABELS, temperature, vocabulary=V, valid_index=index)
+        assert distance(chosen_T, found_T) < 1e-14
+        assert torch.equal(chosen_T == 0, found_T == 0)
 
 
 def test_a_teacher_with_more_rows_than_the_student() -> None:
