@@ -356,20 +356,23 @@ def table(trials: list[Trial], by: str) -> dict[str, dict[str, int]]:
     return {key: dict(each) for key, each in counts.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--faults", type=int, default=200)
+def command(
+    campaign: Callable[..., list[Trial]], names: list[str], *, plural: str, faults: int, good: tuple[str, ...],
+    about: str,
+) -> None:  # fmt: skip
+    """The command of a campaign over named layouts or settings; ends with code 1 if an outcome is not good."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("--faults", type=int, default=faults)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no trial after this many minutes")
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument(f"--{plural}", dest="names", nargs="*", default=names, choices=names)
     parser.add_argument("--out", type=Path, help="result file (JSON)")
     arguments = parser.parse_args()
     started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="stillhouse-chaos-"))
     try:
-        trials = campaign(arguments.faults, arguments.seed, arguments.layouts, root, arguments.minutes)
+        trials = campaign(arguments.faults, arguments.seed, arguments.names, root, arguments.minutes)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    bad = [trial for trial in trials if trial.outcome not in GOOD]
     for fault, each in table(trials, "fault").items():
         print(f"{fault:<18}" + ", ".join(f"{count} {outcome}" for outcome, count in each.items()))
     if arguments.out is not None:
@@ -381,12 +384,12 @@ def main() -> None:
             "minutes": round((time.monotonic() - started) / 60, 1),
             "outcomes": dict(collections.Counter(trial.outcome for trial in trials)),
             "by_fault": table(trials, "fault"),
-            "by_layout": table(trials, "layout"),
+            f"by_{plural.removesuffix('s')}": table(trials, "layout"),
             "trials": [asdict(trial) for trial in trials],
         }
         write_result(arguments.out, content)
-    sys.exit(1 if bad else 0)
+    sys.exit(1 if [trial for trial in trials if trial.outcome not in good] else 0)
 
 
 if __name__ == "__main__":
-    main()
+    command(campaign, list(LAYOUTS), plural="layouts", faults=200, good=GOOD, about=__doc__)

@@ -9,23 +9,18 @@ servers, each sample must have been trained exactly once (`trained_record.py`) a
 bound; where the schedule determines the completions, the weights are those of the undisturbed run, but for rounding.
 """
 
-import argparse
-import collections
-import math
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from chaos import DISK, LIMIT, Hung, Traceback, Trial, ended, log_lines, require_no_traceback, table
+from chaos import DISK, LIMIT, Hung, Traceback, Trial, command, ended, log_lines, require_no_traceback
 from ranks import Ranks, free_port
 from runs import Command, contents, metrics, wait_for, write_records, write_run
 from safetensors.torch import load_file
@@ -361,36 +356,5 @@ def campaign(faults: int, seed: int, settings: list[str], root: Path, minutes: f
     return trials
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--faults", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no trial after this many minutes")
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--out", type=Path, help="result file (JSON)")
-    arguments = parser.parse_args()
-    started, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="stillhouse-chaos-"))
-    try:
-        trials = campaign(arguments.faults, arguments.seed, arguments.settings, root, arguments.minutes)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    for fault, each in table(trials, "fault").items():
-        print(f"{fault:<18}" + ", ".join(f"{count} {outcome}" for outcome, count in each.items()))
-    if arguments.out is not None:
-        from record import write_result
-
-        content = {
-            "faults": len(trials),
-            "seed": arguments.seed,
-            "minutes": round((time.monotonic() - started) / 60, 1),
-            "outcomes": dict(collections.Counter(trial.outcome for trial in trials)),
-            "by_fault": table(trials, "fault"),
-            "by_setting": table(trials, "layout"),
-            "trials": [asdict(trial) for trial in trials],
-        }
-        write_result(arguments.out, content)
-    sys.exit(1 if [trial for trial in trials if trial.outcome not in GOOD] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    command(campaign, list(SETTINGS), plural="settings", faults=60, good=GOOD, about=__doc__)
