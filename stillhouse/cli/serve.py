@@ -37,6 +37,11 @@ from stillhouse.cli.arguments import quiet_libraries
     show_default=True,
     help="float32, bfloat16 or float16 of the model. auto: as it was saved.",
 )
+@click.option(
+    "--quantize",
+    type=click.Choice(["int8", "nf4"]),
+    help="Weights of the linear layers in 8 or 4 bits; needs stillhouse[low-bit] and one process.",
+)
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N. auto: a GPU if there is one.")
 @click.option("--attention", metavar="NAME", help="transformers' attn_implementation, such as sdpa.")
 @click.option("--revision", metavar="NAME", help="Revision of a hub id.")
@@ -85,6 +90,8 @@ def serve(teacher: str, *, no_token: bool, generate: bool, max_top_k: int, **opt
     quiet_libraries()
     options["require_token"] = not no_token
     if generate:
+        if options.pop("quantize") is not None:
+            raise click.UsageError("--quantize is for a teacher, and not with --generate")
         from stillhouse.rollouts.server import serve_completions
 
         serve_completions(teacher, **options)  # type: ignore[arg-type]

@@ -95,6 +95,18 @@ class TeacherConfig(ModelConfig):
         description="The dtype of the weights; the layers compute in it, too. auto: the dtype of the saved weights."
         " With url: the dtype of the output head and of hidden states on the wire.",
     )
+    quantize: Literal["int8", "nf4"] | None = Field(
+        default=None,
+        description="Weights of the teacher's linear layers in 8 bits (int8) or 4 bits (nf4), made while the model is"
+        " loaded; embedding and head keep dtype. Needs `stillhouse[low-bit]` and a run of one process; for several,"
+        " serve the teacher with `stillhouse serve --quantize`. null: not quantized.",
+    )
+    offload: bool = Field(
+        default=False,
+        description="Keep the teacher's layers in host memory, except while they run: in one process all of them are"
+        " moved to the device once per step, for all of its micro-batches; under torchrun, FSDP gathers them layer"
+        " by layer, and needs fsdp > 1.",
+    )
     parallel: ParallelConfig | None = Field(
         default=None,
         description="A layout of the teacher's own, over the same processes, with the keys of parallel. The teacher's"
@@ -145,6 +157,22 @@ class TeacherConfig(ModelConfig):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     also = " or teacher.cross_tokenizer" if key == "top_k" else ""
                     raise ConfigError(f"teacher.{key}", f"has an effect only with teacher.url{also}")
+        return self
+
+    @model_validator(mode="after")
+    def _runs_here_as_asked(self) -> "TeacherConfig":
+        for key in ("quantize", "offload"):
+            if getattr(self, key) and (self.url is not None or self.cache is not None):
+                source = "cache" if self.cache is not None else "url"
+                raise ConfigError(
+                    f"teacher.{key}", f"has no effect with teacher.{source}: no teacher runs in this job"
+                )
+        if self.quantize is not None and self.parallel is not None:
+            raise ConfigError("teacher.quantize", f"got {self.quantize} with teacher.parallel: expected null")
+        if self.quantize is not None and self.offload:
+            raise ConfigError("teacher.offload", f"got true with teacher.quantize={self.quantize}: expected false")
+        if self.offload and self.cross_tokenizer is not None:
+            raise ConfigError("teacher.offload", "got true with teacher.cross_tokenizer: expected false")
         return self
 
     @model_validator(mode="after")

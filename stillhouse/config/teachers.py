@@ -61,7 +61,8 @@ class NamedTeacherConfig(TeacherConfig):
             raise ConfigError(
                 "teacher.prefix", "is missing: without one, the student with its present weights is the student"
             )
-        for key in ("parallel", "attention", "revision", "trust_remote_code", "dtype", "cross_tokenizer"):
+        of_weights = ("attention", "revision", "trust_remote_code", "dtype", "quantize", "offload")
+        for key in ("parallel", *of_weights, "cross_tokenizer"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ConfigError(f"teacher.{key}", "has no effect with student: the student's own is used")
         return self

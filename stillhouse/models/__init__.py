@@ -6,6 +6,7 @@ from stillhouse.models.decoder import Decoder, evaluating
 from stillhouse.models.experts import balance_routers
 from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.head import OutputProcessor
+from stillhouse.models.quantized import quantized_identity
 from stillhouse.models.router_balance import RouterAuxLoss
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "draw_lora",
     "evaluating",
     "model_fingerprint",
+    "quantized_identity",
     "without_lora",
 ]

@@ -9,13 +9,15 @@ from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
 from stillhouse.models.head import local
+from stillhouse.models.quantized import is_quantized
 from stillhouse.models.structure import describe
 
 
 def check_finite_weights(module: nn.Module, which: str) -> None:
     """Raise ValueError naming the first tensor that holds a NaN or an infinity.
 
-    `which`: the model's name for the message. Each process checks only its own shard of a sharded tensor.
+    `which`: the model's name for the message. Each process checks only its own shard of a sharded tensor. Quantized
+    weights are left out: their files were checked when they were loaded (`quantized.py`).
     """
     for name, tensor in _floating(module):
         if not bool(tensor.isfinite().all()):
@@ -59,7 +61,9 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
 
 def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    return ((name, local(tensor)) for name, tensor in tensors if tensor.is_floating_point())
+    return (
+        (name, local(tensor)) for name, tensor in tensors if tensor.is_floating_point() and not is_quantized(tensor)
+    )
 
 
 def _has_position_table(model: PreTrainedModel, reach: int) -> bool:

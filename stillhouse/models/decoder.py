@@ -85,14 +85,17 @@ class Decoder(nn.Module):
         attention: str | None = None,
         trust_remote_code: bool = False,
         device: str | torch.device | None = None,
+        quantize: str | None = None,
         verify: bool = True,
     ) -> "Decoder":
         """Load a folder or a hub id; transformers gets the name unchanged.
 
         `dtype`: a name such as "bfloat16"; "auto" or None: the dtype that the weights were saved in. `attention`:
         transformers' `attn_implementation`. `device`: the model is moved there before it is verified (an attention
-        implementation that only runs on a GPU cannot be verified on another device). Raises ValueError for a model
-        that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
+        implementation that only runs on a GPU cannot be verified on another device). `quantize`: "int8" or "nf4",
+        for a frozen model whose layers have weights of 8 or 4 bits (see `quantized.py`).
+
+        Raises ValueError for a model that cannot be found, read or wrapped, and for a checkpoint that lacks weights.
         """
         model = load_causal_lm(
             name_or_path,
@@ -100,10 +103,12 @@ class Decoder(nn.Module):
             dtype=dtype,
             attention=attention,
             trust_remote_code=trust_remote_code,
+            quantize=quantize,
+            device=device,
         )
         # some damaged configurations fail only when the model runs
         with reading(f"model '{escaped(os.fspath(name_or_path))}' cannot be run", passes=ValueError):
-            return cls(model if device is None else model.to(device), verify=verify)
+            return cls(model, verify=verify)
 
     def forward(
         self,

@@ -21,6 +21,7 @@ from transformers import (
 from stillhouse.display import escaped, first_line
 from stillhouse.libraries import reading
 from stillhouse.models.files import require_safe_files
+from stillhouse.models.quantized import quantized_loading, require_quantized
 
 _DTYPES = {
     "float64": torch.float64,
@@ -37,14 +38,22 @@ def load_causal_lm(
     dtype: str | torch.dtype | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
+    quantize: str | None = None,
+    device: str | torch.device | None = None,
 ) -> PreTrainedModel:
     """Call the `from_pretrained` of `auto_class` with the name unchanged; every failure is a ValueError.
 
     Missing weights also raise ValueError: transformers would initialise them at random and only warn. Weights are
     read only from safetensors files, even with trust_remote_code.
+
+    quantize: "int8" or "nf4" for linear layers in so many bits (see `quantized.py`). device: None for the CPU.
     """
     what = f"model '{escaped(os.fspath(name_or_path))}'"
-    options = {"dtype": parse_dtype(dtype), "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {
+        "dtype": parse_dtype(dtype),
+        "attn_implementation": attention,
+        "trust_remote_code": trust_remote_code,
+    }
     try:
         require_safe_files(name_or_path, revision)
         with reading(f"{what} cannot be loaded as a causal language model"):
@@ -52,6 +61,8 @@ def load_causal_lm(
             config = AutoConfig.from_pretrained(
                 name_or_path, revision=revision_or_main, trust_remote_code=trust_remote_code
             )
+            if quantize is not None:
+                options |= quantized_loading(config, quantize, options["dtype"], device)
             model, report = auto_class(config).from_pretrained(
                 name_or_path,
                 revision=revision_or_main,
@@ -59,6 +70,8 @@ def load_causal_lm(
                 output_loading_info=True,
                 **options,
             )
+            if quantize is not None:
+                require_quantized(model, quantize, name_or_path, revision)
     except ValueError as error:
         if isinstance(error.__cause__, OSError):
             raise ValueError(_not_found(what, name_or_path, revision, error.__cause__)) from error
@@ -69,7 +82,7 @@ def load_causal_lm(
             f"{what} lacks {len(names)} of the weights of a {type(model).__name__}, first '{names[0]}': "
             "expected the checkpoint of a whole causal language model, head included"
         )
-    return model
+    return model if quantize is not None or device is None else model.to(device)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -39,6 +39,7 @@ from stillhouse.parallel.processes import (
 )
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
+from stillhouse.parallel.waiting_weights import WaitingWeights
 
 __all__ = [
     "IN_STAGE",
@@ -56,6 +57,7 @@ __all__ = [
     "TeacherHeads",
     "TeacherHidden",
     "TeacherStudentPair",
+    "WaitingWeights",
     "apply_parallelism",
     "build_runner",
     "destroy_process_group",

@@ -1,7 +1,7 @@
 """From model sources and a layout to a runner: plan the stages, then build, cut, distribute and load each model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def build_runner(
             "gradient of every input of a stage, and the teacher's hidden states have none; expected pipeline=1"
         )
     if teacher_source is not None and teacher_head_only:
-        teacher_source = ModelSource(only_head(teacher_source.build), teacher_source.load_weights)
+        teacher_source = replace(teacher_source, build=only_head(teacher_source.build))
     sources = student_source, teacher_source
     student, teacher = _build(layout.degrees, *sources)
     if layout.stages == 1:
@@ -201,7 +201,8 @@ def _distributed(
         if decoder is None or source is None:
             continue
         if mesh is not None:
-            apply_parallelism(decoder, layout, mesh, layout.gather_dtype if decoder is student else None)
+            own = replace(layout, offload=layout.offload or source.offload)
+            apply_parallelism(decoder, own, mesh, layout.gather_dtype if decoder is student else None)
         if source.load_weights is not None:
             source.load_weights(decoder)
     return pair

@@ -20,11 +20,13 @@ class ModelSource:
     load_weights: reads the weights of a model that was built on the meta device, after the model has been cut into
     stages and distributed; None if `build` returns the weights.
     teacher_is_base: for a student with an adapter: the student without the adapter is the teacher.
+    offload: keep FSDP's shards of this model in host memory between uses, whatever the layout says.
     """
 
     build: Callable[[], Decoder]
     load_weights: Callable[[Decoder], object] | None = None
     teacher_is_base: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)

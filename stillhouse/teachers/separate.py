@@ -27,6 +27,7 @@ from stillhouse.parallel import (
     ModelSource,
     ShardedMicroBatches,
     TeacherHidden,
+    WaitingWeights,
     build_runner,
     only_layers,
     shard_micro_batches,
@@ -39,6 +40,8 @@ class SeparateTeacher:
     """The layers of a teacher in their own layout and mesh, for a student in another layout.
 
     keep_head: whether `decoder` also has the teacher's output head. mesh, student_mesh: None for a single process.
+    With layout.offload, the weights are in host memory between requests; a single process then moves all of them to
+    the device for each request, and several processes leave it to FSDP.
 
     Constructing one is a collective of all processes. Raises ValueError for a model that the layout does not fit, and
     for a family whose models cannot be cut into stages.
@@ -61,6 +64,9 @@ class SeparateTeacher:
         self._runner = build_runner(layout, mesh, own, None)
         self._device, self._width = device, self.decoder.config.get_text_config().hidden_size
         self._dtype = next(self.decoder.parameters()).dtype
+        self._weights: WaitingWeights | None = None
+        if layout.offload and mesh is None:
+            self._weights = WaitingWeights(self.decoder, device)
         self._exchange: _Exchange | None = None
         if mesh is not None:
             assert student_mesh is not None
@@ -84,7 +90,8 @@ class SeparateTeacher:
         """The same, but the teacher runs only on the chosen micro-batches of the whole step; the others get zeros."""
         exchange, own = self._exchange, self._own(micro_batches, chosen)
         own = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in own]
-        hidden = self._runner.forward(_HIDDEN_STATES, own, [None] * len(own)) if own else []
+        with nullcontext() if self._weights is None else self._weights.on_device():
+            hidden = self._runner.forward(_HIDDEN_STATES, own, [None] * len(own)) if own else []
         if exchange is not None:
             return ReadySignals(exchange(hidden, chosen, micro_batches))
         found: dict[int, Tensor] = dict(zip(chosen, hidden, strict=True))

@@ -1,5 +1,6 @@
 """A folder with what a run needs of a teacher that does not run in its job: configuration, tokenizer, output head."""
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ _OF_HEADS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "word_em
 def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerBase, *, with_head: bool) -> None:
     """Save a teacher's configuration and tokenizer, and its output head with the name that transformers gives it."""
     folder.mkdir(exist_ok=True)
-    teacher.config.save_pretrained(folder)
+    config = copy.deepcopy(teacher.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the layers, which are not in the folder
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if with_head:
         head = teacher.head

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from stillhouse.config import ConfigError, RunConfig
+from stillhouse.models import Decoder
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import (
     Layout,
@@ -17,7 +18,7 @@ from stillhouse.parallel import (
     require_own_teacher,
     single_process_runner,
 )
-from stillhouse.teachers import InStageTeacher, NoTeacher, SignalSource, SignalStore
+from stillhouse.teachers import InStageTeacher, NoTeacher, SeparateTeacher, SignalSource, SignalStore
 from stillhouse.train.engine import Engine, OptimizerSettings
 from stillhouse.train.models import (
     head_source,
@@ -59,12 +60,28 @@ def single_process_engine(
     if store is not None:
         head = _stored_head(config, store, device)
         runner = build_runner(Layout(), None, ModelSource(lambda: student), head, teacher_head_only=True)
+    elif config.teacher is not None and config.teacher.offload:
+        return _with_offloaded_teacher(config, objective, student, device)
     elif config.teacher is None or teacher_is_base(config):
         runner = single_process_runner(student, None, teacher_is_base=teacher_is_base(config))
     else:
         runner = single_process_runner(student, load_teacher(config, device))
     engine = _engine(config, objective, runner, device)
     return engine, _source(config, engine, None, stores)
+
+
+def _with_offloaded_teacher(
+    config: RunConfig, objective: ObjectiveSpec, student: Decoder, device: torch.device
+) -> tuple[Engine, SignalSource]:
+    """An engine whose teacher's head is on the device, and whose teacher's layers are there only while they run."""
+    layout = Layout()
+    head, layers = (_teacher(config, device, offload=offload) for offload in (False, True))
+    try:
+        runner = build_runner(layout, None, ModelSource(lambda: student), head, teacher_head_only=True)
+        source = SeparateTeacher(layers, replace(layout, offload=True), None, layout, None, device)
+    except ValueError as error:
+        raise ConfigError("teacher.offload", str(error)) from error
+    return _engine(config, objective, runner, device), source
 
 
 def distributed_engine(
@@ -80,18 +97,17 @@ def distributed_engine(
     student = model_source("student", name, config.student, device, layout.offload, config.seed)
     build, is_base = student.build, teacher_is_base(config)
     student = replace(student, build=lambda: prepared_for_training(build(), config), teacher_is_base=is_base)
-    teacher = None
+    separate_layout, separate, teacher = teacher_layout(config), None, None
     if store is not None:
         teacher = _stored_head(config, store, device)
     elif config.teacher is not None and not is_base:
-        name = str(config.teacher.model)
-        teacher = model_source("teacher", name, config.teacher, device, layout.offload, config.seed)
-    separate_layout, separate = teacher_layout(config), None
+        teacher = _teacher(config, device, offload=layout.offload or config.teacher.offload)
     try:
         if teacher is not None and separate_layout is not None:
             separate_mesh = Mesh(separate_layout.degrees, device)
             require_own_teacher(layout, student, teacher_head_only=True)
             separate = separate_teacher("teacher", teacher, separate_layout, separate_mesh, layout, mesh, device)
+            teacher = _teacher(config, device, offload=layout.offload)  # its head is distributed like the student's
         head_only = separate is not None or bool(stores) or config.teachers is not None
         runner = build_runner(layout, mesh, student, teacher, teacher_head_only=head_only)
     except ConfigError:
@@ -100,6 +116,11 @@ def distributed_engine(
         raise ConfigError("parallel", str(error)) from error
     engine = _engine(config, objective, runner, device)
     return engine, separate or _source(config, engine, mesh, stores)
+
+
+def _teacher(config: RunConfig, device: torch.device, *, offload: bool) -> ModelSource:
+    assert config.teacher is not None
+    return model_source("teacher", str(config.teacher.model), config.teacher, device, offload, config.seed)
 
 
 def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device: torch.device) -> Engine:

@@ -16,6 +16,7 @@ _FREE = {
     "device",
     "parallel",
     "teacher.parallel",
+    "teacher.offload",
     "teacher.url",
     "teacher.api",
     "teacher.timeout",

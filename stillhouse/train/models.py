@@ -11,7 +11,15 @@ import torch
 from huggingface_hub import snapshot_download
 
 from stillhouse.config import ConfigError, RunConfig, StudentConfig, TeacherConfig
-from stillhouse.models import Decoder, add_lora, balance_routers, check_finite_weights, draw_lora, model_fingerprint
+from stillhouse.models import (
+    Decoder,
+    add_lora,
+    balance_routers,
+    check_finite_weights,
+    draw_lora,
+    model_fingerprint,
+    quantized_identity,
+)
 from stillhouse.parallel import Layout, ModelSource, empty_decoder, load_weights, local_folder, process_count
 from stillhouse.teachers import SignalStore
 from stillhouse.train.layouts import layout_of
@@ -26,7 +34,8 @@ def model_fingerprints(config: RunConfig, stores: Mapping[str, SignalStore]) -> 
         if section in stores:
             hashes[section] = stores[section].identity
         elif teacher.model is not None:
-            hashes[section] = _fingerprint(teacher.model, teacher.revision)
+            of_files = _fingerprint(teacher.model, teacher.revision)
+            hashes[section] = quantized_identity(of_files, teacher.quantize)
     return hashes
 
 
@@ -36,13 +45,41 @@ def require_adapters(student: StudentConfig) -> None:
         raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
 
 
+def require_teachers_fit(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError for a teacher that cannot be quantized, or be in host memory between uses, in this run."""
+    for section, teacher in config.teacher_sections.items():
+        if teacher.quantize is not None and layout.degrees.processes > 1:
+            raise ConfigError(
+                f"{section}.quantize",
+                f"got {teacher.quantize} under {layout}, which divides plain weights: expected null, or teacher.url "
+                "with `stillhouse serve --quantize`",
+            )
+        if teacher.offload:
+            _require_offload(config, section, layout, device)
+
+
+def _require_offload(config: RunConfig, section: str, layout: Layout, device: torch.device) -> None:
+    key = f"{section}.offload"
+    if device.type == "cpu":
+        raise ConfigError(
+            key, "got true on a CPU, where everything is in host memory already: expected false, or a GPU"
+        )
+    if section == "teacher" and teacher_is_base(config):
+        raise ConfigError(key, "got true for a teacher that is the student without its adapter: expected false")
+    degrees = (teacher_layout(config, section) or layout).degrees
+    if degrees.processes > 1 and degrees.replicate * degrees.shard == 1:
+        raise ConfigError(
+            key, f"got true under {degrees}, which does not use FSDP: expected fsdp, replicate or context above 1"
+        )
+
+
 def teacher_is_base(config: RunConfig) -> bool:
     """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
     student, teacher = config.student, config.teacher
     if student.adapter is None or teacher is None or teacher.url is not None:
         return False
     same = all(getattr(student, key) == getattr(teacher, key) for key in ("model", "revision", "attention"))
-    return same and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
+    return same and teacher.quantize is None and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
 
 
 def load_student(config: RunConfig, device: torch.device) -> Decoder:
@@ -68,7 +105,7 @@ def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None
         if getattr(teacher.parallel, key):
             raise ConfigError(f"{section}.parallel.{key}", f"is of both models: expected parallel.{key} in its place")
     layout = layout_of(teacher.parallel, process_count(), f"{section}.parallel")
-    return replace(layout, offload=config.parallel.offload)
+    return replace(layout, offload=config.parallel.offload or teacher.offload)
 
 
 def _fingerprint(name: str, revision: str | None) -> str:
@@ -80,7 +117,9 @@ def _fingerprint(name: str, revision: str | None) -> str:
 def model_source(
     which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
 ) -> ModelSource:
-    """which: the key of the model's section. name: its hub id or folder."""
+    """which: the key of the model's section. name: its hub id or folder. offload: keep its weights in host memory
+    between uses.
+    """
     if model.trust_remote_code:
         raise ConfigError(
             f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
@@ -92,7 +131,8 @@ def model_source(
         draw_lora(decoder, seed)
         check_finite_weights(decoder, which)
 
-    return ModelSource(partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention), weights)
+    build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention)
+    return ModelSource(build, weights, offload=offload)
 
 
 def head_source(
@@ -132,6 +172,7 @@ def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, devi
             attention=model.attention,
             trust_remote_code=model.trust_remote_code,
             device=device,
+            quantize=model.quantize if isinstance(model, TeacherConfig) else None,
         )
     except ValueError as error:
         raise ValueError(f"{which}: {error}") from error

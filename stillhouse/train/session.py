@@ -51,7 +51,13 @@ from stillhouse.train.functions import function_of
 from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
-from stillhouse.train.models import model_fingerprints, require_adapters, teacher_is_base, teacher_layout
+from stillhouse.train.models import (
+    model_fingerprints,
+    require_adapters,
+    require_teachers_fit,
+    teacher_is_base,
+    teacher_layout,
+)
 from stillhouse.train.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
 from stillhouse.train.stores import open_stores, require_signals
 
@@ -146,6 +152,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         function_of("rollout.environment", config.rollout.environment)
     layout = layout_of(config.parallel, process_count())
     device, warnings = connect_ranks(config)
+    require_teachers_fit(config, layout, device)
     watchdog.enter("reading the data", timed=False)
     torch.manual_seed(config.seed)
     data = load_run_data(config, stores)

@@ -90,13 +90,18 @@ def several_teachers(
             sources[name] = stored_source(teacher, store, engine, name)
             if store.signal.is_exact:
                 heads[name] = head_source(section, teacher, store, head_device, offload, config.seed)
-        elif mesh is None and not _can_be_cut(teacher):
+        elif mesh is None and (teacher.quantize is not None or not _can_be_cut(teacher)):
+            if teacher.offload:
+                raise ConfigError(
+                    f"{section}.offload", "got true for a family whose head cannot be loaded separately"
+                )
             whole[name] = load_model(section, str(teacher.model), teacher, engine.device).requires_grad_(False)
             source, layout = ModelSource(partial(whole.__getitem__, name)), Layout()
             sources[name] = SeparateTeacher(source, layout, None, layout, None, engine.device, keep_head=True)
         else:
             model = str(teacher.model)
-            source = model_source(section, model, teacher, engine.device, offload, config.seed)
+            waits = offload or teacher.offload
+            source = model_source(section, model, teacher, engine.device, waits, config.seed)
             heads[name] = model_source(section, model, teacher, head_device, offload, config.seed)
             sources[name] = _in_job(config, section, source, engine, mesh)
     if engine.runner.has_last_stage:
@@ -122,8 +127,8 @@ def _in_job(
     student = engine.runner.layout
     own = None if mesh is None else teacher_layout(config, section)
     if own is None and student.degrees.expert > 1 and not dispatched_experts(source.build()):
-        own = Layout(replace(student.degrees, expert=1), offload=student.offload)
-    layout = own or Layout(student.degrees, offload=student.offload)
+        own = Layout(replace(student.degrees, expert=1), offload=source.offload)
+    layout = own or Layout(student.degrees, offload=source.offload)
     own_mesh = mesh if own is None else Mesh(own.degrees, engine.device)
     return separate_teacher(section, source, layout, own_mesh, student, mesh, engine.device)
 

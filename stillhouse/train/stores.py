@@ -151,7 +151,11 @@ def _prove(
         if _is_readable(teacher):
             assert teacher.model is not None
             local = Decoder.from_pretrained(
-                teacher.model, revision=teacher.revision, dtype=teacher.dtype, device=device
+                teacher.model,
+                revision=teacher.revision,
+                dtype=teacher.dtype,
+                device=device,
+                quantize=store.servers[0].quantize,
             )
         if store.signal.is_exact:
             assert store.teacher_folder is not None

@@ -29,7 +29,8 @@ class ServerInfo:
     model: the name under which it serves the teacher. identity: a hash of the teacher's weights. vocabulary: rows of
     the teacher's head. width: E. dtype: in which the teacher computes. max_tokens: the longest document that it
     scores. request_tokens: of all documents of a request. max_top_k: ids per token. signals: which it gives. files:
-    the names and hashes of the files of the teacher's folder, if it offers them.
+    the names and hashes of the files of the teacher's folder, if it offers them. quantize: how its layers are
+    quantized, if they are.
     """
 
     url: str
@@ -43,6 +44,7 @@ class ServerInfo:
     max_top_k: int | None = None
     signals: frozenset[str] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    quantize: str | None = None
 
 
 class Api(Protocol):

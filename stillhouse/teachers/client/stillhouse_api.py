@@ -29,6 +29,7 @@ class _Info(BaseModel):
     max_top_k: int
     signals: list[str]
     files: dict[str, str]
+    quantize: str | None = None
 
 
 class StillhouseApi:
@@ -60,6 +61,7 @@ class StillhouseApi:
             info.max_top_k,
             frozenset(info.signals),
             info.files,
+            info.quantize,
         )
 
     def tokenize(self, pool: ServerPool, server: ServerInfo, text: str) -> list[int] | None:

@@ -38,6 +38,7 @@ def serve(
     device: str = "auto",
     attention: str | None = None,
     revision: str | None = None,
+    quantize: str | None = None,
     batch_tokens: int = 16384,
     queue_tokens: int | None = None,
     max_top_k: int = 256,
@@ -45,10 +46,10 @@ def serve(
 ) -> None:
     """Serve a teacher until a signal comes (see `preemption.handling`) or `stop` is set.
 
-    teacher: a folder or a hub id. port: 0 for a free one. token: the bearer token of all routes but /healthz. An
-    address other than loopback needs one, unless require_token is False. batch_tokens: the most tokens of a forward
-    pass, and so of a sequence. queue_tokens: the most tokens of all requests at a time; 16 batches by default.
-    max_top_k: the most ids per token.
+    teacher: a folder or a hub id. quantize: "int8" or "nf4", for a single process. port: 0 for a free one. token: the
+    bearer token of all routes but /healthz. An address other than loopback needs one, unless require_token is False.
+    batch_tokens: the most tokens of a forward pass, and so of a sequence. queue_tokens: the most tokens of all
+    requests at a time; 16 batches by default. max_top_k: the most ids per token.
 
     Raises ValueError for a teacher that cannot be served, and OSError for an address that cannot be used.
     """
@@ -61,7 +62,15 @@ def serve(
     sockets = [bound(host, port)] if is_first() else []
     with TemporaryDirectory(prefix="stillhouse-serve-") as temporary:
         folder = Path(temporary) / "teacher"
-        served = load_teacher(teacher, folder, dtype=dtype, device=device, attention=attention, revision=revision)
+        served = load_teacher(
+            teacher,
+            folder,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            revision=revision,
+            quantize=quantize,
+        )
         wait_for_all()  # a rank that cannot load the model ends the command before it is said to be ready
         watchdog.enter("serving", timed=False)
         scorer, ranks = Scorer(served.runner, served.device), Ranks(served.mesh)
@@ -111,7 +120,7 @@ def _print_ready(service: Service, listening: socket.socket, served: ServedTeach
     over = "" if mesh is None else f" over {mesh.everyone.size()} ranks"
     log_rank0(
         f"teacher {info['model']}: vocabulary of {info['vocabulary']:,} rows, width {info['width']:,}, "
-        f"{info['dtype']} on {served.device.type}{over}"
+        f"{info['quantize'] or info['dtype']} on {served.device.type}{over}"
     )
     log_rank0(
         f"signals: {', '.join(info['signals'])}; at most {info['max_top_k']} ids per token, {info['max_tokens']:,} "

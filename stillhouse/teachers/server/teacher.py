@@ -11,7 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse import __version__
 from stillhouse.data import check_vocabulary, load_tokenizer, tokenizer_fingerprint
-from stillhouse.models import Decoder, check_document_length, check_finite_weights, model_fingerprint
+from stillhouse.models import (
+    Decoder,
+    check_document_length,
+    check_finite_weights,
+    model_fingerprint,
+    quantized_identity,
+)
 from stillhouse.parallel import (
     Degrees,
     Layout,
@@ -58,19 +64,25 @@ def load_teacher(
     device: str = "auto",
     attention: str | None = None,
     revision: str | None = None,
+    quantize: str | None = None,
 ) -> ServedTeacher:
     """Load a model over all processes that torchrun started, and write what clients can get to `folder`.
 
-    name: a folder or a hub id. folder: empty; only the first process writes to it. Raises ValueError for a model that
+    name: a folder or a hub id. folder: empty; only the first process writes to it. quantize: see `quantized.py`; for
+    a single process. Raises ValueError for a model that
     cannot be loaded, is damaged, or cannot be divided over so many processes.
     """
     chosen = choose_device(device)
     source = local_folder(name, revision)
     tokenizer = load_tokenizer(source)
     layout = Layout(Degrees(tensor=process_count()))
+    if quantize is not None and layout.degrees.processes > 1:
+        raise ValueError(
+            f"--quantize {quantize} under {process_count()} processes, which divide plain weights: expected one"
+        )
     mesh = join(layout, chosen, RANK_SECONDS)
     if mesh is None:
-        decoder = Decoder.from_pretrained(source, dtype=dtype, attention=attention, device=chosen)
+        decoder = Decoder.from_pretrained(source, dtype=dtype, attention=attention, device=chosen, quantize=quantize)
         decoder.requires_grad_(False).eval()
         check_finite_weights(decoder, "teacher")
         runner = build_runner(layout, None, ModelSource(lambda: decoder), None)
@@ -81,11 +93,11 @@ def load_teacher(
         with_head = head_of(source, dtype) if is_first() else runner.students()[0]
     decoder = runner.students()[0]
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "teacher")
-    identity = model_fingerprint(source)
+    identity = quantized_identity(model_fingerprint(source), quantize)
     info: dict[str, Any] = {}
     if is_first():
         save_teacher(folder, with_head, tokenizer, with_head=True)
-        info = _info(name, identity, decoder, tokenizer, folder)
+        info = {**_info(name, identity, decoder, tokenizer, folder), "quantize": quantize}
     return ServedTeacher(name, runner, mesh, chosen, tokenizer, folder, identity, info)
 
 

@@ -1,0 +1,110 @@
+"""Frozen models whose linear layers have weights of 8 or 4 bits, through libraries that quantize while they load.
+
+    int8    one scale per row of a weight; inputs and products keep the model's dtype (torchao)
+    nf4     four bits per weight, one scale per 64 of them: QLoRA's NormalFloat, arXiv:2305.14314 (bitsandbytes)
+
+The embedding, the norms and the output head keep the model's dtype, so that the objective has the head as it was
+saved.
+"""
+
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from stillhouse.libraries import reading
+
+#: the library of each kind
+LIBRARIES = {"int8": "torchao", "nf4": "bitsandbytes"}
+
+
+def require_library(kind: str) -> None:
+    """Raise ValueError for a kind whose library is not installed."""
+    if importlib.util.find_spec(LIBRARIES[kind]) is None:
+        raise ValueError(f"{kind} needs {LIBRARIES[kind]}, which is not installed; pip install 'stillhouse[low-bit]'")
+
+
+def quantized_loading(
+    config: PreTrainedConfig, kind: str, dtype: torch.dtype | str, device: str | torch.device | None
+) -> dict[str, Any]:
+    """Return the arguments of transformers' `from_pretrained` that quantize a model while it is loaded.
+
+    config: the model's. dtype: the model's, or "auto" for the one it was saved in. Raises ValueError if the library
+    is not installed, and for a model that is quantized already.
+    """
+    require_library(kind)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"its weights are quantized already: expected no further quantization, got {kind}")
+    saved = config.dtype or torch.float32
+    product_dtype = saved if isinstance(dtype, str) else dtype
+    return {"quantization_config": _configuration(kind, product_dtype), "device_map": {"": device or "cpu"}}
+
+
+def _configuration(kind: str, product_dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    # both warn about their own kernels that do not fit this machine
+    logging.getLogger(LIBRARIES[kind]).setLevel(logging.ERROR)
+    if kind == "nf4":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=product_dtype)
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def require_quantized(
+    model: PreTrainedModel, kind: str, name_or_path: str | os.PathLike[str], revision: str | None
+) -> None:
+    """Raise ValueError if no weight of a loaded model was quantized, or if a saved weight is not finite.
+
+    Quantizing turns a NaN into a finite value, so the files are checked, not the loaded weights.
+    """
+    if not any(is_quantized(each) for each in model.parameters()):
+        raise ValueError(f"none of its weights was quantized to {kind}, which takes torch.nn.Linear layers alone")
+    folder = name_or_path
+    if not os.path.isdir(folder):
+        folder = snapshot_download(str(name_or_path), revision=revision, allow_patterns=["*.safetensors"])
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        _check_finite_file(path)
+
+
+def quantized_identity(fingerprint: str, kind: str | None) -> str:
+    """Return the identity of a model that is quantized while it is loaded: another one than that of its files."""
+    return fingerprint if kind is None else f"{fingerprint}-{kind}"
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight is stored in 8 or 4 bits, whatever dtype it states."""
+    return hasattr(weight, "qdata") or hasattr(weight, "quant_state")
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Return the memory of a module's parameters, in bytes; of a quantized weight, that of its bits and scales."""
+    return sum(sum(part.numel() * part.element_size() for part in _parts(each)) for each in module.parameters())
+
+
+def _parts(weight: Tensor) -> list[Tensor]:
+    """The plain tensors in which a weight is stored."""
+    if hasattr(weight, "qdata"):
+        return [getattr(weight, name) for name in ("qdata", "scale")]
+    if (state := getattr(weight, "quant_state", None)) is not None:
+        return [weight.data, state.absmax]
+    return [weight]
+
+
+def _check_finite_file(path: Path) -> None:
+    with reading(f"{path} cannot be read", passes=ValueError), safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (a handle of safetensors is no mapping)
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise ValueError(
+                    f"'{name}' in {path} has values that are NaN or infinite: expected finite weights; the "
+                    "checkpoint is damaged"
+                )
