@@ -41,7 +41,7 @@ from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.models import require_adapters
 from stillhouse.train.rollout_engine import make_generator, sampling_of
 from stillhouse.train.rollouts import make_queue, pack_step
-from stillhouse.train.session import choose_device, objective_spec
+from stillhouse.train.session import device_of, objective_spec
 from stillhouse.train.stores import open_stores
 
 #: two float32 gradients count as the same up to this relative difference
@@ -106,7 +106,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
         config = config.model_copy(update={"teachers": config.teachers.model_copy(update=exact)})
     spec, stores = objective_spec(config), open_stores(config)
     require_adapters(config.student)
-    device, processes = choose_device(config.device), process_count()
+    device, processes = device_of(config), process_count()
     data = load_run_data(config, stores)
     start(device, config.train.timeout)
     reference, source = single_process_engine(config, spec, device, stores)

@@ -4,6 +4,7 @@ Exit codes: 0 success; 1 the command failed; 2 the arguments or the configuratio
 command was stopped by signal n, such as 130 for Ctrl-C and 143 for SIGTERM (see `preemption.py`).
 """
 
+import difflib
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from pathlib import Path
 import click
 
 from stillhouse import __version__
-from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries
+from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries, takes_configuration
 from stillhouse.cli.cache import cache
 from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.serve import serve
@@ -238,11 +239,21 @@ def demo(out: Path) -> None:
 
 
 def _usage(error: click.ClickException) -> str:
-    message = error.format_message()
-    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
-        message += f" (an override has no dashes: {error.option_name.lstrip('-')}=...)"
+    message = _unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message()
     if isinstance(error, click.UsageError) and error.ctx is not None:
         message += f"\nsee `{error.ctx.command_path} --help`"
+    return message
+
+
+def _unknown_option(error: click.NoSuchOption) -> str:
+    """Names the option that is misspelled, or the key of the configuration that was written as an option."""
+    message = f"no such option {error.option_name!r}"
+    if similar := difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.8):
+        return f"{message}; did you mean {similar[0]}?"
+    if error.ctx is not None and takes_configuration(error.ctx.command):
+        from stillhouse.config import RunConfig, override_hint
+
+        return f"{message}{override_hint(error.option_name, RunConfig)}"
     return message
 
 

@@ -40,6 +40,11 @@ def configured(command: Command) -> Command:
     return command
 
 
+def takes_configuration(command: click.Command) -> bool:
+    """Whether a command is a `configured` one."""
+    return any(each.name == "arguments" and each.metavar for each in command.params)
+
+
 def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
     """The configuration from a command's file, options and overrides."""
     given = {name: value for name, value in flags.items() if value is not None}

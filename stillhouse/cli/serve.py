@@ -42,7 +42,9 @@ from stillhouse.cli.arguments import quiet_libraries
     type=click.Choice(["int8", "nf4"]),
     help="Weights of the linear layers in 8 or 4 bits; needs stillhouse[low-bit] and one process.",
 )
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N. auto: a GPU if there is one.")
+@click.option(
+    "--device", default="auto", show_default=True, help="cpu, mps, cuda or cuda:N. auto: a GPU if there is one."
+)
 @click.option("--attention", metavar="NAME", help="transformers' attn_implementation, such as sdpa.")
 @click.option("--revision", metavar="NAME", help="Revision of a hub id.")
 @click.option(

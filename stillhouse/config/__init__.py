@@ -9,6 +9,7 @@ from stillhouse.config.checkpoint import CheckpointConfig
 from stillhouse.config.data import DataConfig
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.evaluation import EvalConfig
+from stillhouse.config.keys import override_hint
 from stillhouse.config.loading import dump_config, load_config
 from stillhouse.config.objective import ObjectiveConfig
 from stillhouse.config.parallel import ParallelConfig
@@ -37,4 +38,5 @@ __all__ = [
     "TrainConfig",
     "dump_config",
     "load_config",
+    "override_hint",
 ]

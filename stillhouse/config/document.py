@@ -1,9 +1,11 @@
 """Writes the reference of the configuration from its classes: `python -m stillhouse.config.document [docs]`.
 
-Two files: `config.md`, a table per section, and `config.schema.json`, for editors.
+Three files: `config.md`, a table per section; `config.schema.json`, for editors; and in `coming_from.md`, between
+marks, the tables of other tools' names.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from stillhouse.config.keys import ANY_NAME, named_sections, section_of
+from stillhouse.config.peer_names import PEERS, TABLE
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
 from stillhouse.config.words import describe
 
+COMING_FROM = "coming_from.md"
 EXAMPLE = """\
 # yaml-language-server: $schema=config.schema.json
 # stillhouse distill run.yaml train.learning_rate=2e-5        (paths or hub ids everywhere)
@@ -36,7 +40,7 @@ train:
   learning_rate: 2e-5
   schedule: cosine                 # constant | linear | cosine | wsd
   warmup: 0.03
-  precision: bf16
+  precision: bf16                  # bf16 | fp32 | auto
 eval: {every: 100}                 # cross-entropy, forward KL (full vocabulary) and agreement; also at step 0
 checkpoint: {every: 500, keep: 2, best: eval/cross_entropy, resume: auto}
 parallel: {fsdp: null, tensor: 1, pipeline: 1, context: 1, replicate: 1}
@@ -85,10 +89,31 @@ def json_schema() -> dict[str, Any]:
 
 
 def write(folder: Path) -> None:
-    """Write both files into an existing folder."""
+    """Write the files into an existing folder."""
     (folder / "config.md").write_text(markdown(), encoding="utf-8")
     schema = json.dumps(json_schema(), indent=2, ensure_ascii=False)
     (folder / "config.schema.json").write_text(f"{schema}\n", encoding="utf-8")
+    page = folder / COMING_FROM
+    if page.exists():
+        page.write_text(with_names(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_names(page: str) -> str:
+    """The page for those who come from another tool, with a new table after each mark `<!-- names: … -->`."""
+    return re.sub(
+        r"(?s)(<!-- names: (\w+) -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{_names(found[2])}{found[3]}",
+        page,
+    )
+
+
+def _names(peer: str) -> str:
+    lines = ["", f"| {PEERS[peer]} | here | |", "| --- | --- | --- |"]
+    for row in TABLE:
+        if names := getattr(row, peer).split():
+            keys = ", ".join(f"`{key}`" for key in row.keys)
+            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {keys} | {row.note} |")
+    return "\n".join([*lines, "", ""])
 
 
 def _tables(key: str, section: type[Section]) -> list[str]:

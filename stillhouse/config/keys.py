@@ -7,9 +7,11 @@ from typing import get_args, get_type_hints
 from pydantic.fields import FieldInfo
 
 from stillhouse.config.errors import ConfigError
+from stillhouse.config.peer_names import peer_hint
 from stillhouse.config.section import Section
 
-CLOSE_ENOUGH = 0.6
+#: the least similarity of a misspelled key and the right one
+CLOSE_ENOUGH = 0.75
 #: stands for a name of the user's choice in a dotted key
 ANY_NAME = "<name>"
 
@@ -51,15 +53,42 @@ def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]
 
 
 def unknown_key(key: str, model: type[Section]) -> ConfigError:
-    """The error for an unknown key. It names the most similar keys, or all keys of the section if none is similar."""
-    similar = nearest(key, {**value_fields(model), **model.model_fields})
-    if similar:
+    """The error for an unknown key.
+
+    It names the keys of this name in other sections, the key of what another tool calls so, the most similar keys, or
+    all keys of the section.
+    """
+    known = {**value_fields(model), **model.model_fields}
+    name = key.rpartition(".")[2]
+    is_elsewhere = any(each.rpartition(".")[2] == name for each in known)
+    # the section may be a part of the other tool's name: eval.steps for eval_steps
+    joined = key.replace(".", "_") if "." in key else ""
+    if hint := (None if is_elsewhere else peer_hint(key)) or peer_hint(joined):
+        return ConfigError(key, f"unknown key; {hint}")
+    if similar := nearest(key, known):
         return ConfigError(key, f"unknown key; did you mean {' or '.join(similar)}?")
     parent = key.rpartition(".")[0]
     siblings = [known.removeprefix(f"{parent}.") for known in value_fields(model) if known.startswith(f"{parent}.")]
     if siblings:
         return ConfigError(key, f"unknown key; the keys of {parent} are: {', '.join(siblings)}")
     return ConfigError(key, f"unknown key; the keys are: {', '.join(model.model_fields)}")
+
+
+def override_hint(option: str, model: type[Section]) -> str:
+    """How a key is written that was given as an option, such as --learning-rate; "" for a name that is not known."""
+    name = option.lstrip("-").replace("-", "_")
+    known = value_fields(model)
+    if found := [name] if name in known else [each for each in known if each.rpartition(".")[2] == name]:
+        return f"; an override has no dashes: {_overrides(found)}"
+    if hint := peer_hint(name):
+        return f"; {hint}; write key=value, without dashes"
+    if found := nearest(name, known):
+        return f"; did you mean the override {_overrides(found)}?"
+    return ""
+
+
+def _overrides(keys: Iterable[str]) -> str:
+    return " or ".join(f"{key}=..." for key in keys if ANY_NAME not in key)
 
 
 def nearest(key: str, known: Iterable[str]) -> list[str]:
@@ -78,6 +107,8 @@ def _similarity(key: str, candidate: str) -> tuple[float, float]:
     """
 
     def ratio(a: str, b: str) -> float:
+        if len(a) >= 3 and b.startswith(a):  # an abbreviation
+            return 1.0
         return difflib.SequenceMatcher(None, a, b).ratio()
 
     section, _, name = key.rpartition(".")

@@ -48,9 +48,10 @@ class RunConfig(Section):
     )
     device: str = Field(
         default="auto",
-        pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$",
-        examples=["auto", "cpu", "cuda", "cuda:1"],
-        description="The device to compute on. auto: a GPU if there is one, else the CPU.",
+        pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$",
+        examples=["auto", "cpu", "mps", "cuda", "cuda:1"],
+        description="The device to compute on. auto: a CUDA device if there is one, else Apple's GPU (mps, for one"
+        " process), else the CPU.",
     )
 
     @property
@@ -127,10 +128,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _gathered_as_computed(self) -> "RunConfig":
+        self.require_gather_dtype()
+        return self
+
+    def require_gather_dtype(self) -> None:
+        """Raise ConfigError for a dtype of gathering that is not the one in which the layers compute."""
         if self.parallel.gather_dtype is not None and self.train.precision == "fp32":
             raise ConfigError(
                 "parallel.gather_dtype",
                 f"got {self.parallel.gather_dtype} with train.precision=fp32, which computes in the weights' own"
                 " dtype; expected null, or train.precision=bf16",
             )
-        return self

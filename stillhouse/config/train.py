@@ -59,9 +59,10 @@ class TrainConfig(Section):
         ge=0,
         description="Maximum norm of the whole gradient; a larger gradient is scaled down. 0 or null: off.",
     )
-    precision: Literal["bf16", "fp32"] = Field(
-        default="bf16",
-        description="bf16: the student's layers compute under bfloat16 autocast. fp32: in the weights' own dtype.",
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        default="auto",
+        description="bf16: the student's layers compute under bfloat16 autocast. fp32: in the weights' own dtype."
+        " auto: bf16 on GPUs that have units for it, else fp32.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute the layers in backward: needs less memory and about a third more time."

@@ -258,14 +258,17 @@ def _finish(source: Source, terms: Sequence[Term], chunk: _Chunk, totals: "_Tota
 
 
 class _Totals:
-    """The sums of a pass. They are float64: a float32 running sum loses a digit every few hundred chunks."""
+    """The sums of a pass. They are float64: a float32 running sum loses a digit every few hundred chunks. Apple's GPU
+    has no float64.
+    """
 
     def __init__(self, terms: Sequence[Term], tokens: int, source: Source):
         self.names = unique_names(terms)
         self.keys = StatisticKeys(terms, self.names)
         self.scales = [term.scale for term in terms]
         self.per_token = {name: torch.zeros(tokens, dtype=source.dtype, device=source.device) for name in self.names}
-        self.loss = torch.zeros((), dtype=torch.float64, device=source.device)
+        dtype = torch.float32 if source.device.type == "mps" else torch.float64
+        self.loss = torch.zeros((), dtype=dtype, device=source.device)
         self.sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(self.loss))
         self.chunk_tokens = 0
 
@@ -283,7 +286,7 @@ class _Totals:
         """Add a term's result on a chunk. A row of weight 0 adds 0 even if its value is NaN."""
         has_none_C = own_C == 0
         value_C = result.value_C.masked_fill(has_none_C, 0.0)
-        value = (value_C.double() * own_C).sum()
+        value = (value_C.to(self.loss.dtype) * own_C).sum()
         self.per_token[self.names[position]][rows] = value_C
         self.sums[self.names[position]] += value
         if self.scales[position]:  # a term of scale 0 is only reported: it may be infinite
@@ -291,7 +294,7 @@ class _Totals:
         for name, statistic_C in (result.statistics | result.parts).items():
             if key := self.keys.of(position, name):
                 statistic_C = statistic_C.masked_fill(has_none_C, 0.0)
-                self.sums[key] += (statistic_C.double() * own_C).sum()
+                self.sums[key] += (statistic_C.to(self.loss.dtype) * own_C).sum()
 
 
 class _Attach(torch.autograd.Function):

@@ -9,6 +9,7 @@ from stillhouse.parallel.build import (
     require_own_teacher,
     single_process_runner,
 )
+from stillhouse.parallel.devices import best_precision, choose_device
 from stillhouse.parallel.heads import TeacherHeads
 from stillhouse.parallel.layout import Layout, ModelSource
 from stillhouse.parallel.loading import empty_decoder, load_weights, local_folder
@@ -59,7 +60,9 @@ __all__ = [
     "TeacherStudentPair",
     "WaitingWeights",
     "apply_parallelism",
+    "best_precision",
     "build_runner",
+    "choose_device",
     "destroy_process_group",
     "empty_decoder",
     "from_first",

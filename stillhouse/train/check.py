@@ -92,6 +92,7 @@ def _lines(session: Session, state: str) -> Iterator[str]:
             f"{step_schedule.steps:,} of {plan.prompts_per_step} prompts with {plan.samples_per_prompt} completions "
             f"each, {plan.share:.0%} of them written by the {config.rollout.writer if config.rollout else 'student'}",
         )
+    yield _row("device", f"{session.device}, {config.train.precision}")
     yield _row("run folder", f"{config.out}: {state}")
     if session.plan is None:
         yield _row("sample", f"{session.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")

@@ -237,7 +237,7 @@ class RouterAuxLosses:
     def total(self) -> dict[str, float]:
         """The losses of the routers on this process, summed over target tokens, under the key `ROUTER_LOSS`."""
         losses = [loss for each in self.started for loss in each.losses.values()]
-        return {ROUTER_LOSS: float(torch.stack(losses).double().sum())} if losses else {}
+        return {ROUTER_LOSS: sum(torch.stack(losses).tolist())} if losses else {}
 
 
 def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
@@ -245,16 +245,11 @@ def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
 
     The value of `CHUNK_TOKENS`, the rows of a logits tile, is the largest one instead. Waits for the device once.
     """
-    sums: dict[str, Any] = defaultdict(float)
-    for output in outputs:
-        sums["loss"] += output.loss.double()
-        for name, value in output.metrics.items():
-            sums[name] += value.double()
     if not outputs:
         return {}
-    sums[CHUNK_TOKENS] = torch.stack([output.metrics[CHUNK_TOKENS] for output in outputs]).max().double()
-    values = torch.stack(list(sums.values())).tolist()
-    return dict(zip(sums, values, strict=True))
+    named = [(name, each) for output in outputs for name, each in [("loss", output.loss), *output.metrics.items()]]
+    values = torch.stack([each for _, each in named]).tolist()
+    return add_up([{name: value} for (name, _), value in zip(named, values, strict=True)])
 
 
 def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -33,6 +33,7 @@ from stillhouse.train.session import (
     in_words,
     objective_spec,
     prepare,
+    with_precision,
 )
 
 #: the beginning of the names of files in a run's folder: what the servers of a teacher answered when the run began
@@ -45,6 +46,7 @@ def distill(config: RunConfig) -> Path:
     Raises ConfigError for a mistake in the configuration and ValueError for one in the data or models that it names.
     Before everything has been checked, only the folder itself and its lock file are written.
     """
+    config = with_precision(config)
     objective_spec(config)  # first, so that a misspelt loss is reported even if the folder is occupied, too
     folder = RunFolder(Path(config.out))
     candidates(config)  # reports an occupied folder before the models are loaded

@@ -28,7 +28,8 @@ from stillhouse.parallel import (
     Layout,
     Runner,
     ShardedMicroBatches,
-    local_rank,
+    best_precision,
+    choose_device,
     process_count,
     shard_micro_batches,
     start,
@@ -141,6 +142,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
     announce: print the resolved objective first, before anything is loaded.
     """
+    config = with_precision(config)
     spec, stores = objective_spec(config), open_stores(config)
     if announce:
         print(in_words(config, spec, stores), flush=True)
@@ -220,7 +222,7 @@ def connect_ranks(config: RunConfig) -> tuple[torch.device, list[str]]:
     if the ranks were started with different configurations.
     """
     layouts = [teacher_layout(config, section) for section in config.teacher_sections]
-    device = choose_device(config.device)
+    device = device_of(config)
     for each in (layout_of(config.parallel, process_count()), *layouts):
         if each is not None:
             require_sharing(each, device)
@@ -370,24 +372,25 @@ def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Map
     return f"{how} of {'; '.join(parts)}"
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that `name` means; `auto` means the GPU if there is one, else the CPU.
+def device_of(config: RunConfig) -> torch.device:
+    """The device of this process. Raises ConfigError for one that this machine does not have."""
+    try:
+        return choose_device(config.device)
+    except ValueError as error:
+        raise ConfigError("device", str(error)) from error
 
-    Raises ConfigError for a device that this machine does not have.
+
+def with_precision(config: RunConfig) -> RunConfig:
+    """The configuration with the precision that `train.precision: auto` means on this process's device.
+
+    It is settled before ranks are compared and checkpoints are written: a mixture of precisions is no run.
     """
-    if name == "auto":
-        name = f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu"
-    device, count = torch.device(name), torch.cuda.device_count()
-    if device.type == "cuda" and process_count() > 1:
-        if device.index is not None and name != f"cuda:{local_rank()}":
-            raise ConfigError(
-                "device",
-                f"got {name} for {process_count()} processes: expected cuda, so that each process gets another GPU",
-            )
-        device = torch.device("cuda", local_rank())
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError("device", f"got {name}, but this machine has {count} CUDA devices; expected auto or cpu")
-    return device
+    if config.train.precision != "auto":
+        return config
+    train = config.train.model_copy(update={"precision": best_precision(device_of(config))})
+    settled = config.model_copy(update={"train": train})
+    settled.require_gather_dtype()
+    return settled
 
 
 def data_reports(session: Session) -> dict[str, DataReport]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse import __version__
 from stillhouse.data import check_vocabulary, load_tokenizer, tokenizer_fingerprint
 from stillhouse.models import Decoder, check_finite_weights
-from stillhouse.parallel import local_folder, log_rank0, process_count
+from stillhouse.parallel import choose_device, local_folder, log_rank0, process_count
 from stillhouse.preemption import finishing
 from stillhouse.rollouts.draws import stop_texts
 from stillhouse.rollouts.generate import Generator, check_generation, eos_ids
@@ -28,7 +28,7 @@ from stillhouse.teachers.server.http import HttpThread, bound, check_address, ch
 from stillhouse.teachers.server.limits import Limits
 from stillhouse.teachers.server.loop import Loop
 from stillhouse.teachers.server.metrics import Metrics
-from stillhouse.teachers.server.teacher import choose_device, longest_sequence
+from stillhouse.teachers.server.teacher import longest_sequence
 
 
 class Writer:

@@ -25,12 +25,12 @@ from stillhouse.parallel import (
     ModelSource,
     Runner,
     build_runner,
+    choose_device,
     empty_decoder,
     is_first,
     join,
     load_weights,
     local_folder,
-    local_rank,
     process_count,
 )
 from stillhouse.teachers.server.limits import Limits
@@ -158,18 +158,6 @@ def _source(build: Any, folder: str, device: torch.device) -> ModelSource:
         return decoder
 
     return ModelSource(frozen, weights)
-
-
-def choose_device(device: str) -> torch.device:
-    """The device of this process. Raises ValueError for one that is not there."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device '{device}': there is no GPU here; expected cpu or auto")
-        chosen = torch.device("cuda", local_rank() if chosen.index is None else chosen.index)
-    return chosen
 
 
 def _sha256(path: Path) -> str:

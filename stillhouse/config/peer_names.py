@@ -1,0 +1,409 @@
+"""What the keys of a run are called in TRL, verl, NeMo Automodel, ms-swift and axolotl.
+
+One table serves the error for an unknown key or option and the page docs/coming_from.md. The names are those of TRL
+1.16 (with transformers' TrainingArguments), verl 0.9, Automodel 0.7, ms-swift 4.6 and axolotl 0.19.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
+
+
+@dataclass(frozen=True)
+class PeerKey:
+    """Keys of ours, and the names of the same in other tools, separated by spaces; "" if they have none.
+
+    also: names that are written as often: abbreviations, and names of older versions. note: what differs in meaning,
+    or what to write if no key of ours has a value of the same form.
+    """
+
+    keys: tuple[str, ...]
+    trl: str = ""
+    verl: str = ""
+    automodel: str = ""
+    swift: str = ""
+    axolotl: str = ""
+    also: str = ""
+    note: str = ""
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """Each name with the tool that has it; "" for the names in `also`."""
+        for field in fields(self):
+            if field.name in PEERS or field.name == "also":
+                for name in getattr(self, field.name).split():
+                    yield name, PEERS.get(field.name, "")
+
+
+TABLE = (
+    PeerKey(
+        ("student.model",),
+        trl="model_name_or_path", verl="actor_rollout_ref.model.path",
+        automodel="model.pretrained_model_name_or_path", swift="model", axolotl="base_model",
+        also="student_model student_model_name_or_path hf_model",
+    ),
+    PeerKey(
+        ("student.revision", "teacher.revision"),
+        trl="model_revision teacher_model_revision", swift="model_revision teacher_model_revision",
+        axolotl="revision_of_model",
+    ),
+    PeerKey(
+        ("student.dtype", "teacher.dtype"),
+        trl="dtype", swift="torch_dtype", also="torch_dtype teacher_dtype", verl="model_dtype",
+        note="of the weights; train.precision is the dtype in which the student's layers compute",
+    ),
+    PeerKey(
+        ("student.attention", "teacher.attention"),
+        trl="attn_implementation", swift="attn_impl", axolotl="attn_implementation flash_attention",
+        automodel="model.attn_implementation", also="use_flash_attention_2 flash_attn",
+        note="such as flash_attention_2",
+    ),
+    PeerKey(
+        ("student.adapter",),
+        trl="use_peft peft_config", automodel="peft", swift="tuner_type", axolotl="adapter",
+        also="train_type lora peft_type",
+        note="a section, such as {r: 16, alpha: 32}; left out: all weights are trained",
+    ),
+    PeerKey(
+        ("student.adapter.r",),
+        trl="lora_r", verl="actor_rollout_ref.model.lora_rank", automodel="peft.dim", swift="lora_rank",
+        axolotl="lora_r",
+    ),
+    PeerKey(
+        ("student.adapter.alpha",),
+        trl="lora_alpha", verl="actor_rollout_ref.model.lora_alpha", automodel="peft.alpha", swift="lora_alpha",
+        axolotl="lora_alpha",
+    ),
+    PeerKey(
+        ("student.adapter.targets",),
+        trl="lora_target_modules", verl="actor_rollout_ref.model.target_modules", automodel="peft.target_modules",
+        swift="target_modules", axolotl="lora_target_modules lora_target_linear",
+        note="all-linear, or a list of name endings",
+    ),
+    PeerKey(
+        ("student.adapter.dropout",),
+        trl="lora_dropout", automodel="peft.dropout", swift="lora_dropout", axolotl="lora_dropout",
+    ),
+    PeerKey(
+        ("teacher.model",),
+        trl="teacher_model_name_or_path", verl="distillation.teacher_models.teacher_model.model_path",
+        automodel="teacher_model.pretrained_model_name_or_path", swift="teacher_model",
+        also="teacher_model_path teacher_path",
+    ),
+    PeerKey(
+        ("teacher.url",),
+        trl="teacher_model_server_url", swift="teacher_model_server", axolotl="kd_online_server_base_url",
+        also="teacher_server_url",
+        note="the teacher of a server; a server of vLLM also needs teacher.model for exact signals",
+    ),
+    PeerKey(
+        ("teacher.top_k",),
+        verl="distillation.distillation_loss.topk", swift="gkd_logits_topk", axolotl="kd_online_topk",
+        also="teacher_topk",
+        note="only for teacher.signal top_k and chosen: a teacher in the job gives its whole distribution",
+    ),
+    PeerKey(
+        ("teacher.offload",),
+        automodel="offload_teacher_model", swift="offload_teacher_model",
+        verl="actor_rollout_ref.ref.fsdp_config.param_offload",
+    ),
+    PeerKey(
+        ("teacher.quantize",),
+        axolotl="load_in_4bit load_in_8bit", swift="quant_bits", also="load_in_4bit load_in_8bit",
+        note="of the teacher alone: int8 or nf4; the student trains in student.dtype",
+    ),
+    PeerKey(
+        ("teachers.route",),
+        verl="distillation.teacher_key", swift="teacher_tag_key",
+        note="the column that names each document's teacher",
+    ),
+    PeerKey(
+        ("data.train",),
+        trl="dataset_name", verl="data.train_files", automodel="dataset", swift="dataset", axolotl="datasets",
+        also="dataset_path train_file train_files train_dataset dataset_train_split data_path",
+        note="a file, folder, glob, saved dataset or hub id (name:config@split)",
+    ),
+    PeerKey(
+        ("data.eval",),
+        trl="dataset_test_split", verl="data.val_files", automodel="validation_dataset",
+        swift="val_dataset split_dataset_ratio", axolotl="val_set_size test_datasets",
+        also="eval_dataset validation_file test_size eval_file",
+        note="a source of the same kinds, or a share such as 0.02",
+    ),
+    PeerKey(
+        ("data.max_tokens",),
+        trl="max_length", verl="data.max_length data.max_prompt_length",
+        automodel="packed_sequence.packed_sequence_size", swift="max_length", axolotl="sequence_len",
+        also="max_len max_seq_length max_seq_len seq_length sequence_length cutoff_len model_max_length block_size",
+        note="the length of a packed sequence; all sequences are packed",
+    ),
+    PeerKey(
+        ("objective.loss",),
+        trl="beta", swift="beta", axolotl="kd_beta",
+        note="beta=0 is forward_kl, beta=1 is reverse_kl, and another beta is jsd(beta)",
+    ),
+    PeerKey(("objective.loss",), automodel="kd_ratio", note="kd_ratio=r is (1-r)*cross_entropy + r*forward_kl"),
+    PeerKey(
+        ("objective.loss",),
+        verl="distillation.distillation_loss.loss_mode distillation.distillation_loss.distillation_loss_coef",
+        automodel="kd_loss_fn", swift="sft_alpha", axolotl="kd_alpha kd_ce_alpha",
+        also="loss alpha kd_loss_weight kd_weight distill_alpha loss_type",
+        note="one sum with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5)",
+    ),
+    PeerKey(
+        ("objective.temperature",),
+        trl="temperature", automodel="kd_loss_fn.temperature", swift="temperature", axolotl="kd_temperature",
+        also="kd_temp distill_temperature",
+        note="of the divergence on both sides; rollout.temperature is that of drawn tokens",
+    ),
+    PeerKey(
+        ("objective.tokens",),
+        trl="completion_only_loss assistant_only_loss", swift="loss_scale", axolotl="train_on_inputs",
+        note="completion (the default) or all",
+    ),
+    PeerKey(
+        ("objective.router_aux_loss",), trl="router_aux_loss_coef", also="aux_loss_coef moe_aux_loss_coeff",
+    ),
+    PeerKey(
+        ("rollout.share",),
+        trl="lmbda", swift="lmbda", also="lambda on_policy_ratio",
+        note="with the section rollout, the student writes this share of the completions; without the section, the"
+        " run is off-policy (lmbda=0)",
+    ),
+    PeerKey(
+        ("rollout.writer",), trl="seq_kd", swift="seq_kd", note="seq_kd=True is rollout.writer=teacher",
+    ),
+    PeerKey(
+        ("rollout.max_new_tokens",),
+        trl="max_completion_length max_new_tokens", verl="data.max_response_length", swift="max_completion_length",
+        also="max_tokens_to_generate",
+    ),
+    PeerKey(
+        ("rollout.samples_per_prompt",),
+        trl="num_generations", verl="actor_rollout_ref.rollout.n", swift="num_generations",
+    ),
+    PeerKey(
+        ("rollout.engine",),
+        trl="use_vllm vllm_mode", verl="actor_rollout_ref.rollout.name", swift="use_vllm vllm_mode",
+        note="transformers, stillhouse, vllm or sglang; servers are named by rollout.url",
+    ),
+    PeerKey(
+        ("rollout.url",), trl="vllm_server_base_url vllm_server_host", swift="vllm_server_host vllm_server_base_url",
+    ),
+    PeerKey(
+        ("rollout.prompts_per_step",), verl="data.train_batch_size", also="gen_batch_size",
+        note="off-policy, the batch is train.tokens_per_step",
+    ),
+    PeerKey(
+        ("train.tokens_per_step",),
+        trl="gradient_accumulation_steps", verl="actor_rollout_ref.actor.ppo_mini_batch_size",
+        automodel="step_scheduler.global_batch_size", swift="gradient_accumulation_steps global_batch_size",
+        axolotl="gradient_accumulation_steps", also="batch_size grad_accum accumulation_steps",
+        note="the tokens of an optimizer step over all devices: batch size per device × accumulation × devices ×"
+        " sequence length",
+    ),
+    PeerKey(
+        ("train.micro_batch_tokens",),
+        trl="per_device_train_batch_size", verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        automodel="step_scheduler.local_batch_size", swift="per_device_train_batch_size micro_batch_size",
+        axolotl="micro_batch_size",
+        also="per_gpu_train_batch_size max_token_len_per_gpu ppo_micro_batch_size_per_gpu micro_batch_size_per_gpu",
+        note="in tokens, for memory alone; the batch of an optimizer step is train.tokens_per_step",
+    ),
+    PeerKey(
+        ("train.epochs",),
+        trl="num_train_epochs", verl="trainer.total_epochs", automodel="step_scheduler.num_epochs",
+        swift="num_train_epochs", axolotl="num_epochs", also="max_epochs n_epochs",
+    ),
+    PeerKey(
+        ("train.steps",),
+        trl="max_steps", verl="trainer.total_training_steps", automodel="step_scheduler.max_steps", swift="max_steps",
+        axolotl="max_steps", also="num_steps train_iters num_training_steps",
+    ),
+    PeerKey(
+        ("train.learning_rate",),
+        trl="learning_rate", verl="actor_rollout_ref.actor.optim.lr", automodel="optimizer.lr",
+        swift="learning_rate", axolotl="learning_rate", also="lr max_lr peak_lr",
+    ),
+    PeerKey(
+        ("train.schedule",),
+        trl="lr_scheduler_type", verl="actor_rollout_ref.actor.optim.lr_scheduler_type",
+        automodel="lr_scheduler.lr_decay_style", swift="lr_scheduler_type", axolotl="lr_scheduler",
+        also="scheduler lr_schedule",
+        note="constant, linear, cosine or wsd",
+    ),
+    PeerKey(
+        ("train.warmup",),
+        trl="warmup_steps", verl="actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
+        automodel="lr_scheduler.lr_warmup_steps", swift="warmup_ratio warmup_steps",
+        axolotl="warmup_ratio warmup_steps", also="warmup_ratio num_warmup_steps",
+        note="below 1 a share of all steps, from 1 on a number of steps",
+    ),
+    PeerKey(
+        ("train.min_learning_rate",),
+        verl="actor_rollout_ref.actor.optim.min_lr_ratio", automodel="lr_scheduler.min_lr", also="lr_min min_lr",
+        note="as a share of the peak",
+    ),
+    PeerKey(
+        ("train.weight_decay",),
+        trl="weight_decay", verl="actor_rollout_ref.actor.optim.weight_decay", automodel="optimizer.weight_decay",
+        swift="weight_decay", axolotl="weight_decay", also="wd",
+    ),
+    PeerKey(
+        ("train.betas",),
+        trl="adam_beta1 adam_beta2", automodel="optimizer.betas", swift="adam_beta1 adam_beta2",
+        axolotl="adam_beta1 adam_beta2", note="a list of both, such as [0.9, 0.95]",
+    ),
+    PeerKey(
+        ("train.eps",),
+        trl="adam_epsilon", automodel="optimizer.eps", swift="adam_epsilon", axolotl="adam_epsilon",
+    ),
+    PeerKey(
+        ("train.clip",),
+        trl="max_grad_norm", verl="actor_rollout_ref.actor.grad_clip", automodel="clip_grad_norm.max_norm",
+        swift="max_grad_norm", axolotl="max_grad_norm", also="gradient_clip_val clip_grad gradient_clipping",
+    ),
+    PeerKey(
+        ("train.precision",),
+        trl="bf16 fp16", swift="bf16 fp16", axolotl="bf16 fp16", also="mixed_precision amp",
+        note="bf16 or fp32; there is no fp16",
+    ),
+    PeerKey(
+        ("train.activation_checkpointing",),
+        trl="gradient_checkpointing", verl="actor_rollout_ref.model.enable_gradient_checkpointing",
+        automodel="distributed.activation_checkpointing", swift="gradient_checkpointing",
+        axolotl="gradient_checkpointing", also="recompute_granularity use_gradient_checkpointing",
+    ),
+    PeerKey(
+        ("eval.every",),
+        trl="eval_steps eval_strategy", verl="trainer.test_freq", automodel="step_scheduler.val_every_steps",
+        swift="eval_steps", axolotl="eval_steps evals_per_epoch", also="evaluation_strategy eval_interval val_freq",
+        note="in steps",
+    ),
+    PeerKey(
+        ("eval.micro_batch_tokens",),
+        trl="per_device_eval_batch_size", swift="per_device_eval_batch_size", axolotl="eval_batch_size",
+        note="in tokens, for memory alone",
+    ),
+    PeerKey(
+        ("checkpoint.every",),
+        trl="save_steps save_strategy", verl="trainer.save_freq", automodel="step_scheduler.ckpt_every_steps",
+        swift="save_steps", axolotl="save_steps saves_per_epoch", also="save_interval ckpt_interval",
+        note="in steps",
+    ),
+    PeerKey(
+        ("checkpoint.keep",),
+        trl="save_total_limit", verl="trainer.max_ckpt_to_keep", swift="save_total_limit", axolotl="save_total_limit",
+    ),
+    PeerKey(
+        ("checkpoint.best",),
+        trl="metric_for_best_model load_best_model_at_end", swift="metric_for_best_model",
+        axolotl="metric_for_best_model",
+    ),
+    PeerKey(
+        ("checkpoint.resume",),
+        trl="resume_from_checkpoint", verl="trainer.resume_mode", automodel="checkpoint.restore_from",
+        swift="resume_from_checkpoint", axolotl="resume_from_checkpoint", also="resume auto_resume",
+        note="auto is the default: the same command continues",
+    ),
+    PeerKey(
+        ("parallel.fsdp",),
+        trl="fsdp deepspeed", verl="actor_rollout_ref.actor.fsdp_config.fsdp_size", automodel="distributed.dp_size",
+        swift="deepspeed fsdp", axolotl="dp_shard_size deepspeed", also="dp_size data_parallel_size zero_stage",
+        note="left out under torchrun: over all processes",
+    ),
+    PeerKey(
+        ("parallel.tensor",),
+        verl="actor_rollout_ref.actor.megatron.tensor_model_parallel_size", automodel="distributed.tp_size",
+        swift="tensor_model_parallel_size", axolotl="tensor_parallel_size", also="tp tp_size",
+    ),
+    PeerKey(
+        ("parallel.pipeline",),
+        verl="actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", automodel="distributed.pp_size",
+        swift="pipeline_model_parallel_size", also="pp pp_size pipeline_parallel_size",
+    ),
+    PeerKey(
+        ("parallel.context",),
+        verl="actor_rollout_ref.actor.ulysses_sequence_parallel_size", automodel="distributed.cp_size",
+        swift="context_parallel_size sequence_parallel_size", axolotl="context_parallel_size",
+        also="cp cp_size sp_size",
+    ),
+    PeerKey(
+        ("parallel.expert",),
+        verl="actor_rollout_ref.actor.megatron.expert_model_parallel_size", automodel="distributed.ep_size",
+        swift="expert_model_parallel_size", also="ep ep_size expert_parallel_size",
+    ),
+    PeerKey(
+        ("parallel.replicate",),
+        automodel="distributed.dp_replicate_size", axolotl="dp_replicate_size", also="ddp",
+    ),
+    PeerKey(
+        ("parallel.offload",),
+        verl="actor_rollout_ref.actor.fsdp_config.param_offload", also="cpu_offload offload_params",
+    ),
+    PeerKey(
+        ("track",),
+        trl="report_to", verl="trainer.logger", swift="report_to", axolotl="use_wandb use_mlflow use_tensorboard",
+        also="wandb logger log_with",
+        note="a list; metrics.jsonl and the report are always written",
+    ),
+    PeerKey(
+        ("out",),
+        trl="output_dir", verl="trainer.default_local_dir", automodel="checkpoint.checkpoint_dir", swift="output_dir",
+        axolotl="output_dir", also="out_dir run_name save_dir ckpt_dir checkpoint_dir logging_dir",
+        note="the folder of the run",
+    ),
+    PeerKey(("seed",), trl="seed data_seed", verl="data.seed", automodel="seed", swift="seed", axolotl="seed"),
+    PeerKey(("device",), trl="use_cpu", verl="trainer.device", also="device_map", note="auto, cpu, cuda or mps"),
+    PeerKey(
+        (),
+        trl="logging_steps logging_strategy", swift="logging_steps", axolotl="logging_steps",
+        also="log_every_n_steps",
+        note="every step is logged: leave it out",
+    ),
+    PeerKey(
+        (),
+        trl="packing padding_free", swift="packing padding_free", axolotl="sample_packing pad_to_sequence_len",
+        note="documents are always packed, and do not see each other: leave it out",
+    ),
+    PeerKey(
+        (),
+        trl="torch_compile use_liger_kernel", swift="use_liger_kernel", axolotl="torch_compile",
+        note="the objective never makes the logits of all tokens, and compiles itself: leave it out",
+    ),
+)  # fmt: skip
+
+
+def peer_hint(key: str) -> str | None:
+    """What a key that another tool has is called here, in words; None for a name that no tool of the table has.
+
+    key: as it was written, in a section or not, with underscores or dashes.
+    """
+    wanted = key.lower().replace("-", "_")
+    matches = [(len(name), row, name) for row in TABLE for name, _ in row.names() if _same(wanted, name.lower())]
+    if not matches:
+        return None
+    _, row, name = max(matches, key=lambda each: each[0])
+    peers = sorted({peer for each, peer in row.names() if peer and each == name}, key=list(PEERS.values()).index)
+    subject = f"{name} of {_listed(peers, 'and')}" if peers else name
+    if not row.keys:
+        return f"{subject} has no key here: {row.note}"
+    note = f" ({row.note})" if row.note else ""
+    return f"{subject} is {_listed(_fitting(row.keys, wanted), 'or')} here{note}"
+
+
+def _same(wanted: str, name: str) -> bool:
+    """Whether one of two dotted names ends with the other; the shorter one of a dotted name needs two parts."""
+    if wanted == name or wanted.endswith(f".{name}"):
+        return True
+    return "." in wanted and name.endswith(f".{wanted}")
+
+
+def _fitting(keys: tuple[str, ...], wanted: str) -> list[str]:
+    """Of keys in several sections, those of the section that the written name speaks of."""
+    of_section = [key for key in keys if wanted.startswith(key.partition(".")[0])]
+    return of_section or list(keys)
+
+
+def _listed(names: list[str], word: str) -> str:
+    return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,0 +1,44 @@
+"""The device on which a process computes."""
+
+import torch
+
+from stillhouse.parallel.processes import local_rank, process_count
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a name means: auto, cpu, mps, cuda or cuda:N.
+
+    auto: a CUDA device, else Apple's GPU (MPS, for a single process), else the CPU. Raises ValueError for a device
+    that this machine does not have, and for one that several processes cannot share.
+    """
+    if name == "auto":
+        name = _best_kind()
+    device, processes = torch.device(name), process_count()
+    if device.type == "mps" and processes > 1:
+        raise ValueError(f"got mps for {processes} processes, which cannot share it: expected cpu, or one process")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("got mps, but this machine has no such GPU: expected auto or cpu")
+    if device.type != "cuda":
+        return device
+    if processes > 1 and device.index not in (None, local_rank()):
+        raise ValueError(
+            f"got {name} for {processes} processes: expected cuda, so that each process gets another GPU"
+        )
+    if device.index is None:
+        device = torch.device("cuda", local_rank())
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise ValueError(f"got {name}, but this machine has {count} CUDA devices: expected auto or cpu")
+    return device
+
+
+def best_precision(device: torch.device) -> str:
+    """The precision that `auto` means on a device: bf16 on GPUs with such units, else fp32."""
+    has_units = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_units else "fp32"
+
+
+def _best_kind() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() and process_count() == 1 else "cpu"
