@@ -42,4 +42,6 @@ def main(teacher_name: str, student_name: str, text: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(f"expected a teacher, a student and a text:\n\n{__doc__}")
     main(*sys.argv[1:])

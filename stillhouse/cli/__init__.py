@@ -5,6 +5,7 @@ command was stopped by signal n, such as 130 for Ctrl-C and 143 for SIGTERM (see
 """
 
 import difflib
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -290,4 +292,15 @@ def _report(error: Exception, message: str, code: int) -> int:
         # if rank 0 has the same error, rank 0 prints it first, and torchrun ends the other ranks before they print
         time.sleep(SECONDS_FOR_FIRST)
     click.echo(error_line(brief(message)), err=True)
+    _tell_torchrun(error_line(brief(message)), code)
     return code
+
+
+def _tell_torchrun(line: str, code: int) -> None:
+    """Write the error where torchrun reads it, so that its own summary ends with this line and not with a hint."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        extra = {"timestamp": str(int(time.time()))}
+        content = {"message": {"message": line, "errorCode": code, "extraInfo": extra}}
+        with suppress(OSError):  # the line has been printed already
+            Path(path).write_text(json.dumps(content), encoding="utf-8")

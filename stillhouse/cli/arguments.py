@@ -1,11 +1,14 @@
 """The arguments of commands that take a run's configuration: a file, options and overrides."""
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from stillhouse.cli.hub import settle_offline
 
 if TYPE_CHECKING:
     from stillhouse.config import RunConfig
@@ -58,7 +61,9 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
     from stillhouse.config import load_config
 
     overrides = [argument for argument in arguments if _is_override(argument)]
-    return load_config(files[0] if files else None, overrides, settings=settings_layer(given))
+    config = load_config(files[0] if files else None, overrides, settings=settings_layer(given))
+    settle_offline([config.student.model, *(each.model for each in config.teacher_sections.values())])
+    return config
 
 
 def _is_override(argument: str) -> bool:
@@ -92,12 +97,14 @@ def misused(message: str) -> click.UsageError:
 
 
 def quiet_libraries() -> None:
-    """Disable the progress bars of transformers and the warnings of torch's C++ code.
+    """Disable progress bars of transformers, and warnings of torch's C++ code and of torchao about itself.
 
     The bars, which are shown while weights are read and written, would break a run's live line. If a rank dies,
     torch's C++ code prints a warning with a stack trace on all other ranks.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao wherever it is installed
+        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

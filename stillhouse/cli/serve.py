@@ -5,6 +5,7 @@ import importlib.util
 import click
 
 from stillhouse.cli.arguments import quiet_libraries
+from stillhouse.cli.hub import settle_offline
 
 
 @click.command()
@@ -89,6 +90,7 @@ def serve(teacher: str, *, no_token: bool, generate: bool, max_top_k: int, **opt
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} not installed; pip install 'stillhouse[serve]'")
+    settle_offline([teacher])
     quiet_libraries()
     options["require_token"] = not no_token
     if generate:

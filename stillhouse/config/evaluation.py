@@ -11,7 +11,10 @@ class EvalConfig(Section):
     """When to measure cross-entropy, forward KL, agreement and entropies on data.eval (if it is not 0), and tasks."""
 
     every: int = Field(
-        default=100, ge=0, description="Steps between two evaluations. 0: only at the start and at the end."
+        default=100,
+        ge=0,
+        description="Steps between two evaluations; each checkpoint is evaluated, too. 0: only at the start and at"
+        " the end.",
     )
     micro_batch_tokens: int | None = Field(
         default=None,

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from stillhouse.config.errors import ConfigError
 from stillhouse.config.explain import explain
-from stillhouse.config.keys import inner_section, named_sections, section_of, unknown_key
+from stillhouse.config.keys import inner_section, named_sections, section_of, unknown_key, value_fields
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
 from stillhouse.config.yaml_text import read_yaml, write_yaml
@@ -79,7 +79,9 @@ def _read_overrides(overrides: Sequence[str]) -> Layer:
         if not sign:
             raise ConfigError(None, f"override {override!r}: expected key=value, such as train.learning_rate=2e-5")
         _check_key(key)
-        nested = read_yaml(text, f"override {override!r}", numbered=False)
+        nested: Any = text  # a glob: an alias, which YAML would read, has nothing to refer to here
+        if not text.startswith("*"):
+            nested = read_yaml(text, f"override {override!r}", numbered=False)
         for name in reversed(key.split(".")):
             nested = {name: nested}
         layer = _merge(layer, nested)
@@ -103,8 +105,8 @@ def _check_key(key: str) -> None:
 def _merge(below: Layer, above: Layer, prefix: str = "") -> Layer:
     merged = dict(below)
     for name, value in above.items():
-        if isinstance(value, Mapping) and merged.get(name) is not None:
-            key = f"{prefix}{name}"
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and merged.get(name) is not None and key not in value_fields(RunConfig):
             if not isinstance(merged[name], Mapping):
                 raise ConfigError(
                     key, f"got {merged[name]!r}; expected: a section, because {key}.{next(iter(value), '')} is set"

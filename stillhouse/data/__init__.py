@@ -5,7 +5,7 @@ from stillhouse.data.loading import load_documents
 from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch
 from stillhouse.data.packing import PackedMicroBatches, PackedSequences
 from stillhouse.data.prefixes import Prefixes
-from stillhouse.data.reading import DataError, read_records
+from stillhouse.data.reading import DataError, NoSourceError, read_records
 from stillhouse.data.tokenizers import (
     check_same_tokenizer,
     check_vocabulary,
@@ -18,6 +18,7 @@ __all__ = [
     "DataReport",
     "Documents",
     "MicroBatch",
+    "NoSourceError",
     "PackedMicroBatches",
     "PackedSequences",
     "Prefixes",

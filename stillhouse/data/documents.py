@@ -29,6 +29,7 @@ class DataReport:
     cut_tokens: int = 0  # tokens lost by shortening
     split_documents: int = 0  # texts cut into pieces, without loss
     documents: int = 0  # each piece counts as one
+    records: int = 0  # each record counts once, however many pieces it has
     tokens: int = 0
     target_tokens: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -40,14 +41,13 @@ class DataReport:
 
     def summary(self) -> str:
         """One line for the reader of a log; counts that are zero are left out."""
+        pieces = f" in {self.documents:,} pieces" if self.documents > self.records else ""
         parts = [
-            f"{self.documents:,} documents",
+            f"{self.records:,} documents{pieces}",
             f"{self.tokens:,} tokens",
         ]
         if self.target_tokens:
             parts.append(f"{self.target_tokens:,} to predict")
-        if self.split_documents:
-            parts.append(f"{self.split_documents:,} long texts in pieces")
         if self.cut_documents:
             parts.append(f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)")
         if self.without_target:
@@ -149,7 +149,13 @@ class Documents:
         offsets, index_N = chosen_tokens(self.offsets, chosen)
         sources = [self.sources[document] for document in chosen]
         targets_N = self.targets_N[index_N]
-        report = replace(self.report, documents=len(sources), tokens=len(index_N), target_tokens=int(targets_N.sum()))
+        report = replace(
+            self.report,
+            documents=len(sources),
+            records=len(set(sources)),
+            tokens=len(index_N),
+            target_tokens=int(targets_N.sum()),
+        )
         columns = {name: [values[document] for document in chosen] for name, values in self.columns.items()}
         prefixes = {name: each.select(chosen) for name, each in self.prefixes.items()}
         return Documents(
@@ -190,6 +196,7 @@ class Documents:
         only_its_own = DataReport(
             f"{share:g} of {counts.source}",
             documents=counts.documents,
+            records=counts.records,
             tokens=counts.tokens,
             target_tokens=counts.target_tokens,
         )

@@ -164,7 +164,7 @@ class _Loader:
         lengths = [len(piece.ids) for piece in self.pieces]
         tokens_N = np.concatenate([piece.ids for piece in self.pieces])
         targets_N = np.concatenate([piece.targets for piece in self.pieces])
-        self.report.documents = len(lengths)
+        self.report.documents, self.report.records = len(lengths), len(set(self.sources))
         self.report.tokens = len(tokens_N)
         self.report.target_tokens = int(targets_N.sum())
         if self.targets_are is not None:

@@ -35,6 +35,10 @@ class DataError(ValueError):
         self.reason = reason
 
 
+class NoSourceError(ValueError):
+    """There is nothing to read under the given name."""
+
+
 @dataclass(frozen=True)
 class Record:
     """One record and its location. If it could not be read, `problem` says why, and `fields` is empty."""
@@ -52,7 +56,7 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     passed unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it, as in
     `allenai/c4:en@validation`; the default split is "train".
 
-    Raises ValueError if there is nothing to read under that name.
+    Raises NoSourceError if there is nothing under that name, and ValueError if it cannot be read.
     """
     name = os.path.expanduser(os.fspath(source))
     path = Path(name)
@@ -64,7 +68,7 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
         return _read_files(_matches(name))
     hub = _parse_hub_id(name)
     if hub is None:
-        raise ValueError(f"no such file or folder: {name}")
+        raise NoSourceError(f"no such file or folder: {name}")
     return _read_dataset(name, _load_from_hub(name, *hub))
 
 
@@ -80,7 +84,7 @@ def _matches(pattern: str) -> list[Path]:
     paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in paths if path.is_file()]
     if not files:
-        raise ValueError(f"no file matches {pattern}")
+        raise NoSourceError(f"no file matches {pattern}")
     return files
 
 
@@ -203,7 +207,7 @@ def _load_from_hub(given: str, name: str, config: str | None, split: str) -> Any
     try:
         return datasets.load_dataset(name, config, split=split)
     except (OSError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
+        raise NoSourceError(
             f"{given}: no file or folder of this name here, and no dataset on the hub: {error}"
         ) from error
     except ValueError as error:  # the split or configuration does not exist, or there are several and none is named

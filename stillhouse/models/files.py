@@ -42,6 +42,22 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
         _require_own_files(f"{folder}/{index}", _json_object(name, index, revision))
 
 
+def require_model_folder(name: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a file, and for a folder that cannot be a model's. Any other name may be a hub id."""
+    if not os.path.isdir(name):
+        if os.path.isfile(name):
+            raise ValueError(f"{os.fspath(name)} is a file: expected the folder of a model, or a hub id")
+        return
+    files = os.listdir(name)
+    if _ADAPTER in files:
+        _require_safetensors(escaped(os.fspath(name)), files)
+    if CONFIG_NAME not in files:
+        raise ValueError(
+            f"{escaped(os.fspath(name))} is a folder without {CONFIG_NAME}: expected a model's folder, with "
+            f"{CONFIG_NAME}, safetensors and a tokenizer"
+        )
+
+
 _EXPECTED = "expected the name of a safetensors file of the same folder; nothing else is read"
 
 

@@ -74,6 +74,20 @@ class Objective:
         )
 
 
+def teacher_cross_entropy(
+    *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
+) -> ObjectiveOutput:
+    """Return the teacher's own cross-entropy on the labels. The signal has to be the exact one, `FullVocab`."""
+    assert isinstance(context.signal, FullVocab)
+    return linear_objective(
+        context.signal.hidden_TE,
+        context.signal.head,
+        [CrossEntropy(context.labels_T)],
+        weights_T=context.weights_T,
+        valid_index=context.valid_index,
+    )
+
+
 def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
     """Return the hidden states [B, S, D] after the last norm: for serving, and for teachers with a separate head."""
     return replicated_hidden(hidden_states, head)

@@ -11,11 +11,21 @@ accepted; nothing is evaluated. An argument is a number, or a word where a name 
 import ast
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 Made = TypeVar("Made")
+
+
+#: an example of each name that needs an argument
+EXAMPLES = {
+    "jsd": "jsd(0.5)",
+    "skew_forward_kl": "skew_forward_kl(0.1)",
+    "skew_reverse_kl": "skew_reverse_kl(0.1)",
+    "alpha_beta": "alpha_beta(0.2, 0.7)",
+}
 
 
 @dataclass(frozen=True)
@@ -33,11 +43,14 @@ class Part:
             return make(*self.arguments, **dict(self.keywords))
         except TypeError as error:
             problem = str(error).removeprefix(f"{make.__name__}() ")
+            missing = re.fullmatch(r"missing \d+ required positional arguments?: (.*)", problem)
+            problem = f"its {missing[1]} is missing" if missing else problem
             expected = ", ".join(
                 each.name if each.default is each.empty else f"{each.name}={each.default}"
                 for each in inspect.signature(make).parameters.values()
             )
             form = f"{self.name}({expected})" if expected else f"{self.name}, without arguments"
+            form += f", such as {EXAMPLES[self.name]}" if missing and self.name in EXAMPLES else ""
             raise ValueError(f"{self.name}: {problem}; expected {form}") from error
 
 

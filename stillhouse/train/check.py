@@ -5,10 +5,11 @@ changes no weight and writes no file.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -30,6 +31,9 @@ from stillhouse.train.session import Session, adapter_in_words, data_reports, pr
 
 #: how many characters of the sample document are shown
 _SAMPLE = 600
+
+
+Result = TypeVar("Result")
 
 
 def check(config: RunConfig) -> None:
@@ -143,25 +147,32 @@ def _step_lines(session: Session) -> Iterator[str]:
         return
     parameters = [each for each in session.student.parameters() if each.requires_grad]
     with PeakMemory(session.device) as memory:
-        started = time.monotonic()
         if session.plan is None:
             micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
         else:
             micro_batches = first_rollouts(session)
-        output = _forward_backward(session, engine, micro_batches)
+        first, output = _timed(lambda: _forward_backward(session, engine, micro_batches))
         norm = float(session.runner.clip(0.0))
-        seconds = time.monotonic() - started
     stop_unless_finite(session, 1, micro_batches, output, norm)
     optimizer_bytes = 2 * sum(local(each).numel() * each.element_size() for each in parameters)
     tokens = sum(each.input_ids_BS.numel() for each in micro_batches)
     loss = output.sums["loss"]
-    yield _row("one step", f"{tokens:,} tokens in {seconds:.1f} s, loss {loss:.4f}, gradient norm {norm:.4g}")
+    engine.zero_grad()
+    seconds, _ = _timed(lambda: _forward_backward(session, engine, micro_batches).sums)
+    times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
+    yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     for name, spec in _single_terms(session.spec):
         engine.zero_grad()
         _forward_backward(session, engine.with_objective(spec), micro_batches)
         yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")
     engine.zero_grad()
+
+
+def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
+    started = time.monotonic()
+    result = call()
+    return time.monotonic() - started, result
 
 
 def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMicroBatches) -> StepOutput:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import OutputProcessor, RouterAuxLoss, evaluating
-from stillhouse.models.processors import distillation
+from stillhouse.models.processors import distillation, teacher_cross_entropy
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, RoutedSignals, Signal, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import forward_kl
@@ -137,6 +137,16 @@ class Engine:
             processor = distillation(self._held_out_objective(signals), chunk_tokens=self.chunk_tokens)
             outputs += self.process(processor, partial(_targets, normalizer=1.0), micro_batches, signals)
             del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
+        return self._totals(outputs)
+
+    def evaluate_teacher(
+        self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]
+    ) -> dict[str, float]:
+        """Sums over all target tokens: the teacher's own cross-entropy. The signals have to be exact."""
+        outputs: list[ObjectiveOutput] = []
+        for micro_batches, signals in parts:
+            outputs += self.process(teacher_cross_entropy, partial(_targets, normalizer=1.0), micro_batches, signals)
+            del micro_batches, signals
         return self._totals(outputs)
 
     def _held_out_objective(self, signals: Sequence[PairSignal]) -> ObjectiveSpec:

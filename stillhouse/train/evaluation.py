@@ -8,6 +8,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import PairSignal, watchdog
+from stillhouse.teachers import NoTeacher
 from stillhouse.train.session import Session
 
 #: metric keys of an evaluation, by the names that the objective gives the metrics
@@ -19,6 +20,8 @@ KEYS = {
     "teacher_entropy": "eval/teacher_entropy",
     "uld": "eval/uld",
 }
+
+TEACHER = "eval/teacher_cross_entropy"
 
 #: metrics of one distribution at one temperature
 ENTROPIES = ("student_entropy", "teacher_entropy")
@@ -43,6 +46,21 @@ def evaluate(session: Session) -> dict[str, float]:
             f"{key}{of_teacher}": known[name + of_teacher] for name, key in KEYS.items() if name + of_teacher in known
         }
     return found | {"eval/tokens": sums["tokens"]}
+
+
+def evaluate_teacher(session: Session) -> dict[str, float]:
+    """The teacher's own cross-entropy on the held-out documents: what the student's approaches.
+
+    Empty without held-out data, and unless there is one teacher whose signals are exact: the label may be missing
+    among the ids of another signal.
+    """
+    config = session.config
+    is_exact = all(each.signal.is_exact for each in session.stores.values())
+    if session.evaluation is None or config.teacher is None or not is_exact or isinstance(session.source, NoTeacher):
+        return {}
+    watchdog.enter("the evaluation of the teacher")
+    sums = session.engine.evaluate_teacher(_parts(session))
+    return {TEACHER: sums["cross_entropy"] / max(1.0, sums["tokens"])}
 
 
 def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperatures: bool) -> dict[str, float]:

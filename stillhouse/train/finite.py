@@ -6,6 +6,7 @@ and all get the same findings.
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.parallel.gradients import local
 from stillhouse.train.engine import StepOutput
 from stillhouse.train.files import gather_from_ranks
+from stillhouse.train.folder import RunFolder
 from stillhouse.train.session import Session
 
 #: an error names at most this many samples
@@ -42,10 +44,19 @@ def stop_unless_finite(
         raise ValueError(f"step {step}: the {what} is not finite; rank 0 prints the cause")
     raise ValueError(
         f"step {step}: the {what} is not finite (loss {loss:g}, gradient norm {norm:g}): {where}. "
-        "No weight was changed by this step; the last checkpoint is intact. The usual remedies are a lower "
-        "train.learning_rate, train.precision=fp32, or to remove these samples: start a run in another folder with "
-        "such a change and with checkpoint.resume=<the last checkpoint>"
+        f"No weight was changed by this step. {_advice(session)}"
     )
+
+
+def _advice(session: Session) -> str:
+    """What the user can do: what can still be changed, and where to start again."""
+    precision = ", train.precision=fp32" if session.engine.bf16 else ""
+    checkpoints = RunFolder(Path(session.config.out)).checkpoints
+    last = max(checkpoints.glob("step-*"), default=None)
+    start = "there is no checkpoint yet: start again with such a change"
+    if last is not None:
+        start = f"start a run in another folder with such a change and with checkpoint.resume={last}"
+    return f"The usual remedies are a lower train.learning_rate{precision}, or to remove these samples; {start}"
 
 
 def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Sequence[ObjectiveOutput]) -> list[str]:

@@ -5,15 +5,26 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, DataConfig, ObjectiveConfig, RolloutConfig, RunConfig, TeachersConfig
+from stillhouse.config import (
+    ConfigError,
+    DataConfig,
+    ObjectiveConfig,
+    RolloutConfig,
+    RunConfig,
+    StudentConfig,
+    TeacherConfig,
+    TeachersConfig,
+)
 from stillhouse.data import (
     Documents,
+    NoSourceError,
     PackedSequences,
     check_same_tokenizer,
     load_documents,
     load_tokenizer,
 )
 from stillhouse.data.prefixes import PrefixTemplate
+from stillhouse.models.files import require_model_folder
 from stillhouse.teachers import CrossTokenizerStore, SignalStore
 
 
@@ -87,7 +98,7 @@ def load_tokenizers(
     If a store of signals has no tokenizer, there is nothing to compare here.
     """
     student, warnings = config.student, list[str]()
-    tokenizer = load_tokenizer(student.model, student.revision, student.trust_remote_code)
+    tokenizer = _tokenizer_of("student", student)
     for section, teacher in config.teacher_sections.items():
         store = stores.get(section)
         if isinstance(store, CrossTokenizerStore):
@@ -98,7 +109,7 @@ def load_tokenizers(
                 continue
             other = load_tokenizer(str(store.teacher_folder))
         elif teacher.model is not None:
-            other = load_tokenizer(teacher.model, teacher.revision, teacher.trust_remote_code)
+            other = _tokenizer_of(section, teacher)
         else:  # the student itself
             continue
         try:
@@ -111,6 +122,15 @@ def load_tokenizers(
         if teacher.url is not None:
             _require_same_conversation(tokenizer, other, teacher.accept, f"{section}.accept")
     return tokenizer, warnings
+
+
+def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. Raises ConfigError, with the model's key, if there is none."""
+    try:
+        require_model_folder(str(model.model))
+        return load_tokenizer(str(model.model), model.revision, model.trust_remote_code)
+    except ValueError as error:
+        raise ConfigError(f"{section}.model", str(error)) from error
 
 
 def _require_same_conversation(
@@ -169,7 +189,14 @@ def load_data(
     route = None if teachers is None else teachers.route
     prefixes = {} if teachers is None else {name: each.prefix for name, each in teachers.named.items() if each.prefix}
 
-    def load(source: str, prompts_of: RolloutConfig | None = None) -> Documents:
+    def load(key: str, source: str, prompts_of: RolloutConfig | None = None) -> Documents:
+        try:
+            return load_source(source, prompts_of)
+        except NoSourceError as error:
+            share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
+            raise ConfigError(key, f"{error}{share}") from error
+
+    def load_source(source: str, prompts_of: RolloutConfig | None) -> Documents:
         return load_documents(
             source,
             tokenizer,
@@ -190,15 +217,15 @@ def load_data(
         except ValueError as error:
             raise ConfigError("data.eval", str(error)) from error
 
-    train = load(data.train, rollout)
+    train = load("data.train", data.train, rollout)
     if isinstance(data.eval, str):
-        return train, load(data.eval)
+        return train, load("data.eval", data.eval)
     if not data.eval:
         return train, None
     if rollout is None:
         return split(train, data.eval)
     try:
-        whole = load(data.train)
+        whole = load("data.train", data.train)
     except ValueError as error:
         raise ConfigError(
             "data.eval",

@@ -73,6 +73,7 @@ class RunLog:
             file=sys.stderr,
         )
         self._printed = -math.inf
+        self._compiled = self._started
         self._board = _tensorboard(folder.path, progress.step) if "tensorboard" in track else None
 
     @property
@@ -88,6 +89,8 @@ class RunLog:
 
     def train(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         self._write(step, tokens, metrics)
+        if step == self._first + 1:
+            self._compiled = time.monotonic()
         parts = [
             f"{key.removeprefix('loss/').removesuffix('_nats_per_token')} {value:.4f}"
             for key, value in metrics.items()
@@ -130,9 +133,11 @@ class RunLog:
 
     def _remaining(self, step: int) -> str:
         """The remaining time, estimated from the steps since the run was started or resumed."""
-        done = step - self._first
-        seconds = (time.monotonic() - self._started) / max(1, done) * (self._steps - step)
-        return tqdm.format_interval(seconds)
+        done = step - self._first - 1  # without the first step, in which functions are compiled
+        if not done and step < self._steps:
+            return "?"
+        seconds = (time.monotonic() - self._compiled) / max(1, done) * (self._steps - step)
+        return str(tqdm.format_interval(seconds))
 
     def __enter__(self) -> Self:
         return self

@@ -1,9 +1,10 @@
 """A whole run: prepare everything, lock the run folder, train, write the model."""
 
+import os
 from contextlib import closing, nullcontext
 from pathlib import Path
 
-from stillhouse.config import RunConfig
+from stillhouse.config import ConfigError, RunConfig
 from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.teachers import RemoteSignals, SignalsLostError
@@ -53,6 +54,7 @@ def distill(config: RunConfig) -> Path:
     device, _ = connect_ranks(config)
     if all(from_all_ranks(folder.complete, device)):
         return _report_complete(folder)
+    _require_writable(folder.path)
     session = prepare(config, announce=is_first())
     require_shared_folder(folder.path, device)
     with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
@@ -66,6 +68,17 @@ def distill(config: RunConfig) -> Path:
         _require_same_teachers(session, folder)
         _run(session, folder, checkpoint)
     return folder.path
+
+
+def _require_writable(folder: Path) -> None:
+    """Raise ConfigError, before anything is loaded, if the run's folder cannot be created or written."""
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not existing.is_dir():
+        raise ConfigError("out", f"got {folder}, but {existing} is a file: expected a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "out", f"got {folder}, but {existing} cannot be written by this user: expected another folder"
+        )
 
 
 def _require_same_teachers(session: Session, folder: RunFolder) -> None:

@@ -327,14 +327,19 @@ def in_words(config: RunConfig, spec: ObjectiveSpec, stores: Mapping[str, Signal
         teachers = f" ← {_several_in_words(config.teachers, spec, stores)}"
     return (
         f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
-        f"mean over {config.objective.tokens} tokens of each step{_written_in_words(config.rollout)}: "
+        f"mean over the target tokens of each step{_targets_in_words(config)}: "
         f"{config.student.model}{teachers}"
     )
 
 
-def _written_in_words(rollout: RolloutConfig | None) -> str:
-    if rollout is None:
-        return ""
+def _targets_in_words(config: RunConfig) -> str:
+    """Which tokens are targets. Plain texts have no prompts, and all their tokens are."""
+    if config.rollout is not None:
+        return f" (completions){_written_in_words(config.rollout)}"
+    return " (prompts and all else)" if config.objective.tokens == "all" else " (texts, completions)"
+
+
+def _written_in_words(rollout: RolloutConfig) -> str:
     share = "" if rollout.is_on_student_alone else f" ({rollout.share:.0%}; the others are the dataset's)"
     return f", written by the {rollout.writer}{share}, schedule {rollout.schedule}"
 

@@ -27,7 +27,7 @@ from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.checkpoint_folder import prune
 from stillhouse.train.engine import ROUTER_LOSS, StepOutput
-from stillhouse.train.evaluation import evaluate, means
+from stillhouse.train.evaluation import evaluate, evaluate_teacher, means
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.identity import configuration_hash
@@ -71,6 +71,7 @@ class Training:
         self.session, self.folder, self.progress, self.log, self.queue = session, folder, progress, log, queue
         self.last_step = session.step_schedule.steps
         self.steps = range(progress.step, self.last_step)
+        self._of_teacher: dict[str, float] | None = None
         self._tasks = TaskEvaluation(session) if session.config.eval.tasks else None
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
@@ -110,7 +111,9 @@ class Training:
         last = progress.step == self.last_step
         saving = _due(progress.step, config.checkpoint.every) or last
         progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
-        if self.evaluates and (_due(progress.step, config.eval.every) or saving):
+        # a checkpoint needs an evaluation, by which the best one is chosen
+        compared = saving and config.eval.every > 0
+        if self.evaluates and (_due(progress.step, config.eval.every) or compared or last):
             self.evaluate()
         mesh = session.runner.mesh
         stopped_by = 0 if last else agreed_signal(mesh)
@@ -128,7 +131,9 @@ class Training:
         return self.session.evaluation is not None or self._tasks is not None
 
     def evaluate(self) -> None:
-        self.progress.metrics = evaluate(self.session)
+        if self._of_teacher is None:  # it does not change during a run
+            self._of_teacher = evaluate_teacher(self.session)
+        self.progress.metrics = evaluate(self.session) | self._of_teacher
         if self._tasks is not None:
             watchdog.enter("the evaluation of tasks")
             self.progress.metrics |= self._tasks.evaluate(self.progress.step)
