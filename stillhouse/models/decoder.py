@@ -17,7 +17,7 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from stillhouse.models.router_balance import RouterAuxLoss, RouterBalance
 from stillhouse.models.structure import require_decoder
 from stillhouse.models.verify import verify_wrapping
 from stillhouse.objective import FullVocab, OutputHead
+
+if TYPE_CHECKING:  # it needs a later version of transformers than the rest
+    from stillhouse.models.mtp_layers import MtpLayers
 
 _HEAD_WEIGHT = "head.linear.weight"
 
@@ -54,6 +57,7 @@ class Decoder(nn.Module):
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
+    mtp: "MtpLayers | None"  # the layers of multi-token prediction that `add_mtp` has added
     _router_balance: RouterBalance | None = None
     _recomputes_layers: bool = False  # whether gradient checkpointing is on
 
@@ -64,6 +68,7 @@ class Decoder(nn.Module):
         self.__dict__["pretrained"] = model
         self.backbone = model.base_model
         self.head = Head(linear, LogitRule.from_config(model.config))
+        self.mtp = None
         self.training = self.head.training = model.training
         embedding = model.get_input_embeddings().weight
         self.tied = linear.weight is embedding
@@ -119,6 +124,7 @@ class Decoder(nn.Module):
         processor: OutputProcessor | None = None,
         context: Any = None,
         head: bool = True,
+        mtp_input_ids: Tensor | None = None,
         **backbone_kwargs: Any,
     ) -> Any:
         """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
@@ -127,7 +133,8 @@ class Decoder(nn.Module):
         `input_ids`: [B, S]. `position_ids`: [B, S], or [1, S] for all rows; for several documents in a row they
         restart at each document, and there must be no attention mask. `attention_mask`: [B, S], 1 for tokens and 0
         for padding. `backbone_kwargs` are passed to the backbone; `inputs_embeds` [B, S, D] among them replaces the
-        ids, and `input_ids` is None then.
+        ids, and `input_ids` is None then. `mtp_input_ids`: the token ids [B, S]; if given, the layers of multi-token
+        prediction run, and the head calls the processor once with a tuple of the hidden states of depths 0, 1, ….
         """
         if position_ids is not None:
             if attention_mask is not None:
@@ -141,6 +148,8 @@ class Decoder(nn.Module):
             **backbone_kwargs,
         )
         hidden_BSD = outputs.last_hidden_state
+        if mtp_input_ids is not None:
+            return self.head(self._all_depths(hidden_BSD, mtp_input_ids, position_ids), processor, context)
         return self.head(hidden_BSD, processor, context) if head else hidden_BSD
 
     @torch.no_grad()
@@ -196,15 +205,33 @@ class Decoder(nn.Module):
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head
 
-    def keep_part(self, *, first: bool, last: bool) -> None:
-        """Remove the head, unless this is the last pipeline stage.
+    def _all_depths(
+        self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        assert self.mtp is not None, "multi-token prediction without its layers"
+        if position_ids is None:
+            position_ids = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
+        return hidden_BSD, *self.mtp.hidden_states(hidden_BSD, input_ids_BS, position_ids)
 
-        Embedding and head stay tied only if one stage, which is the first and the last one, has both.
+    def keep_part(self, *, first: bool, last: bool) -> None:
+        """Remove the head and the MTP layers, unless this is the last pipeline stage.
+
+        Embedding and head stay tied only if one stage has both: the first and last one, or the last one with MTP
+        layers, which have a copy of the embedding.
         """
         if not last:
-            self.head = NoHead()
+            self.head, self.mtp = NoHead(), None
             self.pretrained.set_output_embeddings(None)
-        self.tied = self.tied and first and last
+        self.tied = self.tied and last and (first or self.mtp is not None)
+
+    @property
+    def embedding_copy(self) -> Tensor:
+        """On a last stage that is not the first one: the weight that is a copy of the first stage's embedding.
+
+        It is the embedding that the MTP layers read, or the head if it is tied to the embedding.
+        """
+        embedding = self.pretrained.get_input_embeddings()
+        return self.output_weight if embedding is None else embedding.weight
 
     def record_adapter(self, lora: Lora) -> None:
         """Set the description of the adapter that `add_lora` has added."""
@@ -237,8 +264,16 @@ class Decoder(nn.Module):
             model.gradient_checkpointing_enable(options)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the configuration and the weights as safetensors for transformers; tied weights are written once."""
-        self.pretrained.save_pretrained(folder)
+        """Write the configuration and the weights as safetensors for transformers; tied weights are written once.
+
+        MTP layers have the numbers that follow those of the model's own layers, as in released checkpoints.
+        """
+        if self.mtp is None:
+            self.pretrained.save_pretrained(folder)
+            return
+        self.pretrained.save_pretrained(
+            folder, state_dict=self.pretrained.state_dict() | self.mtp.checkpoint_tensors(self.pretrained)
+        )
 
 
 @contextmanager
