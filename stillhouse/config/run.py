@@ -139,3 +139,28 @@ class RunConfig(Section):
                 f"got {self.parallel.gather_dtype} with train.precision=fp32, which computes in the weights' own"
                 " dtype; expected null, or train.precision=bf16",
             )
+
+    @model_validator(mode="after")
+    def _mtp_fits(self) -> "RunConfig":
+        """Refuse what multi-token prediction cannot do."""
+        mtp, parallel = self.student.mtp, self.parallel
+        if mtp is None:
+            return self
+        cross = [key for key, each in self.teacher_sections.items() if each.cross_tokenizer is not None]
+        refused = {
+            "student.adapter": (self.student.adapter is not None, "null"),
+            "rollout": (self.rollout is not None, "null"),
+            "objective.router_aux_loss": (self.objective.router_aux_loss > 0, "0"),
+            "parallel.schedule": (
+                parallel.pipeline > 1 and parallel.schedule in ("zero_bubble", "zbv"),
+                "gpipe, 1f1b, 1f1b_ahead or interleaved",
+            ),
+            "parallel.expert": (parallel.expert > 1, "1"),
+            "parallel.pipeline": (parallel.pipeline > 1 and mtp.train == "heads", "1, or student.mtp.train=all"),
+            "teachers.route": (self.teachers is not None and self.teachers.route is not None, "null"),
+            **{f"{key}.cross_tokenizer": (True, "null") for key in cross},
+        }
+        for key, (is_set, expected) in refused.items():
+            if is_set:
+                raise ConfigError(key, f"this value is not supported with student.mtp: expected {expected}")
+        return self

@@ -177,6 +177,10 @@ class Decoder(nn.Module):
         layers = (layer for each in _outermost_lists(self.backbone) for layer in each)
         return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
+    def mtp_layers(self) -> list[nn.Module]:
+        """The layers of multi-token prediction on this process."""
+        return [] if self.mtp is None else list(self.mtp.layers)
+
     @property
     def config(self) -> PreTrainedConfig:
         return self.pretrained.config

@@ -30,7 +30,7 @@ from stillhouse.models.mtp_layers import (
 from stillhouse.models.verify import verify_depths
 from stillhouse.objective import OutputHead
 
-__all__ = ["MultiTokenDecoder", "add_mtp", "draw_mtp", "find_layers", "freeze_main"]
+__all__ = ["MultiTokenDecoder", "add_mtp", "declared_depths", "find_layers", "freeze_main"]
 
 
 class MultiTokenDecoder(nn.Module):
@@ -61,8 +61,8 @@ class MultiTokenDecoder(nn.Module):
         Raises ValueError, naming the model type, for a family that cannot have such layers.
         """
         add_mtp(main, depths, is_new=True)
-        draw_mtp(main, int(torch.randint(2**62, ())))
         assert main.mtp is not None
+        main.mtp.draw(main.pretrained, int(torch.randint(2**62, ())))
         return cls(main, main.mtp.model, train_main=train_main, verify=verify)
 
     @classmethod
@@ -137,19 +137,13 @@ class MultiTokenDecoder(nn.Module):
 def add_mtp(decoder: Decoder, depths: int, *, is_new: bool) -> None:
     """Add MTP layers without values to a whole (unsharded) decoder.
 
-    is_new: `draw_mtp` will initialise them; otherwise the caller reads them from a checkpoint. Raises ValueError for
-    a model that cannot have them.
+    is_new: `decoder.mtp.draw` will initialise them; otherwise the caller reads them from a checkpoint.
+    Raises ValueError for a model that cannot have them.
     """
     layers = new_layers(decoder.pretrained, depths)
     if not is_new:
         layers = MtpLayers(layers.model)
     decoder.mtp = layers.train(decoder.training)
-
-
-def draw_mtp(decoder: Decoder, seed: int) -> None:
-    """Initialise this process's part of a decoder's new MTP layers; does nothing without them."""
-    if decoder.mtp is not None:
-        decoder.mtp.draw(decoder.pretrained, seed)
 
 
 def freeze_main(decoder: Decoder) -> None:

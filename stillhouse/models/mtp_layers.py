@@ -57,13 +57,15 @@ class MtpLayers(nn.Module):
         return self.initial is not None
 
     def hidden_states(self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor) -> Iterator[Tensor]:
-        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: those of depth 0."""
+        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: those of depth 0.
+
+        input_ids_BS: it may have more columns, with the tokens that follow where sequences continue on other ranks.
+        """
         for depth in range(1, self.depths + 1):
             # positions are not shifted with the ids: after a shift, the mask would count the end of a document as
             # part of the next one; and rotary attention depends on differences of positions only
-            hidden_BSD = self.model.forward_layer(
-                depth - 1, hidden_BSD, position_ids_BS, None, input_ids=_shifted(input_ids_BS, depth)
-            )
+            shifted_BS = _shifted(input_ids_BS, depth, hidden_BSD.shape[1])
+            hidden_BSD = self.model.forward_layer(depth - 1, hidden_BSD, position_ids_BS, None, input_ids=shifted_BS)
             yield hidden_BSD
 
     @torch.no_grad()
@@ -95,7 +97,14 @@ class MtpLayers(nn.Module):
 
     def checkpoint_tensors(self, main: PreTrainedModel) -> dict[str, Tensor]:
         """Return the layers' tensors by their names in a checkpoint."""
-        return {checkpoint_name(main, name): each for name, each in self.state_dict().items()}
+        return {self.checkpoint_name(main, name): each for name, each in self.state_dict().items()}
+
+    def checkpoint_name(self, main: PreTrainedModel, name: str) -> str:
+        """Return the name in a checkpoint of a tensor of this module, such as layers.0.eh_proj.weight."""
+        _, number, rest = name.split(".", 2)
+        if rest.startswith("post_norm."):
+            rest = f"shared_head.norm.{rest.removeprefix('post_norm.')}"
+        return checkpoint_prefixes(main)[int(number)] + rest.removeprefix("mtp_block.")
 
 
 def new_layers(model: PreTrainedModel, depths: int) -> MtpLayers:
@@ -143,14 +152,6 @@ def checkpoint_prefixes(model: PreTrainedModel) -> list[str]:
     """Return, for each depth, the prefix of its layer's names in a checkpoint."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return [f"model.layers.{layers + depth}." for depth in range(declared_depths(model))]
-
-
-def checkpoint_name(model: PreTrainedModel, name: str) -> str:
-    """Return the name in a checkpoint of the tensor `name` of `MtpLayers`, such as layers.0.eh_proj.weight."""
-    _, number, rest = name.split(".", 2)
-    if rest.startswith("post_norm."):
-        rest = f"shared_head.norm.{rest.removeprefix('post_norm.')}"
-    return checkpoint_prefixes(model)[int(number)] + rest.removeprefix("mtp_block.")
 
 
 def _require_structure(model: PreTrainedModel) -> Any:
@@ -201,7 +202,9 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(recurse=False)) | buffers
 
 
-def _shifted(input_ids_BS: Tensor, depth: int) -> Tensor:
-    """Shift the token ids by `depth`. The last rows get any token: no row with a label attends to them."""
-    place_S = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)
-    return input_ids_BS[:, (place_S + depth).clamp(max=len(place_S) - 1)]
+def _shifted(input_ids_BS: Tensor, depth: int, tokens: int) -> Tensor:
+    """Return `tokens` columns of the ids, `depth` columns later. The last ones get any token: no row with a label
+    attends to them.
+    """
+    place_S = torch.arange(tokens, device=input_ids_BS.device)
+    return input_ids_BS[:, (place_S + depth).clamp(max=input_ids_BS.shape[1] - 1)]

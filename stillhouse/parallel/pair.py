@@ -24,6 +24,7 @@ from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, RouterAuxLoss, evaluating, without_lora
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import OutputHead, RoutedSignals, SeveralSignals, Signal
+from stillhouse.parallel.context_parallel import NextTokens
 from stillhouse.parallel.heads import TeacherHeads
 
 
@@ -66,12 +67,15 @@ class Computation:
     context: makes the processor's context from a micro-batch and the teacher's signal (None without a teacher).
     precision: makes the student's autocast context; a teacher computes in its own dtype.
     router_aux_loss: makes the router loss of a micro-batch, for students whose routers are balanced.
+    mtp: appends the next tokens to a context rank's columns of the token ids. If it is given, the student's layers of
+    multi-token prediction run, and the processor gets the hidden states of all depths.
     """
 
     processor: OutputProcessor
     context: Callable[[MicroBatch, Signal | RoutedSignals | None], Any]
     precision: Callable[[], AbstractContextManager[Any]]
     router_aux_loss: Callable[[MicroBatch], RouterAuxLoss] | None = None
+    mtp: NextTokens | None = None
 
 
 class TeacherStudentPair(nn.Module):
@@ -141,6 +145,8 @@ class TeacherStudentPair(nn.Module):
         """Return the processor's result, or the hidden states on a stage without the student's head."""
         context = computation.context(micro_batch, signal) if self.student.has_head else None
         inputs = _model_inputs(micro_batch.inputs, hidden_BSD)
+        if computation.mtp is not None and self.student.has_head:
+            inputs["mtp_input_ids"] = computation.mtp(micro_batch.input_ids_BS)
         balancing: AbstractContextManager[Any] = nullcontext()
         if computation.router_aux_loss is not None:
             balancing = self.student.balancing(computation.router_aux_loss(micro_batch))

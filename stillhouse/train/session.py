@@ -59,6 +59,7 @@ from stillhouse.train.models import (
     teacher_is_base,
     teacher_layout,
 )
+from stillhouse.train.mtp import depths_in_words, mtp_objective
 from stillhouse.train.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
 from stillhouse.train.stores import open_stores, require_signals
 
@@ -131,9 +132,9 @@ class Session:
         if isinstance(self.source, StoredTeacher | SeveralTeachers):
             self.source.close()
 
-    def source_for(self, objective: ObjectiveSpec) -> SignalSource:
-        """The source of the signals that an objective needs."""
-        return self.source if objective.needs_teacher else NoTeacher()
+    def source_for(self, engine: Engine) -> SignalSource:
+        """The source of the signals that an engine's steps need."""
+        return self.source if engine.needs_teacher else NoTeacher()
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
@@ -232,10 +233,7 @@ def connect_ranks(config: RunConfig) -> tuple[torch.device, list[str]]:
 
 
 def objective_spec(config: RunConfig) -> ObjectiveSpec:
-    """The parsed `objective.loss`. Raises ConfigError if it cannot be parsed, or needs a teacher and has none.
-
-    Also raises ConfigError if `checkpoint.best` is a metric that needs a teacher and there is none.
-    """
+    """The parsed objective.loss. Raises ConfigError if it, that of MTP layers or `checkpoint.best` is impossible."""
     objective = config.objective
     try:
         spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
@@ -244,6 +242,7 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
     require_objective(config, spec)
     _require_task(config)
     spec = _on_rollouts(config, spec)
+    mtp_objective(config, spec)  # raises ConfigError
     if config.teachers is not None:
         spec = replace(spec, teachers=_shares(config.teachers), is_mixture=config.teachers.sum == "distributions")
     elif config.teacher is None:
@@ -326,7 +325,7 @@ def in_words(config: RunConfig, spec: ObjectiveSpec, stores: Mapping[str, Signal
     elif config.teachers is not None and spec.needs_teacher:
         teachers = f" ← {_several_in_words(config.teachers, spec, stores)}"
     return (
-        f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
+        f"minimise {spec.in_words()}{depths_in_words(config)}, {over}temperature {spec.temperature:g}, "
         f"mean over {config.objective.tokens} tokens of each step{_written_in_words(config.rollout)}: "
         f"{config.student.model}{teachers}"
     )

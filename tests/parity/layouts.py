@@ -9,7 +9,7 @@ T tokens, B rows, S tokens per row.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from families import build
@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.models import Decoder, add_lora, balance_routers, draw_lora
+from stillhouse.models.head import local
+from stillhouse.models.mtp_objective import MtpObjective
 from stillhouse.objective import TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -64,6 +66,8 @@ class Case:
     0 stands for the family's default.
     lora: "" trains all weights; otherwise the student trains a LoRA, and the teacher is another model ("teacher") or
     the student without its adapter ("base"). dtype: of the base weights; the LoRA's weights are always float32.
+    mtp: "": the student has no MTP layers; otherwise it has two, which learn from the teacher or from the student;
+    "heads": from the student, whose other weights are frozen.
     """
 
     layout: Layout
@@ -78,6 +82,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     other_tokens: bool = False  # the teacher reads other tokens than the student
     waiting_teacher: bool = False  # FSDP keeps the teacher's shards in host memory
+    mtp: Literal["", "teacher", "student", "heads"] = ""
 
     @property
     def name(self) -> str:
@@ -89,6 +94,7 @@ class Case:
         flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
         objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
         more = objective + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
+        more += f"-mtp-{self.mtp}" if self.mtp else ""
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
@@ -161,10 +167,10 @@ class Side:
         elif not case.spec.needs_teacher:
             source = NoTeacher()
         device = torch.device("cpu") if mesh is None else mesh.device
-        coefficient = 0.5 if case.family == "qwen3_moe" else 0.0
-        return cls(
-            Engine(runner, case.spec, device, optimizer=OPTIMIZER, bf16=bf16, router_aux_loss=coefficient), source
-        )
+        options: dict[str, Any] = {"router_aux_loss": 0.5 if case.family == "qwen3_moe" and not case.mtp else 0.0}
+        if case.mtp:
+            options["mtp"] = MtpObjective(case.spec, 2, 0.7, of_student=case.mtp != "teacher")
+        return cls(Engine(runner, case.spec, device, optimizer=OPTIMIZER, bf16=bf16, **options), source)
 
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         runner = self.engine.runner
@@ -208,7 +214,13 @@ def first_step(
     expected, found = (
         Side(engine, NoTeacher()).step(*step) for engine, step in ((single, reference_step), (sharded, own_step))
     )
-    assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe")
+    assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe" and not case.mtp)
+    assert ("mtp_2/tokens" in found) == bool(case.mtp)
+    if case.mtp and case.layout.degrees.tensor > 1:
+        named = dict(sharded.runner.named_parameters())
+        cut = [each for name, each in named.items() if name.startswith("mtp.") and name.endswith("up_proj.weight")]
+        assert cut or not sharded.runner.has_last_stage
+        assert all(len(local(each)) < len(each) for each in cut), "MTP layers are not sharded"
     norms = [float(each.runner.clip(0.0)) for each in (single, sharded)]
     references = dict(single.runner.named_parameters())
     gradients = {}
@@ -239,7 +251,7 @@ def alias(case: Case, name: str) -> str:
 def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
     student, teacher = configurations(case.family, case.depth)
     needs = case.spec.needs_teacher and not case.top_k and case.lora != "base"
-    made = ModelSource(partial(build_student, student))
+    made = ModelSource(partial(build_student, student, case.mtp))
     if case.lora:
         # A and B are initialised on this rank; B must not be zero, or A would have no gradient
         draw = partial(draw_lora, seed=2, fresh=False)
@@ -267,9 +279,17 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
     return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
 
 
-def build_student(config: PreTrainedConfig) -> Decoder:
+def build_student(config: PreTrainedConfig, mtp: str = "") -> Decoder:
     student = decoder(config, 0)
-    if config.model_type == "qwen3_moe":
+    if mtp:
+        from stillhouse.models.mtp import add_mtp, freeze_main  # needs transformers 5.20
+
+        add_mtp(student, 2, is_new=True)
+        assert student.mtp is not None
+        student.mtp.draw(student.pretrained, 3)
+        if mtp == "heads":
+            freeze_main(student)
+    elif config.model_type == "qwen3_moe":
         balance_routers(student)
     return student
 

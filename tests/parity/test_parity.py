@@ -7,7 +7,9 @@ layouts, `make test-all` runs all of them.
 
 import pytest
 import torch
+import transformers
 from layouts import Case, Difference, compare
+from packaging.version import Version
 from shard_ranks import Failure, RankPool, shared_pool
 
 from stillhouse.models.adapter import is_lora
@@ -55,6 +57,9 @@ QUICK = [
     Case(layout(fsdp=2), lora="base", other_tokens=True),
     Case(layout(tensor=2), lora="teacher"),
     Case(Layout(Degrees(fsdp=2), offload=True)),
+    Case(layout(fsdp=2), mtp="teacher"),
+    Case(layout(context=2), mtp="student"),
+    Case(layout(pipeline=2), mtp="teacher"),
 ]
 SLOW = [
     Case(layout(fsdp=4)),
@@ -180,7 +185,45 @@ SLOW = [
     Case(layout(fsdp=2, tensor=2, expert=2), "qwen3_moe", lora="teacher"),
     Case(layout(pipeline=2), "qwen3_moe", lora="base"),
     Case(layout(pipeline=2), lora="teacher", teacher=layout(context=2)),
+    *(
+        Case(layout(**degrees), family, mtp=mtp)
+        for family in ("qwen3", "llama")
+        for degrees, mtp in (
+            ({"fsdp": 2}, "heads"),
+            ({"fsdp": 4}, "student"),
+            ({"tensor": 2}, "teacher"),
+            ({"tensor": 2}, "student"),
+            ({"tensor": 2}, "heads"),
+            ({"tensor": 4}, "student"),
+            ({"replicate": 2}, "teacher"),
+            ({"pipeline": 2}, "student"),
+            ({"context": 2}, "teacher"),
+            ({"context": 2}, "heads"),
+            ({"context": 4}, "student"),
+            ({"context": 2, "fsdp": 2}, "student"),
+            ({"context": 2, "tensor": 2}, "teacher"),
+            ({"context": 2, "pipeline": 2}, "teacher"),
+            ({"fsdp": 2, "tensor": 2}, "student"),
+            ({"fsdp": 2, "pipeline": 2}, "teacher"),
+            ({"tensor": 2, "pipeline": 2}, "teacher"),
+            ({"fsdp": 2, "tensor": 2, "pipeline": 2}, "student"),
+        )
+    ),
+    *(
+        Case(layout(schedule, pipeline=2), family, micro_batches=4, mtp="teacher")
+        for schedule in ("gpipe", "1f1b_ahead", "interleaved")
+        for family in ("qwen3", "llama")
+    ),
+    *(Case(layout(**degrees), "qwen3_moe", mtp="teacher") for degrees in ({"fsdp": 2}, {"pipeline": 2})),
+    *(Case(layout(**degrees), mtp="teacher", checkpointing=True) for degrees in ({"fsdp": 2}, {"pipeline": 2})),
+    Case(layout(pipeline=2), "llama", mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
+    Case(layout(pipeline=2), mtp="teacher", top_k=8),
+    Case(layout(context=2), mtp="teacher", top_k=8),
+    Case(layout(context=2), mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
+    Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), mtp="teacher"),
 ]
+if Version(transformers.__version__) < Version("5.20"):  # its models have no layers for multi-token prediction
+    QUICK, SLOW = ([case for case in cases if not case.mtp] for cases in (QUICK, SLOW))
 # the products above contain some cases twice
 SLOW = list({each.name: each for each in SLOW if each not in QUICK}.values())
 
