@@ -183,7 +183,7 @@ def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
     try:
         from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
     except ImportError as error:
-        raise ConfigError("student.mtp", str(error)) from error
+        raise ConfigError("student.mtp", f"needs transformers 5.20 or later: {error}") from error
     declared = declared_depths(student.pretrained) if mtp.init == "auto" else 0
     if declared not in (0, mtp.depths):
         raise ConfigError(
