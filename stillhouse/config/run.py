@@ -103,6 +103,28 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _hidden_states_are_here(self) -> "RunConfig":
+        """Hidden states are compared within a stage, where student and teacher run side by side."""
+        if not self.objective.hidden:
+            return self
+        key = "objective.hidden"
+        if self.teacher is None or self.teacher.model is None or self.teacher.url is not None:
+            raise ConfigError(key, "needs the teacher's layers in this job: expected teacher.model, and no others")
+        for name in ("parallel", "cross_tokenizer", "offload"):
+            if getattr(self.teacher, name):
+                off = "false" if name == "offload" else "null"
+                raise ConfigError(
+                    f"teacher.{name}", f"expected {off} with {key}: the teacher has to run in the student's stages"
+                )
+        if self.rollout is not None:
+            raise ConfigError(key, "expected [] with rollout")
+        if self.parallel.schedule == "1f1b_ahead":
+            raise ConfigError(
+                "parallel.schedule", f"got 1f1b_ahead, which runs the teacher a step ahead: expected 1f1b with {key}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_one_kind_of_teachers(self) -> "RunConfig":
         if self.teacher is not None and self.teachers is not None:
             raise ConfigError(

@@ -17,6 +17,7 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +27,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
+from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.lora import Lora
 from stillhouse.models.processors import full_vocab
 from stillhouse.models.router_balance import RouterAuxLoss, RouterBalance
+from stillhouse.models.running import checkpoint_contexts
 from stillhouse.models.structure import require_decoder
 from stillhouse.models.verify import verify_wrapping
 from stillhouse.objective import FullVocab, OutputHead
@@ -58,6 +61,7 @@ class Decoder(nn.Module):
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
     mtp: "MtpLayers | None"  # the layers of multi-token prediction that `add_mtp` has added
+    hidden_match: HiddenMatch | None  # the projectors of the hidden-state loss that `match_hidden` has added
     _router_balance: RouterBalance | None = None
     _recomputes_layers: bool = False  # whether gradient checkpointing is on
 
@@ -68,7 +72,7 @@ class Decoder(nn.Module):
         self.__dict__["pretrained"] = model
         self.backbone = model.base_model
         self.head = Head(linear, LogitRule.from_config(model.config))
-        self.mtp = None
+        self.mtp = self.hidden_match = None
         self.training = self.head.training = model.training
         embedding = model.get_input_embeddings().weight
         self.tied = linear.weight is embedding
@@ -177,6 +181,10 @@ class Decoder(nn.Module):
         layers = (layer for each in _outermost_lists(self.backbone) for layer in each)
         return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
+    def layer_lists(self) -> list[nn.ModuleList]:
+        """The lists of layers of the backbone; on a stage of a pipeline, with empty modules for absent layers."""
+        return list(_outermost_lists(self.backbone))
+
     def mtp_layers(self) -> list[nn.Module]:
         """The layers of multi-token prediction on this process."""
         return [] if self.mtp is None else list(self.mtp.layers)
@@ -254,14 +262,26 @@ class Decoder(nn.Module):
         """
         if self._router_balance is None:
             raise ValueError("a RouterAuxLoss for routers without hooks: expected balance_routers(decoder) before")
-        return self._router_balance.using(loss)
+        return self._router_balance.running.using(loss)
+
+    def use_hidden_match(self, match: HiddenMatch) -> None:
+        """Set the object that gives this decoder's layers their hidden-state loss; `match_hidden` calls this."""
+        self.hidden_match = match
+        if self._recomputes_layers:
+            self.gradient_checkpointing_enable()  # again, now with the contexts of `match`
+
+    def matching(self, loss: HiddenMatchLoss) -> AbstractContextManager[None]:
+        """Return a context in which a forward adds the hidden-state loss to the minimised loss, and records it."""
+        assert self.hidden_match is not None, "a HiddenMatchLoss for layers without hooks"
+        return self.hidden_match.running.using(loss)
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in backward instead of keeping its activations. The head still runs once."""
         self._recomputes_layers = True
         model, options = self.pretrained, dict[str, Any](use_reentrant=False)
-        if self._router_balance is not None:
-            options["context_fn"] = self._router_balance.checkpoint_contexts
+        hooked = [each.running for each in (self._router_balance, self.hidden_match) if each is not None]
+        if hooked:
+            options["context_fn"] = partial(checkpoint_contexts, hooked)
         if hasattr(model, "activation_checkpointing_enable"):  # its name in later versions of transformers
             model.activation_checkpointing_enable(options)
         else:

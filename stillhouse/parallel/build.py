@@ -21,6 +21,7 @@ from stillhouse.parallel.stages import (
     forwards,
     keep_layers,
     require_cuttable,
+    require_pairs,
     require_training,
     split,
 )
@@ -157,7 +158,9 @@ def _plan_stages(
     stages = split(layout.stages, *costs)
     if student.lora is not None or student.mtp is not None:
         require_training(student, stages)
-    beside = student if student_source.teacher_is_base else teacher
+    is_base = student_source.teacher_is_base
+    require_pairs(student, [replace(each, teacher=each.student) for each in stages] if is_base else stages)
+    beside = student if is_base else teacher
     # a frozen weight has no gradient to sum
     tied = student.tied and student.output_weight.requires_grad
     return StagePlan(

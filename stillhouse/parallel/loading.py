@@ -83,8 +83,9 @@ def read_weights(decoder: Decoder, folder: str | os.PathLike[str], prefix: str =
     wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():
-        # `draw_lora` sets adapters, and `MtpLayers.draw` new MTP layers
-        if is_lora(name) or (_is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new):
+        # `draw_lora` sets adapters, `MtpLayers.draw` new MTP layers, and `HiddenMatch.draw` projectors
+        is_new_mtp = _is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new
+        if is_lora(name) or is_new_mtp or name.startswith("hidden_match."):
             continue
         if not name.startswith(prefix):
             continue

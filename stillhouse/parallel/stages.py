@@ -161,6 +161,20 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
             )
 
 
+def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
+    """Raise ValueError for a layer of the student that learns a layer of the teacher on another stage."""
+    for pair in () if student.hidden_match is None else student.hidden_match.pairs:
+        stage = next(each for each in stages if pair.student in each.student)
+        if pair.teacher not in stage.teacher:
+            here = stage.teacher
+            expected = f"one of {here.start} to {here.stop - 1}" if here else "a layer that is on its stage"
+            raise ValueError(
+                f"layer {pair.student} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
+                f"{pair.teacher} of the teacher is not: hidden states are compared on one stage; expected "
+                f"{expected}, or fewer stages"
+            )
+
+
 def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, norm: bool | None = None) -> None:
     """Remove from a decoder the parts that are on other stages. Its family must pass `require_cuttable`.
 
@@ -172,6 +186,8 @@ def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, nor
     for number in range(len(backbone.layers)):
         if number not in layers:
             backbone.layers[number] = PassThrough()
+    if decoder.hidden_match is not None:
+        decoder.hidden_match.keep(layers)
     if not (last if norm is None else norm):
         backbone.norm = PassThrough()
     if not first and not (last and decoder.mtp is not None):  # MTP layers read the embedding

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from stillhouse.data import MicroBatch
-from stillhouse.models import OutputProcessor, RouterAuxLoss, evaluating
+from stillhouse.models import HiddenPair, OutputProcessor, evaluating
 from stillhouse.models.mtp_objective import MtpObjective, multi_token, with_positions
 from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
@@ -34,13 +33,11 @@ from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Computation, NamedSignals, NextTokens, PairSignal, Runner, gathered, watchdog
 from stillhouse.teachers.weight_average import WeightAverage
+from stillhouse.train.auxiliary import ROUTER_LOSS, HiddenLosses, RouterAuxLosses
 
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
 #: that the student accepts, and top-1 agreement the share of greedy ones
 ACCEPTANCE = MtpObjective(ObjectiveSpec(cross_entropy=1.0, divergence=total_variation()), scale=1.0, of_student=True)
-
-#: the key of the routers' load-balancing loss among a step's sums
-ROUTER_LOSS = "router_aux"
 
 
 @dataclass(frozen=True)
@@ -114,10 +111,16 @@ class Engine:
         step, over all processes.
         """
         routers = self._router_aux_losses(normalizer)
+        hidden = HiddenLosses(normalizer) if self.hidden else None
         processor = distillation(self.objective, chunk_tokens=self.chunk_tokens)
-        computation = self._computation(processor, partial(_targets, normalizer=normalizer), routers, self.mtp)
+        computation = self._computation(processor, partial(_targets, normalizer=normalizer), self.mtp)
+        computation = replace(
+            computation,
+            router_aux_loss=None if routers is None else routers.start,
+            hidden_loss=None if hidden is None else hidden.start,
+        )
         outputs = self.runner.forward_backward(computation, micro_batches, signals)
-        return StepOutput(outputs if self.runner.has_results else [], partial(self._totals, outputs, routers))
+        return StepOutput(outputs if self.runner.has_results else [], partial(self._totals, outputs, routers, hidden))
 
     def clip(self) -> float:
         """Clip the gradient; returns the norm of the whole gradient before clipping, the same on every process."""
@@ -194,9 +197,15 @@ class Engine:
         return other
 
     @property
+    def hidden(self) -> Sequence[HiddenPair]:
+        """The pairs of layers whose hidden states are compared (`match_hidden`)."""
+        match = self.runner.students()[0].hidden_match
+        return () if match is None else match.all_pairs
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether a step needs a teacher's signals."""
-        return self.objective.needs_teacher or (self.mtp is not None and self.mtp.needs_teacher)
+        return self.objective.needs_teacher or bool(self.hidden) or (self.mtp is not None and self.mtp.needs_teacher)
 
     def zero_grad(self) -> None:
         self.runner.zero_grad()
@@ -205,7 +214,6 @@ class Engine:
         self,
         processor: OutputProcessor,
         context: Callable[[MicroBatch, Signal | RoutedSignals | None], Any],
-        routers: "RouterAuxLosses | None" = None,
         mtp: MtpObjective | None = None,
     ) -> Computation:
         next_tokens = None
@@ -220,8 +228,7 @@ class Engine:
                 next_tokens=None if group is None else next_tokens,
             )
             context = with_positions(context)
-        routed = None if routers is None else routers.start
-        return Computation(processor, context, self.precision, routed, next_tokens)
+        return Computation(processor, context, self.precision, mtp=next_tokens)
 
     def precision(self) -> torch.autocast:
         """The student's autocast. Every forward calls this, so it also tells the watchdog of the run's progress."""
@@ -229,47 +236,29 @@ class Engine:
         # The cache would keep bfloat16 copies of all layers' weights, also of gathered ones, until a forward ends.
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
-    def _router_aux_losses(self, normalizer: float) -> "RouterAuxLosses | None":
+    def _router_aux_losses(self, normalizer: float) -> RouterAuxLosses | None:
         if not self.router_aux_loss:
             return None
         return RouterAuxLosses(self.router_aux_loss / normalizer, self.runner.context_group)
 
     def _totals(
-        self, outputs: Sequence[ObjectiveOutput], routers: "RouterAuxLosses | None" = None
+        self,
+        outputs: Sequence[ObjectiveOutput],
+        routers: RouterAuxLosses | None = None,
+        hidden: HiddenLosses | None = None,
     ) -> dict[str, float]:
         """Metric sums over all processes, the same on every process."""
         runner = self.runner
         own = summed_metrics(outputs if runner.has_results else ())
-        if routers is not None and runner.is_counted:
-            own |= routers.total()
+        if runner.is_counted:
+            own |= {} if routers is None else routers.total()
+            own |= {} if hidden is None else hidden.total()
         sums = add_up(gathered(own, None if runner.mesh is None else runner.mesh.everyone, self.device))
         if ROUTER_LOSS in sums:
             sums["loss"] += self.router_aux_loss * sums[ROUTER_LOSS] / max(1.0, sums["tokens"])
+        for pair in self.hidden if hidden is not None else ():
+            sums["loss"] += pair.scale * sums.get(pair.name, 0.0) / max(1.0, sums["tokens"])
         return sums
-
-
-class RouterAuxLosses:
-    """The load-balancing losses of a step's micro-batches.
-
-    scale: the factor of each micro-batch's loss in the step's loss. group: the context ranks, each of which has a
-    part of every sequence.
-    """
-
-    def __init__(self, scale: float, group: ProcessGroup | None = None):
-        self.scale, self.group = scale, group
-        self.started: list[RouterAuxLoss] = []
-
-    def start(self, micro_batch: MicroBatch) -> RouterAuxLoss:
-        """A new `RouterAuxLoss` for one micro-batch on one stage; the routers of that stage fill in its losses."""
-        targets_B = (micro_batch.labels_T >= 0).view(micro_batch.shape_BS).sum(1)
-        counts_BS = (micro_batch.document_T >= 0).view(micro_batch.shape_BS)
-        self.started.append(RouterAuxLoss(counts_BS, targets_B, self.scale, self.group))
-        return self.started[-1]
-
-    def total(self) -> dict[str, float]:
-        """The losses of the routers on this process, summed over target tokens, under the key `ROUTER_LOSS`."""
-        losses = [loss for each in self.started for loss in each.losses.values()]
-        return {ROUTER_LOSS: sum(torch.stack(losses).tolist())} if losses else {}
 
 
 def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from transformers import AutoConfig
 
 from stillhouse.config import ConfigError, MtpConfig, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.libraries import reading
 from stillhouse.models import (
     Decoder,
+    HiddenPair,
     add_lora,
     balance_routers,
     check_finite_weights,
     draw_lora,
     evaluating,
+    match_hidden,
     model_fingerprint,
     quantized_identity,
 )
@@ -90,6 +94,8 @@ def load_student(config: RunConfig, device: torch.device) -> Decoder:
     name, revision = config.student.model, config.student.revision
     student = prepared_for_training(load_model("student", name, config.student, device), config)
     draw_lora(student, config.seed)
+    if student.hidden_match is not None:
+        student.hidden_match.draw(config.seed)
     if student.mtp is not None:
         if student.mtp.is_new:
             student.mtp.draw(student.pretrained, config.seed)
@@ -141,6 +147,8 @@ def model_source(
     def weights(decoder: Decoder) -> None:
         load_weights(decoder, folder, device, offload=offload)
         draw_lora(decoder, seed)
+        if decoder.hidden_match is not None:
+            decoder.hidden_match.draw(seed)
         if decoder.mtp is not None:
             decoder.mtp.draw(decoder.pretrained, seed)
         check_finite_weights(decoder, which)
@@ -173,9 +181,30 @@ def prepared_for_training(student: Decoder, config: RunConfig) -> Decoder:
             balance_routers(student)
         except ValueError as error:
             raise ConfigError("objective.router_aux_loss", str(error)) from error
+    if config.objective.hidden:
+        _match_hidden(student, config)
     if config.train.activation_checkpointing:
         student.gradient_checkpointing_enable()
     return student.train()
+
+
+def hidden_pairs(config: RunConfig) -> list[HiddenPair]:
+    return [HiddenPair(each.student, each.teacher, each.loss, each.scale) for each in config.objective.hidden]
+
+
+def _match_hidden(student: Decoder, config: RunConfig) -> None:
+    """Add the projectors of the hidden-state loss, without values, and its hooks."""
+    assert config.teacher is not None
+    with reading(f"the configuration of {config.teacher.model!r} cannot be read"):
+        teacher = AutoConfig.from_pretrained(
+            str(config.teacher.model),
+            revision=config.teacher.revision,
+            trust_remote_code=config.teacher.trust_remote_code,
+        ).get_text_config()
+    try:
+        match_hidden(student, hidden_pairs(config), teacher.num_hidden_layers, teacher.hidden_size)
+    except ValueError as error:
+        raise ConfigError("objective.hidden", str(error)) from error
 
 
 def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:

@@ -319,15 +319,23 @@ def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:
 def in_words(config: RunConfig, spec: ObjectiveSpec, stores: Mapping[str, SignalStore]) -> str:
     """The resolved objective as a sentence: the first line that a run prints."""
     teachers, over = "", ""
-    if config.teacher is not None and spec.needs_teacher:
+    if config.teacher is not None and (spec.needs_teacher or config.objective.hidden):
         teachers = f" ← {_teacher_in_words(config.teacher, stores.get('teacher'))}"
         over = f"{_over(config.teacher, stores.get('teacher'))}, "
     elif config.teachers is not None and spec.needs_teacher:
         teachers = f" ← {_several_in_words(config.teachers, spec, stores)}"
     return (
-        f"minimise {spec.in_words()}{depths_in_words(config)}, {over}temperature {spec.temperature:g}, "
+        f"minimise {spec.in_words()}{depths_in_words(config)}{_hidden_in_words(config)}, {over}"
+        f"temperature {spec.temperature:g}, "
         f"mean over {config.objective.tokens} tokens of each step{_written_in_words(config.rollout)}: "
         f"{config.student.model}{teachers}"
+    )
+
+
+def _hidden_in_words(config: RunConfig) -> str:
+    return "".join(
+        f" + {each.scale:g}*{each.loss} of layers {each.student} and {each.teacher}"
+        for each in config.objective.hidden
     )
 
 

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
@@ -24,9 +25,10 @@ from stillhouse.preemption import Preempted, finishing
 from stillhouse.rollouts import RolloutQueue
 from stillhouse.teachers import PendingSignals, SignalsLostError
 from stillhouse.train.agreement import from_all_ranks
+from stillhouse.train.auxiliary import ROUTER_LOSS
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.checkpoint_folder import prune
-from stillhouse.train.engine import ROUTER_LOSS, StepOutput
+from stillhouse.train.engine import StepOutput
 from stillhouse.train.evaluation import evaluate, means
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
@@ -264,7 +266,10 @@ def _train_metrics(
             kind, slash, teacher = name.partition("/")
             if kind.partition("#")[0] in _OF_DRAWS:
                 continue
-            key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
+            if kind.startswith(HIDDEN):
+                key = f"loss/{name}_per_token"  # no nats
+            else:
+                key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
             metrics[depth_key(key, depth)] = mean
     return metrics | {
         "train/learning_rate": rate,

@@ -6,7 +6,7 @@ and returns the distance between each of its parameters' gradients and the refer
 T tokens, B rows, S tokens per row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.models import Decoder, add_lora, balance_routers, draw_lora
+from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
 from stillhouse.models.head import local
 from stillhouse.models.mtp_objective import MtpObjective
 from stillhouse.objective import TopK
@@ -42,7 +42,8 @@ from stillhouse.teachers import (
     SignalSource,
     request_ahead,
 )
-from stillhouse.train.engine import ROUTER_LOSS, Engine, OptimizerSettings
+from stillhouse.train.auxiliary import ROUTER_LOSS
+from stillhouse.train.engine import Engine, OptimizerSettings
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
 SHAPE: dict[str, Any] = {
@@ -80,6 +81,7 @@ class Case:
     depth: int = 0
     lora: str = ""
     dtype: torch.dtype = torch.float32
+    hidden: tuple[HiddenPair, ...] = ()
     other_tokens: bool = False  # the teacher reads other tokens than the student
     waiting_teacher: bool = False  # FSDP keeps the teacher's shards in host memory
     mtp: Literal["", "teacher", "student", "heads"] = ""
@@ -92,6 +94,7 @@ class Case:
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
         flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
+        flags |= {"hidden": bool(self.hidden)}
         objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
         more = objective + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
         more += f"-mtp-{self.mtp}" if self.mtp else ""
@@ -256,7 +259,18 @@ def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
         # A and B are initialised on this rank; B must not be zero, or A would have no gradient
         draw = partial(draw_lora, seed=2, fresh=False)
         made = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
+    if case.hidden:
+        learned = student if case.lora == "base" else teacher
+        made = replace(made, build=partial(with_hidden, made.build, learned, case.hidden))
     return made, ModelSource(partial(decoder, teacher, 1), offload=case.waiting_teacher) if needs else None
+
+
+def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: tuple[HiddenPair, ...]) -> Decoder:
+    student = build()
+    match_hidden(student, pairs, teacher.num_hidden_layers, teacher.hidden_size)
+    assert student.hidden_match is not None
+    student.hidden_match.draw(seed=3)
+    return student
 
 
 def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:

@@ -12,6 +12,7 @@ from layouts import Case, Difference, compare
 from packaging.version import Version
 from shard_ranks import Failure, RankPool, shared_pool
 
+from stillhouse.models import HiddenPair
 from stillhouse.models.adapter import is_lora
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout
@@ -26,6 +27,8 @@ def layout(schedule: str = "1f1b", **degrees: int) -> Layout:
     return Layout(Degrees(**degrees), schedule)
 
 
+#: a layer of the first half and the last one, which are on the stages of the teacher's layers with 2 stages
+HIDDEN = (HiddenPair(0, 1, "mse", 0.3), HiddenPair(-1, -1, "cosine", 0.5))
 QUICK = [
     Case(layout(fsdp=2)),
     Case(layout(fsdp=2), "llama"),
@@ -52,6 +55,8 @@ QUICK = [
     Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
     Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     Case(layout(fsdp=2), checkpointing=True),
+    Case(layout(pipeline=2), hidden=HIDDEN),
+    Case(layout(fsdp=2), hidden=HIDDEN, checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
     Case(layout(tensor=2), top_k=8),
     Case(layout(fsdp=2), lora="base", other_tokens=True),
@@ -160,6 +165,12 @@ SLOW = [
     ),
     Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama"),
     Case(layout(fsdp=2), waiting_teacher=True),
+    Case(layout(tensor=2), hidden=HIDDEN),
+    Case(layout(context=2), hidden=HIDDEN),
+    Case(layout(replicate=2), "llama", hidden=HIDDEN),
+    Case(layout("zbv", pipeline=2), micro_batches=4, hidden=HIDDEN),
+    Case(layout(fsdp=2, pipeline=2), hidden=HIDDEN),
+    Case(layout(fsdp=2), lora="base", hidden=HIDDEN),
     Case(layout(fsdp=2), spec=parse_objective("reverse_kl")),
     Case(layout(pipeline=2), spec=parse_objective("cross_entropy + 1e-2*z_loss")),
     *(
