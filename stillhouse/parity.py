@@ -155,7 +155,7 @@ def _gradient(config: RunConfig, engine: Engine, source: SignalSource, step: Ste
         student.eval()  # dropout would draw different numbers under each layout
         draw_lora(student, config.seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
     micro_batches = shard_micro_batches(step, runner.mesh, engine.device, uniform_shapes=runner.layout.stages > 1)
-    source = source if engine.objective.needs_teacher else NoTeacher()
+    source = source if engine.needs_teacher else NoTeacher()
     output = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)
     runner.clip(0.0)
     return output.sums["loss"]

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, MellumConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MellumConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder
@@ -47,14 +54,21 @@ def _mellum(**options: Any) -> PreTrainedConfig:
     return MellumConfig(**{**_SHAPE, "head_dim": 16, "num_experts": 4, **kinds, **options})
 
 
+def _qwen3(**options: Any) -> PreTrainedConfig:
+    """A family without MTP layers of its own; its second layer has a sliding window."""
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    return Qwen3Config(**{**_SHAPE, "head_dim": 16, **windows, **options})
+
+
 MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,
     "mellum": _mellum,
+    "qwen3": _qwen3,
 }
 EACH = pytest.mark.parametrize(
     ("family", "depths"),
-    [("glm4_moe", 1), ("glm4_moe", 2), ("deepseek_v3", 2), ("mellum", 1)],
+    [("glm4_moe", 1), ("glm4_moe", 2), ("deepseek_v3", 2), ("mellum", 1), ("qwen3", 2)],
     ids=lambda each: str(each),
 )
 

@@ -127,7 +127,7 @@ def forward_backward(
     engine = session.engine if objective is None else session.engine.with_objective(objective)
     whole = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
     own = session.shard(whole)
-    signals = session.source_for(engine.objective).request(own).result()
+    signals = session.source_for(engine).request(own).result()
     return engine.forward_backward(own, signals, own.whole.normalizer)
 
 

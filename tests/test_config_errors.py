@@ -40,7 +40,7 @@ def test_an_unknown_key_names_the_nearest_right_one(key: str, hint: str) -> None
     [
         ("train: {learning_rat: 1}", "train.learning_rat: unknown key; did you mean train.learning_rate?"),
         ("learning_rate: 1", "learning_rate: unknown key; did you mean train.learning_rate?"),
-        ("trian: {learning_rate: 1}", "trian: unknown key; did you mean data.train or train?"),
+        ("trian: {learning_rate: 1}", "trian: unknown key; did you mean student.mtp.train or data.train or train?"),
         ("objective: {qqq: 1}", "objective.qqq: unknown key; the keys of objective are: loss, temperature"),
         ("1: 2", "1: unknown key; the keys are: student, teacher"),
         ("data: {1: 2}", "data.1: unknown key; the keys of data are: train, eval"),

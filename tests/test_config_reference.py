@@ -70,7 +70,7 @@ def test_a_dump_has_every_key_in_order() -> None:
         YAML(typ="safe", pure=True).load(dump_config(load(*settings)))
         for settings in (
             ("teacher={model: t, parallel: {}}", "student.adapter={}", "rollout={samples_per_prompt: 1}"),
-            ("teachers={math: {model: t, parallel: {}}}",),
+            ("teachers={math: {model: t, parallel: {}}}", "student.mtp={}"),
         )
     )
 
@@ -80,10 +80,13 @@ def test_a_dump_has_every_key_in_order() -> None:
 
     known = list(value_fields(RunConfig))
     of_several = [key for key in known if key.startswith("teachers.")]
-    expected = ["teachers" if key == of_several[0] else key for key in known if key not in of_several[1:]]
+    of_mtp = [key for key in known if key.startswith("student.mtp.")]  # not possible with an adapter
+    short = {of_several[0]: "teachers", of_mtp[0]: "student.mtp"}
+    expected = [short.get(key, key) for key in known if key not in of_several[1:] + of_mtp[1:]]
     assert keys(dumped) == expected
     found = [key.replace("teachers.math.", f"teachers.{ANY_NAME}.") for key in keys(several)]
     assert [key for key in found if key.startswith("teachers.")] == of_several
+    assert [key for key in found if key.startswith("student.mtp.")] == of_mtp
 
 
 def test_every_key_has_one_line_of_description() -> None:

@@ -109,6 +109,7 @@ def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Ten
         *(("glm4_moe", depths, kind) for depths in (1, 2) for kind in OBJECTIVES),
         ("deepseek_v3", 2, "jsd"),
         ("mellum", 1, "jsd"),
+        ("qwen3", 2, "jsd"),
     ],
 )
 def test_loss_and_gradients_are_those_of_plain_logits(family: str, depths: int, kind: str) -> None:

@@ -11,6 +11,7 @@ from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.evaluation import EvalConfig
 from stillhouse.config.keys import override_hint
 from stillhouse.config.loading import dump_config, load_config
+from stillhouse.config.mtp import MtpConfig
 from stillhouse.config.objective import ObjectiveConfig
 from stillhouse.config.parallel import ParallelConfig
 from stillhouse.config.rollout import RolloutConfig
@@ -27,6 +28,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "MissingKeyError",
+    "MtpConfig",
     "NamedTeacherConfig",
     "ObjectiveConfig",
     "ParallelConfig",

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
-from stillhouse.config.keys import inner_section, section_of, unknown_key
+from stillhouse.config.keys import inner_section, item_section, section_of, unknown_key
 from stillhouse.config.section import Section
 from stillhouse.config.teachers import NamedTeacherConfig
 from stillhouse.config.words import describe
@@ -88,6 +88,8 @@ def _expected(owner: type[Section], name: str) -> str:
     if section is not None:
         own = f", or one of the keys {', '.join(owner.model_fields)}" if name not in owner.model_fields else ""
         return f"a section with the keys {', '.join(section.model_fields)}{own}"
+    if name in owner.model_fields and (item := item_section(owner.model_fields[name])):
+        return f"a list of sections with the keys {', '.join(item.model_fields)}"
     return describe(owner.model_json_schema()["properties"][name])
 
 

@@ -1,8 +1,9 @@
 """The dotted keys of a configuration, and the keys that are most similar to an unknown key."""
 
 import difflib
+import re
 from collections.abc import Iterable
-from typing import get_args, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 
@@ -17,11 +18,19 @@ ANY_NAME = "<name>"
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The class of a field that is a section, optional or not; None for a plain value."""
+    """The class of a field that is a section, optional or not; None for a plain value, and for a list of sections."""
+    if get_origin(field.annotation) is list:
+        return None
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
     return None
+
+
+def item_section(field: FieldInfo) -> type[Section] | None:
+    """The class of the sections of which a field is a list; None for any other field."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) is list else ()
+    return next((each for each in kinds if isinstance(each, type) and issubclass(each, Section)), None)
 
 
 def named_sections(model: type[Section]) -> type[Section] | None:
@@ -59,7 +68,10 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     all keys of the section.
     """
     known = {**value_fields(model), **model.model_fields}
-    name = key.rpartition(".")[2]
+    parent, _, name = key.rpartition(".")
+    of_list = known.get(re.sub(r"\.\d+$", "", parent))
+    if of_list is not None and (item := item_section(of_list)):
+        return ConfigError(key, f"unknown key; the keys of {parent} are: {', '.join(item.model_fields)}")
     is_elsewhere = any(each.rpartition(".")[2] == name for each in known)
     # the section may be a part of the other tool's name: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""
@@ -67,7 +79,6 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
         return ConfigError(key, f"unknown key; {hint}")
     if similar := nearest(key, known):
         return ConfigError(key, f"unknown key; did you mean {' or '.join(similar)}?")
-    parent = key.rpartition(".")[0]
     siblings = [known.removeprefix(f"{parent}.") for known in value_fields(model) if known.startswith(f"{parent}.")]
     if siblings:
         return ConfigError(key, f"unknown key; the keys of {parent} are: {', '.join(siblings)}")

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from stillhouse.config.hidden import HiddenPairConfig
 from stillhouse.config.section import Section, Text
 
 
@@ -35,6 +36,12 @@ class ObjectiveConfig(Section):
         ge=0,
         description="Coefficient of the load-balancing loss of a student with experts, which is computed per packed"
         " sequence and averaged over layers. 0: off. The model's own router_aux_loss_coef is not read.",
+    )
+    hidden: list[HiddenPairConfig] = Field(
+        default=[],
+        description="Further losses between hidden states: a list such as [{student: 5, teacher: 11, loss: cosine,"
+        " scale: 0.1}]. A trained matrix maps the student's width to the teacher's. Needs a teacher in the student's"
+        " stages. docs/objective.md explains the keys.",
     )
     chunk_tokens: int | None = Field(
         default=None,

@@ -103,6 +103,28 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _hidden_states_are_here(self) -> "RunConfig":
+        """Hidden states are compared within a stage, where student and teacher run side by side."""
+        if not self.objective.hidden:
+            return self
+        key = "objective.hidden"
+        if self.teacher is None or self.teacher.model is None or self.teacher.url is not None:
+            raise ConfigError(key, "needs the teacher's layers in this job: expected teacher.model, and no others")
+        for name in ("parallel", "cross_tokenizer", "offload"):
+            if getattr(self.teacher, name):
+                off = "false" if name == "offload" else "null"
+                raise ConfigError(
+                    f"teacher.{name}", f"expected {off} with {key}: the teacher has to run in the student's stages"
+                )
+        if self.rollout is not None:
+            raise ConfigError(key, "expected [] with rollout")
+        if self.parallel.schedule == "1f1b_ahead":
+            raise ConfigError(
+                "parallel.schedule", f"got 1f1b_ahead, which runs the teacher a step ahead: expected 1f1b with {key}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_one_kind_of_teachers(self) -> "RunConfig":
         if self.teacher is not None and self.teachers is not None:
             raise ConfigError(
@@ -139,3 +161,28 @@ class RunConfig(Section):
                 f"got {self.parallel.gather_dtype} with train.precision=fp32, which computes in the weights' own"
                 " dtype; expected null, or train.precision=bf16",
             )
+
+    @model_validator(mode="after")
+    def _mtp_fits(self) -> "RunConfig":
+        """Refuse what multi-token prediction cannot do."""
+        mtp, parallel = self.student.mtp, self.parallel
+        if mtp is None:
+            return self
+        cross = [key for key, each in self.teacher_sections.items() if each.cross_tokenizer is not None]
+        refused = {
+            "student.adapter": (self.student.adapter is not None, "null"),
+            "rollout": (self.rollout is not None, "null"),
+            "objective.router_aux_loss": (self.objective.router_aux_loss > 0, "0"),
+            "parallel.schedule": (
+                parallel.pipeline > 1 and parallel.schedule in ("zero_bubble", "zbv"),
+                "gpipe, 1f1b, 1f1b_ahead or interleaved",
+            ),
+            "parallel.expert": (parallel.expert > 1, "1"),
+            "parallel.pipeline": (parallel.pipeline > 1 and mtp.train == "heads", "1, or student.mtp.train=all"),
+            "teachers.route": (self.teachers is not None and self.teachers.route is not None, "null"),
+            **{f"{key}.cross_tokenizer": (True, "null") for key in cross},
+        }
+        for key, (is_set, expected) in refused.items():
+            if is_set:
+                raise ConfigError(key, f"this value is not supported with student.mtp: expected {expected}")
+        return self

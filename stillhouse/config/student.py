@@ -6,6 +6,7 @@ from pydantic import Field
 
 from stillhouse.config.adapter import AdapterConfig
 from stillhouse.config.model import ModelConfig
+from stillhouse.config.mtp import MtpConfig
 from stillhouse.config.section import PathText
 
 
@@ -24,4 +25,7 @@ class StudentConfig(ModelConfig):
     )
     adapter: AdapterConfig | None = Field(
         default=None, description="An adapter to train instead of the model's own weights. null: train the weights."
+    )
+    mtp: MtpConfig | None = Field(
+        default=None, description="Multi-token prediction: layers that draft tokens. null: the student has none."
     )

@@ -40,6 +40,8 @@ def _plain(schema: Schema) -> str:
             return "null"
         case "array" if "prefixItems" in schema:
             return f"list of {len(schema['prefixItems'])} ({describe(schema['prefixItems'][0])})"
+        case "array" if "$ref" in schema["items"]:
+            return "list of sections"
         case "array":
             return f"list of {describe(schema['items'])}"
         case kind:

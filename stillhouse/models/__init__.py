@@ -6,11 +6,15 @@ from stillhouse.models.decoder import Decoder, evaluating
 from stillhouse.models.experts import balance_routers
 from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.head import OutputProcessor
+from stillhouse.models.hidden_layers import match_hidden, recorded
+from stillhouse.models.hidden_match import HiddenMatchLoss, HiddenPair
 from stillhouse.models.quantized import quantized_identity
 from stillhouse.models.router_balance import RouterAuxLoss
 
 __all__ = [
     "Decoder",
+    "HiddenMatchLoss",
+    "HiddenPair",
     "OutputProcessor",
     "RouterAuxLoss",
     "add_lora",
@@ -20,7 +24,9 @@ __all__ = [
     "check_saving",
     "draw_lora",
     "evaluating",
+    "match_hidden",
     "model_fingerprint",
     "quantized_identity",
+    "recorded",
     "without_lora",
 ]

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stillhouse.models.decoder import Decoder
-from stillhouse.models.head import local
+from stillhouse.models.head import local, own_slices
 from stillhouse.models.lora import Lora
 
 ALL_LINEAR = "all-linear"
@@ -98,7 +96,7 @@ def draw_lora(decoder: Decoder, seed: int, *, fresh: bool = True) -> None:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        local(parameter).copy_(whole[_part(parameter)])
+        local(parameter).copy_(whole[own_slices(parameter)])
 
 
 def is_lora(name: str) -> bool:
@@ -216,13 +214,3 @@ def _is_lora_layer(module: nn.Module) -> bool:
     from peft.tuners.lora import LoraLayer
 
     return isinstance(module, LoraLayer)
-
-
-def _part(parameter: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the whole tensor that are on this process."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    sizes, starts = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

@@ -17,7 +17,8 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
+from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.lora import Lora
 from stillhouse.models.processors import full_vocab
 from stillhouse.models.router_balance import RouterAuxLoss, RouterBalance
+from stillhouse.models.running import checkpoint_contexts
 from stillhouse.models.structure import require_decoder
 from stillhouse.models.verify import verify_wrapping
 from stillhouse.objective import FullVocab, OutputHead
+
+if TYPE_CHECKING:  # it needs a later version of transformers than the rest
+    from stillhouse.models.mtp_layers import MtpLayers
 
 _HEAD_WEIGHT = "head.linear.weight"
 
@@ -54,6 +60,8 @@ class Decoder(nn.Module):
     tied: bool  # whether head and input embedding share one weight
     embedding_name: str  # the name of the input embedding's weight among this module's parameters
     lora: Lora | None = None  # describes the adapter that `add_lora` has added
+    mtp: "MtpLayers | None"  # the layers of multi-token prediction that `add_mtp` has added
+    hidden_match: HiddenMatch | None  # the projectors of the hidden-state loss that `match_hidden` has added
     _router_balance: RouterBalance | None = None
     _recomputes_layers: bool = False  # whether gradient checkpointing is on
 
@@ -64,6 +72,7 @@ class Decoder(nn.Module):
         self.__dict__["pretrained"] = model
         self.backbone = model.base_model
         self.head = Head(linear, LogitRule.from_config(model.config))
+        self.mtp = self.hidden_match = None
         self.training = self.head.training = model.training
         embedding = model.get_input_embeddings().weight
         self.tied = linear.weight is embedding
@@ -119,6 +128,7 @@ class Decoder(nn.Module):
         processor: OutputProcessor | None = None,
         context: Any = None,
         head: bool = True,
+        mtp_input_ids: Tensor | None = None,
         **backbone_kwargs: Any,
     ) -> Any:
         """Return logits [B, S, V], or what `processor` returns for the hidden states (see `OutputProcessor`).
@@ -127,7 +137,8 @@ class Decoder(nn.Module):
         `input_ids`: [B, S]. `position_ids`: [B, S], or [1, S] for all rows; for several documents in a row they
         restart at each document, and there must be no attention mask. `attention_mask`: [B, S], 1 for tokens and 0
         for padding. `backbone_kwargs` are passed to the backbone; `inputs_embeds` [B, S, D] among them replaces the
-        ids, and `input_ids` is None then.
+        ids, and `input_ids` is None then. `mtp_input_ids`: the token ids [B, S]; if given, the layers of multi-token
+        prediction run, and the head calls the processor once with a tuple of the hidden states of depths 0, 1, ….
         """
         if position_ids is not None:
             if attention_mask is not None:
@@ -141,6 +152,8 @@ class Decoder(nn.Module):
             **backbone_kwargs,
         )
         hidden_BSD = outputs.last_hidden_state
+        if mtp_input_ids is not None:
+            return self.head(self._all_depths(hidden_BSD, mtp_input_ids, position_ids), processor, context)
         return self.head(hidden_BSD, processor, context) if head else hidden_BSD
 
     @torch.no_grad()
@@ -167,6 +180,14 @@ class Decoder(nn.Module):
         """The backbone's layers on this process, in order; if the backbone has several parts, the layers of all."""
         layers = (layer for each in _outermost_lists(self.backbone) for layer in each)
         return [layer for layer in layers if next(layer.parameters(), None) is not None]
+
+    def layer_lists(self) -> list[nn.ModuleList]:
+        """The lists of layers of the backbone; on a stage of a pipeline, with empty modules for absent layers."""
+        return list(_outermost_lists(self.backbone))
+
+    def mtp_layers(self) -> list[nn.Module]:
+        """The layers of multi-token prediction on this process."""
+        return [] if self.mtp is None else list(self.mtp.layers)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -196,15 +217,33 @@ class Decoder(nn.Module):
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head
 
-    def keep_part(self, *, first: bool, last: bool) -> None:
-        """Remove the head, unless this is the last pipeline stage.
+    def _all_depths(
+        self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        assert self.mtp is not None, "multi-token prediction without its layers"
+        if position_ids is None:
+            position_ids = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
+        return hidden_BSD, *self.mtp.hidden_states(hidden_BSD, input_ids_BS, position_ids)
 
-        Embedding and head stay tied only if one stage, which is the first and the last one, has both.
+    def keep_part(self, *, first: bool, last: bool) -> None:
+        """Remove the head and the MTP layers, unless this is the last pipeline stage.
+
+        Embedding and head stay tied only if one stage has both: the first and last one, or the last one with MTP
+        layers, which have a copy of the embedding.
         """
         if not last:
-            self.head = NoHead()
+            self.head, self.mtp = NoHead(), None
             self.pretrained.set_output_embeddings(None)
-        self.tied = self.tied and first and last
+        self.tied = self.tied and last and (first or self.mtp is not None)
+
+    @property
+    def embedding_copy(self) -> Tensor:
+        """On a last stage that is not the first one: the weight that is a copy of the first stage's embedding.
+
+        It is the embedding that the MTP layers read, or the head if it is tied to the embedding.
+        """
+        embedding = self.pretrained.get_input_embeddings()
+        return self.output_weight if embedding is None else embedding.weight
 
     def record_adapter(self, lora: Lora) -> None:
         """Set the description of the adapter that `add_lora` has added."""
@@ -223,22 +262,42 @@ class Decoder(nn.Module):
         """
         if self._router_balance is None:
             raise ValueError("a RouterAuxLoss for routers without hooks: expected balance_routers(decoder) before")
-        return self._router_balance.using(loss)
+        return self._router_balance.running.using(loss)
+
+    def use_hidden_match(self, match: HiddenMatch) -> None:
+        """Set the object that gives this decoder's layers their hidden-state loss; `match_hidden` calls this."""
+        self.hidden_match = match
+        if self._recomputes_layers:
+            self.gradient_checkpointing_enable()  # again, now with the contexts of `match`
+
+    def matching(self, loss: HiddenMatchLoss) -> AbstractContextManager[None]:
+        """Return a context in which a forward adds the hidden-state loss to the minimised loss, and records it."""
+        assert self.hidden_match is not None, "a HiddenMatchLoss for layers without hooks"
+        return self.hidden_match.running.using(loss)
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer in backward instead of keeping its activations. The head still runs once."""
         self._recomputes_layers = True
         model, options = self.pretrained, dict[str, Any](use_reentrant=False)
-        if self._router_balance is not None:
-            options["context_fn"] = self._router_balance.checkpoint_contexts
+        hooked = [each.running for each in (self._router_balance, self.hidden_match) if each is not None]
+        if hooked:
+            options["context_fn"] = partial(checkpoint_contexts, hooked)
         if hasattr(model, "activation_checkpointing_enable"):  # its name in later versions of transformers
             model.activation_checkpointing_enable(options)
         else:
             model.gradient_checkpointing_enable(options)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the configuration and the weights as safetensors for transformers; tied weights are written once."""
-        self.pretrained.save_pretrained(folder)
+        """Write the configuration and the weights as safetensors for transformers; tied weights are written once.
+
+        MTP layers have the numbers that follow those of the model's own layers, as in released checkpoints.
+        """
+        if self.mtp is None:
+            self.pretrained.save_pretrained(folder)
+            return
+        self.pretrained.save_pretrained(
+            folder, state_dict=self.pretrained.state_dict() | self.mtp.checkpoint_tensors(self.pretrained)
+        )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedConfig
 
 from stillhouse.objective import OutputHead, VocabShard
@@ -20,9 +21,10 @@ from stillhouse.objective import OutputHead, VocabShard
 class OutputProcessor(Protocol):
     """Computes something from hidden states and head instead of logits; the decoder returns its result.
 
-    `hidden_states` is [B, S, D] after the final norm. `context` is the decoder's argument of that name. `depth` is 0
-    for the next token and k for the k-th token after it (multi-token prediction). The head's weight is valid during
-    the call; a result that refers to it keeps the memory of the weight allocated.
+    `hidden_states` is [B, S, D] after the final norm; if the decoder is asked for multi-token prediction
+    (`mtp_input_ids`), a tuple with the hidden states of each depth. `context` is the decoder's argument of that name.
+    `depth` is 0 for the next token and k for the k-th token after it (multi-token prediction). The head's weight is
+    valid during the call; a result that refers to it keeps the memory of the weight allocated.
     """
 
     def __call__(self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Any: ...
@@ -99,6 +101,14 @@ class NoHead(nn.Module):
 def local(tensor: Any) -> Any:
     """Return this process's shard of a DTensor; any other value as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the slices of a whole tensor that are on this process: all of it, or the shard of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def _number(config: PreTrainedConfig, name: str, absent: float) -> float:

@@ -14,15 +14,16 @@ B sequences, S tokens of each (on a context rank: its part of them), X experts, 
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from stillhouse.models.running import Running
 
 
 @dataclass
@@ -45,15 +46,13 @@ class RouterAuxLoss:
 class RouterBalance:
     """Connects the routers of one decoder to the `RouterAuxLoss` of the micro-batch that is running.
 
-    routers: the number of routers of the whole decoder, of which a pipeline stage has a part.
-
-    Forward hooks of the routers read the current loss. It is a plain attribute and not a context variable, because on
-    a GPU backward, which recomputes layers, runs in another thread than forward.
+    routers: the number of routers of the whole decoder, of which a pipeline stage has a part. Forward hooks of the
+    routers read the current loss.
     """
 
     def __init__(self, routers: int):
         self.routers = routers
-        self.current = _Current(None, recomputing=False)
+        self.running = Running[RouterAuxLoss]()
 
     def attach(self, layer: nn.Module, routers: Mapping[str, nn.Module]) -> None:
         """Register the hooks on a layer and on its routers. routers: by the names that their losses get."""
@@ -61,21 +60,9 @@ class RouterBalance:
             router.register_forward_hook(partial(self._add_loss, name))
         layer.register_forward_hook(partial(self._require_losses, list(routers)))
 
-    def using(self, loss: RouterAuxLoss) -> AbstractContextManager[None]:
-        """Return a context in which a forward of the decoder adds `loss`."""
-        return _Using(self, _Current(loss, recomputing=False))
-
-    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts in which a layer's forward runs and is recomputed: torch's `context_fn`.
-
-        torch calls this when the forward of a layer begins. It recomputes the layer in backward, when other
-        micro-batches may have run, and the routers then need the loss that is current now.
-        """
-        return nullcontext(), _Using(self, _Current(self.current.loss, recomputing=True))
-
     def _add_loss(self, name: str, router: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
         """Forward hook of a router. outputs: its logits, and the scores and indices of the chosen experts."""
-        loss, recomputing = self.current
+        loss, recomputing = self.running.current
         if loss is None or not torch.is_grad_enabled():
             return outputs
         if not isinstance(outputs, tuple) or len(outputs) != 3:
@@ -92,11 +79,11 @@ class RouterBalance:
         own = _loss(logits, chosen, loss) / self.routers
         if not recomputing:
             loss.losses[name] = own.detach()
-        return logits, _AddLoss.apply(scores, loss.scale * own), chosen
+        return logits, AddLoss.apply(scores, loss.scale * own), chosen
 
     def _require_losses(self, names: list[str], layer: nn.Module, _: tuple[Any, ...], __: Any) -> None:
         """Forward hook of a layer: raise ValueError if a router in it was not called and has no loss."""
-        loss, recomputing = self.current
+        loss, recomputing = self.running.current
         if loss is None or recomputing or not torch.is_grad_enabled():
             return
         for name in names:
@@ -106,30 +93,6 @@ class RouterBalance:
                     "has no auxiliary loss: expected a layer that calls its router as a module, and recomputation "
                     "only by Decoder.gradient_checkpointing_enable"
                 )
-
-
-class _Current(NamedTuple):
-    """loss: that of the running micro-batch; None: the routers add no loss. recomputing: whether a layer runs again
-    in backward, so that the losses of its routers have been recorded already.
-    """
-
-    loss: RouterAuxLoss | None
-    recomputing: bool
-
-
-class _Using(AbstractContextManager[None]):
-    """A context that sets the current loss of a `RouterBalance`. It can be entered several times, because torch
-    recomputes a layer for each backward pass through it, and zero-bubble schedules run two.
-    """
-
-    def __init__(self, balance: RouterBalance, current: _Current):
-        self.balance, self.inside, self.outside = balance, current, balance.current
-
-    def __enter__(self) -> None:
-        self.outside, self.balance.current = self.balance.current, self.inside
-
-    def __exit__(self, *_: object) -> None:
-        self.balance.current = self.outside
 
 
 def _loss(logits_TX: Tensor, chosen_TK: Tensor, given: RouterAuxLoss) -> Tensor:
@@ -146,13 +109,13 @@ def _loss(logits_TX: Tensor, chosen_TK: Tensor, given: RouterAuxLoss) -> Tensor:
     return (targets_B1 / length_B1.clamp_min(1).square() * choices_BX * probability_BX).sum() * experts
 
 
-class _AddLoss(torch.autograd.Function):
-    """Returns the scores unchanged and gives `loss` a gradient of 1 in backward."""
+class AddLoss(torch.autograd.Function):
+    """Returns a tensor unchanged and gives `loss` a gradient of 1 in backward."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
         ctx.loss = (loss.shape, loss.dtype, loss.device)
-        return scores.view_as(scores)
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ after that one. Only `shift_for_mtp` shifts targets for multi-token prediction.
 B rows of S tokens each, T = B·S tokens in the rows' order.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -73,6 +73,27 @@ class Targets:
         """Return the targets of the given rows at every depth, for a context shard."""
         return replace(self._taken(index_T), mtp_targets=tuple(each._taken(index_T) for each in self.mtp_targets))
 
+    def extended(self, extend: Callable[[Tensor], Tensor], shape_BS: tuple[int, int]) -> Self:
+        """Return these targets with more columns.
+
+        extend: appends columns to a tensor [B, S, …]. shape_BS: the rows and columns of these targets.
+        """
+
+        def more(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: more(each) for name, each in value.items()}
+            if isinstance(value, Tensor):
+                return extend(value.unflatten(0, shape_BS)).flatten(0, 1)
+            if isinstance(value, Signal) and is_dataclass(value):
+                own = {each.name: getattr(value, each.name) for each in fields(value)}
+                return replace(value, **more({name: each for name, each in own.items() if _is_per_token(each)}))
+            raise ValueError(f"{type(value).__name__} cannot be extended: expected a signal of all rows")
+
+        given: dict[str, Any] = {
+            name: more(each) for name in self._per_token if (each := getattr(self, name)) is not None
+        }
+        return replace(self, **given, valid_index=None, mtp_targets=())
+
     def _moved(self, index_T: Tensor, exists_T: Tensor) -> Self:
         taken = self._taken(index_T)
         assert taken.weights_T is not None
@@ -125,6 +146,10 @@ def _rows(value: Any, index_T: Tensor) -> Any:
     if isinstance(value, Mapping):
         return {name: each[index_T] for name, each in value.items()}
     return value.rows(index_T) if isinstance(value, Signal) else value[index_T]
+
+
+def _is_per_token(value: Any) -> bool:
+    return isinstance(value, Tensor | Mapping)
 
 
 def _shifted_rows(position_ids_BS: Tensor, depths: int) -> Iterator[tuple[Tensor, Tensor]]:

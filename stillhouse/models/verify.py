@@ -1,6 +1,6 @@
 """Checks that a wrapped model gives the right results, by running a few tokens through it in eval mode.
 
-The functions take a `Decoder` or a `MultiTokenDecoder`, whose constructors call them.
+The functions take a `Decoder`.
 """
 
 from typing import Any
@@ -50,17 +50,18 @@ def verify_wrapping(model: PreTrainedModel, decoder: Any) -> None:
 def verify_depths(decoder: Any) -> None:
     """Check that the hidden states of all depths stay the same when another document precedes them in a packed row.
 
-    The decoder must be in eval mode.
+    The decoder must be in eval mode and have MTP layers.
     """
-    model, tokens = decoder.main.pretrained, _PROBE_TOKENS + decoder.depths
+    model, tokens = decoder.pretrained, _PROBE_TOKENS + decoder.mtp.depths
     _require_runnable(model)
     first, second = _probes(model, tokens)
     positions = torch.arange(tokens, device=model.device).repeat(1, 2)
-    apart = decoder(second[None], processor=_hidden_and_logits)
-    packed = decoder(torch.cat([first, second])[None], positions, processor=_hidden_and_logits)
+    both = torch.cat([first, second])[None]
+    apart = decoder(second[None], mtp_input_ids=second[None], processor=_hidden)
+    packed = decoder(both, positions, mtp_input_ids=both, processor=_hidden)
     for depth, (together, alone) in enumerate(zip(packed, apart, strict=True)):
         rows = tokens - depth  # the last `depth` rows have no token to be computed from
-        _check_packing(model, together[0][0, tokens : tokens + rows], alone[0][0, :rows])
+        _check_packing(model, together[0, tokens : tokens + rows], alone[0, :rows])
 
 
 def _probes(model: PreTrainedModel, tokens: int) -> tuple[Tensor, ...]:
@@ -73,6 +74,10 @@ def _hidden_and_logits(
     *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0
 ) -> tuple[Tensor, Tensor]:
     return hidden_states, head.logits(hidden_states)
+
+
+def _hidden(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
+    return hidden_states
 
 
 def _require_runnable(model: PreTrainedModel) -> None:

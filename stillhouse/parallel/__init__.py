@@ -9,6 +9,7 @@ from stillhouse.parallel.build import (
     require_own_teacher,
     single_process_runner,
 )
+from stillhouse.parallel.context_parallel import NextTokens
 from stillhouse.parallel.devices import best_precision, choose_device
 from stillhouse.parallel.heads import TeacherHeads
 from stillhouse.parallel.layout import Layout, ModelSource
@@ -51,6 +52,7 @@ __all__ = [
     "Mesh",
     "ModelSource",
     "NamedSignals",
+    "NextTokens",
     "PairSignal",
     "Runner",
     "ShardedMicroBatches",

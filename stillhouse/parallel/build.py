@@ -21,6 +21,7 @@ from stillhouse.parallel.stages import (
     forwards,
     keep_layers,
     require_cuttable,
+    require_pairs,
     require_training,
     split,
 )
@@ -35,12 +36,14 @@ class StagePlan:
     """Properties of the models that a pipeline needs before they are cut.
 
     tied: whether the student's embedding and head, on the first and the last stage, train as one weight.
+    copies_embedding: whether the last stage trains a copy of the embedding, as its tied head or for MTP layers.
     teacher_cost: a forward of the teacher's layers, in forwards of the student's layers.
     """
 
     stages: list[Stage]
     width: Width
     tied: bool
+    copies_embedding: bool
     teacher_cost: float
 
 
@@ -74,6 +77,8 @@ def build_runner(
         teacher_source = replace(teacher_source, build=only_head(teacher_source.build))
     sources = student_source, teacher_source
     student, teacher = _build(layout.degrees, *sources)
+    if student.mtp is not None:
+        require_mtp_layout(layout)
     if layout.stages == 1:
         pair = _distributed(layout, mesh, student, teacher, *sources)
         return Runner(layout, {0: pair}, None, mesh, tied=student.tied)
@@ -97,12 +102,12 @@ def build_runner(
         plan.width,
         mesh.tokens.get_group("pipeline"),
         mesh.device,
-        tied=plan.tied,
+        copies_embedding=plan.copies_embedding,
         sharding=mesh.sharding,
         teacher_cost=plan.teacher_cost,
         reverse_groups=mesh.pipelines,
     )
-    return Runner(layout, pairs, pipeline, mesh, tied=plan.tied)
+    return Runner(layout, pairs, pipeline, mesh, tied=plan.tied, copies_embedding=plan.copies_embedding)
 
 
 def only_layers(build: Callable[[], Decoder]) -> Callable[[], Decoder]:
@@ -151,14 +156,18 @@ def _plan_stages(
             require_cuttable(decoder.config)
     costs = cost_of(student, 3), None if teacher is None else cost_of(teacher, 1)
     stages = split(layout.stages, *costs)
-    if student.lora is not None:
+    if student.lora is not None or student.mtp is not None:
         require_training(student, stages)
-    beside = student if student_source.teacher_is_base else teacher
+    is_base = student_source.teacher_is_base
+    require_pairs(student, [replace(each, teacher=each.student) for each in stages] if is_base else stages)
+    beside = student if is_base else teacher
+    # a frozen weight has no gradient to sum
+    tied = student.tied and student.output_weight.requires_grad
     return StagePlan(
         stages,
         _width(student, None if teacher_head_only else beside),
-        # a frozen weight has no gradient to sum
-        tied=student.tied and student.output_weight.requires_grad,
+        tied=tied,
+        copies_embedding=tied or student.mtp is not None,
         teacher_cost=0.0 if costs[1] is None else forwards(costs[1], costs[0]),
     )
 
@@ -174,6 +183,16 @@ def require_own_teacher(layout: Layout, student_source: ModelSource, *, teacher_
         raise ValueError(
             f"schedule {layout.schedule} for a teacher that {why}: this schedule runs a separate teacher "
             "model in the student's stages, one step ahead; expected schedule 1f1b"
+        )
+
+
+def require_mtp_layout(layout: Layout) -> None:
+    """Raise ValueError for a layout that multi-token prediction does not support."""
+    if layout.stages > 1 and SCHEMES[layout.schedule].splits_backward:
+        # torch (2.13) runs backward again through what the depths share, whose buffers are freed
+        raise ValueError(
+            f"schedule {layout.schedule} with multi-token prediction: torch cannot split the backward of its stage "
+            "into input and weights; expected schedule gpipe, 1f1b, 1f1b_ahead or interleaved"
         )
 
 

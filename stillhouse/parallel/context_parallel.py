@@ -8,7 +8,8 @@ sequence, including those for packed documents and windows.
 B rows, S tokens of the whole sequence, H heads.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder
+
+if TYPE_CHECKING:  # it needs a later version of transformers than the rest
+    from stillhouse.models.mtp_layers import MtpLayers
 
 
 def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 1) -> None:
@@ -43,6 +47,10 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
     decoder.pretrained.set_attn_implementation(name)
     dtype = next(decoder.parameters()).dtype
     decoder.backbone.register_forward_pre_hook(_WholeMask(config, dtype, group), with_kwargs=True)
+    if decoder.mtp is not None:
+        decoder.mtp.model.config._attn_implementation = name
+        for number, layer in enumerate(decoder.mtp.layers):
+            layer.register_forward_pre_hook(_WholeMtpMask(decoder.mtp, number, group), with_kwargs=True)
 
 
 def require_heads(config: Any, context: int, tensor: int) -> None:
@@ -56,6 +64,31 @@ def require_heads(config: Any, context: int, tensor: int) -> None:
             )
 
 
+@dataclass(frozen=True)
+class NextTokens:
+    """Appends to a rank's columns of some sequences the next `count` columns, which are on the following ranks.
+
+    group: the context ranks; None: this process has whole sequences, and nothing is appended. The last rank appends
+    zeros. There is no gradient.
+    """
+
+    count: int
+    group: ProcessGroup | None = None
+
+    @torch.no_grad()
+    def __call__(self, own_BS: Tensor) -> Tensor:
+        """own_BS: [B, S, …]. Returns [B, S + count, …] if there is a group. A collective of the group."""
+        if self.group is None:
+            return own_BS
+        first_BK = own_BS[:, : self.count].contiguous()
+        parts = [torch.empty_like(first_BK) for _ in range(self.group.size())]
+        dist.all_gather(parts, first_BK, group=self.group)
+        # a rank with less than `count` columns sends all of them, so that the ranks after it follow without a gap
+        padding_BK = own_BS.new_zeros(own_BS.shape[0], self.count, *own_BS.shape[2:])
+        next_BK = torch.cat([*parts[self.group.rank() + 1 :], padding_BK], 1)[:, : self.count]
+        return torch.cat([own_BS, next_BK], 1)
+
+
 class _WholeMask:
     """A forward pre-hook: passes masks of the whole sequences, made from all ranks' position ids, to a backbone."""
 
@@ -63,14 +96,32 @@ class _WholeMask:
         self.config, self.dtype, self.group = config, dtype, group
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        own_BS = options["position_ids"].contiguous()
-        parts = [torch.empty_like(own_BS) for _ in range(self.group.size())]
-        dist.all_gather(parts, own_BS, group=self.group)
-        whole_BS = torch.cat(parts, 1)
+        whole_BS = _whole(options["position_ids"], self.group)
         # transformers reads only the shape, dtype and device of the embeddings
-        embeddings = torch.empty((), dtype=self.dtype, device=own_BS.device).expand(*whole_BS.shape, 1)
+        embeddings = torch.empty((), dtype=self.dtype, device=whole_BS.device).expand(*whole_BS.shape, 1)
         masks = create_masks_for_generate(self.config, embeddings, None, None, position_ids=whole_BS)
         return arguments, options | {"attention_mask": masks, "whole_position_ids": whole_BS}
+
+
+class _WholeMtpMask:
+    """A forward pre-hook: passes the mask of the whole sequences to an MTP layer, like `_WholeMask`."""
+
+    def __init__(self, mtp: "MtpLayers", number: int, group: ProcessGroup):
+        self.mtp, self.number, self.group = mtp, number, group
+
+    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        whole_BS = _whole(options["position_ids"], self.group)
+        embeddings = arguments[0].new_empty(()).expand(*whole_BS.shape, 1)
+        masks = self.mtp.model.create_masks_for_mtp_layer(self.number, embeddings, None, whole_BS)
+        return arguments, options | masks | {"whole_position_ids": whole_BS}
+
+
+def _whole(own_BS: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the position ids of the whole sequences."""
+    own_BS = own_BS.contiguous()
+    parts = [torch.empty_like(own_BS) for _ in range(group.size())]
+    dist.all_gather(parts, own_BS, group=group)
+    return torch.cat(parts, 1)
 
 
 class _Ulysses:

@@ -38,7 +38,7 @@ def apply_fsdp(
     """
     shard = partial(fully_shard, mesh=mesh, offload_policy=_offload_policy(mesh, offload))
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
-    for layer in decoder.layers():
+    for layer in [*decoder.layers(), *decoder.mtp_layers()]:
         inner(layer)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:

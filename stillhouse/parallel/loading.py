@@ -74,15 +74,20 @@ def load_weights(
     read_weights(decoder, folder)
 
 
-def read_weights(decoder: Decoder, folder: str | os.PathLike[str]) -> None:
+def read_weights(decoder: Decoder, folder: str | os.PathLike[str], prefix: str = "") -> None:
     """Read the weights of a decoder, which has memory and may have been cut and sharded, in place from a folder.
 
+    prefix: read only the tensors whose names in the decoder begin with it.
     Raises ValueError as `load_weights` does.
     """
     wanted: dict[str, Any] = {}
     files = _files(folder)
     for name, value in decoder.state_dict().items():
-        if is_lora(name):  # `draw_lora` sets adapters
+        # `draw_lora` sets adapters, `MtpLayers.draw` new MTP layers, and `HiddenMatch.draw` projectors
+        is_new_mtp = _is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new
+        if is_lora(name) or is_new_mtp or name.startswith("hidden_match."):
+            continue
+        if not name.startswith(prefix):
             continue
         candidates = checkpoint_names(decoder, name)
         found = next((each for each in candidates if each in files), None)
@@ -123,6 +128,8 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
     """Return the names that a tensor may have in transformers' files: a tied head may be saved as the embedding."""
     model, name = decoder.pretrained, base_name(name)
     inner = f"{model.base_model_prefix}."
+    if decoder.mtp is not None and _is_mtp(name):
+        return [decoder.mtp.checkpoint_name(model, name.removeprefix("mtp."))]
     if name.startswith("backbone."):
         return [inner + name.removeprefix("backbone.")]
     own = next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
@@ -130,6 +137,11 @@ def checkpoint_names(decoder: Decoder, name: str) -> list[str]:
     if getattr(model.config, "tie_word_embeddings", False):  # transformers ties by this one, not by the text part's
         candidates.append(inner + decoder.embedding_name.removeprefix("backbone."))
     return candidates
+
+
+def _is_mtp(name: str) -> bool:
+    """Whether a tensor with this name is one of a decoder's MTP layers."""
+    return name.startswith("mtp.")
 
 
 @torch.no_grad()

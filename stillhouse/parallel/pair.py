@@ -21,9 +21,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch
-from stillhouse.models import Decoder, OutputProcessor, RouterAuxLoss, evaluating, without_lora
+from stillhouse.models import (
+    Decoder,
+    HiddenMatchLoss,
+    OutputProcessor,
+    RouterAuxLoss,
+    evaluating,
+    recorded,
+    without_lora,
+)
 from stillhouse.models.processors import full_vocab
 from stillhouse.objective import OutputHead, RoutedSignals, SeveralSignals, Signal
+from stillhouse.parallel.context_parallel import NextTokens
 from stillhouse.parallel.heads import TeacherHeads
 
 
@@ -66,12 +75,17 @@ class Computation:
     context: makes the processor's context from a micro-batch and the teacher's signal (None without a teacher).
     precision: makes the student's autocast context; a teacher computes in its own dtype.
     router_aux_loss: makes the router loss of a micro-batch, for students whose routers are balanced.
+    mtp: appends the next tokens to a context rank's columns of the token ids. If it is given, the student's layers of
+    multi-token prediction run, and the processor gets the hidden states of all depths.
+    hidden_loss: makes the hidden-state loss of a micro-batch, for students with `match_hidden`; IN_STAGE only.
     """
 
     processor: OutputProcessor
     context: Callable[[MicroBatch, Signal | RoutedSignals | None], Any]
     precision: Callable[[], AbstractContextManager[Any]]
     router_aux_loss: Callable[[MicroBatch], RouterAuxLoss] | None = None
+    mtp: NextTokens | None = None
+    hidden_loss: Callable[[MicroBatch], HiddenMatchLoss] | None = None
 
 
 class TeacherStudentPair(nn.Module):
@@ -114,18 +128,22 @@ class TeacherStudentPair(nn.Module):
 
         student_BSD, teacher_BSE: the hidden states of the previous stage.
         """
+        hidden_loss: HiddenMatchLoss | None = None
         if isinstance(signal, InStage):
+            if computation.hidden_loss is not None:
+                hidden_loss = computation.hidden_loss(micro_batch)
             if self.teacher_is_base:
-                return self._forward_with_base(computation, micro_batch, student_BSD, teacher_BSE)
-            teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE)
+                return self._forward_with_base(computation, micro_batch, student_BSD, teacher_BSE, hidden_loss)
+            teacher_BSE = self.teacher_forward(micro_batch, teacher_BSE, hidden_loss=hidden_loss)
             if not self.student.has_head:
-                return self.student_forward(computation, micro_batch, None, student_BSD), teacher_BSE
+                student_BSD = self.student_forward(computation, micro_batch, None, student_BSD, hidden_loss)
+                return student_BSD, teacher_BSE
             signal = TeacherHidden(teacher_BSE)
         # a rank with two stages passes the teacher's hidden states to both, but only the last stage has the heads
         if isinstance(signal, TeacherHidden) and self.student.has_head:
             with self._teacher_head() as head:
                 exact = full_vocab(hidden_states=signal.hidden_BSE, head=head, context=None)
-                return self.student_forward(computation, micro_batch, exact, student_BSD)
+                return self.student_forward(computation, micro_batch, exact, student_BSD, hidden_loss)
         if isinstance(signal, NamedSignals) and self.student.has_head:
             return self._forward_with_several(computation, micro_batch, signal, student_BSD)
         given = signal if isinstance(signal, Signal) else None
@@ -137,23 +155,46 @@ class TeacherStudentPair(nn.Module):
         micro_batch: MicroBatch,
         signal: Signal | None,
         hidden_BSD: Tensor | None = None,
+        hidden_loss: HiddenMatchLoss | None = None,
     ) -> Any:
-        """Return the processor's result, or the hidden states on a stage without the student's head."""
+        """Return the processor's result, or the hidden states on a stage without the student's head.
+
+        hidden_loss: with the outputs of the teacher's layers.
+        """
         context = computation.context(micro_batch, signal) if self.student.has_head else None
         inputs = _model_inputs(micro_batch.inputs, hidden_BSD)
-        balancing: AbstractContextManager[Any] = nullcontext()
-        if computation.router_aux_loss is not None:
-            balancing = self.student.balancing(computation.router_aux_loss(micro_batch))
-        with computation.precision(), balancing:
+        if computation.mtp is not None and self.student.has_head:
+            inputs["mtp_input_ids"] = computation.mtp(micro_batch.input_ids_BS)
+        with ExitStack() as losses:
+            losses.enter_context(computation.precision())
+            if computation.router_aux_loss is not None:
+                losses.enter_context(self.student.balancing(computation.router_aux_loss(micro_batch)))
+            if hidden_loss is not None:
+                losses.enter_context(self.student.matching(hidden_loss))
             return self.student(**inputs, processor=computation.processor, context=context)
 
-    def teacher_forward(self, micro_batch: MicroBatch, hidden_BSE: Tensor | None = None) -> Tensor:
-        """Return the teacher's hidden states after its layers on this stage; on its last stage, after its norm."""
+    def teacher_forward(
+        self,
+        micro_batch: MicroBatch,
+        hidden_BSE: Tensor | None = None,
+        *,
+        hidden_loss: HiddenMatchLoss | None = None,
+    ) -> Tensor:
+        """Return the teacher's hidden states after its layers on this stage; on its last stage, after its norm.
+
+        hidden_loss: it gets the outputs of the teacher's layers that the student's layers learn.
+        """
         assert self.teacher is not None
         inputs = _model_inputs(micro_batch.teacher_inputs or micro_batch.inputs, hidden_BSE)
         precision = torch.autocast(micro_batch.input_ids_BS.device.type, enabled=False)
-        with torch.no_grad(), evaluating(self.teacher), precision:
+        with torch.no_grad(), evaluating(self.teacher), precision, self._recorded(self.teacher, hidden_loss):
             return self.teacher(**inputs, head=False)
+
+    def _recorded(self, teacher: Decoder, hidden_loss: HiddenMatchLoss | None) -> AbstractContextManager[None]:
+        if hidden_loss is None:
+            return nullcontext()
+        assert self.student.hidden_match is not None
+        return recorded(teacher, self.student.hidden_match.teacher_layers, hidden_loss.teacher_BSE)
 
     @contextmanager
     def _teacher_head(self) -> Iterator[OutputHead]:
@@ -177,13 +218,20 @@ class TeacherStudentPair(nn.Module):
         micro_batch: MicroBatch,
         student_BSD: Tensor | None,
         base_BSD: Tensor | None,
+        hidden_loss: HiddenMatchLoss | None,
     ) -> Any:
         """Run the base, then the student. Both are one model in one precision, and they share one frozen head."""
         inputs = _model_inputs(micro_batch.teacher_inputs or micro_batch.inputs, base_BSD)
-        with torch.no_grad(), evaluating(self.student), without_lora(self.student), computation.precision():
+        with (
+            torch.no_grad(),
+            evaluating(self.student),
+            without_lora(self.student),
+            computation.precision(),
+            self._recorded(self.student, hidden_loss),
+        ):
             base_BSD = self.student(**inputs, head=False)
         if not self.student.has_head:
-            return self.student_forward(computation, micro_batch, None, student_BSD), base_BSD
+            return self.student_forward(computation, micro_batch, None, student_BSD, hidden_loss), base_BSD
 
         def processor(*, hidden_states: Tensor, head: OutputHead, context: MicroBatch, depth: int = 0) -> Any:
             exact = full_vocab(hidden_states=base_BSD, head=head, context=None)
@@ -192,7 +240,7 @@ class TeacherStudentPair(nn.Module):
             )
 
         with_base = replace(computation, processor=processor, context=lambda given, _: given)
-        return self.student_forward(with_base, micro_batch, None, student_BSD)
+        return self.student_forward(with_base, micro_batch, None, student_BSD, hidden_loss)
 
     def _forward_with_several(
         self, computation: Computation, micro_batch: MicroBatch, signals: NamedSignals, student_BSD: Tensor | None

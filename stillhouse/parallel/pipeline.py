@@ -38,13 +38,15 @@ class Scheme:
 
     per_rank: the number of stages on each rank. in_v: the stages are assigned to the ranks in increasing, then in
     decreasing order, so that rank 0 has the first and the last stage. prefetch: the teacher runs in separate
-    actions, up to one step before the student.
+    actions, up to one step before the student. splits_backward: a stage computes the gradients of its input and those
+    of its weights at different times.
     """
 
     schedule: Callable[..., Any]
     per_rank: int = 1
     in_v: bool = False
     prefetch: bool = False
+    splits_backward: bool = False
 
     def stages_of(self, rank: int, ranks: int) -> list[int]:
         """Return the numbers of a rank's stages."""
@@ -61,8 +63,8 @@ SCHEMES = {
     "1f1b": Scheme(Schedule1F1B),
     "1f1b_ahead": Scheme(Schedule1F1BWithPrefetch, prefetch=True),
     "interleaved": Scheme(ScheduleInterleaved1F1B, 2),
-    "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2),
-    "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True),
+    "zero_bubble": Scheme(ScheduleInterleavedZeroBubble, 2, splits_backward=True),
+    "zbv": Scheme(ScheduleZBVZeroBubble, 2, in_v=True, splits_backward=True),
 }
 
 
@@ -81,8 +83,9 @@ class Pipeline:
 
     pairs: by stage number.
     sharding: the mesh over which FSDP shards the pairs; None without FSDP.
-    tied: the student's embedding, on the first stage, and its head, on the last stage, are one weight. Both stages
-    have a copy; the two gradients are summed after every step, so that the copies stay equal.
+    copies_embedding: the last stage has a copy of the student's embedding, which is on the first stage: as its head,
+    if the two are tied, or for MTP layers. The two gradients are summed after every step, so that the copies stay
+    equal.
     teacher_cost: a forward of the teacher's layers, in forwards of the student's layers; for schemes with prefetch.
     reverse_groups: two more groups of the same ranks, for messages that have no fixed order relative to the others.
     """
@@ -95,7 +98,7 @@ class Pipeline:
         group: ProcessGroup,
         device: torch.device,
         *,
-        tied: bool = False,
+        copies_embedding: bool = False,
         sharding: DeviceMesh | None = None,
         teacher_cost: float = 0.0,
         reverse_groups: Sequence[ProcessGroup | None] = (),
@@ -108,7 +111,7 @@ class Pipeline:
             # gradients once per step
             for stage in self.stages.values():
                 fully_shard(stage, mesh=sharding)
-        self.tied = tied
+        self.copies_embedding = copies_embedding
         self.scheme, self.width, self.group, self.device = scheme, width, group, device
         self.reverse_groups = reverse_groups
         self.prefetch: TeacherPrefetch | None = None
@@ -140,8 +143,8 @@ class Pipeline:
         schedule.step(*first, target=target, number=numbers, return_outputs=False)
         if self.prefetch is not None:
             self.prefetch.end()
-        if self.tied:
-            self._sum_tied_gradient()
+        if self.copies_embedding:
+            self._sum_embedding_gradient()
         return [results[number] for number in sorted(results)]
 
     @torch.no_grad()
@@ -179,13 +182,13 @@ class Pipeline:
             send.wait()
         return [results[number] for number in sorted(results)]
 
-    def _sum_tied_gradient(self) -> None:
-        """Give the embedding and the head, which are two copies of one weight, the sum of their gradients."""
+    def _sum_embedding_gradient(self) -> None:
+        """Give the embedding of the first stage and its copy on the last stage the sum of their gradients."""
         first, last = 0, self.scheme.rank_of(self.count - 1, self.ranks)
         if self.rank not in (first, last):
             return
         gradients = [
-            local(weight.grad) for weight in reduce_partial_grads(self._tied_weights()) if weight.grad is not None
+            local(weight.grad) for weight in reduce_partial_grads(self._embeddings()) if weight.grad is not None
         ]
         if first == last:
             total = gradients[0] + gradients[1]
@@ -204,13 +207,13 @@ class Pipeline:
         for gradient in gradients:
             gradient.copy_(total)
 
-    def _tied_weights(self) -> list[nn.Parameter]:
-        """Return the weights of the embedding and of the head, if they are on this rank."""
+    def _embeddings(self) -> list[nn.Parameter]:
+        """Return the weights of the embedding and of its copy, if they are on this rank."""
         weights = []
         if 0 in self.stages:
             weights.append(self.stages[0].pair.student.pretrained.get_input_embeddings().weight)
         if self.count - 1 in self.stages:
-            weights.append(self.stages[self.count - 1].pair.student.output_weight)
+            weights.append(self.stages[self.count - 1].pair.student.embedding_copy)
         return weights
 
     def _receive(self, micro_batch: MicroBatch, source: int, *, with_teacher: bool) -> tuple[Tensor, ...]:

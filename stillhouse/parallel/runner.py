@@ -34,8 +34,10 @@ class Runner:
         mesh: Mesh | None,
         *,
         tied: bool,
+        copies_embedding: bool = False,
     ):
         self.layout, self.pairs, self.pipeline, self.mesh, self.tied = layout, pairs, pipeline, mesh, tied
+        self.copies_embedding = copies_embedding
 
     def forward_backward(
         self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
@@ -115,7 +117,8 @@ class Runner:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the student's parameters on this rank, by their names in the whole model.
 
-        A head that is a copy of the embedding on another stage has the head's name here (see `shared_name`).
+        A head that is a copy of the embedding on another stage has the head's name here (see `shared_name`). A copy
+        of the embedding for MTP layers has the embedding's name, on the last stage as on the first one.
         """
         for student in self.students():
             yield from student.named_parameters()
@@ -137,20 +140,20 @@ class Runner:
         """
         held = reduce_partial_grads(parameter for _, parameter in self.named_parameters())
         degrees = self.layout.degrees
-        head_copy = self._tied_head_copy()
-        counted = [parameter for parameter in held if parameter is not head_copy]
+        copy = self._embedding_copy()
+        counted = [parameter for parameter in held if parameter is not copy]
         group, device = (None, None) if self.mesh is None else (self.mesh.everyone, self.mesh.device)
         norm = gradient_norm(counted, degrees.processes // degrees.pipeline, group, device)
         if limit:
             scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def _tied_head_copy(self) -> Tensor | None:
-        """Return the head's weight if it copies the embedding on another stage: the norm counts only one of them."""
+    def _embedding_copy(self) -> Tensor | None:
+        """Return the last stage's copy of the embedding of the first stage: the norm counts only one of them."""
         last = self.layout.stages - 1
-        if not self.tied or self.pipeline is None or last not in self.pairs:
+        if not self.copies_embedding or self.pipeline is None or last not in self.pairs:
             return None
-        return self.pairs[last].student.output_weight
+        return self.pairs[last].student.embedding_copy
 
     def _one_by_one(
         self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]

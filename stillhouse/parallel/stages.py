@@ -96,11 +96,13 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     expert's weights count only for the share of tokens that choose this expert.
     """
     layers, config = decoder.layers(), decoder.config.get_text_config()
+    depths = 0 if decoder.mtp is None else decoder.mtp.depths
     chosen = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
     named = (each for layer in layers for each in layer.named_parameters())
     products = sum(each.numel() * (chosen if ".experts." in name else 1.0) for name, each in named)
-    head = decoder.vocabulary_rows * config.hidden_size
-    return Cost(len(layers), products / max(1, len(layers)), head, passes)
+    layer, head = products / max(1, len(layers)), decoder.vocabulary_rows * config.hidden_size
+    # each further depth of multi-token prediction is one more layer and one more pass of the head, on the last stage
+    return Cost(len(layers), layer, head + depths * (layer + head), passes)
 
 
 def forwards(teacher: Cost, student: Cost) -> float:
@@ -159,18 +161,35 @@ def require_training(student: Decoder, stages: Sequence[Stage]) -> None:
             )
 
 
+def require_pairs(student: Decoder, stages: Sequence[Stage]) -> None:
+    """Raise ValueError for a layer of the student that learns a layer of the teacher on another stage."""
+    for pair in () if student.hidden_match is None else student.hidden_match.pairs:
+        stage = next(each for each in stages if pair.student in each.student)
+        if pair.teacher not in stage.teacher:
+            here = stage.teacher
+            expected = f"one of {here.start} to {here.stop - 1}" if here else "a layer that is on its stage"
+            raise ValueError(
+                f"layer {pair.student} of the student is on stage {stage.number + 1} of {stage.count}, and layer "
+                f"{pair.teacher} of the teacher is not: hidden states are compared on one stage; expected "
+                f"{expected}, or fewer stages"
+            )
+
+
 def keep_layers(decoder: Decoder, layers: range, *, first: bool, last: bool, norm: bool | None = None) -> None:
     """Remove from a decoder the parts that are on other stages. Its family must pass `require_cuttable`.
 
     A stage that is not the first takes hidden states as its input; one that is not the last returns hidden states.
+    The last stage of a decoder with MTP layers has a copy of the embedding.
     norm: whether to keep the last norm; None: keep it on the last stage, like the head.
     """
     backbone: Any = decoder.backbone
     for number in range(len(backbone.layers)):
         if number not in layers:
             backbone.layers[number] = PassThrough()
+    if decoder.hidden_match is not None:
+        decoder.hidden_match.keep(layers)
     if not (last if norm is None else norm):
         backbone.norm = PassThrough()
-    if not first:
+    if not first and not (last and decoder.mtp is not None):  # MTP layers read the embedding
         backbone.embed_tokens = None
     decoder.keep_part(first=first, last=last)

@@ -6,7 +6,7 @@ this rank holds.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             f"the tensor-parallel plan of model type '{decoder.config.model_type}' names none of its modules, whose "
             "layers are inside of another part: expected tensor=1"
         )
-    for name, module in list(decoder.backbone.named_modules()):
+    for name, module in [*decoder.backbone.named_modules(), *_mtp_modules(decoder)]:
         if style := plan.get(generic(name)):
             for each in _matrices(module, style):
                 parallelize_module(each, mesh, STYLES[style]())
@@ -58,6 +58,15 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     _cut_vocabulary(decoder, mesh)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(name not in frozen)  # SequenceParallel sets requires_grad=True
+
+
+def _mtp_modules(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of MTP layers whose class is that of the backbone's layers, under the names of the latter."""
+    for number, layer in enumerate(decoder.mtp_layers()):
+        for name, module in layer.get_submodule("mtp_block").named_modules(prefix=f"layers.{number}"):
+            if ".experts" in f"{name}.":
+                raise ValueError("tensor parallelism cannot distribute the experts of MTP layers: expected tensor=1")
+            yield name, module
 
 
 def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:

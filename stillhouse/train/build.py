@@ -29,6 +29,7 @@ from stillhouse.train.models import (
     teacher_is_base,
     teacher_layout,
 )
+from stillhouse.train.mtp import mtp_objective
 from stillhouse.train.sources import separate_teacher, several_teachers, stored_source
 
 
@@ -135,6 +136,7 @@ def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device:
         bf16=train.precision == "bf16",
         chunk_tokens=config.objective.chunk_tokens,
         router_aux_loss=config.objective.router_aux_loss,
+        mtp=mtp_objective(config, objective),
     )
 
 

@@ -24,6 +24,7 @@ from stillhouse.parallel.gradients import local
 from stillhouse.train.engine import Engine, StepOutput
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
+from stillhouse.train.mtp import mtp_in_words
 from stillhouse.train.progress import read_state
 from stillhouse.train.resume import candidates, require_unchanged_sources
 from stillhouse.train.rollouts import first_rollouts
@@ -71,6 +72,8 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     for section, store in session.stores.items():
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield _row(name, f"{store.signal}, from {store.name}")
+    if config.student.mtp is not None and session.engine.mtp is not None:
+        yield _row("mtp", mtp_in_words(config.student.mtp, session.student, session.engine.mtp))
     if session.student.lora is not None:
         yield _row("adapter", adapter_in_words(session))
     is_shared = all(each.cross_tokenizer is None for each in session.config.teacher_sections.values())
@@ -176,7 +179,7 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMicroBatches) -> StepOutput:
-    signals = session.source_for(engine.objective).request(micro_batches).result()
+    signals = session.source_for(engine).request(micro_batches).result()
     return engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
 
 

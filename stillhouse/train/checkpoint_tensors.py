@@ -42,11 +42,12 @@ def checkpoint_tensors(
 def student_weights(runner: Runner) -> dict[str, Any]:
     """This rank's parameters and buffers of the student. A head tied to the embedding has the embedding's name.
 
-    Frozen parameters are left out: an adapter's base weights are in the files of the base model.
+    Frozen parameters of a student with an adapter are left out: they are in the files of the base model.
     """
     weights: dict[str, Any] = {}
     for student in runner.students():
-        frozen = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
+        named = () if student.lora is None else student.named_parameters()
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
         for name, value in student.state_dict().items():
             if name not in frozen:
                 weights.setdefault(f"{WEIGHT}{runner.shared_name(name)}", value)
@@ -138,8 +139,8 @@ def bytes_to_write(tensors: Mapping[str, Any], runner: Runner) -> int:
 def element_count(tensors: Mapping[str, Any], runner: Runner) -> int:
     """The number of elements in the weights and moments of all ranks. Copies of an element count once."""
     names = {name for name in tensors if not name.startswith(RANDOM)}
-    if runner.tied and runner.pipeline is not None and 0 not in runner.pairs:
-        # the head's copy of a tied embedding, which only the first stage saves
+    if runner.copies_embedding and runner.pipeline is not None and 0 not in runner.pairs:
+        # the last stage's copy of the embedding, which only the first stage saves
         shared = runner.students()[0].embedding_name
         names -= {f"{WEIGHT}{shared}", f"{_AVERAGE}{shared}", *(f"{_MOMENT}{shared}.{key}" for key in _MOMENTS)}
     return round(sum(gather_from_ranks(sum(_share_of(tensors[name], runner) for name in names), runner.mesh)))

@@ -19,23 +19,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from stillhouse.data import MicroBatch
-from stillhouse.models import OutputProcessor, RouterAuxLoss, evaluating
+from stillhouse.models import HiddenPair, OutputProcessor, evaluating
+from stillhouse.models.mtp_objective import MtpObjective, multi_token, with_positions
 from stillhouse.models.processors import distillation, teacher_cross_entropy
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, RoutedSignals, Signal, SortedTopK, SpanSignal
-from stillhouse.objective.divergence import forward_kl
+from stillhouse.objective.divergence import forward_kl, total_variation
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Computation, NamedSignals, PairSignal, Runner, gathered, watchdog
+from stillhouse.parallel import Computation, NamedSignals, NextTokens, PairSignal, Runner, gathered, watchdog
 from stillhouse.teachers.weight_average import WeightAverage
+from stillhouse.train.auxiliary import ROUTER_LOSS, HiddenLosses, RouterAuxLosses
 
-#: the key of the routers' load-balancing loss among a step's sums
-ROUTER_LOSS = "router_aux"
+#: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
+#: that the student accepts, and top-1 agreement the share of greedy ones
+ACCEPTANCE = MtpObjective(ObjectiveSpec(cross_entropy=1.0, divergence=total_variation()), scale=1.0, of_student=True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Engine:
 
     objective: the minimised loss. bf16: compute matrix products in bfloat16; the weights keep their own dtype.
     chunk_tokens: rows of a logits tile; None: chosen by a memory budget. router_aux_loss: the coefficient of the
-    load-balancing loss of a mixture of experts.
+    load-balancing loss of a mixture of experts. mtp: the objective of the student's MTP layers, if it has them.
 
     average: of the student's weights, if a teacher needs one; it follows every update.
     """
@@ -88,10 +90,12 @@ class Engine:
         bf16: bool = False,
         chunk_tokens: int | None = None,
         router_aux_loss: float = 0.0,
+        mtp: MtpObjective | None = None,
     ):
         self.runner, self.objective, self.device = runner, objective, device
         self.settings = optimizer or OptimizerSettings()
         self.bf16, self.chunk_tokens, self.router_aux_loss = bf16, chunk_tokens, router_aux_loss
+        self.mtp = mtp
         self.average: WeightAverage | None = None
 
     @cached_property
@@ -107,10 +111,16 @@ class Engine:
         step, over all processes.
         """
         routers = self._router_aux_losses(normalizer)
+        hidden = HiddenLosses(normalizer) if self.hidden else None
         processor = distillation(self.objective, chunk_tokens=self.chunk_tokens)
-        computation = self._computation(processor, partial(_targets, normalizer=normalizer), routers)
+        computation = self._computation(processor, partial(_targets, normalizer=normalizer), self.mtp)
+        computation = replace(
+            computation,
+            router_aux_loss=None if routers is None else routers.start,
+            hidden_loss=None if hidden is None else hidden.start,
+        )
         outputs = self.runner.forward_backward(computation, micro_batches, signals)
-        return StepOutput(outputs if self.runner.has_results else [], partial(self._totals, outputs, routers))
+        return StepOutput(outputs if self.runner.has_results else [], partial(self._totals, outputs, routers, hidden))
 
     def clip(self) -> float:
         """Clip the gradient; returns the norm of the whole gradient before clipping, the same on every process."""
@@ -130,12 +140,14 @@ class Engine:
 
         Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. Every
         process returns the same sums. They do not depend on the engine's own objective. Of sorted probabilities, the
-        result is their distance, `uld`, at the objective's temperature.
+        result is their distance, `uld`, at the objective's temperature. Of MTP layers, the sums have what
+        `ACCEPTANCE` measures.
         """
         outputs: list[ObjectiveOutput] = []
         for micro_batches, signals in parts:
             processor = distillation(self._held_out_objective(signals), chunk_tokens=self.chunk_tokens)
-            outputs += self.process(processor, partial(_targets, normalizer=1.0), micro_batches, signals)
+            mtp = None if self.mtp is None else replace(ACCEPTANCE, depths=self.mtp.depths)
+            outputs += self.process(processor, partial(_targets, normalizer=1.0), micro_batches, signals, mtp)
             del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
         return self._totals(outputs)
 
@@ -172,23 +184,38 @@ class Engine:
         context: Callable[[MicroBatch, Signal | RoutedSignals | None], Any],
         micro_batches: Sequence[MicroBatch],
         signals: Sequence[PairSignal],
+        mtp: MtpObjective | None = None,
     ) -> list[Any]:
         """Run another output processor on each micro-batch, without gradients and in eval mode; returns its results.
 
         The list is empty on processes whose results do not count (see `Runner.has_results`). context: makes the
-        processor's context from a micro-batch and its signal.
+        processor's context from a micro-batch and its signal. mtp: the objective of the MTP layers; None: they do
+        not run.
         """
         with ExitStack() as modes:
             for student in self.runner.students():
                 modes.enter_context(evaluating(student))
-            results = self.runner.forward(self._computation(processor, context), micro_batches, signals)
+            computation = self._computation(processor, context, mtp=mtp)
+            results = self.runner.forward(computation, micro_batches, signals)
         return results if self.runner.has_results else []
 
     def with_objective(self, objective: ObjectiveSpec) -> "Engine":
-        """The same student and optimizer with another objective."""
+        """The same student and optimizer with another objective. MTP layers run, but their loss has the factor 0."""
         other = copy.copy(self)
         other.objective, other.optimizer = objective, self.optimizer
+        other.mtp = None if self.mtp is None else replace(self.mtp, scale=0.0)
         return other
+
+    @property
+    def hidden(self) -> Sequence[HiddenPair]:
+        """The pairs of layers whose hidden states are compared (`match_hidden`)."""
+        match = self.runner.students()[0].hidden_match
+        return () if match is None else match.all_pairs
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a step needs a teacher's signals."""
+        return self.objective.needs_teacher or bool(self.hidden) or (self.mtp is not None and self.mtp.needs_teacher)
 
     def zero_grad(self) -> None:
         self.runner.zero_grad()
@@ -197,9 +224,21 @@ class Engine:
         self,
         processor: OutputProcessor,
         context: Callable[[MicroBatch, Signal | RoutedSignals | None], Any],
-        routers: "RouterAuxLosses | None" = None,
+        mtp: MtpObjective | None = None,
     ) -> Computation:
-        return Computation(processor, context, self.precision, None if routers is None else routers.start)
+        next_tokens = None
+        if mtp is not None:
+            further, group = distillation(mtp.spec, chunk_tokens=self.chunk_tokens), self.runner.context_group
+            next_tokens = NextTokens(mtp.depths, group)
+            processor = multi_token(
+                processor,
+                further,
+                mtp.scale,
+                of_student=mtp.of_student,
+                next_tokens=None if group is None else next_tokens,
+            )
+            context = with_positions(context)
+        return Computation(processor, context, self.precision, mtp=next_tokens)
 
     def precision(self) -> torch.autocast:
         """The student's autocast. Every forward calls this, so it also tells the watchdog of the run's progress."""
@@ -207,47 +246,29 @@ class Engine:
         # The cache would keep bfloat16 copies of all layers' weights, also of gathered ones, until a forward ends.
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
-    def _router_aux_losses(self, normalizer: float) -> "RouterAuxLosses | None":
+    def _router_aux_losses(self, normalizer: float) -> RouterAuxLosses | None:
         if not self.router_aux_loss:
             return None
         return RouterAuxLosses(self.router_aux_loss / normalizer, self.runner.context_group)
 
     def _totals(
-        self, outputs: Sequence[ObjectiveOutput], routers: "RouterAuxLosses | None" = None
+        self,
+        outputs: Sequence[ObjectiveOutput],
+        routers: RouterAuxLosses | None = None,
+        hidden: HiddenLosses | None = None,
     ) -> dict[str, float]:
         """Metric sums over all processes, the same on every process."""
         runner = self.runner
         own = summed_metrics(outputs if runner.has_results else ())
-        if routers is not None and runner.is_counted:
-            own |= routers.total()
+        if runner.is_counted:
+            own |= {} if routers is None else routers.total()
+            own |= {} if hidden is None else hidden.total()
         sums = add_up(gathered(own, None if runner.mesh is None else runner.mesh.everyone, self.device))
         if ROUTER_LOSS in sums:
             sums["loss"] += self.router_aux_loss * sums[ROUTER_LOSS] / max(1.0, sums["tokens"])
+        for pair in self.hidden if hidden is not None else ():
+            sums["loss"] += pair.scale * sums.get(pair.name, 0.0) / max(1.0, sums["tokens"])
         return sums
-
-
-class RouterAuxLosses:
-    """The load-balancing losses of a step's micro-batches.
-
-    scale: the factor of each micro-batch's loss in the step's loss. group: the context ranks, each of which has a
-    part of every sequence.
-    """
-
-    def __init__(self, scale: float, group: ProcessGroup | None = None):
-        self.scale, self.group = scale, group
-        self.started: list[RouterAuxLoss] = []
-
-    def start(self, micro_batch: MicroBatch) -> RouterAuxLoss:
-        """A new `RouterAuxLoss` for one micro-batch on one stage; the routers of that stage fill in its losses."""
-        targets_B = (micro_batch.labels_T >= 0).view(micro_batch.shape_BS).sum(1)
-        counts_BS = (micro_batch.document_T >= 0).view(micro_batch.shape_BS)
-        self.started.append(RouterAuxLoss(counts_BS, targets_B, self.scale, self.group))
-        return self.started[-1]
-
-    def total(self) -> dict[str, float]:
-        """The losses of the routers on this process, summed over target tokens, under the key `ROUTER_LOSS`."""
-        losses = [loss for each in self.started for loss in each.losses.values()]
-        return {ROUTER_LOSS: sum(torch.stack(losses).tolist())} if losses else {}
 
 
 def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:

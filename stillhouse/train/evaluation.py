@@ -9,6 +9,7 @@ from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import PairSignal, watchdog
 from stillhouse.teachers import NoTeacher
+from stillhouse.train.mtp import acceptance, by_depth
 from stillhouse.train.session import Session
 
 #: metric keys of an evaluation, by the names that the objective gives the metrics
@@ -38,14 +39,15 @@ def evaluate(session: Session) -> dict[str, float]:
     watchdog.enter("an evaluation")
     sums = session.engine.evaluate(_parts(session))
     temperatures = {each.signal.temperature or 1.0 for each in session.stores.values()}
-    known, found = means(sums, session.spec, mixes_temperatures=len(temperatures) > 1), dict[str, float]()
+    found = dict[str, float]()
+    known = means(by_depth(sums)[0], session.spec, mixes_temperatures=len(temperatures) > 1)
     for of_teacher in ("", *(f"/{name}" for name in session.config.several)):
         if f"continuation{of_teacher}" in known:  # the forward KL of spans at the rows of their later tokens
             known[f"forward_kl{of_teacher}"] += known[f"continuation{of_teacher}"]
         found |= {
             f"{key}{of_teacher}": known[name + of_teacher] for name, key in KEYS.items() if name + of_teacher in known
         }
-    return found | {"eval/tokens": sums["tokens"]}
+    return found | acceptance(sums) | {"eval/tokens": sums["tokens"]}
 
 
 def evaluate_teacher(session: Session) -> dict[str, float]:

@@ -64,6 +64,10 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
         )
     model = whole.pretrained
     model.generation_config = part.pretrained.generation_config
+    if any(name.startswith(f"{WEIGHT}mtp.") for name in stored):
+        from stillhouse.models.mtp import add_mtp, declared_depths  # needs a later transformers than the rest
+
+        add_mtp(whole, declared_depths(model), is_new=False)
     keys = {checkpoint_names(whole, name)[0]: f"{WEIGHT}{name}" for name in whole.state_dict()}
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:

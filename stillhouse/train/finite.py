@@ -122,5 +122,5 @@ def _run_again(session: Session, packed: PackedMicroBatches) -> float:
     """Run one micro-batch by itself and return its loss. Afterwards the student has this micro-batch's gradient."""
     session.engine.zero_grad()
     micro_batches = session.shard(packed)
-    signals = session.source_for(session.spec).request(micro_batches).result()
+    signals = session.source_for(session.engine).request(micro_batches).result()
     return session.engine.forward_backward(micro_batches, signals, packed.normalizer).sums["loss"]

@@ -9,18 +9,25 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from transformers import AutoConfig
 
-from stillhouse.config import ConfigError, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.config import ConfigError, MtpConfig, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.libraries import reading
 from stillhouse.models import (
     Decoder,
+    HiddenPair,
     add_lora,
     balance_routers,
     check_finite_weights,
     draw_lora,
+    evaluating,
+    match_hidden,
     model_fingerprint,
     quantized_identity,
 )
+from stillhouse.models.verify import verify_depths
 from stillhouse.parallel import Layout, ModelSource, empty_decoder, load_weights, local_folder, process_count
+from stillhouse.parallel.loading import read_weights
 from stillhouse.teachers import SignalStore
 from stillhouse.train.layouts import layout_of
 
@@ -84,8 +91,19 @@ def teacher_is_base(config: RunConfig) -> bool:
 
 def load_student(config: RunConfig, device: torch.device) -> Decoder:
     """Load the student onto the device, prepare it for training, and check that its weights are finite."""
-    student = prepared_for_training(load_model("student", config.student.model, config.student, device), config)
+    name, revision = config.student.model, config.student.revision
+    student = prepared_for_training(load_model("student", name, config.student, device), config)
     draw_lora(student, config.seed)
+    if student.hidden_match is not None:
+        student.hidden_match.draw(config.seed)
+    if student.mtp is not None:
+        if student.mtp.is_new:
+            student.mtp.draw(student.pretrained, config.seed)
+        else:
+            read_weights(student, local_folder(name, revision), "mtp.")
+        check_finite_weights(student, "student")
+        with evaluating(student):
+            verify_depths(student)
     return student
 
 
@@ -129,6 +147,10 @@ def model_source(
     def weights(decoder: Decoder) -> None:
         load_weights(decoder, folder, device, offload=offload)
         draw_lora(decoder, seed)
+        if decoder.hidden_match is not None:
+            decoder.hidden_match.draw(seed)
+        if decoder.mtp is not None:
+            decoder.mtp.draw(decoder.pretrained, seed)
         check_finite_weights(decoder, which)
 
     build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention)
@@ -144,7 +166,7 @@ def head_source(
 
 
 def prepared_for_training(student: Decoder, config: RunConfig) -> Decoder:
-    """Prepare the student for training: its adapter, router losses, activation checkpointing, train mode."""
+    """Prepare the student for training: adapter, MTP layers, router losses, activation checkpointing, train mode."""
     adapter = config.student.adapter
     if adapter is not None:
         options = adapter.model_dump(exclude={"type"})
@@ -152,14 +174,58 @@ def prepared_for_training(student: Decoder, config: RunConfig) -> Decoder:
             add_lora(student, **options, base=config.student.model, revision=config.student.revision)
         except ValueError as error:
             raise ConfigError("student.adapter.targets", str(error)) from error
+    if config.student.mtp is not None:
+        _add_mtp(student, config.student.mtp)
     if config.objective.router_aux_loss:
         try:
             balance_routers(student)
         except ValueError as error:
             raise ConfigError("objective.router_aux_loss", str(error)) from error
+    if config.objective.hidden:
+        _match_hidden(student, config)
     if config.train.activation_checkpointing:
         student.gradient_checkpointing_enable()
     return student.train()
+
+
+def hidden_pairs(config: RunConfig) -> list[HiddenPair]:
+    return [HiddenPair(each.student, each.teacher, each.loss, each.scale) for each in config.objective.hidden]
+
+
+def _match_hidden(student: Decoder, config: RunConfig) -> None:
+    """Add the projectors of the hidden-state loss, without values, and its hooks."""
+    assert config.teacher is not None
+    with reading(f"the configuration of {config.teacher.model!r} cannot be read"):
+        teacher = AutoConfig.from_pretrained(
+            str(config.teacher.model),
+            revision=config.teacher.revision,
+            trust_remote_code=config.teacher.trust_remote_code,
+        ).get_text_config()
+    try:
+        match_hidden(student, hidden_pairs(config), teacher.num_hidden_layers, teacher.hidden_size)
+    except ValueError as error:
+        raise ConfigError("objective.hidden", str(error)) from error
+
+
+def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
+    """Add the layers of multi-token prediction, without values."""
+    try:
+        from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
+    except ImportError as error:
+        raise ConfigError("student.mtp", f"needs transformers 5.20 or later: {error}") from error
+    declared = declared_depths(student.pretrained) if mtp.init == "auto" else 0
+    if declared not in (0, mtp.depths):
+        raise ConfigError(
+            "student.mtp.depths",
+            f"got {mtp.depths}, but the student's configuration has num_mtp_layers={declared}: expected {declared},"
+            " or student.mtp.init=new",
+        )
+    try:
+        add_mtp(student, mtp.depths, is_new=not declared)
+    except ValueError as error:
+        raise ConfigError("student.mtp", str(error)) from error
+    if mtp.train == "heads":
+        freeze_main(student)
 
 
 def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:

@@ -20,7 +20,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     schedule, documents = session.step_schedule, session.train
     with training(session, folder, checkpoint) as run:
         sharded = (session.shard(schedule.micro_batches(documents, step)) for step in run.steps)
-        requests = request_ahead(session.source_for(session.spec), sharded)
+        requests = request_ahead(session.source_for(session.engine), sharded)
         for step in run.steps:
             run.begin(step)
             micro_batches, signals = next(requests)

@@ -23,7 +23,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
     Raises what `off_policy.train` raises, and SignalsLostError, after a checkpoint, if no server writes completions.
     """
-    source, metrics = session.source_for(session.spec), RolloutMetrics(session)
+    source, metrics = session.source_for(session.engine), RolloutMetrics(session)
     with (
         closing(Rollouts(session, folder)) as rollouts,
         training(session, folder, checkpoint, rollouts.queue) as run,

@@ -22,6 +22,7 @@ from stillhouse.train.folder import (
     require_intact_model,
 )
 from stillhouse.train.held_out import held_out_tokens
+from stillhouse.train.in_words import in_words
 from stillhouse.train.integrity import RESUME, IntactCheckpoint
 from stillhouse.train.models import model_fingerprints
 from stillhouse.train.progress import Progress, folder_name
@@ -31,7 +32,6 @@ from stillhouse.train.session import (
     adapter_in_words,
     connect_ranks,
     data_reports,
-    in_words,
     objective_spec,
     prepare,
     with_precision,

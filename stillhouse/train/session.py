@@ -4,13 +4,12 @@
 divergence is reported within a second, and a teacher with another tokenizer before any weight is read.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config import ConfigError, RolloutConfig, RunConfig, TeacherConfig, TeachersConfig
+from stillhouse.config import ConfigError, RunConfig, TeachersConfig
 from stillhouse.config.task import TaskSpec
 from stillhouse.data import (
     DataReport,
@@ -49,6 +48,7 @@ from stillhouse.train.build import build_engine
 from stillhouse.train.cross_tokenizer import require_objective
 from stillhouse.train.engine import Engine
 from stillhouse.train.functions import function_of
+from stillhouse.train.in_words import in_words
 from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
 from stillhouse.train.logging import require_trackers
@@ -59,6 +59,7 @@ from stillhouse.train.models import (
     teacher_is_base,
     teacher_layout,
 )
+from stillhouse.train.mtp import mtp_objective
 from stillhouse.train.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
 from stillhouse.train.stores import open_stores, require_signals
 
@@ -131,9 +132,9 @@ class Session:
         if isinstance(self.source, StoredTeacher | SeveralTeachers):
             self.source.close()
 
-    def source_for(self, objective: ObjectiveSpec) -> SignalSource:
-        """The source of the signals that an objective needs."""
-        return self.source if objective.needs_teacher else NoTeacher()
+    def source_for(self, engine: Engine) -> SignalSource:
+        """The source of the signals that an engine's steps need."""
+        return self.source if engine.needs_teacher else NoTeacher()
 
 
 def prepare(config: RunConfig, *, announce: bool = True) -> Session:
@@ -232,10 +233,7 @@ def connect_ranks(config: RunConfig) -> tuple[torch.device, list[str]]:
 
 
 def objective_spec(config: RunConfig) -> ObjectiveSpec:
-    """The parsed `objective.loss`. Raises ConfigError if it cannot be parsed, or needs a teacher and has none.
-
-    Also raises ConfigError if `checkpoint.best` is a metric that needs a teacher and there is none.
-    """
+    """The parsed objective.loss. Raises ConfigError if it, that of MTP layers or `checkpoint.best` is impossible."""
     objective = config.objective
     try:
         spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
@@ -244,6 +242,7 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
     require_objective(config, spec)
     _require_task(config)
     spec = _on_rollouts(config, spec)
+    mtp_objective(config, spec)  # raises ConfigError
     if config.teachers is not None:
         spec = replace(spec, teachers=_shares(config.teachers), is_mixture=config.teachers.sum == "distributions")
     elif config.teacher is None:
@@ -315,66 +314,6 @@ def _shares(teachers: TeachersConfig) -> dict[str, TeacherShare]:
     """Each teacher's part in the objective: without a route, their weights sum to 1."""
     total = sum(each.weight for each in teachers.named.values()) if teachers.route is None else 1.0
     return {name: TeacherShare(each.weight / total, each.temperature) for name, each in teachers.named.items()}
-
-
-def in_words(config: RunConfig, spec: ObjectiveSpec, stores: Mapping[str, SignalStore]) -> str:
-    """The resolved objective as a sentence: the first line that a run prints."""
-    teachers, over = "", ""
-    if config.teacher is not None and spec.needs_teacher:
-        teachers = f" ← {_teacher_in_words(config.teacher, stores.get('teacher'))}"
-        over = f"{_over(config.teacher, stores.get('teacher'))}, "
-    elif config.teachers is not None and spec.needs_teacher:
-        teachers = f" ← {_several_in_words(config.teachers, spec, stores)}"
-    return (
-        f"minimise {spec.in_words()}, {over}temperature {spec.temperature:g}, "
-        f"mean over the target tokens of each step{_targets_in_words(config)}: "
-        f"{config.student.model}{teachers}"
-    )
-
-
-def _targets_in_words(config: RunConfig) -> str:
-    """Which tokens are targets. Plain texts have no prompts, and all their tokens are."""
-    if config.rollout is not None:
-        return f" (completions){_written_in_words(config.rollout)}"
-    return " (prompts and all else)" if config.objective.tokens == "all" else " (texts, completions)"
-
-
-def _written_in_words(rollout: RolloutConfig) -> str:
-    share = "" if rollout.is_on_student_alone else f" ({rollout.share:.0%}; the others are the dataset's)"
-    return f", written by the {rollout.writer}{share}, schedule {rollout.schedule}"
-
-
-def _teacher_in_words(teacher: TeacherConfig, store: SignalStore | None) -> str:
-    return str(teacher.model) if store is None else store.name
-
-
-def _over(teacher: TeacherConfig, store: SignalStore | None) -> str:
-    """What a teacher's divergence is taken over."""
-    if store is None or store.signal.is_exact:
-        return "over the full vocabulary"
-    has_no_tail = store.signal.kind == "sampled" or teacher.cross_tokenizer == "uld"
-    tail = "" if has_no_tail else f" (tail: {teacher.tail})"
-    return f"over {store.signal} of the teacher{tail}"
-
-
-def _several_in_words(teachers: TeachersConfig, spec: ObjectiveSpec, stores: Mapping[str, SignalStore]) -> str:
-    parts = []
-    for name, teacher in teachers.named.items():
-        share, store = spec.teachers[name], stores.get(f"teachers.{name}")
-        what = _teacher_in_words(teacher, store)
-        if teacher.student is not None:
-            what = (
-                "the student" if teacher.student == "live" else f"the student's average (decay {teacher.ema_decay:g})"
-            )
-        details = [_over(teacher, store)]
-        if teacher.prefix is not None:
-            details.append("behind a prefix")
-        if share.temperature is not None:
-            details.append(f"temperature {share.temperature:g}")
-        factor = "" if share.weight == 1 else f"{share.weight:.3g} × "
-        parts.append(f"{factor}{name}: {what} ({', '.join(details)})")
-    how = f"one by column '{teachers.route}'" if teachers.route else f"sum of {teachers.sum}"
-    return f"{how} of {'; '.join(parts)}"
 
 
 def device_of(config: RunConfig) -> torch.device:

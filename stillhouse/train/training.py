@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
@@ -24,15 +25,17 @@ from stillhouse.preemption import Preempted, finishing
 from stillhouse.rollouts import RolloutQueue
 from stillhouse.teachers import PendingSignals, SignalsLostError
 from stillhouse.train.agreement import from_all_ranks
+from stillhouse.train.auxiliary import ROUTER_LOSS
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.checkpoint_folder import prune
-from stillhouse.train.engine import ROUTER_LOSS, StepOutput
+from stillhouse.train.engine import StepOutput
 from stillhouse.train.evaluation import evaluate, evaluate_teacher, means
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.identity import configuration_hash
 from stillhouse.train.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.train.logging import NoLog, RunLog, open_log
+from stillhouse.train.mtp import by_depth, depth_key
 from stillhouse.train.progress import DamagedCheckpointError, Progress, folder_name
 from stillhouse.train.queue_file import read_queue
 from stillhouse.train.schedule import learning_rate
@@ -263,12 +266,16 @@ def _train_metrics(
     """A step's log record: each unscaled term and their scaled total, in nats per target token, and other metrics."""
     metrics = {"loss/total_nats_per_token": sums["loss"]}
     temperatures = {each.temperature or objective.temperature for each in objective.teachers.values()}
-    for name, mean in means(sums, objective, mixes_temperatures=len(temperatures) > 1).items():
-        kind, slash, teacher = name.partition("/")
-        if kind.partition("#")[0] in _OF_DRAWS:
-            continue
-        key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
-        metrics[key] = mean
+    for depth, own in by_depth(sums).items():
+        for name, mean in means(own, objective, mixes_temperatures=len(temperatures) > 1).items():
+            kind, slash, teacher = name.partition("/")
+            if kind.partition("#")[0] in _OF_DRAWS:
+                continue
+            if kind.startswith(HIDDEN):
+                key = f"loss/{name}_per_token"  # no nats
+            else:
+                key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
+            metrics[depth_key(key, depth)] = mean
     return metrics | {
         "train/learning_rate": rate,
         "train/gradient_norm": norm,

@@ -34,8 +34,9 @@ from stillhouse.data import (
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
 from stillhouse.models.checks import check_saving
 from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.train.in_words import in_words
 from stillhouse.train.layouts import layout_of
-from stillhouse.train.session import device_of, in_words, objective_spec
+from stillhouse.train.session import device_of, objective_spec
 
 Load = Callable[[random.Random], None]
 TOKENS = 32

@@ -6,10 +6,10 @@ and returns the distance between each of its parameters' gradients and the refer
 T tokens, B rows, S tokens per row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from families import build
@@ -17,7 +17,9 @@ from shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.models import Decoder, add_lora, balance_routers, draw_lora
+from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
+from stillhouse.models.head import local
+from stillhouse.models.mtp_objective import MtpObjective
 from stillhouse.objective import TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -40,7 +42,8 @@ from stillhouse.teachers import (
     SignalSource,
     request_ahead,
 )
-from stillhouse.train.engine import ROUTER_LOSS, Engine, OptimizerSettings
+from stillhouse.train.auxiliary import ROUTER_LOSS
+from stillhouse.train.engine import Engine, OptimizerSettings
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
 SHAPE: dict[str, Any] = {
@@ -64,6 +67,8 @@ class Case:
     0 stands for the family's default.
     lora: "" trains all weights; otherwise the student trains a LoRA, and the teacher is another model ("teacher") or
     the student without its adapter ("base"). dtype: of the base weights; the LoRA's weights are always float32.
+    mtp: "": the student has no MTP layers; otherwise it has two, which learn from the teacher or from the student;
+    "heads": from the student, whose other weights are frozen.
     """
 
     layout: Layout
@@ -76,8 +81,10 @@ class Case:
     depth: int = 0
     lora: str = ""
     dtype: torch.dtype = torch.float32
+    hidden: tuple[HiddenPair, ...] = ()
     other_tokens: bool = False  # the teacher reads other tokens than the student
     waiting_teacher: bool = False  # FSDP keeps the teacher's shards in host memory
+    mtp: Literal["", "teacher", "student", "heads"] = ""
 
     @property
     def name(self) -> str:
@@ -87,8 +94,10 @@ class Case:
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
         flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
+        flags |= {"hidden": bool(self.hidden)}
         objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
         more = objective + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
+        more += f"-mtp-{self.mtp}" if self.mtp else ""
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
 
 
@@ -161,10 +170,10 @@ class Side:
         elif not case.spec.needs_teacher:
             source = NoTeacher()
         device = torch.device("cpu") if mesh is None else mesh.device
-        coefficient = 0.5 if case.family == "qwen3_moe" else 0.0
-        return cls(
-            Engine(runner, case.spec, device, optimizer=OPTIMIZER, bf16=bf16, router_aux_loss=coefficient), source
-        )
+        options: dict[str, Any] = {"router_aux_loss": 0.5 if case.family == "qwen3_moe" and not case.mtp else 0.0}
+        if case.mtp:
+            options["mtp"] = MtpObjective(case.spec, 2, 0.7, of_student=case.mtp != "teacher")
+        return cls(Engine(runner, case.spec, device, optimizer=OPTIMIZER, bf16=bf16, **options), source)
 
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         runner = self.engine.runner
@@ -208,7 +217,13 @@ def first_step(
     expected, found = (
         Side(engine, NoTeacher()).step(*step) for engine, step in ((single, reference_step), (sharded, own_step))
     )
-    assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe")
+    assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe" and not case.mtp)
+    assert ("mtp_2/tokens" in found) == bool(case.mtp)
+    if case.mtp and case.layout.degrees.tensor > 1:
+        named = dict(sharded.runner.named_parameters())
+        cut = [each for name, each in named.items() if name.startswith("mtp.") and name.endswith("up_proj.weight")]
+        assert cut or not sharded.runner.has_last_stage
+        assert all(len(local(each)) < len(each) for each in cut), "MTP layers are not sharded"
     norms = [float(each.runner.clip(0.0)) for each in (single, sharded)]
     references = dict(single.runner.named_parameters())
     gradients = {}
@@ -239,12 +254,23 @@ def alias(case: Case, name: str) -> str:
 def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
     student, teacher = configurations(case.family, case.depth)
     needs = case.spec.needs_teacher and not case.top_k and case.lora != "base"
-    made = ModelSource(partial(build_student, student))
+    made = ModelSource(partial(build_student, student, case.mtp))
     if case.lora:
         # A and B are initialised on this rank; B must not be zero, or A would have no gradient
         draw = partial(draw_lora, seed=2, fresh=False)
         made = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
+    if case.hidden:
+        learned = student if case.lora == "base" else teacher
+        made = replace(made, build=partial(with_hidden, made.build, learned, case.hidden))
     return made, ModelSource(partial(decoder, teacher, 1), offload=case.waiting_teacher) if needs else None
+
+
+def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: tuple[HiddenPair, ...]) -> Decoder:
+    student = build()
+    match_hidden(student, pairs, teacher.num_hidden_layers, teacher.hidden_size)
+    assert student.hidden_match is not None
+    student.hidden_match.draw(seed=3)
+    return student
 
 
 def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
@@ -267,9 +293,17 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
     return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
 
 
-def build_student(config: PreTrainedConfig) -> Decoder:
+def build_student(config: PreTrainedConfig, mtp: str = "") -> Decoder:
     student = decoder(config, 0)
-    if config.model_type == "qwen3_moe":
+    if mtp:
+        from stillhouse.models.mtp import add_mtp, freeze_main  # needs transformers 5.20
+
+        add_mtp(student, 2, is_new=True)
+        assert student.mtp is not None
+        student.mtp.draw(student.pretrained, 3)
+        if mtp == "heads":
+            freeze_main(student)
+    elif config.model_type == "qwen3_moe":
         balance_routers(student)
     return student
 

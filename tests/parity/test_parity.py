@@ -7,9 +7,12 @@ layouts, `make test-all` runs all of them.
 
 import pytest
 import torch
+import transformers
 from layouts import Case, Difference, compare
+from packaging.version import Version
 from shard_ranks import Failure, RankPool, shared_pool
 
+from stillhouse.models import HiddenPair
 from stillhouse.models.adapter import is_lora
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout
@@ -24,6 +27,8 @@ def layout(schedule: str = "1f1b", **degrees: int) -> Layout:
     return Layout(Degrees(**degrees), schedule)
 
 
+#: a layer of the first half and the last one, which are on the stages of the teacher's layers with 2 stages
+HIDDEN = (HiddenPair(0, 1, "mse", 0.3), HiddenPair(-1, -1, "cosine", 0.5))
 QUICK = [
     Case(layout(fsdp=2)),
     Case(layout(fsdp=2), "llama"),
@@ -50,11 +55,16 @@ QUICK = [
     Case(layout(pipeline=2), "llama", teacher=layout(context=2), other_tokens=True),
     Case(layout("zbv", pipeline=2), micro_batches=4, teacher=layout("interleaved", pipeline=2)),
     Case(layout(fsdp=2), checkpointing=True),
+    Case(layout(pipeline=2), hidden=HIDDEN),
+    Case(layout(fsdp=2), hidden=HIDDEN, checkpointing=True),
     Case(layout(pipeline=2), top_k=8),
     Case(layout(tensor=2), top_k=8),
     Case(layout(fsdp=2), lora="base", other_tokens=True),
     Case(layout(tensor=2), lora="teacher"),
     Case(Layout(Degrees(fsdp=2), offload=True)),
+    Case(layout(fsdp=2), mtp="teacher"),
+    Case(layout(context=2), mtp="student"),
+    Case(layout(pipeline=2), mtp="teacher"),
 ]
 SLOW = [
     Case(layout(fsdp=4)),
@@ -155,6 +165,12 @@ SLOW = [
     ),
     Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama"),
     Case(layout(fsdp=2), waiting_teacher=True),
+    Case(layout(tensor=2), hidden=HIDDEN),
+    Case(layout(context=2), hidden=HIDDEN),
+    Case(layout(replicate=2), "llama", hidden=HIDDEN),
+    Case(layout("zbv", pipeline=2), micro_batches=4, hidden=HIDDEN),
+    Case(layout(fsdp=2, pipeline=2), hidden=HIDDEN),
+    Case(layout(fsdp=2), lora="base", hidden=HIDDEN),
     Case(layout(fsdp=2), spec=parse_objective("reverse_kl")),
     Case(layout(pipeline=2), spec=parse_objective("cross_entropy + 1e-2*z_loss")),
     *(
@@ -180,7 +196,45 @@ SLOW = [
     Case(layout(fsdp=2, tensor=2, expert=2), "qwen3_moe", lora="teacher"),
     Case(layout(pipeline=2), "qwen3_moe", lora="base"),
     Case(layout(pipeline=2), lora="teacher", teacher=layout(context=2)),
+    *(
+        Case(layout(**degrees), family, mtp=mtp)
+        for family in ("qwen3", "llama")
+        for degrees, mtp in (
+            ({"fsdp": 2}, "heads"),
+            ({"fsdp": 4}, "student"),
+            ({"tensor": 2}, "teacher"),
+            ({"tensor": 2}, "student"),
+            ({"tensor": 2}, "heads"),
+            ({"tensor": 4}, "student"),
+            ({"replicate": 2}, "teacher"),
+            ({"pipeline": 2}, "student"),
+            ({"context": 2}, "teacher"),
+            ({"context": 2}, "heads"),
+            ({"context": 4}, "student"),
+            ({"context": 2, "fsdp": 2}, "student"),
+            ({"context": 2, "tensor": 2}, "teacher"),
+            ({"context": 2, "pipeline": 2}, "teacher"),
+            ({"fsdp": 2, "tensor": 2}, "student"),
+            ({"fsdp": 2, "pipeline": 2}, "teacher"),
+            ({"tensor": 2, "pipeline": 2}, "teacher"),
+            ({"fsdp": 2, "tensor": 2, "pipeline": 2}, "student"),
+        )
+    ),
+    *(
+        Case(layout(schedule, pipeline=2), family, micro_batches=4, mtp="teacher")
+        for schedule in ("gpipe", "1f1b_ahead", "interleaved")
+        for family in ("qwen3", "llama")
+    ),
+    *(Case(layout(**degrees), "qwen3_moe", mtp="teacher") for degrees in ({"fsdp": 2}, {"pipeline": 2})),
+    *(Case(layout(**degrees), mtp="teacher", checkpointing=True) for degrees in ({"fsdp": 2}, {"pipeline": 2})),
+    Case(layout(pipeline=2), "llama", mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
+    Case(layout(pipeline=2), mtp="teacher", top_k=8),
+    Case(layout(context=2), mtp="teacher", top_k=8),
+    Case(layout(context=2), mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
+    Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), mtp="teacher"),
 ]
+if Version(transformers.__version__) < Version("5.20"):  # its models have no layers for multi-token prediction
+    QUICK, SLOW = ([case for case in cases if not case.mtp] for cases in (QUICK, SLOW))
 # the products above contain some cases twice
 SLOW = list({each.name: each for each in SLOW if each not in QUICK}.values())
 

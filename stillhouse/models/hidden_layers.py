@@ -1,0 +1,81 @@
+"""Finds the layers of a decoder by their numbers: to add a hidden-state loss to them, and to record their outputs.
+
+B rows, S tokens per row, D width.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillhouse.models.decoder import Decoder
+from stillhouse.models.hidden_match import HiddenMatch, HiddenPair
+
+
+def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
+    """Let layers of a whole student learn the outputs of a teacher's layers, in the context `student.matching`.
+
+    pairs: negative numbers count from the last layer. Raises ValueError for a layer that a model does not have, and
+    for a student whose layers cannot be found.
+    """
+    layers, width = numbered_layers(student), student.config.get_text_config().hidden_size
+    own = tuple(
+        replace(
+            pair,
+            student=_number(pair.student, len(layers), "student"),
+            teacher=_number(pair.teacher, teacher_layers, "teacher"),
+        )
+        for pair in pairs
+    )
+    device = student.pretrained.device
+    # the loss is computed in float32, so that rounding to the student's dtype would gain nothing
+    projectors = {
+        str(number): nn.Linear(width, teacher_width, bias=False, device=device, dtype=torch.float32)
+        for number in range(len(own) if width != teacher_width else 0)
+    }
+    match = HiddenMatch(own, nn.ModuleDict(projectors))
+    match.attach(layers)
+    student.use_hidden_match(match)
+
+
+def numbered_layers(decoder: Decoder) -> list[nn.Module]:
+    """Return all layers of a decoder; on a stage of a pipeline, with empty modules in place of absent layers.
+
+    Raises ValueError for a model whose layers are not in one list.
+    """
+    count = decoder.config.get_text_config().num_hidden_layers
+    lists = [each for each in decoder.layer_lists() if len(each) == count]
+    if len(lists) != 1:
+        raise ValueError(
+            f"model type '{decoder.config.model_type}' has {len(lists)} lists of {count} layers: expected one, so "
+            "that layers are found by their numbers"
+        )
+    return list(lists[0])
+
+
+@contextmanager
+def recorded(decoder: Decoder, numbers: Iterable[int], into: dict[int, Tensor]) -> Iterator[None]:
+    """Within the context, a forward of the decoder writes the outputs [B, S, D] of some layers into a dict."""
+    layers = numbered_layers(decoder)
+    hooks = [layers[number].register_forward_hook(partial(_record, number, into)) for number in numbers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _record(number: int, into: dict[int, Tensor], _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+    into[number] = output[0] if isinstance(output, tuple) else output
+
+
+def _number(given: int, layers: int, which: str) -> int:
+    if not -layers <= given < layers:
+        raise ValueError(
+            f"layer {given} of the {which}, which has {layers} layers: expected 0 to {layers - 1}, or -{layers} to -1"
+        )
+    return given % layers

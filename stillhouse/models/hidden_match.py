@@ -1,0 +1,134 @@
+"""A loss between hidden states: layers of the student learn the outputs of layers of the teacher.
+
+    mse       mean over the width of (P h − g)²     FitNets, arXiv:1412.6550; TinyBERT, arXiv:1909.10351, eq. 8
+    cosine    1 − cos(P h, g)                       DistilBERT, arXiv:1910.01108, section 3
+
+h is the output of the student's layer and g that of the teacher's, at the same token. P is a trained matrix [E, D]
+between models of different widths, and the identity between models of the same width. The loss is a sum over target
+tokens with their weights, divided by the step's number of target tokens, in float32.
+
+Forward hooks of the student's layers add the loss to the graph by `AddLoss`, as routers do: no stage of a pipeline
+has to pass it on. A pair of layers must be on one stage.
+
+B rows, S tokens per row, T = B·S, D width of the student, E width of the teacher.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stillhouse.models.head import local, own_slices
+from stillhouse.models.router_balance import AddLoss
+from stillhouse.models.running import Running
+
+#: the beginning of the names of pairs
+HIDDEN = "hidden_"
+
+
+@dataclass(frozen=True)
+class HiddenPair:
+    """A layer of the student, the layer of the teacher that it learns, and the loss between them.
+
+    student, teacher: numbers of layers from 0 on; the last layer is −1. kind: "mse" or "cosine". scale: the factor of
+    this loss in the minimised loss.
+    """
+
+    student: int
+    teacher: int
+    kind: str = "mse"
+    scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name of the pair's loss among a step's sums."""
+        return f"{HIDDEN}{self.student}_{self.teacher}_{self.kind}"
+
+
+@dataclass
+class HiddenMatchLoss:
+    """The inputs and results of the hidden-state loss for one micro-batch on one stage.
+
+    weights_T: of the target tokens. normalizer: the target tokens of the whole step. teacher_BSE: the outputs of the
+    teacher's layers by their numbers. losses: of each pair, the weighted sum over tokens, without the pair's scale;
+    the forward pass fills it.
+    """
+
+    weights_T: Tensor
+    normalizer: float
+    teacher_BSE: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[str, Tensor] = field(default_factory=dict)
+
+
+class HiddenMatch(nn.Module):
+    """The projectors of a student, and the hooks of its layers.
+
+    pairs: those on this stage, with layer numbers from 0 on. all_pairs: those of all stages. projectors: by the
+    number of the pair, those between different widths.
+    """
+
+    def __init__(self, pairs: Sequence[HiddenPair], projectors: nn.ModuleDict):
+        super().__init__()
+        self.all_pairs = self.pairs = tuple(pairs)
+        self.projectors = projectors
+        self.running = Running[HiddenMatchLoss]()
+
+    def attach(self, layers: Sequence[nn.Module]) -> None:
+        """Register the hooks. layers: all layers of the student."""
+        for number, pair in enumerate(self.pairs):
+            layers[pair.student].register_forward_hook(partial(self._add_loss, str(number), pair))
+
+    def keep(self, layers: range) -> None:
+        """Remove the pairs whose student's layers are on other stages."""
+        for number, pair in enumerate(self.pairs):
+            if pair.student not in layers and str(number) in self.projectors:
+                del self.projectors[str(number)]
+        self.pairs = tuple(pair for pair in self.pairs if pair.student in layers)
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Initialise the projectors on this process, with rows of a length of about 1.
+
+        Every process draws each whole matrix from the seed and the pair's number, and copies its own shard. So the
+        values do not depend on the layout.
+        """
+        for number, projector in self.projectors.items():
+            weight = projector.get_parameter("weight")
+            digest = hashlib.sha256(f"{seed} hidden_match {number}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
+            whole_ED = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
+            local(weight).copy_(whole_ED[own_slices(weight)])
+
+    @property
+    def teacher_layers(self) -> set[int]:
+        """The numbers of the teacher's layers that the pairs need."""
+        return {pair.teacher for pair in self.pairs}
+
+    def _add_loss(self, number: str, pair: HiddenPair, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook of a student's layer."""
+        loss, recomputing = self.running.current
+        if loss is None or not torch.is_grad_enabled():
+            return output
+        hidden_BSD = output[0] if isinstance(output, tuple) else output
+        teacher_TE = loss.teacher_BSE[pair.teacher].flatten(0, 1)
+        with torch.autocast(hidden_BSD.device.type, enabled=False):
+            hidden_TE = hidden_BSD.flatten(0, 1).float()
+            if number in self.projectors:
+                hidden_TE = F.linear(hidden_TE, self.projectors[number].get_parameter("weight").float())
+            value = (distance(pair.kind, hidden_TE, teacher_TE.float()) * loss.weights_T).sum()
+        if not recomputing:
+            loss.losses[pair.name] = value.detach()
+        hidden_BSD = AddLoss.apply(hidden_BSD, pair.scale / loss.normalizer * value)
+        return (hidden_BSD, *output[1:]) if isinstance(output, tuple) else hidden_BSD
+
+
+def distance(kind: str, hidden_TE: Tensor, teacher_TE: Tensor) -> Tensor:
+    """Return the loss of each token [T]; kind: "mse" or "cosine"."""
+    if kind == "mse":
+        return (hidden_TE - teacher_TE).square().mean(1)
+    return 1 - F.cosine_similarity(hidden_TE, teacher_TE, dim=1)

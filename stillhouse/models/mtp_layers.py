@@ -1,0 +1,210 @@
+"""The layers of multi-token prediction (MTP) behind a decoder's last layer: made, initialised, run, named in files.
+
+Row t of depth k is computed from row t of depth k − 1 (depth 0: the main model after its final norm) and from the
+embedding of token t + k. The layers are those of transformers' `MtpModel`, which `generate(use_mtp=True)` drafts
+with. They are called one by one, because MtpModel's own forward drafts a single token per layer from logits.
+
+A family without MTP layers of its own gets layers of the class of its last layer. For that, the model's configuration
+gets the number of depths and their types, under the names that transformers reads (`num_mtp_layers`,
+`mtp_layer_types`).
+
+B rows, S tokens per row, D width.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from stillhouse.models.head import local, own_slices
+from stillhouse.models.structure import describe
+
+if not hasattr(MtpModel, "forward_layer"):
+    raise ImportError(
+        "multi-token prediction needs transformers 5.20 or later, whose MtpModel runs a layer by itself"
+    )
+
+
+class MtpLayers(nn.Module):
+    """The layers of all depths. Embedding, head and rotary frequencies are the main model's.
+
+    model: transformers' model of the layers. initial: a copy of the layers on the meta device, if they are new and
+    `draw` has to initialise them; None for layers with weights.
+    """
+
+    layers: nn.ModuleList
+    model: MtpModel
+    initial: nn.ModuleList | None
+
+    def __init__(self, model: MtpModel, initial: nn.ModuleList | None = None):
+        super().__init__()
+        # a plain attribute assignment would register the modules shared with the main model a second time
+        self.__dict__.update(model=model, initial=initial)
+        self.layers = model.layers
+
+    @property
+    def depths(self) -> int:
+        return len(self.layers)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the layers are not from a checkpoint."""
+        return self.initial is not None
+
+    def hidden_states(self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids_BS: Tensor) -> Iterator[Tensor]:
+        """Yield the hidden states of depths 1, 2, …, each [B, S, D]. hidden_BSD: those of depth 0.
+
+        input_ids_BS: it may have more columns, with the tokens that follow where sequences continue on other ranks.
+        """
+        for depth in range(1, self.depths + 1):
+            # positions are not shifted with the ids: after a shift, the mask would count the end of a document as
+            # part of the next one; and rotary attention depends on differences of positions only
+            shifted_BS = _shifted(input_ids_BS, depth, hidden_BSD.shape[1])
+            hidden_BSD = self.model.forward_layer(depth - 1, hidden_BSD, position_ids_BS, None, input_ids=shifted_BS)
+            yield hidden_BSD
+
+    @torch.no_grad()
+    def draw(self, main: PreTrainedModel, seed: int) -> None:
+        """Initialise new layers on this process by the family's own rule; does nothing for layers with weights.
+
+        Every process draws each whole tensor from the seed and the tensor's name, and copies its own shard. So the
+        values do not depend on the layout. Only one module's tensors are whole in memory at a time.
+        """
+        for name, module in () if self.initial is None else self.initial.named_modules():
+            if not _own_tensors(module):
+                continue
+            whole = copy.deepcopy(module).to_empty(device="cpu")
+            for each in _own_tensors(whole).values():
+                each.fill_(float("nan") if each.is_floating_point() else 0)
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int.from_bytes(digest[:8]))
+                # MtpModel's own rule would leave routers at zero and experts uninitialised
+                main._init_weights(whole)
+            targets = _own_tensors(self.layers.get_submodule(name))
+            for key, value in _own_tensors(whole).items():
+                if not bool(value.isfinite().all()):
+                    raise ValueError(
+                        f"{describe(main)} has no rule to initialise '{key}' of a {type(module).__name__}: expected "
+                        "an MTP layer that its family initialises, or one from a checkpoint"
+                    )
+                local(targets[key]).copy_(value[own_slices(targets[key])])
+
+    def checkpoint_tensors(self, main: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the layers' tensors by their names in a checkpoint."""
+        return {self.checkpoint_name(main, name): each for name, each in self.state_dict().items()}
+
+    def checkpoint_name(self, main: PreTrainedModel, name: str) -> str:
+        """Return the name in a checkpoint of a tensor of this module, such as layers.0.eh_proj.weight."""
+        _, number, rest = name.split(".", 2)
+        if rest.startswith("post_norm."):
+            rest = f"shared_head.norm.{rest.removeprefix('post_norm.')}"
+        return checkpoint_prefixes(main)[int(number)] + rest.removeprefix("mtp_block.")
+
+
+def new_layers(model: PreTrainedModel, depths: int) -> MtpLayers:
+    """Return layers without values on the model's device, and write their number into the model's configuration.
+
+    Raises ValueError for a model that cannot have MTP layers, and for a number of depths that it cannot have.
+    """
+    config = _require_structure(model)
+    kinds = getattr(config, "mtp_layer_types", None) if _declares(type(config)) else None
+    if depths < 1 or (kinds is not None and len(kinds) != depths):
+        expected = "1 or more" if kinds is None else f"{len(kinds)}, as its configuration lists their types"
+        raise ValueError(f"{depths} further depths of a {describe(model)}: expected {expected}")
+    _declare(config, depths)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        try:
+            mtp = MtpModel(model, depths)
+        except ValueError as error:
+            raise ValueError(f"{describe(model)}: {error}") from error
+    if mtp.embed_tokens is not model.get_input_embeddings():
+        raise ValueError(f"{describe(model)} has a separate embedding for its further depths: expected a shared one")
+    mtp.layers.to(model.dtype)
+    initial = copy.deepcopy(mtp.layers)
+    if model.device.type != "meta":
+        mtp.layers.to_empty(device=model.device)
+    return MtpLayers(mtp, initial)
+
+
+def declared_depths(model: PreTrainedModel) -> int:
+    """Return the number of MTP layers that belong to a model according to its configuration; 0 if it names none."""
+    return getattr(model.config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
+
+
+def find_layers(model: PreTrainedModel) -> None:
+    """Let `model.generate(…, use_mtp=True)` find the layers in the checkpoint that the model was loaded from.
+
+    transformers looks only for the layer numbers of the released models (GLM-4.5: 46 and 92). So without this it
+    finds neither the layers of a model of another size nor a second depth.
+    """
+    known = model._keys_to_ignore_on_load_unexpected
+    places = {prefix.replace(".", r"\.") for prefix in checkpoint_prefixes(model)}
+    model._keys_to_ignore_on_load_unexpected = {*(known or ()), *places}
+
+
+def checkpoint_prefixes(model: PreTrainedModel) -> list[str]:
+    """Return, for each depth, the prefix of its layer's names in a checkpoint."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return [f"model.layers.{layers + depth}." for depth in range(declared_depths(model))]
+
+
+def _require_structure(model: PreTrainedModel) -> Any:
+    """Return the configuration for the number of depths; ValueError for a model that cannot have MTP layers."""
+    config, backbone = model.config.get_text_config(decoder=True), model.base_model
+    missing = [
+        what
+        for what, is_there in (
+            ("rms_norm_eps in its configuration", hasattr(config, "rms_norm_eps")),
+            ("list `layers` in its backbone", isinstance(getattr(backbone, "layers", None), nn.ModuleList)),
+            ("backbone called `model`", model.base_model_prefix == "model"),
+            ("head called `lm_head`", getattr(model, "lm_head", None) is not None),
+        )
+        if not is_there
+    ]
+    if missing or hasattr(config, "chain_hidden_post_norm"):
+        why = f"it has no {', no '.join(missing)}" if missing else "its depths share one norm"
+        raise ValueError(
+            f"{describe(model)} cannot have layers for multi-token prediction: {why}; expected a decoder with "
+            "RMSNorm, such as qwen3, llama, glm4_moe or deepseek_v3"
+        )
+    return config
+
+
+def _declares(kind: type) -> bool:
+    """Whether a family has MTP layers of its own in transformers."""
+    return hasattr(kind, "num_mtp_layers")
+
+
+def _declare(config: Any, depths: int) -> None:
+    """Write the number of depths into a configuration; in a family without own MTP layers, also their types."""
+    config.num_mtp_layers = depths
+    if _declares(type(config)):
+        return
+    for kinds, preferred in (("layer_types", "full_attention"), ("mlp_layer_types", None)):
+        given = getattr(config, kinds, None)
+        if given is not None:
+            setattr(config, f"mtp_{kinds}", [preferred if preferred in given else given[-1]] * depths)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and saved buffers, without those of its children."""
+    buffers = {
+        name: each
+        for name, each in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    return dict(module.named_parameters(recurse=False)) | buffers
+
+
+def _shifted(input_ids_BS: Tensor, depth: int, tokens: int) -> Tensor:
+    """Return `tokens` columns of the ids, `depth` columns later. The last ones get any token: no row with a label
+    attends to them.
+    """
+    place_S = torch.arange(tokens, device=input_ids_BS.device)
+    return input_ids_BS[:, (place_S + depth).clamp(max=input_ids_BS.shape[1] - 1)]

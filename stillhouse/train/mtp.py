@@ -1,0 +1,103 @@
+"""Multi-token prediction in a run: the objective of the depths, and their metrics.
+
+loss/mtp_1/forward_kl_nats_per_token     a term of depth 1, per token that depth 1 predicts
+eval/mtp_1/acceptance                    the share of held-out tokens at which a greedy draft is accepted
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stillhouse.config import ConfigError, MtpConfig, RunConfig
+from stillhouse.models import Decoder
+from stillhouse.models.mtp_objective import PREFIX, MtpObjective
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+
+
+def mtp_objective(config: RunConfig, spec: ObjectiveSpec) -> MtpObjective | None:
+    """The objective of the student's MTP layers; None if it has none. spec: the run's objective.
+
+    Raises ConfigError if it cannot be parsed, or needs a teacher and has none.
+    """
+    mtp, given = config.student.mtp, config.objective
+    if mtp is None:
+        return None
+    if mtp.objective is not None:
+        try:
+            parsed = parse_objective(mtp.objective, given.temperature, given.scale_by_temperature_squared)
+        except ValueError as error:
+            raise ConfigError("student.mtp.objective", str(error)) from error
+        if parsed.needs_rollouts or parsed.uld is not None:
+            raise ConfigError(
+                "student.mtp.objective",
+                f"got '{mtp.objective}': expected a sum of cross_entropy, z_loss, entropy and divergences",
+            )
+        spec = replace(parsed, teachers=spec.teachers, is_mixture=spec.is_mixture)
+    if mtp.signal == "student":
+        if spec.divergence is None:
+            raise ConfigError("student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence")
+        return MtpObjective(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, of_student=True)
+    if spec.needs_teacher and not config.teacher_sections:
+        raise ConfigError(
+            "student.mtp.objective",
+            f"got '{mtp.objective}', which needs a teacher: set teacher.model, or student.mtp.signal=student",
+        )
+    return MtpObjective(spec, mtp.depths, mtp.scale)
+
+
+def depths_in_words(config: RunConfig) -> str:
+    """The part of the objective in words that the depths add; empty without them."""
+    mtp = config.student.mtp
+    if mtp is None:
+        return ""
+    what = "the same" if mtp.objective is None else mtp.objective
+    signal = " from the student itself" if mtp.signal == "student" else ""
+    frozen = ", the student is frozen" if mtp.train == "heads" else ""
+    return f" (+ {mtp.scale:g} × {what}{signal} at {_tokens(mtp)}{frozen})"
+
+
+def mtp_in_words(mtp: MtpConfig, part: Decoder, objective: MtpObjective) -> str:
+    """The student's MTP layers. part: this process's part of the student."""
+    count = "on the last stage"
+    if part.mtp is not None:
+        parameters = sum(each.numel() for each in part.mtp.parameters())
+        count = f"{parameters:,} parameters, {'new' if part.mtp.is_new else 'from the checkpoint'}"
+    signal = " from the student itself" if objective.of_student else ""
+    trained = "with the student" if mtp.train == "all" else "alone, the student is frozen"
+    return (
+        f"{_tokens(mtp)}, {count}; minimise {mtp.scale:g} × ({objective.spec.in_words()}){signal}, trained {trained}"
+    )
+
+
+def _tokens(mtp: MtpConfig) -> str:
+    return f"{mtp.depths} further token{'s' if mtp.depths > 1 else ''}"
+
+
+def by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
+    """The sums of a step or an evaluation by depth, without the prefixes of the depths."""
+    found: dict[int, dict[str, float]] = {0: {}}
+    for name, value in sums.items():
+        first, _, rest = name.partition("/")
+        if first.startswith(PREFIX):
+            found.setdefault(int(first.removeprefix(PREFIX)), {})[rest] = value
+        else:
+            found[0][name] = value
+    return found
+
+
+def depth_key(key: str, depth: int) -> str:
+    """The metric key of a depth: loss/jsd_nats_per_token is loss/mtp_1/jsd_nats_per_token at depth 1."""
+    namespace, _, rest = key.partition("/")
+    return f"{namespace}/{PREFIX}{depth}/{rest}" if depth else key
+
+
+def acceptance(sums: Mapping[str, float]) -> dict[str, float]:
+    """The held-out metrics of each depth, per token that it predicts (see `train.engine.ACCEPTANCE`)."""
+    found: dict[str, float] = {}
+    for depth, own in by_depth(sums).items():
+        if depth and own["tokens"]:
+            found |= {
+                depth_key("eval/acceptance", depth): own["agreement"] / own["tokens"],
+                depth_key("eval/sampled_acceptance", depth): 1 - own["total_variation"] / own["tokens"],
+                depth_key("eval/cross_entropy", depth): own["cross_entropy"] / own["tokens"],
+            }
+    return found
