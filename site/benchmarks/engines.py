@@ -1,0 +1,146 @@
+"""A real, unpatched vLLM on a CPU as a teacher, as the writer of completions, and as both at once in on-policy runs.
+
+As a teacher, a run from it is compared with the same run with the teacher in the job. What it writes is measured in
+engines_completions.py, and whole on-policy runs in engines_rollouts.py.
+
+Two servers of the shipped teacher are started: one for pooling, which gives hidden states, and one that generates
+text, which gives the likeliest ids. Each run trains a small student for 50 steps. The differences of the losses and
+of the final weights are printed, and written to benchmarks/results/engines-<date>.json. The exit code is 1 if hidden
+states in float32 do not give the losses of the teacher in the job to 1e-6, or if another check fails.
+
+    make test-engines         or  python -m benchmarks.engines --vllm .vllm/bin/python
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.engines_completions import MODEL, measure_completions
+from benchmarks.engines_rollouts import measure_rollouts, problems_of
+from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, vllm
+from benchmarks.record import result_file, write_result
+from stillhouse.config import load_config
+from stillhouse.demo.corpus import collect_split
+from stillhouse.demo.run import TEACHER
+from stillhouse.train.run import distill
+
+STEPS, TOP_K, MAX_TOKENS, TEMPERATURE = 50, 32, 64, 2.0
+#: the largest difference of a step's loss, in nats, between hidden states in float32 and the teacher in the job
+SAME = 1e-6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--vllm", required=True, help="the Python of an environment with vLLM")
+    arguments = parser.parse_args()
+    version = subprocess.check_output([arguments.vllm, "-c", "import vllm; print(vllm.__version__)"], text=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder)
+        completions = measure_completions(
+            folder, lambda *options: vllm(arguments.vllm, folder / MODEL, *options, settings=DEVELOPMENT)
+        )
+        rollouts = measure_rollouts(folder, arguments.vllm)
+        found = measure(folder, arguments.vllm)
+    result = {
+        "theme": "engines",
+        "vllm": version.strip().splitlines()[-1],
+        "steps": STEPS,
+        **found,
+        "completions": completions,
+        "rollouts": rollouts,
+    }
+    print(json.dumps(result, indent=1))
+    write_result(result_file("engines"), result, "cpu")
+    problems = [f"rollouts, {name}: {problem}" for name in rollouts for problem in problems_of(name, rollouts[name])]
+    if not found["hidden_float32"]["largest_loss_difference"] <= SAME:
+        problems.append(f"hidden states of vLLM do not give the losses of the teacher in the job to {SAME:g}")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+def write_inputs(folder: Path) -> None:
+    """The shipped teacher, a small student with its tokenizer, and texts."""
+    shutil.copytree(TEACHER, folder / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=json.loads((folder / "teacher/config.json").read_text())["vocab_size"],
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder / "student")
+    tokenizer.save_pretrained(folder / "student")
+    texts = [each.text[:200] for each in collect_split("student")[:400]]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def measure(folder: Path, python: str) -> dict[str, Any]:
+    with (
+        vllm(python, folder / "teacher", *HIDDEN_STATES) as pooling,
+        vllm(python, folder / "teacher", "--max-logprobs", "64") as generating,
+    ):
+        top_k = {"teacher.url": generating, "teacher.signal": "top_k", "teacher.top_k": TOP_K}
+        hidden = {"teacher.url": pooling, "teacher.model": str(folder / "teacher")}
+        in_job = trained(folder, "in the job", **{"teacher.model": str(folder / "teacher")})
+        return {
+            "hidden_float32": difference(trained(folder, "float32", **hidden), in_job),
+            "hidden_bfloat16": difference(
+                trained(folder, "bfloat16", **hidden, **{"teacher.dtype": "bfloat16"}), in_job
+            ),
+            f"top_{TOP_K}_final_loss": trained(folder, "top_k", **top_k, **{"objective.temperature": 1.0})[0][-1],
+            "in_the_job_final_loss": in_job[0][-1],
+        }
+
+
+def trained(folder: Path, name: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss of each step of a run, and the final weights."""
+    given = {
+        "student.model": str(folder / "student"),
+        "teacher.dtype": "float32",
+        "data.train": str(folder / "train.jsonl"),
+        "data.eval": 0.0,
+        "data.max_tokens": MAX_TOKENS,
+        "objective.loss": "forward_kl",
+        "objective.temperature": TEMPERATURE,
+        "train.tokens_per_step": 8 * MAX_TOKENS,
+        "train.micro_batch_tokens": 4 * MAX_TOKENS,
+        "train.steps": STEPS,
+        "train.learning_rate": 1e-3,
+        "train.precision": "fp32",
+        "device": "cpu",
+        "out": str(folder / name),
+    } | settings
+    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    out = distill(load_config(None, overrides))
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [each["loss/total_nats_per_token"] for each in records if "loss/total_nats_per_token" in each]
+    return losses, load_file(out / "model/model.safetensors")
+
+
+def difference(
+    found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
+) -> dict[str, float]:
+    weights = {name: (each - expected[1][name]).norm() / expected[1][name].norm() for name, each in found[1].items()}
+    return {
+        "largest_loss_difference": max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True)),
+        "largest_relative_weight_difference": float(torch.stack(list(weights.values())).max()),
+    }
+
+
+if __name__ == "__main__":
+    main()

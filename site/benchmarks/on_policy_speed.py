@@ -1,0 +1,262 @@
+"""How fast on-policy runs are: against TRL, and what one_step_off gains over sync. On two cores of a CPU.
+
+    python -m benchmarks.on_policy_speed                 both parts, about 15 minutes on two quiet cores
+
+trl        Our loop and TRL's DistillationTrainer take turns in one process and on one thread, with the same student,
+           teacher, prompts, batch and optimizer: reverse KL over the whole vocabulary, completions by transformers in
+           the same process. Needs `python -m pip install --no-deps trl==1.16.0 accelerate`. Ratios are of neighbours.
+overlap    A server writes on one core; the trainer and a teacher's server share the other one. Runs of sync and
+           one_step_off take turns. The prediction is made of a sync run's own timeline: what the trainer does beside
+           waiting for completions can overlap with writing them, and the longer of the two remains.
+
+The models are random, so that completions practically never end early and both write as many tokens.
+Writes benchmarks/results/on_policy_speed-<date>.json.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.record import result_file, write_result
+from stillhouse.config import load_config
+from stillhouse.train.run import distill
+
+#: with the smaller one, the output head is a quarter of the student's weights, as in Qwen3-0.6B
+VOCABULARIES = 8192, 32768
+PROMPT, COMPLETION, ROWS = 64, 64, 16
+#: width, layers
+STUDENT, TEACHER = (256, 8), (512, 10)
+#: steps of a run, and how many at its beginning are not counted (they load and compile)
+STEPS, WARM = 8, 2
+#: of the overlap: it needs longer runs, because a run's first step has nothing to overlap with
+OVERLAP_STEPS = 14
+RATE = 1e-5
+
+
+def write_models(folder: Path, vocabulary: int) -> Path:
+    """Student, teacher and prompts; returns their folder."""
+    folder = folder / f"vocabulary{vocabulary}"
+    words = {"</s>": 0} | {f"w{number}": number for number in range(1, vocabulary)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
+    for seed, (name, (width, layers)) in enumerate({"student": STUDENT, "teacher": TEACHER}.items()):
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_attention_heads=width // 32, num_key_value_heads=width // 64, head_dim=32, tie_word_embeddings=True,
+            max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    draws = np.random.default_rng(0)
+    texts = [" ".join(f"w{each}" for each in draws.integers(1, vocabulary, PROMPT)) for _ in range(ROWS * STEPS)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return folder
+
+
+def settings_of(folder: Path, out: Path, steps: int, **more: Any) -> dict[str, Any]:
+    flat = {
+        "student.model": str(folder / "student"),
+        "teacher.model": str(folder / "teacher"),
+        "data.train": str(folder / "prompts.jsonl"),
+        "data.eval": 0,
+        "data.max_tokens": PROMPT + COMPLETION,
+        "rollout.prompts_per_step": ROWS,
+        "rollout.samples_per_prompt": 1,
+        "rollout.max_new_tokens": COMPLETION,
+        "train.steps": steps,
+        "train.tokens_per_step": ROWS * (PROMPT + COMPLETION),
+        "train.micro_batch_tokens": ROWS * (PROMPT + COMPLETION),
+        "train.learning_rate": RATE,
+        "train.schedule": "constant",
+        "train.warmup": 0,
+        "train.precision": "fp32",
+        "checkpoint.every": 0,
+        "device": "cpu",
+        "out": str(out),
+    }
+    return flat | more
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    layer: dict[str, Any] = {}
+    for key, value in flat.items():
+        section, _, last = key.rpartition(".")
+        (layer.setdefault(section, {}) if section else layer)[last] = value
+    return layer
+
+
+def step_ends(out: Path) -> list[float]:
+    """The second at which each step of a run of ours was finished."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["seconds"] for line in lines if "loss/total_nats_per_token" in line]
+
+
+def ours(folder: Path, out: Path) -> list[float]:
+    """Seconds of the steps that count."""
+    distill(load_config(None, settings=nested(settings_of(folder, out, STEPS))))
+    return np.diff(step_ends(out))[WARM - 1 :].tolist()
+
+
+def trl(folder: Path, out: Path) -> list[float]:
+    """Seconds of the steps that count, of TRL's DistillationTrainer."""
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import DistillationConfig, DistillationTrainer
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.monotonic())
+
+    clock = Clock()
+    arguments = DistillationConfig(
+        output_dir=str(out), per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, max_steps=STEPS,
+        learning_rate=RATE, lr_scheduler_type="constant", max_completion_length=COMPLETION, beta=1.0, temperature=1.0,
+        gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no", logging_steps=STEPS,
+        report_to="none", disable_tqdm=True, dataloader_pin_memory=False, disable_dropout=False,
+    )  # fmt: skip
+    prompts = load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train", cache_dir=str(out))
+    DistillationTrainer(
+        model=str(folder / "student"),
+        teacher_model=str(folder / "teacher"),
+        args=arguments,
+        train_dataset=prompts,
+        callbacks=[clock],
+    ).train()
+    return np.diff(clock.ends)[WARM - 1 :].tolist()
+
+
+def against_trl(folder: Path, rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {"ours": [], "TRL": []}
+    for number in range(rounds):
+        seconds["ours"].append(statistics.median(ours(folder, folder / f"ours{number}")))
+        seconds["TRL"].append(statistics.median(trl(folder, folder / f"trl{number}")))
+        print(f"round {number + 1}: {seconds['ours'][-1]:.2f} s ours, {seconds['TRL'][-1]:.2f} s TRL", flush=True)
+    ratios = [theirs / own for own, theirs in zip(seconds["ours"], seconds["TRL"], strict=True)]
+    per_step = ROWS * COMPLETION
+    return {
+        "seconds of a step": seconds,
+        "TRL / ours": {"median": statistics.median(ratios), "rounds": ratios},
+        "completion tokens per second, median": {
+            name: per_step / statistics.median(each) for name, each in seconds.items()
+        },
+        "parts of a step of ours": parts(folder / f"ours{rounds - 1}"),
+    }
+
+
+def spans(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "timeline.jsonl").read_text().splitlines()]
+
+
+def parts(out: Path) -> dict[str, float]:
+    """Seconds of a step of sync, by what the trainer does: medians."""
+    found: dict[str, dict[int, float]] = {}
+    for each in spans(out):
+        if each["lane"] in ("trainer", "weights") and each["step"] > WARM:
+            what = "weights" if each["lane"] == "weights" else each["what"]
+            by_step = found.setdefault(what, {})
+            by_step[each["step"]] = by_step.get(each["step"], 0.0) + each["stop"] - each["start"]
+    return {what: statistics.median(each.values()) for what, each in found.items()}
+
+
+@contextmanager
+def serving(model: Path, core: int, *options: str) -> Iterator[str]:
+    """A `stillhouse serve` process on one core."""
+    command = [sys.executable, "-m", "stillhouse", "serve", str(model), "--port", "0", "--device", "cpu", *options]
+    log = model.parent / f"serve-{model.name}.log"
+    with log.open("w") as stream, on_core(core, command, stdout=stream, stderr=subprocess.STDOUT) as process:
+        try:
+            end = time.monotonic() + 120
+            while (found := re.search(r"serving on (http://\S+)", log.read_text())) is None:
+                if time.monotonic() > end or process.poll() is not None:
+                    raise RuntimeError(f"the server has not started:\n{log.read_text()}")
+                time.sleep(0.1)
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+def on_core(core: int, command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, preexec_fn=lambda: os.sched_setaffinity(0, {core}), **options)
+
+
+def separate(folder: Path, name: str, schedule: str, writer: str, teacher: str) -> float:
+    """Seconds of a step of a run with a server that writes and one of the teacher."""
+    flat = settings_of(folder, folder / name, OVERLAP_STEPS) | {
+        "rollout.engine": "stillhouse", "rollout.url": writer, "rollout.schedule": schedule,
+        "rollout.max_staleness": 1, "teacher.url": teacher,
+    }  # fmt: skip
+    arguments = [f"{key}={value}" for key, value in flat.items()]
+    command = [sys.executable, "-m", "stillhouse", "distill", *arguments]
+    with on_core(0, command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        _, problem = process.communicate()
+    if process.returncode:
+        raise RuntimeError(problem.decode())
+    return statistics.median(np.diff(step_ends(folder / name))[WARM:].tolist())
+
+
+def overlap(folder: Path, rounds: int) -> dict[str, Any]:
+    """one_step_off against sync, and against the prediction from each sync run's timeline."""
+    found: dict[str, list[float]] = {"sync": [], "one_step_off": [], "predicted": []}
+    divided: list[dict[str, float]] = []
+    with serving(folder / "student", 1, "--generate") as writer, serving(folder / "teacher", 0) as teacher:
+        for number in range(rounds):
+            found["sync"].append(separate(folder, f"sync{number}", "sync", writer, teacher))
+            found["one_step_off"].append(separate(folder, f"ahead{number}", "one_step_off", writer, teacher))
+            divided.append(parts(folder / f"sync{number}"))
+            writing, weights = divided[-1]["wait for completions"], divided[-1]["weights"]
+            found["predicted"].append(weights + max(writing, found["sync"][-1] - writing - weights))
+            print("round", number + 1, {name: round(each[-1], 3) for name, each in found.items()}, flush=True)
+    gains = [one / other for one, other in zip(found["sync"], found["one_step_off"], strict=True)]
+    errors = [one / other for one, other in zip(found["one_step_off"], found["predicted"], strict=True)]
+    return {
+        "seconds of a step": found,
+        "parts of a step of sync": divided,
+        "sync / one_step_off": {"median": statistics.median(gains), "rounds": gains},
+        "one_step_off / predicted": {"median": statistics.median(errors), "rounds": errors},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["trl", "overlap"], default=["trl", "overlap"])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    sizes = {"prompt": PROMPT, "completion": COMPLETION, "rows": ROWS,
+             "student (width, layers)": STUDENT, "teacher (width, layers)": TEACHER}  # fmt: skip
+    result: dict[str, Any] = {"sizes": sizes}
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {size: write_models(Path(temporary), size) for size in VOCABULARIES}
+        if "trl" in arguments.parts:
+            result["trl"] = {size: against_trl(folder, arguments.rounds) for size, folder in folders.items()}
+            for size, found in result["trl"].items():
+                print("vocabulary", size, found["TRL / ours"], found["parts of a step of ours"])
+        if "overlap" in arguments.parts:
+            result["overlap"] = overlap(folders[VOCABULARIES[0]], arguments.rounds)
+            print({name: result["overlap"][name] for name in ("sync / one_step_off", "one_step_off / predicted")})
+    write_result(result_file("on_policy_speed"), result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The tables and the plot of benchmarks/on_policy.py."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+WAYS = ("on-policy", "off-policy", "SFT", "GRPO")
+
+
+def summary_of(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """For each way, steps and tokens until the target of the seeds that reached it, and GRPO's steps in relation."""
+    found: dict[str, Any] = {}
+    for name in WAYS:
+        reached = [each for each in seeds if each[name]["until"] is not None]
+        ratios = [
+            each["GRPO"]["until"]["steps"] / each[name]["until"]["steps"]
+            for each in reached
+            if each["GRPO"]["until"] is not None
+        ]
+        found[name] = {
+            "steps": [each[name]["until"]["steps"] for each in reached],
+            "tokens": [each[name]["until"]["tokens"] for each in reached],
+            "GRPO's steps / these": [round(each, 2) for each in ratios],
+            "reached": f"{len(reached)} of {len(seeds)}",
+        }
+    return found
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    rows = [
+        "| | steps: median (each seed) | tokens: median | GRPO's steps / these | seeds |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, found in summary.items():
+        steps, tokens, ratios = found["steps"], found["tokens"], found["GRPO's steps / these"]
+        rows.append(
+            f"| {name} | {_median(steps, '.0f')} ({', '.join(map(str, steps))}) | {_median(tokens, ',.0f')} "
+            f"| {_median(ratios, '.1f')} ({', '.join(f'{each:.1f}' for each in ratios)}) | {found['reached']} |"
+        )
+    return "\n".join(rows)
+
+
+def length_table(seeds: Sequence[Mapping[str, Any]]) -> str:
+    """The exact match by length after as many tokens, mean over seeds."""
+    lengths = sorted({int(length) for each in seeds for length in each["on-policy"]["by length"]})
+    head = "| | " + " | ".join(map(str, lengths)) + " |"
+    rows = [head, "| --- " * (len(lengths) + 1) + "|"]
+    for name in WAYS[:-1]:
+        means = [statistics.fmean(each[name]["by length"][str(length)] for each in seeds) for length in lengths]
+        rows.append(f"| {name} | " + " | ".join(f"{each:.2f}" for each in means) + " |")
+    return "\n".join(rows)
+
+
+def _median(values: Sequence[float], form: str) -> str:
+    return format(statistics.median(values), form) if values else "not reached"
+
+
+def draw(found: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path, target: float) -> None:
+    """The exact match over steps of every way and seed, one panel for each start."""
+    figure, panels = pyplot.subplots(1, len(found), figsize=(11, 4), sharey=True, squeeze=False)
+    for panel, (start, seeds) in zip(panels[0], found.items(), strict=True):
+        for number, name in enumerate(WAYS):
+            for at, each in enumerate(seeds.values()):
+                points = [point for point in each[name]["curve"] if point[0] > 0]
+                steps, shares = [point[0] for point in points], [point[2] for point in points]
+                panel.plot(steps, shares, color=f"C{number}", linewidth=1.2, label=None if at else name)
+        panel.axhline(target, color="grey", linewidth=0.8, linestyle="--")
+        panel.set(title=start, xlabel="optimizer steps", xscale="log")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("exact match on held-out problems")
+    panels[0][-1].legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,88 @@
+"""Computes the numbers of docs/scaling.md: Qwen3-32B into Qwen3-8B on 256 GPUs, by formulas that parallel.py checks.
+
+    python -m benchmarks.scaling
+
+The run has Stillhouse's defaults for bf16: the student's weights, gradients and optimizer state are in float32, its
+products in bfloat16, the teacher in bfloat16, and layers are recomputed in backward. Nothing here is measured.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.parallel_costs import Job, Shape, between_steps, traffic, within_step
+from benchmarks.pipeline_idle import in_flight, trace
+from stillhouse.objective.fused import TILE_BYTES, TILE_ROWS
+from stillhouse.parallel import Degrees, Layout
+
+STUDENT = Shape(36, 4096, 32, 8, 128, 12288, 151936)
+TEACHER = Shape(64, 5120, 64, 8, 128, 25600, 151936)
+STEP_TOKENS = 2 << 20
+#: layouts, and the tokens of a micro-batch under each of them
+LAYOUTS = [
+    (Degrees(fsdp=256), 8192),
+    (Degrees(fsdp=32, tensor=8), 16384),
+    (Degrees(pipeline=4, fsdp=8, tensor=8), 16384),
+]
+
+
+def main() -> None:
+    jobs = [job(*each) for each in LAYOUTS]
+    columns = [(each, 0) for each in jobs]
+    columns.insert(3, (jobs[-1], jobs[-1].layout.degrees.pipeline - 1))
+    names = [f"{each.layout.degrees}, m {each.micro_batches}, rank {rank} of the pipeline" for each, rank in columns]
+    print("\n".join(names))
+    table("held, GB", [held(*each) for each in columns])
+    table("sent in a step, GB", [traffic(*each) for each in columns])
+    gathered = [job(*each, torch.bfloat16) for each in LAYOUTS]
+    both_ways = ("student's weights, forward", "student's weights, backward")
+    for each in gathered:
+        sent = sum(traffic(each, 0)[name] for name in both_ways)
+        taken = held(each, 0)["gathered weights"]
+        print(f"{each.layout.degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB")
+    products = [8 * weights(STUDENT) + 2 * weights(TEACHER), *map(weights, (STUDENT, TEACHER))]
+    print("operations of a step on each GPU", f"{products[0] * STEP_TOKENS / 256:.2e}", "weights", products[1:])
+
+
+def job(degrees: Degrees, tokens: int, gather_dtype: torch.dtype | None = None) -> Job:
+    rows = TILE_BYTES["cuda"] // (4 * STUDENT.vocabulary // degrees.tensor)
+    return Job(
+        STUDENT,
+        TEACHER,
+        Layout(degrees, gather_dtype=gather_dtype),
+        micro_batches=STEP_TOKENS // (tokens * degrees.data),
+        tokens=tokens,
+        chunk=min(max(rows, TILE_ROWS["cuda"][0]), TILE_ROWS["cuda"][1]),
+        scratch_tiles=0,
+        recomputed=True,
+        teacher_bytes=2,
+        product_bytes=2,
+    )
+
+
+def held(each: Job, rank: int) -> Counter[str]:
+    degrees, flying = each.layout.degrees, 1
+    if degrees.pipeline > 1:
+        flying = int(in_flight(trace(each.layout.schedule, degrees.pipeline, each.micro_batches)[rank]))
+    found = between_steps(each, rank) + within_step(each, rank, flying)
+    # the activations of one layer while it is recomputed; products and intermediate tensors are in bfloat16
+    found["a layer, recomputed"] = each.own_tokens * STUDENT.kept(degrees.tensor) * each.product_bytes
+    return found
+
+
+def weights(shape: Shape) -> int:
+    return shape.weights(shape.layers, True, True)
+
+
+def table(title: str, columns: Sequence[Counter[str]]) -> None:
+    print(f"\n| {title} |" + " |" * len(columns))
+    for name in dict.fromkeys(name for each in columns for name in each):
+        print(
+            f"| {name} | " + " | ".join(f"{each[name] / 1e9:.2f}" if name in each else "" for each in columns) + " |"
+        )
+    print("| together | " + " | ".join(f"{each.total() / 1e9:.1f}" for each in columns) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Changes a shard of a cache and writes its hash anew, as a foreign writer with the right format would."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stillhouse.teachers.cache.format import CACHE_KEY, INDEX, shard_name
+
+
+def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number: int = 0) -> None:
+    """Apply `change` to the tensors of a shard, and write the shard and its hash."""
+    path = cache / shard_name(number)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        identity = file.metadata()[CACHE_KEY]
+    change(tensors)
+    save_file(tensors, path, metadata={CACHE_KEY: identity})
+    index = json.loads((cache / INDEX).read_text())
+    index["sha256"][shard_name(number)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (cache / INDEX).write_text(json.dumps(index))

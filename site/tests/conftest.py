@@ -1,0 +1,94 @@
+"""Before any test: enable SIGINT, and give the tests that share processes or folders to one worker.
+
+A shell starts background jobs, such as continuous integration, with SIGINT ignored, and their children inherit this.
+"""
+
+import signal
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import shard_ranks
+import torch
+import transformers
+from packaging.version import Version
+
+from stillhouse.parallel.build import PIPELINE_TORCH
+
+# no deadline, because the time of an example depends on the load of the machine
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+#: modules whose tests share processes or folders, by the group that one worker runs
+TOGETHER = {
+    "test_parity": "ranks of parity",
+    "test_teacher_prefetch": "ranks of parity",
+    "test_gathering": "ranks of parity",
+    "test_objective_mixture_shards": "ranks of shards",
+    "test_objective_shards": "ranks of shards",
+    "test_objective_shards_layout": "ranks of shards",
+    "test_train_layouts": "layouts",
+    "test_megatron": "ranks of megatron",
+    "test_megatron_example": "ranks of megatron",
+    "test_demo_run": "demo",
+    "test_train_adapter": "adapter",
+    "test_parallel_loading": "loading",
+    "test_teacher_cache": "cache",
+    "test_teacher_cache_layouts": "cache",
+    "test_checkpoints": "faults of checkpoints",
+    "test_origins": "faults of checkpoints",
+    "test_ranks_agree": "faults of checkpoints",
+    "test_signals": "faults of signals",
+    "test_teacher_served": "served",
+    "test_teacher_served_layouts": "served",
+    "test_hung_rank": "faults of ranks",
+}
+
+#: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
+LONGEST = ("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_hung_rank", "test_signals")
+
+TRANSFORMERS = Version(transformers.__version__)
+#: with an older transformers, these modules cannot be imported: its models have no layers for multi-token prediction
+collect_ignore = (
+    [] if Version("5.20") <= TRANSFORMERS else ["test_mtp.py", "test_mtp_decoder.py", "test_mtp_drafting.py"]
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What runs fetch from servers goes to a temporary folder, not to that of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STILLHOUSE_CACHE", str(tmp_path_factory.getbasetemp() / "downloads"))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_rest() -> Iterator[None]:
+    """End idle ranks after a module, because their threads cost time."""
+    yield
+    shard_ranks.rest()
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        if missing := _missing(item):
+            item.add_marker(pytest.mark.skip(reason=missing))
+        if group := TOGETHER.get(item.path.stem):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def _missing(item: pytest.Function) -> str:
+    """The version of a library that a test's layout needs, if an older one is installed; else ""."""
+    case = getattr(item.module, "CASE", None)
+    if hasattr(item, "callspec"):
+        case = item.callspec.params.get("case", case)
+    for layout in (getattr(case, "layout", None), getattr(case, "teacher", None)):
+        if getattr(layout, "stages", 1) > 1 and torch.__version__ < PIPELINE_TORCH:
+            return f"a pipeline needs torch {PIPELINE_TORCH}"
+        if getattr(layout, "degrees", None) and layout.degrees.expert > 1 and Version("5.22") > TRANSFORMERS:
+            return "expert parallelism needs transformers 5.22"
+    return ""

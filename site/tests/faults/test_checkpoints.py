@@ -1,0 +1,384 @@
+"""Checkpoints that are damaged, exchanged or incomplete: an error names them, and a run resumes from an older one."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from runs import contents, run, save_model, write_run
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+from stillhouse import cli
+from stillhouse.train import integrity
+from stillhouse.train.integrity import require_covered, stored_tensors
+from stillhouse.train.progress import DamagedCheckpointError, State, _hash, write_state
+
+NEWEST, BEFORE = "step-00000004", "step-00000002"
+LAYOUTS = ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "context", "pipeline"))]
+
+
+def at_once() -> None:
+    """Let every rank print its error at once, without waiting for rank 0."""
+    cli.SECONDS_FOR_FIRST = 0.0
+
+
+def interrupted(whole: Path, folder: Path) -> Path:
+    """Copy `whole`/out to a new folder, in the state of a run that was killed after step 4."""
+    out = folder / "out"
+    shutil.copytree(whole / "out", out)
+    for name in ("model", "checkpoints/step-00000006"):
+        shutil.rmtree(out / name)
+    for name in ("hashes.json", "report.html"):
+        (out / name).unlink(missing_ok=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run in one process with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    run("distill", folder / "run.yaml")
+    return folder
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same run on two ranks."""
+    folder, override = tmp_path_factory.mktemp(request.param), f"parallel.{request.param}=2"
+    write_run(folder, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    assert Ranks(2, "distill", folder / "run.yaml", override).wait() == [0, 0]
+    return folder, override
+
+
+def distill_on_two(folder: Path, out: Path, *overrides: str) -> Ranks:
+    ranks = Ranks(2, "distill", folder / "run.yaml", f"out={out}", *overrides, hook=at_once)
+    ranks.wait()
+    return ranks
+
+
+def lost(resume: Path) -> str:
+    (resume / second(resume)).unlink()
+    return "is lost"
+
+
+def stale(resume: Path) -> str:
+    shutil.copy(resume.parents[1] / BEFORE / "resume" / second(resume), resume / second(resume))
+    return "is not what was written"
+
+
+def second(resume: Path) -> str:
+    """The file of rank 1."""
+    (name,) = (path.name for path in resume.glob("shard-00002-*"))
+    return name
+
+
+@pytest.mark.parametrize("damage", [lost, stale])
+def test_a_damaged_file_of_one_rank_is_named(
+    layout: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    folder, override = layout
+    out = interrupted(folder, tmp_path)
+    resume = out / "checkpoints" / NEWEST / "resume"
+    name, problem = second(resume), damage(resume)
+    before = contents(out)
+    refused = distill_on_two(folder, out, override)
+    assert [command.process.exitcode for command in refused] == [1, 1]
+    for command, prefix in zip(refused, ("error: ", "error on rank 1: "), strict=True):
+        assert command.err == (
+            f"{prefix}{out}/checkpoints/{NEWEST} is damaged: resume/{name} {problem}"
+            f"{' (its hash differs)' if damage is stale else ''}; with checkpoint.fallback=true the run continues "
+            f"from {BEFORE}, the checkpoint before it\n"
+        )
+    assert contents(out) == before
+    resumed = distill_on_two(folder, out, override, "checkpoint.fallback=true")
+    assert [command.process.exitcode for command in resumed] == [0, 0], resumed.texts
+    assert f"resuming from {out}/checkpoints/{BEFORE}\n" in resumed[0].out
+    assert contents(out / "model") == contents(folder / "out" / "model")
+    assert (out / "checkpoints" / f"{NEWEST}.damaged").is_dir()
+
+
+def zeroed(newest: Path) -> str:
+    path = next((newest / "resume").glob("*.safetensors"))
+    raw = bytearray(path.read_bytes())
+    raw[-64:] = bytes(64)
+    path.write_bytes(raw)
+    return f"resume/{path.name} is not what was written (its hash differs)"
+
+
+def without_moments(newest: Path) -> str:
+    path = next((newest / "resume").glob("*.safetensors"))
+    save_file({name: each for name, each in load_file(path).items() if "exp_avg" not in name}, path)
+    return f"resume/{path.name} is not what was written (its hash differs)"
+
+
+def one_too_many(newest: Path) -> str:
+    shutil.copy(next((newest / "resume").glob("*.safetensors")), newest / "resume" / "other.safetensors")
+    return "resume/other.safetensors does not belong to it"
+
+
+def edited_step(newest: Path) -> str:
+    text = (newest / "state.json").read_text()
+    assert '"step": 4' in text
+    (newest / "state.json").write_text(text.replace('"step": 4', '"step": 5'))
+    return "its state.json is not what was written (its hash differs)"
+
+
+def state(content: str) -> Callable[[Path], str]:
+    def damage(newest: Path) -> str:
+        (newest / "state.json").write_text(content)
+        return "its state.json "
+
+    return damage
+
+
+def of_another_step(newest: Path) -> str:
+    shutil.copy(newest.parent / BEFORE / "state.json", newest / "state.json")
+    return "is the checkpoint of step 2: expected the name step-00000002"
+
+
+DAMAGE = {
+    "zeroed bytes": zeroed,
+    "no moments": without_moments,
+    "a file too many": one_too_many,
+    "an edited step": edited_step,
+    "the state of another step": of_another_step,
+    "half a state": state('{"progress": {"st'),
+    "an empty state": state(""),
+    "a list as state": state("[1, 2]"),
+    "a state without hashes": state('{"step": 4, "tokens": 1}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_within_a_checkpoint(whole: Path, tmp_path: Path, damage: str) -> None:
+    out = interrupted(whole, tmp_path)
+    problem = DAMAGE[damage](out / "checkpoints" / NEWEST)
+    before = contents(out)
+    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    assert refused.err.startswith(f"error: {out}/checkpoints/{NEWEST} ")
+    assert problem in refused.err
+    assert refused.err.endswith(
+        f"; with checkpoint.fallback=true the run continues from {BEFORE}, the checkpoint before it\n"
+    )
+    assert contents(out) == before
+    run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true")
+    assert contents(out / "model") == contents(whole / "out" / "model")
+    assert (out / "checkpoints" / f"{NEWEST}.damaged").is_dir()
+
+
+def test_a_wrong_type_with_a_right_hash(whole: Path, tmp_path: Path) -> None:
+    """The step is text, as another version of the package could write it."""
+    out = interrupted(whole, tmp_path)
+    path = out / "checkpoints" / NEWEST / "state.json"
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    content["progress"]["step"] = "4"
+    path.write_text(json.dumps(content | {"sha256": _hash(content)}))
+    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    assert "is of another version: state.json: progress.step: Input should be a valid integer" in refused.err
+
+
+def test_the_only_checkpoint_is_damaged(whole: Path, tmp_path: Path) -> None:
+    out = interrupted(whole, tmp_path)
+    shutil.rmtree(out / "checkpoints" / BEFORE)
+    zeroed(out / "checkpoints" / NEWEST)
+    refused = run("distill", whole / "run.yaml", f"out={out}", "checkpoint.fallback=true", code=1)
+    assert "there is no earlier checkpoint: choose another folder as out to start again" in refused.err
+
+
+def test_an_older_damaged_checkpoint_is_a_warning_and_is_kept(whole: Path, tmp_path: Path) -> None:
+    """A damaged checkpoint is not the best one and is not removed, and the run does not stop."""
+    out = interrupted(whole, tmp_path)
+    (out / "checkpoints" / BEFORE / "state.json").write_text("{")
+    ended = run("distill", whole / "run.yaml", f"out={out}", "checkpoint.keep=1")
+    assert f"warning: {out}/checkpoints/{BEFORE} is damaged: its state.json cannot be read" in ended.out
+    assert (out / "checkpoints" / BEFORE).is_dir()
+    assert contents(out / "model") == contents(whole / "out" / "model")
+
+
+def test_chunks_that_overlap_by_as_much_as_they_leave_out() -> None:
+    """Overlap and gap have the same size, so the number of elements is right."""
+    chunks = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([4, 3])) for at in (0, 4, 6)]
+    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([12, 3]), chunks)
+    with pytest.raises(DamagedCheckpointError, match=r"the 3 chunks of 'w' hold 36 of 36 elements, and overlap"):
+        require_covered(Path("checkpoint"), {"w": stored})
+    moved = [*chunks[:2], ChunkStorageMetadata(torch.Size([8, 0]), torch.Size([4, 3]))]
+    require_covered(Path("checkpoint"), {"w": TensorStorageMetadata(stored.properties, stored.size, moved)})
+
+
+def test_moments_that_are_absent_though_all_hashes_are_right(whole: Path, tmp_path: Path) -> None:
+    """Only the parameters that the state lists may lack optimizer state."""
+    out = interrupted(whole, tmp_path)
+    newest = out / "checkpoints" / NEWEST
+    path = next((newest / "resume").glob("*.safetensors"))
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    kept = {name: each for name, each in load_file(path).items() if "norm.weight.exp_avg" not in name}
+    save_file(kept, path, metadata=header)
+    state = integrity.read_state(newest)
+    state.files[f"resume/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    write_state(newest, state)
+    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    assert "does not fit this student: 'optimizer.state." in refused.err
+    assert "is absent in the checkpoint" in refused.err
+
+
+def test_a_checkpoint_given_by_its_path_is_verified_too(whole: Path, tmp_path: Path) -> None:
+    out = interrupted(whole, tmp_path)
+    zeroed(out / "checkpoints" / NEWEST)
+    given = f"checkpoint.resume={out}/checkpoints/{NEWEST}"
+    refused = run("distill", whole / "run.yaml", given, f"out={tmp_path}/other", code=1)
+    assert "is not what was written (its hash differs); name another checkpoint as checkpoint.resume" in refused.err
+    assert not (tmp_path / "other" / "config.yaml").exists()
+
+
+def test_chunks_cover_a_tensor_once(layout: tuple[Path, str], tmp_path: Path) -> None:
+    """This is checked by the headers only, not by the hashes."""
+    path = layout[0] / "out" / "checkpoints" / NEWEST
+    stored = stored_tensors(path / "resume")
+    require_covered(path, stored)
+    name, each = next(
+        (name, each) for name, each in stored.items() if len(each.chunks) > 1 or "pipeline" in str(path)
+    )
+    for chunks in ([*each.chunks, each.chunks[0]], each.chunks[:-1]):
+        with pytest.raises(DamagedCheckpointError, match=rf"chunks of '{name}' hold"):
+            require_covered(path, stored | {name: type(each)(each.properties, each.size, chunks)})
+
+
+@pytest.mark.parametrize("which", ["student", "teacher", "base of an adapter"])
+def test_a_model_that_was_replaced(tmp_path: Path, which: str) -> None:
+    """Another model under the same path and with the same shapes."""
+    adapter = {"student.adapter": {"r": 4}} if which == "base of an adapter" else {}
+    write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9}, **adapter)
+    run("distill", tmp_path / "run.yaml")
+    out = interrupted(tmp_path, tmp_path / "half")
+    name, family = ("teacher", "qwen3") if which == "teacher" else ("student", "llama")
+    shutil.rmtree(tmp_path / name)
+    save_model(tmp_path / name, family, seed=7)
+    before = contents(out)
+    refused = run("distill", tmp_path / "run.yaml", f"out={out}", code=1)
+    assert f"error: {name}: its files have changed since {out}/checkpoints/{NEWEST} was written" in refused.err
+    assert contents(out) == before
+    assert name in run("check", tmp_path / "run.yaml", f"out={out}", code=1).err
+
+
+def huge_update(folder: Path) -> list[str]:
+    return [str(folder / "run.yaml"), "train.learning_rate=1e308", "train.warmup=0", "checkpoint.every=1"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_are_checked_before_they_are_saved(tmp_path: Path, processes: int) -> None:
+    write_run(tmp_path)
+    if processes == 1:
+        err = run("distill", *huge_update(tmp_path), code=1).err
+    else:
+        ranks = Ranks(2, "distill", *huge_update(tmp_path), hook=at_once)
+        assert ranks.wait() == [1, 1]
+        err = ranks[0].err
+    assert err.startswith("error: step 1: 'student.backbone.")
+    assert "not finite after the update, so no checkpoint of it is written" in err
+    assert list((tmp_path / "out" / "checkpoints").iterdir()) == []
+
+
+def test_a_log_that_is_not_the_one_of_the_checkpoint(whole: Path, tmp_path: Path) -> None:
+    for damage in ("lost", "edited"):
+        out = interrupted(whole, tmp_path / damage)
+        log = out / "metrics.jsonl"
+        if damage == "lost":
+            log.unlink()
+        else:
+            text = log.read_text()
+            log.write_text(text.replace('"step": 2,', '"step": 3,', 1))
+        refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+        assert f"error: {log} is damaged: its first " in refused.err
+        run("distill", whole / "run.yaml", f"out={out}/again", f"checkpoint.resume={out}/checkpoints/{NEWEST}")
+        assert contents(out / "again" / "model") == contents(whole / "out" / "model")
+
+
+def test_the_model_of_a_complete_run_is_verified(whole: Path, tmp_path: Path) -> None:
+    """Exit code 0 means that the model is there, so it must be the model that was written."""
+    out = tmp_path / "out"
+    shutil.copytree(whole / "out", out)
+    weights = out / "model" / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-9] ^= 1
+    weights.write_bytes(raw)
+    refused = run("distill", whole / "run.yaml", f"out={out}", code=1)
+    problem = "these files are not what was written: model/model.safetensors; remove that"
+    assert f"error: {out}/model is damaged: {problem}" in refused.err
+    shutil.rmtree(out / "model")
+    run("distill", whole / "run.yaml", f"out={out}")
+    assert contents(out / "model") == contents(whole / "out" / "model")
+    (out / "hashes.json").unlink()
+    assert "(not compared: there is no hashes.json)" in run("distill", whole / "run.yaml", f"out={out}").out
+
+
+def test_verify_says_what_is_wrong(whole: Path, tmp_path: Path) -> None:
+    rows = run("verify", whole / "out").out.splitlines()
+    assert [row.split()[:2] for row in rows] == [
+        [name, "ok"] for name in ("config.yaml", BEFORE, NEWEST, "step-00000006", "metrics.jsonl", "model")
+    ]
+    assert "steps 1 to 6, each once; 4 evaluations" in rows[4]
+    for name, change in {
+        f"checkpoints/{NEWEST}/student/model.safetensors": NEWEST,
+        f"checkpoints/{BEFORE}/state.json": BEFORE,
+        "model/config.json": "model",
+        "metrics.jsonl": "metrics.jsonl",
+        "config.yaml": "config.yaml",
+    }.items():
+        out = tmp_path / change / "out"
+        shutil.copytree(whole / "out", out)
+        raw = bytearray((out / name).read_bytes())
+        raw[len(raw) // 2] ^= 1
+        (out / name).write_bytes(raw)
+        failed = run("verify", out, code=1)
+        assert [row.split()[0] for row in failed.out.splitlines() if " WRONG " in row] == [change]
+        assert failed.err == f"error: {out}: 1 of 6 parts are wrong: {change}\n"
+
+
+def test_verify_counts_steps(whole: Path, tmp_path: Path) -> None:
+    out = interrupted(whole, tmp_path)
+    shutil.rmtree(out / "checkpoints")
+    log = out / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    for changed, problem in (([*lines, lines[-2]], "more than once"), (lines[:2] + lines[3:], "steps from 1 to 6")):
+        log.write_text("".join(changed))
+        assert problem in run("verify", out, code=1).out
+    assert "contains no run" in run("verify", tmp_path, code=1).err
+
+
+def other_state(rank: int) -> None:
+    """One rank cannot read the newest checkpoint, but the others can."""
+    at_once()
+    if int(os.environ["RANK"]) != rank:
+        return
+    original = integrity.read_state
+
+    def read(path: Path) -> State:
+        if path.name == NEWEST:
+            raise DamagedCheckpointError(f"{path} is damaged: stale file handle")
+        return original(path)
+
+    integrity.read_state = read
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_that_one_rank_finds_is_refused_by_all(layout: tuple[Path, str], tmp_path: Path, rank: int) -> None:
+    """No rank resumes from another checkpoint than the others."""
+    folder, override = layout
+    out = interrupted(folder, tmp_path)
+    arguments = ["distill", folder / "run.yaml", f"out={out}", override]
+    refused = Ranks(2, *arguments, hook=other_state, hook_arguments=(rank,))
+    assert refused.wait() == [1, 1]
+    assert all(f"{out}/checkpoints/{NEWEST} is damaged: stale file handle; " in command.err for command in refused)
+    resumed = Ranks(2, *arguments, "checkpoint.fallback=true", hook=other_state, hook_arguments=(rank,))
+    assert resumed.wait() == [0, 0], resumed.texts
+    assert contents(out / "model") == contents(folder / "out" / "model")

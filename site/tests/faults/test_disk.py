@@ -1,0 +1,205 @@
+"""A full disk, or a folder that is moved, removed or read-only, gives one line at the next write; nothing is lost."""
+
+import errno
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from runs import Command, contents, run, write_run
+from serving import Server
+from test_checkpoints import at_once
+from test_on_policy import write
+
+from stillhouse.train import checkpoint
+from stillhouse.train.logging import RunLog
+
+PUBLISHED = 100_000  # too little for one version of the weights
+BYTES = 2_000_000  # size of the small disk: enough for one checkpoint of these runs, but not for two
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A separate file system with little space."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={BYTES}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Fill the disk, and return the file that does it."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        file.writelines(itertools.repeat(bytes(1024)))
+    return path
+
+
+def skip_space_check() -> None:
+    """Skip the check of free space, as if another process filled the disk while the checkpoint is written."""
+    at_once()
+    checkpoint.require_space = lambda *_: None
+
+
+def ended(folder: Path, out: Path, processes: int, hook: Callable[[], None]) -> tuple[list[int], str]:
+    """Return the exit codes of a run, and rank 0's errors."""
+    arguments = ["distill", folder / "run.yaml", f"out={out}"]
+    if processes == 1:
+        command = Command(*arguments, hook=hook)
+        return [command.wait()], command.err
+    ranks = Ranks(processes, *arguments, hook=hook)
+    return ranks.wait(), ranks[0].err
+
+
+@pytest.mark.parametrize(
+    ("processes", "hook"),
+    [
+        (1, at_once),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, skip_space_check), (2, skip_space_check), (2, at_once))
+        ),
+    ],
+)
+def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[[], None]) -> None:
+    write_run(tmp_path, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    out = disk / "out"
+    folder = out / "checkpoints"
+    codes, err = ended(tmp_path, out, processes, hook)
+    assert set(codes) == {1}
+    unfinished = folder / "step-00000004.partial"
+    path = folder / "step-00000004" if hook is skip_space_check else folder
+    figures = r"([\d,]+) bytes are free on its disk and ([\d,]+) bytes are needed; all complete files are intact"
+    found = re.fullmatch(rf"error: {path} cannot be written: {figures}.*\n", err)
+    assert found is not None, err
+    free, needed = (int(group.replace(",", "")) for group in found.groups())
+    written = contents(folder / "step-00000002")
+    size = sum(len(each) for name, each in written.items() if name.endswith(".safetensors"))
+    assert free < BYTES
+    assert 0.95 * size < needed <= size
+    assert unfinished.exists() == (hook is skip_space_check)
+    run("verify", out)
+
+    # the incomplete checkpoint is removed before a new one is written; then the disk is too small again
+    filler = fill(disk)
+    codes, err = ended(tmp_path, out, processes, at_once)
+    assert set(codes) == {1}
+    assert err.startswith(f"error: {folder if hook is skip_space_check else out / 'config.yaml'} cannot be written: ")
+    assert not unfinished.exists()
+    filler.unlink()
+    subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
+    codes, err = ended(tmp_path, out, processes, at_once)
+    assert set(codes) == {0}, err
+    assert ended(tmp_path, tmp_path / "undisturbed", processes, at_once)[0] == codes
+    assert contents(out / "model") == contents(tmp_path / "undisturbed" / "model")
+
+
+def test_a_full_disk_under_the_log(tmp_path: Path, disk: Path) -> None:
+    write_run(tmp_path, **{"checkpoint.every": 0, "train.steps": 400})
+    failed = Command("distill", tmp_path / "run.yaml", f"out={disk}/out", hook=fill_at, hook_arguments=(3, str(disk)))
+    assert failed.wait() == 1
+    assert failed.err.startswith(f"error: {disk}/out/metrics.jsonl cannot be written: ")
+    assert failed.err.count("\n") == 1
+
+
+def at_step(step: int, act: Callable[[], None]) -> None:
+    original = RunLog.train
+
+    @functools.wraps(original)
+    def wrapped(log: RunLog, at: int, *others: Any) -> None:
+        if at == step:
+            act()
+        original(log, at, *others)
+
+    RunLog.train = wrapped  # type: ignore[method-assign]
+
+
+def fill_at(step: int, disk: str) -> None:
+    at_step(step, lambda: fill(Path(disk)) and None)
+
+
+def move_at(step: int, out: str, to: str) -> None:
+    at_step(step, lambda: os.rename(out, to))
+
+
+def remove_at(step: int, out: str) -> None:
+    at_step(step, lambda: shutil.rmtree(out))
+
+
+def protect_at(step: int, out: str) -> None:
+    """Run as a user whose permissions are checked (not root)."""
+
+    def protect() -> None:
+        os.chmod(out, 0o555)
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+
+    at_step(step, protect)
+
+
+@pytest.mark.parametrize("fault", ["moved", "removed", "read-only"])
+def test_a_folder_that_is_gone_stops_the_run_at_the_next_write(tmp_path: Path, fault: str) -> None:
+    write_run(tmp_path, **{"checkpoint.every": 2, "train.steps": 1000, "eval.every": 0})
+    out = tmp_path / "out"
+    hook, arguments = {
+        "moved": (move_at, (5, str(out), str(tmp_path / "moved"))),
+        "removed": (remove_at, (5, str(out))),
+        "read-only": (protect_at, (5, str(out))),
+    }[fault]
+    failed = Command("distill", tmp_path / "run.yaml", hook=hook, hook_arguments=arguments)
+    assert failed.wait() == 1
+    reason = os.strerror(errno.EACCES if fault == "read-only" else errno.ENOENT)
+    assert failed.err.startswith(f"error: {out}/metrics.jsonl cannot be written: {reason}; ")
+    # the user of the read-only case may not remove the parent's files, so the process prints more lines
+    if fault != "read-only":
+        assert failed.err.count("\n") == 1
+    if fault == "removed":
+        assert not out.exists()
+        return
+    left = tmp_path / "moved" if fault == "moved" else out
+    left.chmod(0o755)
+    assert json.loads((left / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
+    run("verify", left)
+
+
+def test_a_full_disk_under_the_report(tmp_path: Path, disk: Path) -> None:
+    """The run is complete, but its report is missing."""
+    write_run(tmp_path)
+    run("distill", tmp_path / "run.yaml", f"out={disk}/out", "checkpoint.every=0")
+    (disk / "out" / "report.html").unlink()
+    fill(disk)
+    failed = run("report", disk / "out", code=1)
+    assert failed.err.startswith(f"error: {disk}/out/report.html cannot be written: No space left on device; the run")
+    run("verify", disk / "out")
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp=1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp=2", "pipeline=2"))]
+)
+def test_a_full_disk_under_published_weights(tmp_path: Path, disk: Path, layout: str) -> None:
+    """Under pipeline parallelism each rank writes a file, and one of them fails first: both must end."""
+    processes = int(layout[-1])
+    write(tmp_path, **{"rollout.weights": str(disk), "rollout.engine": "stillhouse", "rollout.url": "http://x"})
+    subprocess.run(["mount", "-o", f"remount,size={PUBLISHED}", str(disk)], check=True)
+    with Server(tmp_path / "student", "--generate") as server:
+        arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")
+        failed = Ranks(processes, *arguments, hook=at_once)
+        assert failed.wait() == [1] * processes, failed.texts
+        assert re.fullmatch(
+            rf"error: {disk}/\w+ cannot be written: [\d,]+ bytes are free on its disk; .*\n", failed[0].err
+        ), failed[0].err
+        assert all(each.err.count("\n") == 1 for each in failed)
+        subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
+        again = Ranks(processes, *arguments, hook=at_once)
+        assert again.wait() == [0] * processes, again.texts

@@ -1,0 +1,278 @@
+"""If a rank hangs, the job ends after `train.timeout` with an error that names the rank.
+
+If a rank dies, the job ends at once. Both errors are one line.
+"""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import Ranks
+from runs import contents, run, wait_for, write_run
+from test_train_resume import evaluations, last_step, losses
+
+from stillhouse.parallel import Degrees, Mesh, watchdog
+from stillhouse.parallel.processes import start
+from stillhouse.train import inputs
+from stillhouse.train import run as run_module
+from stillhouse.train.logging import NoLog, RunLog
+
+LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]
+SECONDS, LIMIT = 5, 180
+LOST = "lost contact with another rank, which has ended or hangs"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models, data and a run.yaml of 12 steps."""
+    folder = tmp_path_factory.mktemp("hung")
+    write_run(folder, **{"train.steps": 12, "checkpoint.every": 2, "train.timeout": SECONDS})
+    return folder
+
+
+def sleep_at(step: int, seconds: float) -> None:
+    """Let the main thread of this rank sleep after it has written the line of a step."""
+    for log in (RunLog, NoLog):
+
+        def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
+            original(own, at, *others)
+            if at == step:
+                time.sleep(seconds)
+
+        log.train = wrapped  # type: ignore[method-assign]
+
+
+def stop_at(step: int) -> None:
+    """Stop all threads of this rank after it has written the line of a step."""
+    for log in (RunLog, NoLog):
+
+        def wrapped(own: Any, at: int, *others: Any, original: Any = log.train) -> None:
+            original(own, at, *others)
+            if at == step:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        log.train = wrapped  # type: ignore[method-assign]
+
+
+def stop_one_rank(folder: Path, out: Path, layout: str, rank: int, **options: Any) -> Ranks:
+    """Run two ranks and stop one after step 5. When the other one has ended, kill the stopped one."""
+    arguments = ["distill", folder / "run.yaml", f"parallel.{layout}", f"out={out}"]
+    ranks = Ranks(2, *arguments, hook=stop_at, hook_arguments=(5,), hook_rank=rank, **options)
+    assert ranks[1 - rank].wait(LIMIT) == 1, ranks.texts
+    ranks.send(signal.SIGKILL, rank)
+    ranks.wait()
+    return ranks
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_stopped_rank_is_named(folder: Path, rank: int) -> None:
+    """The same command then resumes and ends like an undisturbed run."""
+    undisturbed, out = folder / "undisturbed", folder / f"stopped {rank}"
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2"]
+    ranks = stop_one_rank(folder, out, "fsdp=2", rank)
+    which = "error: " if rank == 1 else "error on rank 1: "
+    assert ranks[1 - rank].err.startswith(f"{which}rank {rank} (")
+    assert f", process {ranks[rank].process.pid}) has sent no heartbeat for {SECONDS} s" in ranks[1 - rank].err
+    assert ranks[1 - rank].err.count("\n") == 1
+    if rank == 0:
+        return
+    for folder_of_run in (undisturbed, out):
+        ranks = Ranks(2, *arguments, f"out={folder_of_run}")
+        assert ranks.wait() == [0, 0], ranks.texts
+    assert "resuming from" in ranks[0].out
+    assert contents(out / "model") == contents(undisturbed / "model")
+    assert losses(out) == losses(undisturbed)
+    assert evaluations(out) == evaluations(undisturbed)
+
+
+def test_rank_0_may_hold_the_store(folder: Path) -> None:
+    """If rank 0 is stopped, the store does not answer, or the last heartbeat in it becomes too old."""
+    ranks = stop_one_rank(folder, folder / "store", "fsdp=2", 0, store_in_rank_0=True)
+    silent = "rank 0 on 127.0.0.1, which holds the job's store, has not answered for", "has sent no heartbeat for"
+    assert ranks[1].err.startswith("error on rank 1: rank 0 ")
+    assert any(f"{each} {SECONDS} s (train.timeout)" in ranks[1].err for each in silent)
+    assert ranks[1].err.endswith("; a run continues from its last checkpoint\n")
+    assert ranks[1].err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("store_in_rank_0", [False, True])
+def test_a_stopped_rank_is_named_under_every_layout(
+    folder: Path, layout: str, rank: int, store_in_rank_0: bool
+) -> None:
+    out = folder / f"{layout} {rank} {store_in_rank_0}"
+    ranks = stop_one_rank(folder, out, layout, rank, store_in_rank_0=store_in_rank_0)
+    assert f"rank {rank} (" in ranks[1 - rank].err or (rank == 0 and "rank 0 on 127.0.0.1" in ranks[1].err)
+    assert ranks[1 - rank].err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_main_thread_that_hangs_is_found_too(folder: Path) -> None:
+    """Its process still sends heartbeats, but the rank stays one step behind the other rank."""
+    out = folder / "asleep"
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", "data.eval=0", f"out={out}"]
+    ranks = Ranks(2, *arguments, hook=sleep_at, hook_arguments=(5, LIMIT), hook_rank=1)
+    assert ranks[0].wait(LIMIT) == 1, ranks.texts
+    ranks.send(signal.SIGKILL)
+    assert "step" in ranks[0].err
+    assert "has made no progress" in ranks[0].err or "is still at step 5" in ranks[0].err
+    assert ranks[0].err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_only_slow_is_not_ended(folder: Path) -> None:
+    """A pause shorter than the limit is accepted, and so is a long stop of all ranks, as of a suspended job."""
+    out = folder / "slow"
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={out}"]
+    ranks = Ranks(2, *arguments, hook=sleep_at, hook_arguments=(5, SECONDS / 2))
+    wait_for(lambda: last_step(out) == 5)
+    ranks.send(signal.SIGSTOP)
+    time.sleep(2 * SECONDS)
+    ranks.send(signal.SIGCONT)
+    assert ranks.wait() == [0, 0], ranks.texts
+    assert ranks.err == ""
+
+
+def fail_in_prepare(seconds: float) -> None:
+    """Let this rank fail while it loads its data, or take `seconds` for it."""
+    original = inputs.load_data
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        if seconds < SECONDS:
+            raise ValueError("no such file here")
+        return original(*arguments)
+
+    inputs.load_data = wrapped
+
+
+def hang_before_meeting() -> None:
+    """Let this rank hang before it connects to its launcher's store."""
+    run_module.candidates = lambda *_: time.sleep(LIMIT)
+
+
+def test_a_rank_that_does_not_join(folder: Path) -> None:
+    """One rank hangs before it joins the others."""
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'absent'}"]
+    ranks = Ranks(2, *arguments, hook=hang_before_meeting, hook_rank=1)
+    assert ranks[0].wait(LIMIT) == 1, ranks.texts
+    ranks.send(signal.SIGKILL)
+    assert ranks[0].err.startswith(f"error: rank 1 has not joined the others within {SECONDS} s (train.timeout)")
+    assert ranks[0].err.count("\n") == 1
+
+
+def test_a_rank_that_does_not_end_reading_its_data(folder: Path) -> None:
+    """The rank sends heartbeats, but the others have waited for it longer than the limit."""
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", f"out={folder / 'reading'}"]
+    ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(LIMIT,), hook_rank=1)
+    assert ranks[0].wait(LIMIT) == 1, ranks.texts
+    ranks.send(signal.SIGKILL)
+    assert ranks[0].err.startswith("error: rank 1 (")
+    assert "is still at reading the data, while this rank has waited at comparing data and models" in ranks[0].err
+    assert ranks[0].err.count("\n") == 1
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_fails_while_the_others_wait_for_it(folder: Path, failing: int) -> None:
+    """The failing rank's error is printed, and the others end quickly when the launcher asks them to."""
+    arguments = ["distill", folder / "run.yaml", "parallel.fsdp=2", "train.timeout=60", f"out={folder / 'fails'}"]
+    ranks = Ranks(2, *arguments, hook=fail_in_prepare, hook_arguments=(0,), hook_rank=failing)
+    codes = ranks.wait(grace=1)
+    assert codes[failing] == 1
+    assert codes[1 - failing] in (1, 143), (
+        "expected 1 (lost contact with the failing rank) or 143 (ended by the launcher)"
+    )
+    assert "no such file here" in ranks[failing].err
+    assert "Traceback" not in ranks.err
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ("fsdp=2", 1),
+        *(
+            pytest.param(layout, rank, marks=pytest.mark.slow)
+            for layout in LAYOUTS
+            for rank in (0, 1)
+            if (layout, rank) != ("fsdp=2", 1)
+        ),
+    ],
+)
+def test_a_killed_rank_is_one_line_on_the_others(folder: Path, layout: str, rank: int) -> None:
+    out = folder / f"killed {layout} {rank}"
+    ranks = Ranks(2, "distill", folder / "run.yaml", f"parallel.{layout}", f"out={out}", "train.steps=100000")
+    wait_for(lambda: last_step(out) >= 3)
+    ranks.send(signal.SIGKILL, rank)
+    assert ranks[1 - rank].wait(LIMIT) == 1
+    (line,) = ranks[1 - rank].err.splitlines()
+    assert line.startswith(f"error: {LOST}" if rank == 1 else ("error on rank 1: "))
+    assert LOST in line or "rank 0 (" in line
+    assert "continues from" in line
+
+
+def test_one_process_has_no_watchdog(folder: Path) -> None:
+    run("distill", folder / "run.yaml", f"out={folder / 'one'}", "train.timeout=0.001", "train.steps=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_ends_the_job(folder: Path, rank: int) -> None:
+    """torchrun kills the stopped process 30 s after the other one has ended."""
+    out = folder / f"torchrun {rank}"
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "stillhouse"]
+    arguments = ["distill", folder / "run.yaml", f"out={out}", "parallel.fsdp=2", "train.steps=100000"]
+    arguments.append("train.timeout=10")  # a shorter limit could end while the ranks still import
+    with subprocess.Popen(
+        [sys.executable, "-m", *launcher, *arguments],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+    ) as job:
+        wait_for(lambda: last_step(out) >= 3, LIMIT)
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(children[rank]), signal.SIGSTOP)
+        _, err = job.communicate(timeout=LIMIT)
+    assert job.returncode == 1
+    assert f"rank {rank} (" in err
+    assert f"process {children[rank]}) has sent no heartbeat for 10 s" in err
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def group_timeouts(rank: int, port: int, results: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import torch
+
+    device = torch.device("cpu")
+    start(device, 20000.0)
+    mesh = Mesh(Degrees(fsdp=2), device)
+    groups = [dist.group.WORLD, mesh.everyone, *mesh.weights.get_all_groups(), *mesh.tokens.get_all_groups()]
+    results.put({group._get_backend(device).options._timeout.total_seconds() for group in groups})
+    dist.barrier()
+    watchdog.stop()
+    dist.destroy_process_group()
+
+
+def test_no_collective_gives_up_before_the_watchdog() -> None:
+    """torch's groups do not inherit the time limit of the default group; NCCL's default is 10 minutes."""
+    import torch.multiprocessing as multiprocessing
+    from ranks import free_port
+
+    context = multiprocessing.get_context("forkserver")
+    results, port = context.Queue(), free_port()
+    processes = [context.Process(target=group_timeouts, args=(rank, port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=LIMIT) for _ in processes] == [{40000.0}, {40000.0}]
+    for process in processes:
+        process.join(LIMIT)
+        assert process.exitcode == 0

@@ -1,0 +1,166 @@
+"""Ranks with different settings, files or folders are refused before the first step."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from runs import Command, contents, run, save_model, wait_for, write_run, write_texts
+from test_checkpoints import at_once, interrupted, whole
+
+from stillhouse.train import agreement
+
+__all__ = ["whole"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agree")
+    write_run(folder)
+    return folder
+
+
+def in_folders(ranks_in: list[str]) -> None:
+    """Give each rank another working directory, as on machines with separate disks, and print errors at once."""
+    at_once()
+    agreement._SECONDS_TO_SEE = 0.5
+    os.chdir(ranks_in[int(os.environ["RANK"])])
+
+
+def in_separate_folders(here: Path, tmp_path: Path, *arguments: Any) -> Ranks:
+    """Start two ranks in different working directories, so that one relative path names two folders."""
+    folders = [tmp_path / "machine 0", tmp_path / "machine 1"]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    return Ranks(2, *arguments, hook=in_folders, hook_arguments=([str(folder) for folder in folders],))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_an_out_that_the_ranks_do_not_share(here: Path, tmp_path: Path, layout: str) -> None:
+    ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", "out=runs/a", f"parallel.{layout}=2")
+    assert ranks.wait() == [1, 1]
+    assert ranks[0].err.startswith("error: out: runs/a is not one folder for all ranks: rank 0 on ")
+    assert "expected a folder on a file system that all machines share\n" in ranks[0].err
+    assert contents(tmp_path) == {}
+
+
+def test_a_run_that_is_complete_on_one_machine_only(here: Path, tmp_path: Path) -> None:
+    run("distill", here / "run.yaml", f"out={tmp_path}/machine 0/runs/a")
+    before = contents(tmp_path)
+    ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", "out=runs/a")
+    assert ranks.wait() == [1, 1]
+    assert "runs/a is not one folder for all ranks" in ranks[0].err
+    assert contents(tmp_path) == before
+
+
+DIFFERENT = [
+    "train.learning_rate=0.002",
+    "seed=1",
+    "objective.temperature=2",
+    "data.train=eval.jsonl",
+    "teacher.model=other",
+]
+
+
+@pytest.mark.parametrize("override", DIFFERENT)
+def test_a_rank_with_another_configuration(here: Path, tmp_path: Path, override: str) -> None:
+    command = ["distill", here / "run.yaml", f"out={tmp_path}/out"]
+    ranks = Ranks(2, *command, hook=at_once, by_rank=[[], [override]])
+    key = override.partition("=")[0]
+    assert ranks.wait() == [2, 2]
+    assert ranks[0].err.startswith(f"error: {key}: rank 0 has ")
+    assert "every rank must be started with the same command and the same file\n" in ranks[0].err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("which", ["data.train", "student", "teacher", "tokenizer"])
+def test_a_rank_with_other_files_under_the_same_name(here: Path, tmp_path: Path, which: str) -> None:
+    """Each rank reads its own copy, as on machines with separate disks."""
+    folders = [tmp_path / "machine 0", tmp_path / "machine 1"]
+    for folder in folders:
+        for name in ("student", "teacher"):
+            shutil.copytree(here / name, folder / name)
+        for name in ("train.jsonl", "eval.jsonl"):
+            shutil.copy(here / name, folder / name)
+    if which == "data.train":
+        write_texts(folders[1] / "train.jsonl", 40, seed=5)
+    elif which == "tokenizer":
+        for name in ("student", "teacher"):
+            path = folders[1] / name / "tokenizer.json"
+            path.write_text(path.read_text().replace('"trim_offsets": true', '"trim_offsets": false'))
+    else:
+        shutil.rmtree(folders[1] / which)
+        save_model(folders[1] / which, "qwen3" if which == "teacher" else "llama", seed=9)
+    local = ["student.model=student", "teacher.model=teacher", "data.train=train.jsonl", "data.eval=eval.jsonl"]
+    ranks = in_separate_folders(here, tmp_path, "distill", here / "run.yaml", f"out={tmp_path}/out", *local)
+    assert ranks.wait() == [1, 1], ranks.texts
+    named = ranks[0].err.partition("error: ")[2].partition(":")[0]
+    assert named == which
+    assert "rank 1 and rank 0 read different files under the same name" in ranks[0].err
+    assert not (tmp_path / "out").exists()
+
+
+def report_older_version(rank: int) -> None:
+    """Let one rank report another version of transformers."""
+    if int(os.environ["RANK"]) == rank:
+        agreement.transformers.__version__ = "5.0.0"
+
+
+def test_unlike_versions_are_a_warning(here: Path, tmp_path: Path) -> None:
+    ranks = Ranks(
+        2, "distill", here / "run.yaml", f"out={tmp_path}/out", hook=report_older_version, hook_arguments=(1,)
+    )
+    assert ranks.wait() == [0, 0]
+    assert "warning: rank 1 runs transformers 5.0.0 and rank 0 runs transformers 5." in ranks[0].out
+
+
+def hold_before_lock(path: str) -> None:
+    """Let the process wait for a file just before it locks the folder."""
+    from stillhouse.train import run as module
+
+    original = module.folder_lock
+
+    def waiting(folder: Any) -> Any:
+        Path(path + ".waiting").touch()
+        wait_for(Path(path).exists)
+        return original(folder)
+
+    module.folder_lock = waiting
+
+
+@pytest.mark.parametrize("ends", ["complete", "killed"])
+def test_a_second_run_that_loaded_while_the_first_one_worked(whole: Path, tmp_path: Path, ends: str) -> None:
+    """The second run starts while the folder is free, and gets the lock after the first one has ended or died."""
+    out, go = tmp_path / "out", tmp_path / "go"
+    arguments = [whole / "run.yaml", f"out={out}"]
+    other = Command(
+        "distill", *arguments, "train.learning_rate=0.5", hook=hold_before_lock, hook_arguments=(str(go),)
+    )
+    wait_for(Path(f"{go}.waiting").exists)
+    if ends == "complete":
+        run("distill", *arguments)
+    else:
+        interrupted(whole, tmp_path)
+    before = contents(out)
+    go.touch()
+    assert other.wait() == 1
+    assert f"error: out: {out} contains another run, with a different train.learning_rate" in other.err
+    assert contents(out) == before | {".lock": b""}
+
+
+def test_the_same_run_started_twice(whole: Path, tmp_path: Path) -> None:
+    """The second run resumes from the first run's last checkpoint, or does nothing if the first is complete."""
+    out, go = tmp_path / "out", tmp_path / "go"
+    arguments = [whole / "run.yaml", f"out={out}"]
+    waiting = [Command("distill", *arguments, hook=hold_before_lock, hook_arguments=(str(go),)) for _ in range(2)]
+    wait_for(Path(f"{go}.waiting").exists)
+    interrupted(whole, tmp_path)
+    go.touch()
+    codes = sorted(each.wait() for each in waiting)
+    assert codes in ([0, 0], [0, 1])
+    assert any(f"resuming from {out}/checkpoints/step-00000004" in each.out for each in waiting)
+    if codes == [0, 1]:
+        assert any("another process is writing to" in each.err for each in waiting)
+    assert contents(out / "model") == contents(whole / "out" / "model")

@@ -1,0 +1,372 @@
+"""Signals that end a run: it stops after a step with a checkpoint, and the resumed run is bitwise the same.
+
+The signals are real. A process sends them to itself at a point that the test chooses, or the test sends them.
+"""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from runs import Command, contents, run, wait_for, write_run
+from signal_hooks import hang_at_step, ignoring_signal_at, interrupt_in, interrupt_main_thread, signal_when
+from test_train_resume import evaluations, last_step, losses, signal_at
+
+LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]
+NAMES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 138}
+LIMIT = 180
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models that have dropout, data, run.yaml, and `whole`, an undisturbed run of 12 steps."""
+    folder = tmp_path_factory.mktemp("signals")
+    write_run(folder, family="gpt2", **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
+    run("distill", folder / "run.yaml", f"out={folder / 'whole'}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A similar folder without a run. Its models are of a family that every layout supports."""
+    folder = tmp_path_factory.mktemp("layouts")
+    write_run(folder, **{"train.steps": 12, "checkpoint.every": 4, "eval.every": 3})
+    return folder
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert contents(one / "model") == contents(other / "model")
+    assert losses(one) == losses(other)
+    assert evaluations(one) == evaluations(other)
+
+
+def assert_stopped(command: Command, name: str, step: int, out: Path) -> None:
+    """Assert that the run reported the stop in one line and has a checkpoint of the step, but no model."""
+    checkpoint = out / "checkpoints" / f"step-{step:08d}"
+    stopped = f"stopped by {name} after step {step}; checkpoint {checkpoint};"
+    *before, last = command.err.splitlines()
+    assert last.startswith(stopped)
+    assert last.endswith("continues from it")
+    assert len(before) == 0 or before == [
+        f"{name}: finishing this step and a checkpoint of it; a second signal ends the run at once"
+    ]
+    assert (checkpoint / "state.json").is_file()
+    assert not (out / "model").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "SIGTERM" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_a_signal_between_two_checkpoints(whole: Path, name: str) -> None:
+    """Step 6 has an evaluation but no checkpoint; step 7 has neither."""
+    step = 7 if name == "SIGTERM" else 6
+    out, number = whole / name, signal.Signals[name]
+    command = Command("distill", whole / "run.yaml", f"out={out}", hook=signal_at, hook_arguments=(step, number))
+    assert command.wait() == NAMES[name]
+    assert_stopped(command, name, step, out)
+    resumed = run("distill", whole / "run.yaml", f"out={out}")
+    assert f"resuming from {out}/checkpoints/step-{step:08d}\n" in resumed.out
+    assert_same_run(out, whole / "whole")
+
+
+def stopped_and_resumed(folder: Path, layout: str, number: signal.Signals, rank: int | None) -> None:
+    """Signal the ranks of a run, resume it, and compare it with an undisturbed run."""
+    arguments = ["distill", folder / "run.yaml", *(f"parallel.{key}" for key in layout.split())]
+    undisturbed, out = folder / f"{layout} undisturbed", folder / f"{layout} {number.name}"
+    ranks = Ranks(2, *arguments, f"out={undisturbed}")
+    assert ranks.wait() == [0, 0], ranks.texts
+    hook = {"hook": signal_at, "hook_arguments": (6, number), "hook_rank": 0}
+    ranks = Ranks(2, *arguments, f"out={out}", **hook) if rank == 0 else Ranks(2, *arguments, f"out={out}")
+    if rank != 0:
+        wait_for(lambda: last_step(out) >= 2)
+        ranks.send(number, rank)
+    assert ranks.wait() == [128 + number] * 2, ranks.texts
+    assert ranks[1].err == ""
+    (checkpoint,) = sorted((out / "checkpoints").iterdir())[-1:]
+    assert_stopped(ranks[0], number.name, int(checkpoint.name[5:]), out)
+    assert rank != 0 or checkpoint.name == "step-00000006"
+    ranks = Ranks(2, *arguments, f"out={out}")
+    assert ranks.wait() == [0, 0], ranks.texts
+    assert f"resuming from {checkpoint}\n" in ranks[0].out
+    assert_same_run(out, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])]
+)
+def test_all_ranks_stop_at_one_step(plain: Path, layout: str) -> None:
+    """Only one rank gets the signal, as if only its machine were shut down."""
+    stopped_and_resumed(plain, layout, signal.SIGTERM, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", [1, None])
+def test_ranks_that_are_signalled_from_outside(plain: Path, layout: str, rank: int | None) -> None:
+    """The signal comes at any moment to rank 1 only, or to all ranks, which may notice it in different steps."""
+    arguments = ["distill", plain / "run.yaml", f"parallel.{layout}"]
+    undisturbed, out = plain / f"{layout} undisturbed", plain / f"{layout} outside {rank}"
+    if not undisturbed.exists():
+        assert Ranks(2, *arguments, f"out={undisturbed}").wait() == [0, 0]
+    ranks = Ranks(2, *arguments, f"out={out}")
+    wait_for(lambda: last_step(out) >= 2)
+    ranks.send(signal.SIGTERM, rank)
+    assert ranks.wait() == [143, 143], ranks.texts
+    assert "Traceback" not in ranks.err
+    ranks = Ranks(2, *arguments, f"out={out}")
+    assert ranks.wait() == [0, 0], ranks.texts
+    assert_same_run(out, undisturbed)
+
+
+@pytest.mark.slow
+def test_dropout_under_a_layout(whole: Path) -> None:
+    stopped_and_resumed(whole, "fsdp=2", signal.SIGTERM, 0)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_runs_ahead_is_stopped_too(plain: Path) -> None:
+    stopped_and_resumed(plain, "pipeline=2 schedule=1f1b_ahead", signal.SIGTERM, 0)
+
+
+BEFORE_TRAINING = {
+    "preparing": ("stillhouse.train.inputs", "load_data"),
+    "loading": ("stillhouse.train.build", "load_student"),
+    "first evaluation": ("stillhouse.train.training", "evaluate"),
+}
+
+
+@pytest.mark.parametrize(("where", "name"), [*zip(BEFORE_TRAINING, ("SIGINT", "SIGTERM", "SIGINT"), strict=True)])
+def test_a_signal_before_the_first_step_ends_the_run_at_once(whole: Path, where: str, name: str) -> None:
+    out = whole / f"{where} {name}"
+    arguments = ["distill", str(whole / "run.yaml"), f"out={out}"]
+    command = Command(*arguments, hook=signal_when, hook_arguments=(*BEFORE_TRAINING[where], signal.Signals[name]))
+    assert command.wait() == NAMES[name]
+    word = "interrupted" if name == "SIGINT" else f"stopped by {name}"
+    assert command.err.count("\n") == 1
+    assert command.err.startswith(f"{word}; `stillhouse distill ")
+    assert "continues from the run's last checkpoint, or from the start if there is none yet" in command.err
+    assert "minimise" in command.out  # lines that were printed before the signal are not lost
+    run(*arguments)
+    assert_same_run(out, whole / "whole")
+
+
+@pytest.mark.parametrize("command", ["check", "report", "demo", "parity"])
+def test_other_commands_end_at_once(whole: Path, tmp_path: Path, command: str) -> None:
+    arguments: dict[str, list[Any]] = {
+        "check": [whole / "run.yaml", f"out={whole / 'unused'}"],
+        "report": [whole / "whole"],
+        "demo": ["--out", tmp_path],
+        "parity": [whole / "run.yaml"],
+    }
+    started = Command(command, *arguments[command], hook=interrupt_main_thread)
+    assert started.wait() == 130
+    assert started.err.startswith(f"interrupted; `stillhouse {command}")
+    assert started.err.endswith("starts again\n")
+    assert started.err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["pydantic_core", "libtorch_cpu.so", "tokenizers"])
+def test_ctrl_c_while_it_imports(whole: Path, library: str) -> None:
+    """A command imports libraries for some seconds."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stillhouse", "distill", whole / "run.yaml", f"out={whole / 'imports'}"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: library in Path(f"/proc/{process.pid}/maps").read_text())
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 130
+    assert err.startswith("interrupted; `stillhouse distill")
+    assert err.count("\n") == 1
+
+
+def test_a_signal_in_an_evaluation_or_a_save_waits_for_its_end(whole: Path) -> None:
+    for name, call, step in (("evaluate", 1, 3), ("save_checkpoint", 0, 4)):
+        out = whole / f"in {name}"
+        command = Command(
+            *("distill", whole / "run.yaml", f"out={out}"), hook=interrupt_in, hook_arguments=(name, call)
+        )
+        assert command.wait() == 130
+        assert_stopped(command, "SIGINT", step, out)
+        run("distill", whole / "run.yaml", f"out={out}")
+        assert_same_run(out, whole / "whole")
+
+
+def test_a_signal_at_the_end_of_a_run_does_not_stop_it(whole: Path) -> None:
+    """The signal comes in the last step, or while the final model is written; the run still completes."""
+    hooks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (signal_at, (12, signal.SIGTERM)),
+        (signal_when, ("stillhouse.train.run", "_write_model", signal.SIGTERM)),
+    ]
+    for number, (hook, arguments) in enumerate(hooks):
+        out = whole / f"end {number}"
+        command = Command("distill", whole / "run.yaml", f"out={out}", hook=hook, hook_arguments=arguments)
+        assert command.wait() == 0, command.err
+        assert command.err.startswith("SIGTERM: finishing ")
+        assert_same_run(out, whole / "whole")
+
+
+def test_the_second_signal_ends_it_at_once(whole: Path) -> None:
+    out = whole / "hangs"
+    command = Command("distill", whole / "run.yaml", f"out={out}", hook=hang_at_step, hook_arguments=(5,))
+    wait_for(lambda: last_step(out) == 5)
+    command.send(signal.SIGTERM)
+    wait_for(lambda: "SIGTERM: finishing" in command.err)
+    assert command.process.exitcode is None
+    command.send(signal.SIGINT)
+    assert command.wait() == 130
+    assert "interrupted; `stillhouse distill" in command.err
+    run("distill", whole / "run.yaml", f"out={out}")
+    assert_same_run(out, whole / "whole")
+
+
+@pytest.mark.slow
+def test_a_signal_that_torchrun_repeats_counts_once(whole: Path) -> None:
+    """SLURM signals all processes of a job step; one of them, torchrun, passes its signal on to the ranks."""
+    out = whole / "repeated"
+    arguments = ["distill", whole / "run.yaml", f"out={out}", "parallel.fsdp=2"]
+    ranks = Ranks(2, *arguments, hook=hang_at_step, hook_arguments=(5,))
+    wait_for(lambda: last_step(out) == 5)
+    for _ in range(3):
+        ranks.send(signal.SIGTERM)
+        time.sleep(0.05)
+    time.sleep(0.2)
+    assert [each.process.exitcode for each in ranks] == [None, None]
+    time.sleep(1)
+    ranks.send(signal.SIGTERM)
+    assert ranks.wait() == [143, 143]
+
+
+@pytest.mark.slow
+def test_a_signal_that_was_ignored_stays_ignored(whole: Path) -> None:
+    """`nohup` ignores SIGHUP, so the run continues after its terminal is closed."""
+    out = whole / "nohup"
+
+    command = Command(
+        "distill", whole / "run.yaml", f"out={out}", hook=ignoring_signal_at, hook_arguments=(5, signal.SIGHUP)
+    )
+    assert command.wait() == 0, command.err
+    assert command.err == ""
+
+
+@pytest.mark.slow
+def test_a_terminal_that_goes_away(whole: Path) -> None:
+    """When SIGHUP comes, nothing can be written to the terminal any more. The checkpoint is still written."""
+    out = whole / "terminal"
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stillhouse", "distill", whole / "run.yaml", f"out={out}", "train.steps=100000"],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), terminal),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        preexec_fn=lambda: os.close(
+            os.open(os.ttyname(0), os.O_RDWR)
+        ),  # opening it makes it the controlling terminal
+    )
+    os.close(terminal)
+    reader = threading.Thread(target=read_all, args=(master,), daemon=True)
+    reader.start()
+    wait_for(lambda: last_step(out) >= 3)
+    os.close(master)
+    assert process.wait(LIMIT) == 129
+    newest = sorted((out / "checkpoints").iterdir())[-1]
+    assert int(newest.name[5:]) == last_step(out) >= 3
+
+
+def read_all(descriptor: int) -> None:
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except OSError:
+        pass
+
+
+@pytest.mark.slow
+def test_ctrl_c_also_ends_the_reader_of_the_output(whole: Path) -> None:
+    out = whole / "tee"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stillhouse", "distill", whole / "run.yaml", f"out={out}", "eval.every=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    wait_for(lambda: last_step(out) >= 1)
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    assert process.wait(LIMIT) == 130
+    newest = sorted((out / "checkpoints").iterdir())[-1]
+    assert int(newest.name[5:]) == last_step(out)
+
+
+@pytest.mark.slow
+def test_the_library_leaves_signals_alone(whole: Path) -> None:
+    """A script that calls the library keeps its own signal handlers."""
+    script = (
+        "import signal, sys; from stillhouse import load_config; from stillhouse.train.run import distill\n"
+        "before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
+        f"distill(load_config({str(whole / 'run.yaml')!r}, overrides=['out={whole / 'library'}']))\n"
+        "assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert_same_run(whole / "library", whole / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_torchrun_passes_its_signal_on(whole: Path, name: str) -> None:
+    out, number = whole / f"torchrun {name}", signal.Signals[name]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--signals-to-handle", name]
+    run_yaml = [whole / "run.yaml", f"out={out}", "parallel.fsdp=2", "train.steps=100000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", *launcher, "-m", "stillhouse", "distill", *run_yaml],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+    ) as job:
+        wait_for(lambda: last_step(out) >= 3, LIMIT)
+        job.send_signal(number)
+        _, err = job.communicate(timeout=LIMIT)
+    assert f"stopped by {name} after step {last_step(out)}; checkpoint {out}/checkpoints/step-" in err
+    assert "forcefully" not in err
+    assert err.count("Traceback") == 1  # torchrun prints one after a signal
+
+
+def outliving_child() -> None:
+    """A fork that is still alive when the command ends, as the process of a chat template after an error."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+        os._exit(0)
+
+
+def fork_when_data_are_read() -> None:
+    from stillhouse.train import inputs
+
+    read = inputs.load_data
+
+    def with_fork(*arguments: Any, **options: Any) -> Any:
+        outliving_child()
+        return read(*arguments, **options)
+
+    inputs.load_data = with_fork
+
+
+def test_a_fork_that_is_still_alive_does_not_keep_the_command(whole: Path) -> None:
+    """It has the descriptors of the thread that reads signals, which would wait for a signal from it for ever."""
+    command = Command("check", whole / "run.yaml", hook=fork_when_data_are_read)
+    assert command.wait(40) == 0, command.err

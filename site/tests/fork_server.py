@@ -1,0 +1,17 @@
+"""The fork server of a test process: it imports torch and transformers once, and then starts processes quickly.
+
+Python has one fork server per process, and only the first list of modules to preload counts.
+"""
+
+import os
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
+
+PRELOAD = ["__main__", "stillhouse.train.run", "stillhouse.train.check", "stillhouse.train.engine"]
+
+
+def fork_server() -> ForkServerContext:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the command line sets this, too, before it imports torch
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context

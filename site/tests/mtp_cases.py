@@ -1,0 +1,99 @@
+"""Decoders with layers for multi-token prediction, and packed rows of short documents for them.
+
+B rows, S tokens per row, N tokens of one document.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, MellumConfig, PreTrainedConfig
+
+from stillhouse.models import Decoder
+from stillhouse.models.mtp import MultiTokenDecoder
+
+V = 251
+_SHAPE: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _glm4_moe(**options: Any) -> PreTrainedConfig:
+    return Glm4MoeConfig(**{**_SHAPE, "head_dim": 16, "n_routed_experts": 4, "use_qk_norm": True, **options})
+
+
+def _deepseek_v3(**options: Any) -> PreTrainedConfig:
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    return DeepseekV3Config(**{**_SHAPE, "num_key_value_heads": 4, **ranks, **experts, **options})
+
+
+def _mellum(**options: Any) -> PreTrainedConfig:
+    kinds = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "num_mtp_layers": 1}
+    return MellumConfig(**{**_SHAPE, "head_dim": 16, "num_experts": 4, **kinds, **options})
+
+
+MAKERS: dict[str, Callable[..., PreTrainedConfig]] = {
+    "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek_v3,
+    "mellum": _mellum,
+}
+EACH = pytest.mark.parametrize(
+    ("family", "depths"),
+    [("glm4_moe", 1), ("glm4_moe", 2), ("deepseek_v3", 2), ("mellum", 1)],
+    ids=lambda each: str(each),
+)
+
+
+def make(
+    family: str = "glm4_moe", depths: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
+) -> MultiTokenDecoder:
+    """Return a decoder whose norms have weights other than 1, so that a missing norm changes the result."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(MAKERS[family](**options))
+        if dtype == torch.float64:  # the grouped product of experts does not support float64
+            model.set_experts_implementation("eager")
+        decoder = MultiTokenDecoder.new(Decoder(model.to(dtype).eval()), depths)
+        for parameter in decoder.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return decoder
+
+
+LENGTHS = ((7, 4), (2, 9))  # lengths of the documents in each row; the shortest one has no label
+
+
+def documents(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, V, (length,), generator=generator) for row in LENGTHS for length in row]
+
+
+def packed(each: list[Tensor]) -> Tensor:
+    """Concatenate values of the documents' tokens to packed rows [B, S, …]."""
+    return torch.cat(each).view(len(LENGTHS), sum(LENGTHS[0]), *each[0].shape[1:])
+
+
+def positions() -> Tensor:
+    return packed([torch.arange(len(each)) for each in documents()])
+
+
+def labels_of(ids_N: Tensor, masked: int = 2) -> Tensor:
+    """Return the next token of each token; the first `masked` tokens are a prompt and have no label."""
+    labels_N = torch.cat([ids_N[1:], torch.tensor([-1])])
+    labels_N[:masked] = -1
+    return labels_N

@@ -1,0 +1,250 @@
+"""Problems for the objective's tests: leaves, teachers, terms, and functions that run a pass over them.
+
+T tokens, D student width, V vocabulary, K ids per token.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective import (
+    CrossEntropy,
+    DenseLogits,
+    Distill,
+    Divergence,
+    Entropy,
+    FullVocab,
+    Mixture,
+    ObjectiveOutput,
+    OutputHead,
+    Sampled,
+    Signal,
+    Term,
+    TopK,
+    forward_kl,
+    logits_objective,
+)
+
+F_DIVERGENCES = [
+    "forward_kl",
+    "reverse_kl",
+    "jsd(0.3)",
+    "jsd(0.9, normalized=True)",
+    "jsd(1e-06, normalized=True)",
+    "skew_forward_kl(0)",
+    "skew_forward_kl(0.1)",
+    "skew_reverse_kl(0)",
+    "skew_reverse_kl(0.1)",
+    "total_variation",
+    "alpha_beta(0.4, 0.6)",
+    "0.9*forward_kl + 0.1*jsd(0.5)",
+]
+ALPHA_BETAS = [
+    "alpha_beta(0.2, 0.5)",
+    "alpha_beta(2, 1)",
+    "alpha_beta(0.7, 0)",
+    "alpha_beta(0, 0.7)",
+    "alpha_beta(0.5, -0.5)",
+    "alpha_beta(-0.5, 0.5)",
+    "alpha_beta(0, 0)",
+]
+ALL_DIVERGENCES = F_DIVERGENCES + ALPHA_BETAS
+#: divergences whose (p/q)^α does not overflow on peaked rows; see the docstring of alpha_beta
+DIVERGENCES_OF_PEAKED_ROWS = F_DIVERGENCES + [each for each in ALPHA_BETAS if "-0.5" not in each]
+#: the default size of a problem
+T, V, D = 37, 251, 16
+TAILS = ["bucket", "renormalize", "drop"]
+SIGNALS = ["full", "dense", *TAILS]
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The tensors that receive a gradient: hidden states [T, D], the head's weight [V, D] and bias [V]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Result:
+    output: ObjectiveOutput
+    gradients: dict[str, Tensor]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_leaves(
+    tokens: int = T,
+    vocabulary: int = V,
+    width: int = D,
+    *,
+    dtype: torch.dtype = torch.float64,
+    sharpness: float = 1.0,
+    bias: bool = True,
+    seed: int = 0,
+) -> Leaves:
+    """Make leaves whose logits have the standard deviation `sharpness`."""
+    random = generator(seed)
+    hidden = torch.randn(tokens, width, generator=random, dtype=torch.float64)
+    weight = torch.randn(vocabulary, width, generator=random, dtype=torch.float64) * sharpness / width**0.5
+    bias_V = torch.randn(vocabulary, generator=random, dtype=torch.float64) * 0.1
+    return Leaves(hidden.to(dtype), weight.to(dtype), bias_V.to(dtype) if bias else None)
+
+
+def make_labels(tokens: int = T, vocabulary: int = V, *, seed: int = 1) -> Tensor:
+    """Make labels; every fifth one is absent."""
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator(seed))
+    labels[::5] = -100
+    return labels
+
+
+def make_full(tokens: int = T, vocabulary: int = V, *, vocab_size: int | None = None, **options: Any) -> FullVocab:
+    """Make a teacher of another width. The options are those of `make_leaves`."""
+    leaves = make_leaves(tokens, vocabulary, 24, bias=False, seed=2, **options)
+    return FullVocab(leaves.hidden, OutputHead(leaves.weight, vocab_size=vocab_size))
+
+
+def make_topk(
+    log_probs_TV: Tensor, entries: int = 8, *, tail: str = "bucket", send_tail: bool = True, seed: int = 3
+) -> TopK:
+    """Take the teacher's likeliest ids in random order. In every second row, the last id is absent."""
+    log_p_TK, ids_TK = log_probs_TV.topk(entries, dim=1)
+    order = torch.randperm(entries, generator=generator(seed))
+    log_p_TK, ids_TK = log_p_TK[:, order].contiguous(), ids_TK[:, order].contiguous()
+    ids_TK[::2, -1] = -1
+    outside_TV = log_probs_TV.scatter(1, ids_TK.clamp(min=0), -torch.inf)
+    outside_TV[::2, 0] = torch.where((ids_TK[::2, :-1] == 0).any(1), -torch.inf, log_probs_TV[::2, 0])
+    tail_T = torch.logsumexp(outside_TV, 1) if send_tail and tail == "bucket" else None
+    return TopK(ids_TK, log_p_TK, tail=tail, tail_log_prob_T=tail_T)  # type: ignore[arg-type]
+
+
+def make_signal(
+    kind: str,
+    tokens: int = T,
+    vocabulary: int = V,
+    *,
+    dtype: torch.dtype = torch.float64,
+    sharpness: float = 1.0,
+    temperature: float = 1.0,
+    entries: int = 8,
+) -> Signal:
+    """Make a signal by its name in `SIGNALS`, or "mixture". Sparse signals and mixtures are at the temperature."""
+    if kind == "full":
+        return make_full(tokens, vocabulary, dtype=dtype, sharpness=sharpness)
+    logits = torch.randn(tokens, vocabulary, generator=generator(4), dtype=torch.float64) * sharpness
+    if kind == "dense":
+        return DenseLogits(logits.to(dtype))
+    if kind == "mixture":
+        return make_mixture(tokens, vocabulary, dtype=dtype, sharpness=sharpness, temperature=temperature)
+    signal = make_topk(torch.log_softmax(logits / temperature, 1), entries, tail=kind)
+    return converted(signal, dtype)
+
+
+def make_mixture(
+    tokens: int = T,
+    vocabulary: int = V,
+    *,
+    temperature: float = 1.0,
+    weights: Sequence[float] = (3.0, 1.0, 0.5),
+    **options: Any,
+) -> Mixture:
+    """Make a mixture of three teachers: two with heads of other widths, one of which has more rows, and logits.
+
+    The options are those of `make_leaves`.
+    """
+    wide = make_leaves(tokens, vocabulary + 5, 8, seed=9, **options)
+    signals = [
+        make_full(tokens, vocabulary, **options),
+        FullVocab(wide.hidden, OutputHead(wide.weight, wide.bias, softcap=30.0)),
+        make_signal("dense", tokens, vocabulary, **options),
+    ]
+    return Mixture(signals[: len(weights)], weights, temperature)
+
+
+def every_term(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> list[Term]:
+    """Make one term of each kind. Some have their own weights, and two share a signal."""
+    full = make_full(tokens, vocabulary, dtype=dtype)
+    own = torch.rand(tokens, generator=generator(5)).to(dtype)
+    ids = torch.randint(-1, vocabulary, (tokens, 6), generator=generator(6))
+    return [
+        CrossEntropy(make_labels(tokens, vocabulary), 0.3, label_smoothing=0.1, z_loss=1e-2),
+        Distill(full, forward_kl(), 0.7, 1.5, scale_by_temperature_squared=True),
+        Distill(full, 0.5 * forward_kl() + forward_kl(), 0.2, 1.5, weights_T=own),
+        Distill(make_signal("bucket", tokens, vocabulary, dtype=dtype), forward_kl(), 0.4),
+        Distill(Sampled(ids, torch.rand(tokens, 6, generator=generator(7)).to(dtype)), forward_kl(), 0.1, 0.8),
+        Entropy(-0.05, 1.3),
+    ]
+
+
+def converted(value: Any, dtype: torch.dtype) -> Any:
+    """Return a copy of a term, signal or head with its floating-point tensors in another dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(converted(each, dtype) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Divergence):
+        fields = [each for each in dataclasses.fields(value) if each.init]
+        return dataclasses.replace(
+            value, **{each.name: converted(getattr(value, each.name), dtype) for each in fields}
+        )
+    return value
+
+
+def run(
+    objective: Callable[..., ObjectiveOutput],
+    leaves: Leaves,
+    terms: Sequence[Term],
+    *,
+    head: dict[str, Any] | None = None,
+    upstream: float = 1.0,
+    **options: Any,
+) -> Result:
+    """Run the objective on copies of the leaves, and return its output and gradients."""
+    fresh = {name: leaf.detach().clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
+    output = objective(
+        fresh["hidden"], OutputHead(fresh["weight"], fresh.get("bias"), **(head or {})), terms, **options
+    )
+    (output.loss * upstream).backward()
+    return Result(output, {name: leaf.grad for name, leaf in fresh.items() if leaf.grad is not None})
+
+
+def sums(output: ObjectiveOutput) -> dict[str, Tensor]:
+    """Return the metrics that are sums over tokens."""
+    return {name: total for name, total in output.metrics.items() if name != "chunk_tokens"}
+
+
+def divergence_of(student: Tensor, signal: Signal, divergence: Divergence) -> tuple[float, Tensor]:
+    """Return the divergence and its gradient with respect to the student's logits [T, V]."""
+    logits = student.clone().requires_grad_()
+    loss = logits_objective(logits, [Distill(signal, divergence)]).loss
+    loss.backward()
+    assert logits.grad is not None
+    return loss.item(), logits.grad
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """‖actual − expected‖ / ‖expected‖ in float64; ‖actual‖ if everything that is expected is 0."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    size = expected.norm()
+    return float((actual - expected).norm() / (size if size > 0 else 1.0))
+
+
+def assert_same(actual: Result, expected: Result, *, within: float = 1e-12) -> None:
+    """Assert that loss, gradients and values per token are equal."""
+    assert distance(actual.output.loss, expected.output.loss) <= within
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert actual.gradients[name].dtype == gradient.dtype
+        assert distance(actual.gradients[name], gradient) <= within, name
+    for name, values in expected.output.per_token.items():
+        assert distance(actual.output.per_token[name], values) <= within, name
+        torch.testing.assert_close(
+            actual.output.metrics[name], expected.output.metrics[name], rtol=within, atol=within
+        )

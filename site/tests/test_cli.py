@@ -1,0 +1,210 @@
+"""The command line: its imports, its arguments, and its exit codes."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stillhouse
+from stillhouse import cli
+from stillhouse.cli.arguments import settings_layer
+from stillhouse.config import load_config
+
+HEAVY = ["torch", "transformers", "datasets", "numpy", "pydantic", "ruamel.yaml", "stillhouse.config"]
+COMMAND = [sys.executable, "-m", "stillhouse"]
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def imported(code: str) -> list[str]:
+    """Return the heavy modules that a new interpreter has loaded after `code`."""
+    report = f"import atexit, sys; atexit.register(lambda: print([m for m in {HEAVY} if m in sys.modules]))\n"
+    done = subprocess.run([sys.executable, "-c", report + code], capture_output=True, text=True, check=True)
+    return ast.literal_eval(done.stdout.splitlines()[-1])
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert imported("import stillhouse; stillhouse.__version__; dir(stillhouse)") == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["--version"], ["distill", "--help"], ["demo", "--help"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    assert (
+        imported(f"import sys; sys.argv = ['stillhouse', *{arguments}]\nfrom stillhouse.cli import main; main()")
+        == []
+    )
+
+
+def test_a_configuration_error_loads_no_torch() -> None:
+    loaded = imported("from stillhouse.cli import run; assert run(['distill', 'train.stepz=3']) == 2")
+    assert "stillhouse.config" in loaded
+    assert not {"torch", "transformers", "numpy"} & set(loaded)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in stillhouse.__all__:
+        assert getattr(stillhouse, name).__module__.startswith("stillhouse."), name
+        assert name in dir(stillhouse)
+    assert stillhouse.load_config is load_config
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'stillhouse' has no attribute 'lineer_objective'"):
+        _ = stillhouse.lineer_objective
+
+
+def test_the_names_for_type_checkers_are_the_lazy_ones() -> None:
+    tree = ast.parse(Path(stillhouse.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    static = {
+        alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert static == stillhouse._MODULES
+    assert sorted(static) == sorted(stillhouse.__all__)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"stillhouse {stillhouse.__version__}\n"
+    for arguments in ([], ["--help"], ["-h"]):
+        assert cli.run(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in ("distill", "check", "report", "demo"))
+        assert "..." not in out.partition("Commands:")[2]
+
+
+def test_the_module_runs_as_the_command_does() -> None:
+    done = subprocess.run([*COMMAND, "distill", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: stillhouse distill [OPTIONS] [CONFIG] [KEY=VALUE]...")
+
+
+@pytest.mark.parametrize("command", ["distill", "check"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "error: a configuration file or options are needed, for example\n  stillhouse distill --teacher"),
+        (["run.yml"], "error: 'run.yml' is neither a file nor an override: expected a YAML file or key=value"),
+        (["train.steps"], "error: 'train.steps' is neither a file nor an override"),
+        (["runs/lr=2/none.yaml"], "error: 'runs/lr=2/none.yaml' is neither a file"),
+        (["a.yaml", "b.yaml"], "error: got 2 configuration files, expected one: a.yaml, b.yaml"),
+        (["--studnet", "x"], "error: No such option '--studnet'"),
+        (["--train.steps=3"], "(an override has no dashes: train.steps=...)"),
+        (["learning_rate=1"], "error: learning_rate: unknown key; did you mean train.learning_rate?"),
+        (["seed=a"], "seed: got 'a' (text); expected: whole number"),
+        (["--student", "s", "--data", "d"], "error: out: required, but not given"),
+        (["--student", "s", "--data", "d"], "as an option: --out)"),
+        (["seed=1"], "as an option: --student, --data, --out)"),
+        (
+            ["--student", "s", "--data", "d", "--out", "o", "--eval", "2"],
+            "data.eval: got 2.0; expected: text or number",
+        ),
+    ],
+)
+def test_a_wrong_call_exits_with_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run([command, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["distil"], "error: No such command 'distil'"),
+        (["report"], "error: Missing argument 'RUN_DIR'"),
+        (["report", "nowhere"], "error: Invalid value for 'RUN_DIR': Directory 'nowhere' does not exist"),
+        (["demo", "extra"], "error: Got unexpected extra argument (extra)"),
+    ],
+)
+def test_other_wrong_calls_exit_with_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_come_over_the_file_and_overrides_over_both(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("student: {model: file, revision: main}\nout: file\nseed: 1\ndata: {train: file, eval: 0}\n")
+    flags = {name: f"flag-{name}" for name in ("teacher", "student", "data", "out", "loss")} | {"eval": "0.25"}
+    config = load_config(path, ["out=override", "teacher.dtype=float32"], settings=settings_layer(flags))
+    assert config.teacher is not None
+    assert (config.student.model, config.student.revision, config.seed) == ("flag-student", "main", 1)
+    assert (config.teacher.model, config.teacher.dtype) == ("flag-teacher", "float32")
+    assert (config.data.train, config.data.eval, config.out) == ("flag-data", 0.25, "override")
+    assert config.objective.loss == "flag-loss"
+    assert load_config(path, settings=settings_layer({"eval": "held.jsonl"})).data.eval == "held.jsonl"
+
+
+def test_options_are_text_and_not_yaml() -> None:
+    flags = {"student": "1e5", "data": "a: b", "out": "null"}
+    config = load_config(None, settings=settings_layer(flags))
+    assert (config.student.model, config.data.train, config.out) == ("1e5", "a: b", "null")
+
+
+def test_a_file_whose_folder_has_an_equals_sign_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lr=2e-5" / "run.yaml"
+    path.parent.mkdir()
+    path.write_text("sed: 1\n")
+    assert cli.run(["distill", str(path)]) == 2
+    assert "sed: unknown key; did you mean seed?" in capsys.readouterr().err
+
+
+def test_a_failure_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["report", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {tmp_path} ")
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_traceback_is_shown_only_where_asked_for(shown: bool) -> None:
+    process = start("distill", "seed=a", STILLHOUSE_TRACEBACK="1" if shown else "")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert ("Traceback" in stderr) == shown
+    assert "error: student.model: required" in stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_an_interrupted_run_says_how_to_continue(tmp_path: Path) -> None:
+    pipe = tmp_path / "run config.yaml"
+    os.mkfifo(pipe)
+    process = start("distill", str(pipe), "seed=1")
+    # this returns when the command opens its configuration; the command then waits for content forever
+    with pipe.open("w"):
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"interrupted; `stillhouse distill '{pipe}' seed=1` continues from the run's last checkpoint" in stderr
+    assert "Traceback" not in stderr

@@ -1,0 +1,83 @@
+"""Rules that import-linter cannot express: the files that may import torch.distributed, and no use of pickle.
+
+The layers themselves are checked by `lint-imports` in `make lint`.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import stillhouse
+
+PACKAGE = Path(stillhouse.__file__).parent
+
+
+def imported_modules(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_only_vocab_imports_torch_distributed_in_the_objective() -> None:
+    knowing = {
+        path.name
+        for path in (PACKAGE / "objective").glob("*.py")
+        if any(name.startswith("torch.distributed") for name in imported_modules(path))
+    }
+    assert knowing == {"vocab.py"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_pickle(path: Path) -> None:
+    source = path.read_text()
+    assert "pickle" not in {name.partition(".")[0] for name in imported_modules(path)}
+    assert "torch.load(" not in source
+    assert "torch.save(" not in source
+
+
+def imports_within(package: Path) -> dict[str, set[str]]:
+    """Return each module's imports from its own package, including those for types and inside functions."""
+    within = f"stillhouse.{package.name}"
+    modules = {path.stem: path for path in package.glob("*.py") if path.stem != "__init__"}
+    found = {}
+    for name, path in modules.items():
+        imported = {each.removeprefix(f"{within}.").partition(".")[0] for each in imported_modules(path)}
+        found[name] = (imported & modules.keys()) - {name}
+    return found
+
+
+def import_cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import each other in a circle: those left after all others have been removed."""
+    left = dict(imports)
+    while free := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_an_import_cycle_is_found() -> None:
+    assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    assert import_cycle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+PACKAGES = sorted({path.parent for path in PACKAGE.glob("*/*.py")})
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.name)
+def test_the_modules_of_a_package_have_no_import_cycle(package: Path) -> None:
+    assert import_cycle(imports_within(package)) == []
+
+
+def test_no_broad_except() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                caught = (
+                    {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"all"}
+                )
+                assert not caught & {"all", "Exception", "BaseException"}, f"{path}:{node.lineno}"

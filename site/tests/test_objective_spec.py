@@ -1,0 +1,208 @@
+"""A run's objective as an expression: its terms, its description in words, and its errors."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stillhouse.objective import CrossEntropy, DenseLogits, Distill, Entropy, forward_kl, jsd, logits_objective
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+
+
+def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return student logits and teacher logits, [6, 11] in float64, and labels."""
+    draw = torch.Generator().manual_seed(seed)
+    student, teacher = (torch.randn(6, 11, generator=draw, dtype=torch.float64) for _ in range(2))
+    return student.requires_grad_(), teacher, torch.randint(0, 11, (6,), generator=draw)
+
+
+def value_and_gradient(spec: ObjectiveSpec) -> tuple[float, Tensor]:
+    student, teacher, labels = problem()
+    output = logits_objective(student, spec.terms(labels, DenseLogits(teacher)))
+    output.loss.backward()
+    assert student.grad is not None
+    return output.loss.item(), student.grad
+
+
+def plain(temperature: float = 1.0) -> dict[str, Tensor]:
+    """Return the sums over tokens of the textbook formulas, for a student that requires gradients."""
+    student, teacher, labels = problem()
+    log_q, log_p = (torch.log_softmax(each / temperature, 1) for each in (student, teacher))
+    q, p = log_q.exp(), log_p.exp()
+    m = (p + q) / 2
+    smoothed = torch.nn.functional.cross_entropy(student, labels, label_smoothing=0.1, reduction="sum")
+    return {
+        "student": student,
+        "cross_entropy": torch.nn.functional.cross_entropy(student, labels, reduction="sum"),
+        "smoothed": smoothed,
+        "z_loss": torch.logsumexp(student, 1).square().sum(),
+        "entropy": -(q * log_q).sum(),
+        "forward_kl": (p * (log_p - log_q)).sum(),
+        "reverse_kl": (q * (log_q - log_p)).sum(),
+        "jsd": (p * (log_p - m.log()) + q * (log_q - m.log())).sum() / 2,
+    }
+
+
+CASES: dict[str, dict[str, float]] = {
+    "cross_entropy": {"cross_entropy": 1},
+    "forward_kl": {"forward_kl": 1},
+    "0.3*cross_entropy + 0.7*jsd(0.5)": {"cross_entropy": 0.3, "jsd": 0.7},
+    "jsd(0.5)*0.7 + cross_entropy*0.3": {"cross_entropy": 0.3, "jsd": 0.7},
+    "0.9*forward_kl + 0.1*reverse_kl": {"forward_kl": 0.9, "reverse_kl": 0.1},
+    "0.5*cross_entropy + 1e-3*z_loss": {"cross_entropy": 0.5, "z_loss": 1e-3},
+    "2*cross_entropy(label_smoothing=0.1) - 0.05*entropy": {"smoothed": 2, "entropy": -0.05},
+    "2*cross_entropy(0.1) + -0.05*entropy": {"smoothed": 2, "entropy": -0.05},
+    "reverse_kl + cross_entropy + z_loss + entropy + 0.5*jsd(0.5)": {
+        "reverse_kl": 1,
+        "cross_entropy": 1,
+        "z_loss": 1,
+        "entropy": 1,
+        "jsd": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_an_expression_is_the_sum_that_it_says(text: str) -> None:
+    values = plain()
+    expected = sum(factor * values[name] for name, factor in CASES[text].items())
+    assert isinstance(expected, Tensor)
+    (gradient,) = torch.autograd.grad(expected, values["student"])
+    value, found = value_and_gradient(parse_objective(text))
+    assert value == pytest.approx(expected.item(), rel=1e-9)
+    torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_temperature_is_of_divergences_and_not_of_cross_entropy(squared: bool) -> None:
+    hot, cold = plain(3.0), plain(1.0)
+    expected = cold["cross_entropy"].item() + 0.5 * (9 if squared else 1) * hot["forward_kl"].item()
+    value, _ = value_and_gradient(parse_objective("cross_entropy + 0.5*forward_kl", 3.0, squared))
+    assert value == pytest.approx(expected, rel=1e-9)
+
+
+def test_terms_and_their_scales() -> None:
+    spec = parse_objective("0.3*cross_entropy(label_smoothing=0.1) + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss", 2.0)
+    student, teacher, labels = problem()
+    terms = spec.terms(labels, DenseLogits(teacher))
+    assert [type(term) for term in terms] == [CrossEntropy, Distill, Entropy]
+    assert [term.name for term in terms] == ["cross_entropy", "jsd(0.5)", "entropy"]
+    assert [term.scale for term in terms] == [0.3, 0.7, -0.01]
+    assert terms[0].label_smoothing == 0.1
+    assert terms[0].z_loss * 0.3 == pytest.approx(1e-4)
+    assert (terms[1].temperature, terms[2].temperature) == (2.0, 2.0)
+    assert not terms[1].scale_by_temperature_squared
+    output = logits_objective(student, terms)
+    total = sum(term.scale * float(output.metrics[term.name]) for term in terms)
+    assert output.loss.item() == pytest.approx(total)
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [
+        ("cross_entropy", False),
+        ("cross_entropy + 1e-4*z_loss - 0.1*entropy", False),
+        ("entropy", False),
+        ("cross_entropy + 0.1*forward_kl", True),
+        ("total_variation", True),
+    ],
+)
+def test_a_teacher_is_needed_by_divergences_only(text: str, needed: bool) -> None:
+    spec = parse_objective(text)
+    assert spec.needs_teacher == needed
+    if not needed:
+        student, _, labels = problem()
+        labels[0] = -1
+        assert math.isfinite(logits_objective(student, spec.terms(labels, None)).loss.item())
+
+
+def test_several_divergences_are_one_term() -> None:
+    _, teacher, labels = problem()
+    (term,) = parse_objective("0.9*forward_kl + 0.1*jsd(0.5)").terms(labels, DenseLogits(teacher))
+    assert isinstance(term, Distill)
+    assert term.scale == 1.0
+    assert term.name == "0.9*forward_kl + 0.1*jsd(0.5)"
+    assert parse_objective("forward_kl") == ObjectiveSpec(divergence=forward_kl())
+    assert parse_objective("2*forward_kl").divergence == forward_kl()
+    assert parse_objective("2*forward_kl").divergence_scale == 2.0
+    assert parse_objective("jsd(beta=0.25, normalized=True)").divergence == jsd(0.25, normalized=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("cross_entropy", {}, "cross-entropy"),
+        ("forward_kl", {}, "forward_kl of teacher and student"),
+        ("0.3*cross_entropy + 0.7*jsd(0.5)", {}, "0.3 × cross-entropy + 0.7 × jsd(0.5) of teacher and student"),
+        ("cross_entropy - 0.01*entropy", {}, "cross-entropy − 0.01 × entropy"),
+        (
+            "0.3*cross_entropy + 0.7*jsd(0.5) + 1e-4*z_loss - 0.01*entropy",
+            {},
+            "0.3 × cross-entropy + 0.0001 × z-loss + 0.7 × jsd(0.5) of teacher and student − 0.01 × entropy",
+        ),
+        (
+            "cross_entropy(label_smoothing=0.1) + 1e-4*z_loss",
+            {},
+            "cross-entropy (label smoothing 0.1) + 0.0001 × z-loss",
+        ),
+        (
+            "0.5*reverse_kl",
+            {"temperature": 2.0, "scale_by_temperature_squared": True},
+            "0.5 × reverse_kl·τ², τ = 2 of teacher and student",
+        ),
+    ],
+)
+def test_an_objective_in_words(text: str, options: dict[str, Any], words: str) -> None:
+    assert parse_objective(text, **options).in_words() == words
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("forward_kll", r"unknown name 'forward_kll'; did you mean forward_kl\?"),
+        ("cross_entropy + 0.5*forwardkl", r"did you mean forward_kl\?"),
+        ("crossentropy", r"did you mean cross_entropy\?"),
+        ("kd", r"unknown name 'kd' \(known: .*cross_entropy.*z_loss\)"),
+        ("", "cannot read ''"),
+        ("0.3*", r"cannot read '0.3\*'"),
+        ("0.3 cross_entropy", "cannot read"),
+        ("cross_entropy * forward_kl", "cannot read"),
+        ("cross_entropy / 2", "cannot read 'cross_entropy / 2'"),
+        ("2", "cannot read '2'"),
+        ("forward_kl()()", "cannot read"),
+        ("True*forward_kl", r"coefficient True in 'True\*forward_kl': expected a number"),
+        ("0.5*forward_kl + cross_entropy*True", "coefficient True in .*expected a number"),
+        ("__import__('os').system('true')", "cannot read"),
+        ("jsd(__import__)", "cannot read '__import__'"),
+        ("jsd('0.5')", "expected a number"),
+        ("jsd", "jsd: .*beta"),
+        ("jsd(0.5, 0.5, 0.5)", "jsd: "),
+        ("jsd(gamma=1)", "jsd: .*gamma"),
+        ("jsd(0)", r"beta.*forward_kl"),
+        ("jsd(1.0)", r"beta.*reverse_kl"),
+        ("jsd(-0.1)", "beta"),
+        ("forward_kl(2)", "forward_kl: "),
+        ("-1*forward_kl", "forward_kl"),
+        ("0*forward_kl", "forward_kl"),
+        ("cross_entropy - forward_kl", "forward_kl"),
+        ("1e999*forward_kl", "inf"),
+        ("1e999*cross_entropy", "inf"),
+        ("cross_entropy + 1e999*entropy", "inf"),
+        ("-0.5*cross_entropy", r"-0.5\*cross_entropy .*expected a positive coefficient"),
+        ("0*cross_entropy", r"0\*cross_entropy .*expected a positive coefficient"),
+        ("cross_entropy - 1e-4*z_loss", "z_loss .*expected a positive coefficient"),
+        ("z_loss", "z_loss without cross_entropy"),
+        ("cross_entropy + cross_entropy", "cross_entropy comes twice"),
+        ("entropy + cross_entropy + 2*entropy", "entropy comes twice"),
+        ("cross_entropy + z_loss(2)", "z_loss takes no arguments"),
+        ("entropy(temperature=2)", "entropy takes no arguments"),
+        ("cross_entropy(label_smoothing=1)", "expected 0 ≤ label_smoothing < 1"),
+        ("cross_entropy(label_smoothing=-0.1)", "expected 0 ≤ label_smoothing < 1"),
+        ("cross_entropy(smoothing=0.1)", "cross_entropy: .*smoothing"),
+    ],
+)
+def test_expressions_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_objective(text)

@@ -1,0 +1,127 @@
+"""Models that are built on the meta device and loaded stage by stage are bitwise equal to the saved model."""
+
+import json
+from pathlib import Path
+
+import loading_memory
+import pytest
+import torch
+from families import build
+from shard_ranks import RankPool
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from stillhouse.models import Decoder
+from stillhouse.parallel import Degrees
+from stillhouse.parallel.context_parallel import require_heads
+from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.parallel.stages import keep_layers, require_cuttable
+from stillhouse.parallel.tensor_parallel import tensor_plan
+
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2", "qwen3_moe"]
+)
+def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool) -> None:
+    build(family, tied=tied).save_pretrained(tmp_path)
+    filled = empty_decoder(tmp_path)
+    assert all(parameter.is_meta for parameter in filled.parameters())
+    load_weights(filled, tmp_path, torch.device("cpu"))
+    loaded = Decoder.from_pretrained(tmp_path)
+    filled.eval()
+    assert filled.state_dict().keys() == loaded.state_dict().keys()
+    assert filled.tied == loaded.tied == tied
+    assert len(list(filled.parameters())) == len(list(loaded.parameters()))
+    for (name, one), (_, two) in zip(filled.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+    for (name, one), (_, two) in zip(filled.named_buffers(), loaded.named_buffers(), strict=True):
+        assert torch.equal(one, two), name
+    assert torch.equal(filled(IDS), loaded(IDS))
+
+
+def test_the_generation_configuration_comes_along(tmp_path: Path) -> None:
+    model = build("llama")
+    model.generation_config.max_length = 77
+    model.save_pretrained(tmp_path)
+    assert empty_decoder(tmp_path).pretrained.generation_config.max_length == 77
+    (tmp_path / "generation_config.json").unlink()
+    assert empty_decoder(tmp_path).pretrained.generation_config.max_length != 77
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
+    build("llama", tied=tied).save_pretrained(tmp_path)
+    first, second = empty_decoder(tmp_path), empty_decoder(tmp_path)
+    keep_layers(first, range(1), first=True, last=False)
+    keep_layers(second, range(1, 2), first=False, last=True)
+    for stage in (first, second):
+        load_weights(stage, tmp_path, torch.device("cpu"))
+        stage.eval()
+    hidden = first(IDS)
+    assert torch.equal(second(None, inputs_embeds=hidden), Decoder.from_pretrained(tmp_path)(IDS))
+
+
+def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=99, num_key_value_heads=2, num_local_experts=4, **size)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\."):
+        load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, float]:
+    """The folders of a tiny model and of one of 224 MiB, and the sizes of the latter and of one of its layers."""
+    folder = tmp_path_factory.mktemp("models")
+    loading_memory.save(folder / "small", 64)
+    return folder / "small", folder / "large", *loading_memory.save(folder / "large", 1024)
+
+
+@pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(fsdp=4), Degrees(fsdp=2, tensor=2)], ids=str)
+def test_a_process_holds_its_share_and_a_layer(large: tuple[Path, Path, float, float], degrees: Degrees) -> None:
+    small, folder, whole, layer = large
+    # new processes, because memory that a process has used before would hide growth
+    with RankPool(degrees.processes) as pool:
+        found = pool.call(loading_memory.measure, (small, folder, degrees), limit=120)
+    for rank, memory in enumerate(found):
+        print(f"{degrees}, rank {rank}: {memory.share:.0f} MiB of {whole:.0f}, at its largest {memory.peak:.0f}")
+        assert memory.share == pytest.approx(whole / degrees.processes, rel=0.01)
+        assert memory.share <= memory.peak <= memory.share + layer + 16
+        assert memory.peak <= 0.75 * whole
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is quantized: expected plain weights"):
+        empty_decoder(tmp_path)
+
+
+def test_heads_that_degrees_do_not_divide_are_refused() -> None:
+    decoder = Decoder(build("llama"), verify=False)  # 4 attention heads, 2 key-value heads
+    with pytest.raises(ValueError, match=r"tensor=4 does not divide the model's num_key_value_heads=2"):
+        tensor_plan(decoder, 4)
+    require_heads(decoder.config, 2, 1)
+    with pytest.raises(ValueError, match=r"context=2 × tensor=2 does not divide"):
+        require_heads(decoder.config, 2, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])
+def test_families_that_can_be_cut(family: str) -> None:
+    require_cuttable(build(family).config)
+
+
+def test_a_scaled_embedding_would_be_scaled_on_every_stage() -> None:
+    with pytest.raises(ValueError, match="changes its embeddings before its first layer"):
+        require_cuttable(build("granite").config)
+
+
+def test_parts_of_other_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="has no pipeline plan in transformers"):
+        require_cuttable(build("gpt2").config)

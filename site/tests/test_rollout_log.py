@@ -1,0 +1,154 @@
+"""timeline.jsonl and samples.jsonl: their lines, what a resumed run removes from them, and the share of waiting."""
+
+import json
+import math
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from stillhouse.train.folder import RunFolder
+from stillhouse.train.logging import NoLog, RunLog
+from stillhouse.train.progress import Progress
+from stillhouse.train.rollout_log import CHARACTERS, TOKENS, RolloutLog, Sample, SampleToken, open_rollout_log
+
+
+def sample(**changes) -> Sample:
+    values = {
+        "prompt": "1+1=", "completion": "2", "tokens": [SampleToken("2", 0.25, 3, True)], "reward": 1.0,
+        "advantage": -0.5, "finish": "stop", "source": "student", "staleness": 1,
+    }  # fmt: skip
+    return Sample(**values | changes)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def opened(folder: Path, step: int = 0, clock=lambda: 0.0) -> RolloutLog:
+    return RolloutLog(RunFolder(folder), step, clock)
+
+
+def test_the_lines_of_both_files(tmp_path):
+    times = iter([1.0, 2.5])
+    with opened(tmp_path, clock=lambda: next(times)) as log:
+        with log.timeline.span(4, "trainer", "update"):
+            pass
+        assert lines(tmp_path / "timeline.jsonl") == []
+        log.write(4, [sample()])
+        assert lines(tmp_path / "timeline.jsonl") == [
+            {"step": 4, "lane": "trainer", "what": "update", "start": 1.0, "stop": 2.5}
+        ]
+    assert lines(tmp_path / "samples.jsonl") == [
+        {
+            "step": 4, "prompt": "1+1=", "completion": "2", "length": 1, "reward": 1.0, "advantage": -0.5,
+            "tokens": [{"text": "2", "divergence": 0.25, "version": 3, "target": True}],
+            "finish": "stop", "source": "student", "staleness": 1,
+        }
+    ]  # fmt: skip
+
+
+def test_samples_are_bounded_and_without_nan(tmp_path):
+    token = SampleToken("a", math.nan, None, True)
+    long = sample(prompt="p" * 5000 + "end", completion="c" * 5000, tokens=[token] * 600, reward=math.inf)
+    with opened(tmp_path) as log:
+        log.write(1, [long] * 7)
+    found = lines(tmp_path / "samples.jsonl")
+    assert len(found) == 4
+    assert (len(found[0]["tokens"]), found[0]["length"]) == (TOKENS, 600)
+    assert len(found[0]["prompt"]) == len(found[0]["completion"]) == CHARACTERS
+    assert found[0]["prompt"].endswith("end")
+    assert found[0]["reward"] is found[0]["tokens"][0]["divergence"] is None
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2, 2]), (3, [1, 3, 2, 2]), (9, [1, 3, 2, 4, 2])])
+@pytest.mark.parametrize("half", ["", '{"step": 1, "la'])
+def test_a_resumed_run_removes_the_lines_of_later_steps(tmp_path, step, kept, half):
+    for name in ("timeline.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"step": n}) + "\n" for n in (1, 3, 2, 4, 2)) + half)
+    with opened(tmp_path, step) as log:
+        log.timeline.add(7, "teacher", "score", 1, 2)
+        log.write(7, [sample()])
+    for name in ("timeline.jsonl", "samples.jsonl"):
+        assert [line["step"] for line in lines(tmp_path / name)] == [*kept, 7]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("bad", [b"{", b"[]", b"5", b'{"step": "1"}', b'{"lane": 1}', b"\0\0\0", b"\xff"])
+def test_a_damaged_line_is_refused_with_its_place_and_left(tmp_path, bad):
+    path = tmp_path / "timeline.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 2}\n')
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"timeline\.jsonl:2 is damaged"):
+        opened(tmp_path, 1)
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_removed_meanwhile_is_an_error(tmp_path):
+    with opened(tmp_path) as log:
+        log.timeline.add(1, "trainer", "update", 0, 1)
+        (tmp_path / "timeline.jsonl").unlink()
+        with pytest.raises(ValueError, match=r"timeline\.jsonl cannot be written"):
+            log.write(1)
+
+
+def test_waiting_is_a_share_of_the_trainers_time(tmp_path):
+    timeline = opened(tmp_path).timeline
+    timeline.add(5, "trainer", "wait for completions", 10, 11)
+    timeline.add(5, "trainer", "forward, backward", 11, 13.5)
+    timeline.add(5, "trainer", "wait for the teacher", 13.5, 14)
+    timeline.add(5, "trainer", "update", 14, 15)
+    timeline.add(5, "teacher", "wait", 0, 100)
+    timeline.add(6, "trainer", "wait for completions", 15, 17)
+    assert timeline.waiting(5) == pytest.approx(1.5 / 5)
+    assert timeline.waiting(6) == 1
+    assert timeline.waiting(5) == timeline.waiting(7) == 0
+
+
+def test_a_block_that_fails_is_no_span(tmp_path):
+    with opened(tmp_path) as log:
+        with pytest.raises(RuntimeError), log.timeline.span(1, "weights", "publish"):
+            raise RuntimeError
+        log.write(1)
+    assert not lines(tmp_path / "timeline.jsonl")
+
+
+def test_threads_lose_no_span(tmp_path):
+    with opened(tmp_path) as log:
+
+        def add(number: int) -> None:
+            for index in range(300):
+                log.timeline.add(index, "rollout", f"{number}", 0, 1)
+                if index % 50 == 0:
+                    log.timeline.write()
+
+        threads = [Thread(target=add, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = lines(tmp_path / "timeline.jsonl")
+    assert sorted((line["what"], line["step"]) for line in found) == [
+        (str(n), i) for n in range(4) for i in range(300)
+    ]
+
+
+def test_only_rank_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr("stillhouse.train.rollout_log.is_first", lambda: False)
+    with open_rollout_log(RunFolder(tmp_path), Progress(), NoLog()) as log:
+        with log.timeline.span(1, "trainer", "wait"):
+            pass
+        log.write(1, [sample()])
+        assert log.timeline.waiting(1) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_live_line_shows_reward_length_and_waiting(tmp_path, capsys):
+    figures = {"loss/total_nats_per_token": 1.5, "speed/tokens_per_second": 10.0}
+    rollout = {"rollout/reward": 0.125, "rollout/completion_tokens": 1311.6, "speed/waiting": 0.314}
+    with RunLog(RunFolder(tmp_path), Progress(), 2, []) as log:
+        log.train(1, 1, figures)
+        log.train(2, 2, figures | rollout)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 1/2: 10 tokens/s, total 1.5000, 0")
+    assert "total 1.5000, reward 0.125, length 1,312, waiting 31%, 0" in second

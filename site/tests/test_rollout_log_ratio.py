@@ -1,0 +1,45 @@
+"""The warning of an engine that computes other log-probabilities than training does, under every schedule."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_writers import VllmWriter, writing
+from test_on_policy import losses, write
+
+from stillhouse.train.run import distill
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "learning_rate", "warning"),
+    [
+        ("async", {"keeps_head": True, "seconds": 0.05}, 0.01, "with the same weights"),
+        ("one_step_off", {}, 0.005, ""),
+        pytest.param("sync", {"keeps_head": True}, 0.01, "with the same weights", marks=pytest.mark.slow),
+        pytest.param("async", {"seconds": 0.05}, 0.005, "", marks=pytest.mark.slow),
+        pytest.param("one_step_off", {}, 0.02, "at most 1 steps older, differ by", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_with_other_log_probabilities_is_warned_of(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    schedule: str,
+    options: dict[str, Any],
+    learning_rate: float,
+    warning: str,
+) -> None:
+    """Of a step's tokens, those that the present weights have written must have the same log-probabilities."""
+    settings: dict[str, Any] = {"data.eval": 0.0, "rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:1"}
+    write(tmp_path, **settings)  # the student, which the server has from the start
+    with writing(VllmWriter, tmp_path / "student", processed=True, **options) as server:
+        settings |= {"rollout.url": server.url, "rollout.schedule": schedule, "train.learning_rate": learning_rate}
+        lines = losses(distill(write(tmp_path, **settings)))
+    found = [line for line in capsys.readouterr().out.splitlines() if "the engine's log-probabilities" in line]
+    assert len(found) == bool(warning)
+    assert warning in "".join(found)
+    fresh = [line.get("rollout/log_ratio_fresh") for line in lines]
+    assert fresh[0] is not None
+    assert any(each is not None for each in fresh[1:]) == (schedule != "one_step_off")
+    if "keeps_head" not in options:
+        assert max(each for each in fresh if each is not None) < 1e-5
+        assert max(line["rollout/log_ratio"] for line in lines) > 1e-2
