@@ -75,7 +75,7 @@ def test_an_unknown_key_of_a_file_names_the_nearest_right_one(tmp_path: Path, te
             "checkpoint.best=loss",
             "expected: eval/cross_entropy, eval/forward_kl, eval/agreement, eval/exact_match",
         ),
-        ("device=gpu", "device: got 'gpu' (text); expected: text such as auto, cpu, cuda, cuda:1"),
+        ("device=gpu", "device: got 'gpu' (text); expected: text such as auto, cpu, mps, cuda, cuda:1"),
         ("train.warmup=1.5", "train.warmup: got 1.5, expected a share below 1 or a whole number of steps"),
         ("eval=0.1", "eval: got 0.1; expected: a section with the keys every, micro_batch_tokens"),
         ("student.adapter.r=0", "student.adapter.r: got 0; expected: whole number >= 1"),

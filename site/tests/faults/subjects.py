@@ -35,7 +35,7 @@ from stillhouse.models import Decoder, check_document_length, check_finite_weigh
 from stillhouse.models.checks import check_saving
 from stillhouse.parallel.loading import empty_decoder, load_weights
 from stillhouse.train.layouts import layout_of
-from stillhouse.train.session import choose_device, in_words, objective_spec
+from stillhouse.train.session import device_of, in_words, objective_spec
 
 Load = Callable[[random.Random], None]
 TOKENS = 32
@@ -66,7 +66,7 @@ def configurations(folder: Path) -> Load:
         dump_config(config)
         in_words(config, objective_spec(config), {})
         layout_of(config.parallel, 1)
-        choose_device(config.device)
+        device_of(config)
 
     return load
 

@@ -77,6 +77,7 @@ class Case:
     lora: str = ""
     dtype: torch.dtype = torch.float32
     other_tokens: bool = False  # the teacher reads other tokens than the student
+    waiting_teacher: bool = False  # FSDP keeps the teacher's shards in host memory
 
     @property
     def name(self) -> str:
@@ -85,7 +86,7 @@ class Case:
         own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
         kept = "-bf16" if self.dtype == torch.bfloat16 else ""
         flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
-        flags |= {"other_tokens": self.other_tokens}
+        flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
         objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
         more = objective + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
@@ -243,7 +244,7 @@ def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
         # A and B are initialised on this rank; B must not be zero, or A would have no gradient
         draw = partial(draw_lora, seed=2, fresh=False)
         made = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
-    return made, ModelSource(partial(decoder, teacher, 1)) if needs else None
+    return made, ModelSource(partial(decoder, teacher, 1), offload=case.waiting_teacher) if needs else None
 
 
 def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:

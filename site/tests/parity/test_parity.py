@@ -154,6 +154,7 @@ SLOW = [
         for schedule in ("gpipe", "interleaved", "zero_bubble", "zbv", "1f1b_ahead")
     ),
     Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), "llama"),
+    Case(layout(fsdp=2), waiting_teacher=True),
     Case(layout(fsdp=2), spec=parse_objective("reverse_kl")),
     Case(layout(pipeline=2), spec=parse_objective("cross_entropy + 1e-2*z_loss")),
     *(
