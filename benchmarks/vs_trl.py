@@ -13,6 +13,7 @@ speed      Random models of two vocabularies. Runs take turns in one process; ra
            of the processor, on one thread, so that other processes do not count; the clock's are in the file, too.
 memory     A new process for each: its peak, less what it has before it loads the models.
 curves     The demo's teacher and text, a new student: the loss of each step, and the held-out text after the last.
+rounding   The control of the curves: two runs of ours that sum in another order (other chunks of tokens).
 
 A document fills a packed sequence, so that packing gives us no advantage here: GKDTrainer cannot pack.
 Writes benchmarks/results/vs_trl-<date>.json and docs/results/vs_trl.png.
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Task:
     teacher: Path
     steps: int
     learning_rate: float
+    chunk_tokens: int | None = None
 
     def config(self, out: Path, student: Path | None = None) -> RunConfig:
         held_out = self.folder / "held_out.jsonl"
@@ -74,7 +76,8 @@ class Task:
             "data.eval": str(held_out) if student else 0, "objective.loss": "jsd(0.5)", "train.steps": self.steps,
             "train.tokens_per_step": ROWS * LENGTH, "train.micro_batch_tokens": ROWS * LENGTH,
             "train.learning_rate": self.learning_rate, "train.schedule": "constant", "train.warmup": 0,
-            "train.precision": "fp32", "checkpoint.every": 0, "device": "cpu", "out": str(out),
+            "train.precision": "fp32", "objective.chunk_tokens": self.chunk_tokens, "checkpoint.every": 0, "device": "cpu",
+            "out": str(out),
         }  # fmt: skip
         return load_config(None, settings=nested(flat))
 
@@ -312,6 +315,21 @@ def curves(folder: Path, steps: int) -> dict[str, Any]:
     return found | {"largest relative difference of a step's loss": difference(*runs)}
 
 
+def rounding(folder: Path, steps: int) -> dict[str, Any]:
+    task = demo_task(folder / "rounding", steps)
+    tasks = {"one chunk": task, "chunks of 100 tokens": replace(task, chunk_tokens=100)}
+    runs = {name: ours(each, task.folder / name) for name, each in tasks.items()}
+    return {
+        "losses": {name: run.losses for name, run in runs.items()},
+        "held out": {name: held_out(task, task.folder / name) for name in runs},
+        "largest relative difference of a step's loss": difference(*runs.values()),
+    }
+
+
+def held_out(task: Task, out: Path) -> dict[str, float]:
+    return evaluate(prepare(task.config(task.folder / "unused", out / "model"), announce=False))
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     import matplotlib
 
@@ -344,17 +362,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="of the curves")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--part", choices=["rounding"], help="only this; its result file is named after it")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     result: dict[str, Any] = {"theme": "vs_trl", "arguments": vars(arguments), "tokens of a step": ROWS * LENGTH}
     result |= {"student (width, layers)": STUDENT, "teacher (width, layers)": TEACHER}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        result["curves"] = curves(folder, arguments.steps)
-        result["memory"] = {str(size): memory(folder, size) for size in VOCABULARIES}
-        result["speed"] = {str(size): speed(folder, size, arguments.rounds) for size in VOCABULARIES}
-    plot(result, PLOT)
-    write_result(result_file("vs_trl"), result)
+        result["rounding"] = rounding(folder, arguments.steps)
+        if not arguments.part:
+            result["curves"] = curves(folder, arguments.steps)
+            result["memory"] = {str(size): memory(folder, size) for size in VOCABULARIES}
+            result["speed"] = {str(size): speed(folder, size, arguments.rounds) for size in VOCABULARIES}
+            plot(result, PLOT)
+    write_result(result_file("_".join(filter(None, ["vs_trl", arguments.part]))), result)
 
 
 if __name__ == "__main__":
