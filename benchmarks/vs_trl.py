@@ -76,8 +76,8 @@ class Task:
             "data.eval": str(held_out) if student else 0, "objective.loss": "jsd(0.5)", "train.steps": self.steps,
             "train.tokens_per_step": ROWS * LENGTH, "train.micro_batch_tokens": ROWS * LENGTH,
             "train.learning_rate": self.learning_rate, "train.schedule": "constant", "train.warmup": 0,
-            "train.precision": "fp32", "objective.chunk_tokens": self.chunk_tokens, "checkpoint.every": 0, "device": "cpu",
-            "out": str(out),
+            "train.precision": "fp32", "objective.chunk_tokens": self.chunk_tokens, "checkpoint.every": 0,
+            "device": "cpu", "out": str(out),
         }  # fmt: skip
         return load_config(None, settings=nested(flat))
 
