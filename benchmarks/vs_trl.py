@@ -317,7 +317,7 @@ def curves(folder: Path, steps: int) -> dict[str, Any]:
 
 def rounding(folder: Path, steps: int) -> dict[str, Any]:
     task = demo_task(folder / "rounding", steps)
-    tasks = {"one chunk": task, "chunks of 100 tokens": replace(task, chunk_tokens=100)}
+    tasks = {"chunks of 512 tokens": task, "chunks of 100 tokens": replace(task, chunk_tokens=100)}
     runs = {name: ours(each, task.folder / name) for name, each in tasks.items()}
     return {
         "losses": {name: run.losses for name, run in runs.items()},
