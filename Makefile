@@ -7,7 +7,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # one thread for each of two test workers: two cores are what a small machine has
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
-.PHONY: demo test test-slow test-all test-engines proofs gpu wheels chaos fuzz lint format docs clean
+.PHONY: demo test test-slow test-all test-engines proofs gpu wheels chaos fuzz lint format docs site clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -70,8 +70,14 @@ format: $(VENV)/.development
 docs: $(VENV)/.development
 	$(BIN)/python -m stillhouse.config.document
 
+# the documentation as a site, in site/; it loads nothing from elsewhere
+site: $(VENV)/.development
+	mkdir -p .site
+	cd .site && ln -sfn ../README.md ../CONTRIBUTING.md ../docs ../examples ../benchmarks ../tests .
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) dist
+	rm -rf $(VENV) dist site .site
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("stillhouse needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'

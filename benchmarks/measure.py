@@ -125,17 +125,18 @@ def resident_extra(loss: Loss, inputs: Inputs) -> int:
     inputs.clear_gradients()
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = _resident_bytes("VmRSS")
+    before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # this resets the peak to the resident size
     run_pass(loss, inputs)
-    return _resident_bytes("VmHWM") - before - gradient_bytes(inputs)
+    return resident_bytes("VmHWM") - before - gradient_bytes(inputs)
 
 
 def gradient_bytes(inputs: Inputs) -> int:
     return sum(gradient.nbytes for gradient in inputs.gradients())
 
 
-def _resident_bytes(field: str) -> int:
+def resident_bytes(field: str) -> int:
+    """Return this process's resident memory: now (VmRSS), or at its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kibibytes,) = (line.split()[1] for line in lines if line.startswith(field))
     return int(kibibytes) << 10

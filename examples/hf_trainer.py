@@ -1,0 +1,104 @@
+"""The objective inside Hugging Face's Trainer: only its model changes, to one whose forward returns the loss.
+
+    python examples/hf_trainer.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data a.jsonl --output_dir out
+
+All other options are those of transformers' TrainingArguments. The data have a column `text`. Documents of a batch
+follow one another in one row, without padding. Trainer passes the number of tokens to predict in the whole step, on
+all processes and in all accumulated batches, and the loss is divided by it once. Tested in one process and under
+torchrun (DDP). For gradient checkpointing, call `student.gradient_checkpointing_enable()`; the option fails.
+
+B rows of S tokens, V vocabulary.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import load_dataset
+from torch import Tensor, nn
+from transformers import AutoTokenizer, DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments
+
+from stillhouse import Decoder
+from stillhouse.models.processors import distillation
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective.spec import parse_objective
+
+USAGE = (
+    "python examples/hf_trainer.py --teacher MODEL --student MODEL --data JSONL --output_dir FOLDER [--max_steps …]"
+)
+
+
+class Distillation(nn.Module):
+    """The student as Trainer trains it. The teacher is not a submodule: it is neither trained nor saved."""
+
+    accepts_loss_kwargs = True  # Trainer passes num_items_in_batch, and does not divide the loss itself
+    loss_type = "ForCausalLM"  # Trainer does not count the first label of a row, which no token predicts
+
+    def __init__(self, student: Decoder, teacher: Decoder, objective: str):
+        super().__init__()
+        self.student, self.config = student, student.config
+        self.__dict__["teacher"] = teacher
+        self.processor = distillation(parse_objective(objective))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the loss. input_ids, labels: [B, S]; label t is token t, or −100 for a token without a loss."""
+        next_BS = F.pad(labels[:, 1:], (0, 1), value=-100)  # row t predicts token t + 1
+        tokens = (next_BS >= 0).sum() if num_items_in_batch is None else num_items_in_batch
+        signal = self.teacher.signal(input_ids, position_ids, attention_mask)
+        context = DistillTargets(next_BS, signal=signal, normalizer=tokens.clamp(min=1))
+        output = self.student(input_ids, position_ids, attention_mask, processor=self.processor, context=context)
+        return {"loss": output.loss}
+
+
+@dataclass
+class Options:
+    teacher: str = field(metadata={"help": "Folder or hub id of the teacher."})
+    student: str = field(metadata={"help": "Folder or hub id of the student, with the teacher's tokenizer."})
+    data: str = field(metadata={"help": "JSON lines with a column `text`."})
+    objective: str = field(default="0.3*cross_entropy + 0.7*jsd(0.5)", metadata={"help": "Terms, as in a run.yaml."})
+    max_tokens: int = field(default=2048, metadata={"help": "Longer texts are cut."})
+
+
+def make_trainer(options: Options, arguments: TrainingArguments, **more: Any) -> Trainer:
+    """Return the trainer; `more` are further arguments of Trainer."""
+    tokenizer = AutoTokenizer.from_pretrained(options.student, trust_remote_code=False)
+    student = Decoder.from_pretrained(options.student, dtype=torch.float32)
+    teacher = Decoder.from_pretrained(options.teacher, device=arguments.device).requires_grad_(False)
+
+    def tokenize(record: dict[str, str]) -> dict[str, list[int]]:
+        ids = tokenizer(record["text"]).input_ids[: options.max_tokens - 1]
+        return {"input_ids": [*ids, tokenizer.eos_token_id]}
+
+    texts = load_dataset("json", data_files=options.data, split="train")
+    return Trainer(
+        Distillation(student, teacher, options.objective),
+        arguments,
+        data_collator=DataCollatorWithFlattening(),
+        train_dataset=texts.map(tokenize, remove_columns=texts.column_names),
+        **more,
+    )
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    parser = HfArgumentParser((Options, TrainingArguments), usage=USAGE)  # type: ignore[arg-type]
+    options, arguments = parser.parse_args_into_dataclasses(command_line)
+    trainer = make_trainer(options, arguments)
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    # Trainer's own checkpoints have the names of `Distillation`; this is the student for transformers
+    if trainer.is_world_process_zero():
+        trainer.model.student.save_pretrained(arguments.output_dir)
+        AutoTokenizer.from_pretrained(options.student, trust_remote_code=False).save_pretrained(arguments.output_dir)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
