@@ -59,8 +59,8 @@ def test_a_wrong_configuration_exits_with_2_and_names_the_key(here: Path, change
 def test_check_fails_as_the_run_would(here: Path) -> None:
     error = fails(here, "objective.loss=forward_kll", code=USAGE, command="check")
     assert error == fails(here, "objective.loss=forward_kll", code=USAGE)
-    error = fails(here, f"data.train={here}/nowhere.jsonl", code=FAILED, command="check")
-    assert error == fails(here, f"data.train={here}/nowhere.jsonl", code=FAILED)
+    error = fails(here, f"data.train={here}/nowhere.jsonl", code=USAGE, command="check")
+    assert error == fails(here, f"data.train={here}/nowhere.jsonl", code=USAGE)
 
 
 def test_best_by_a_metric_that_does_not_exist(here: Path) -> None:
@@ -81,10 +81,11 @@ def test_missing_files(here: Path) -> None:
     failed = run("distill", here / "nowhere.yaml", code=USAGE)
     assert f"error: '{here}/nowhere.yaml' is neither a file nor an override" in failed.err
     for key in ("train", "eval"):
-        error = fails(here, f"data.{key}={here}/nowhere.jsonl", code=FAILED)
-        assert error.startswith(f"no such file or folder: {here}/nowhere.jsonl")
+        error = fails(here, f"data.{key}={here}/nowhere.jsonl", code=USAGE)
+        assert error.startswith(f"data.{key}: no such file or folder: {here}/nowhere.jsonl")
     for which in ("student", "teacher"):
-        error = fails(here, f"{which}.model={here}/nowhere", code=FAILED)
+        error = fails(here, f"{which}.model={here}/nowhere", code=USAGE)
+        assert error.startswith(f"{which}.model: ")
         assert f"{here}/nowhere" in error
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.data import Documents
 from stillhouse.objective import FullVocab, OutputHead, VocabShard
-from stillhouse.train.evaluation import evaluate
+from stillhouse.train.evaluation import evaluate, evaluate_teacher
 from stillhouse.train.folder import RunFolder, init_run_dir
 from stillhouse.train.held_out import DOCUMENTS, TOP, held_out_tokens, likeliest
 from stillhouse.train.off_policy import train
@@ -63,6 +63,13 @@ def test_figures_are_the_plain_ones_whatever_the_objective(tmp_path: Path, setti
     found = evaluate(session)
     assert found == pytest.approx(plain_figures(tmp_path, session.evaluation.documents), rel=1e-5)
     assert list(found) == [f"eval/{key}" for key in KEYS]
+    own, tokens = 0.0, found["eval/tokens"]
+    for document in range(len(session.evaluation.documents)):
+        labels = torch.from_numpy(session.evaluation.documents.tokens(document).astype(np.int64))[1:, None]
+        chosen = torch.from_numpy(session.evaluation.documents.targets(document)[1:])
+        p = log_probs(tmp_path, "teacher", session.evaluation.documents, document)[:-1]
+        own += float(-p.gather(1, labels)[:, 0][chosen].sum())
+    assert evaluate_teacher(session) == {"eval/teacher_cross_entropy": pytest.approx(own / tokens, rel=1e-5)}
 
 
 def test_evaluation_has_no_dropout_draws_nothing_and_puts_the_mode_back(tmp_path: Path) -> None:
@@ -90,17 +97,18 @@ def trained(folder: Path, **settings: Any) -> tuple[Session, list[dict[str, Any]
         ({"eval.every": 0}, [0, 6]),
         ({"eval.every": 2}, [0, 2, 4, 6]),
         ({"eval.every": 4}, [0, 4, 6]),
+        ({"eval.every": 0, "checkpoint.every": 2}, [0, 6]),
         ({"eval.every": 100, "checkpoint.every": 4}, [0, 4, 6]),
         ({"data.eval": 0}, []),
     ],
-    ids=["never between", "every 2", "every 4", "at checkpoints", "no data"],
+    ids=["never between", "every 2", "every 4", "not at checkpoints", "at checkpoints", "no data"],
 )
 def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: list[int]) -> None:
     session, lines = trained(tmp_path, **settings)
     assert [line["step"] for line in lines] == steps
     if lines:
         final = {key: value for key, value in lines[-1].items() if key.startswith("eval/")}
-        assert final == evaluate(session)
+        assert final == evaluate(session) | evaluate_teacher(session)
         assert lines[0]["eval/cross_entropy"] > lines[-1]["eval/cross_entropy"]
         assert lines[0]["tokens"] == 0
 

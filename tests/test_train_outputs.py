@@ -37,7 +37,15 @@ TRAIN_KEYS = {
     "speed/chunk_tokens",
 }
 EVAL_KEYS = {"step", "tokens", "seconds", "eval/tokens"} | {
-    f"eval/{name}" for name in ("cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy")
+    f"eval/{name}"
+    for name in (
+        "cross_entropy",
+        "forward_kl",
+        "agreement",
+        "student_entropy",
+        "teacher_entropy",
+        "teacher_cross_entropy",
+    )
 }
 ENVIRONMENT_KEYS = ["objective", "stillhouse", "python", "torch", "transformers", "platform", "cpu", "cores"]
 ENVIRONMENT_KEYS += ["threads", "device", "gpu", "commit", "date", "seed"]
@@ -49,7 +57,8 @@ def test_the_first_line_is_the_objective_in_words(tmp_path: Path) -> None:
         lines = run(command, tmp_path / "run.yaml").out.splitlines()
         assert lines[0] == (
             "minimise cross-entropy + 0.5 × reverse_kl of teacher and student, over the full vocabulary, "
-            f"temperature 2, mean over completion tokens of each step: {tmp_path}/student ← {tmp_path}/teacher"
+            f"temperature 2, mean over the target tokens of each step (texts, completions): "
+            f"{tmp_path}/student ← {tmp_path}/teacher"
         )
 
 
@@ -67,7 +76,7 @@ def test_the_run_folder(tmp_path: Path) -> None:
     assert list(json.loads((out / "environment.json").read_text())) == ENVIRONMENT_KEYS
     assert json.loads((out / "environment.json").read_text())["seed"] == 3
     data = json.loads((out / "data.json").read_text())
-    assert (data["train"]["documents"], data["eval"]["documents"]) == (40, 8)
+    assert (data["train"]["records"], data["eval"]["documents"]) == (40, 8)
     assert json.loads((out / "tokens.json").read_text())["step"] == 6
     assert {path.name for path in out.iterdir()} >= {"checkpoints", "model"}
     assert not list(out.rglob("*.partial"))
@@ -199,7 +208,7 @@ def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
         r"steps +6 of 4 sequences \(at most 32 tokens each\), 2 per micro-batch",
         r"run folder +.*/out: a new run",
         r".*The still ⟦is heated</s>⟧",
-        r"one step +[\d,]+ tokens in [\d.]+ s, loss [\d.]+, gradient norm [\d.]+",
+        r"one step +[\d,]+ tokens in [\d.]+ s \([\d.]+ s the first time, when functions are compiled\), loss [\d.]+",
         r"  cross_entropy +gradient norm [\d.]+",
         r"  jsd\(0\.5\) +gradient norm [\d.]+",
         r"  entropy +gradient norm [\d.e-]+",
@@ -246,7 +255,7 @@ def test_a_json_file_is_never_half_written(tmp_path: Path) -> None:
 def test_a_run_without_a_teacher(tmp_path: Path) -> None:
     write_run(tmp_path, teacher=False)
     done = run("distill", tmp_path / "run.yaml")
-    assert done.out.startswith("minimise cross-entropy, temperature 1, mean over completion tokens of each step: ")
+    assert done.out.startswith("minimise cross-entropy, temperature 1, mean over the target tokens of each step ")
     assert not (tmp_path / "out" / "tokens.json").exists()
     lines: list[dict[str, Any]] = metrics(tmp_path / "out")
     absent = {"train/teacher_entropy_nats", "loss/jsd(0.5)_nats_per_token"}
