@@ -19,7 +19,7 @@ from stillhouse.parallel import (
     single_process_runner,
 )
 from stillhouse.teachers import InStageTeacher, NoTeacher, SeparateTeacher, SignalSource, SignalStore
-from stillhouse.train.engine import Engine, OptimizerSettings
+from stillhouse.train.engine import Engine
 from stillhouse.train.models import (
     head_source,
     load_student,
@@ -30,6 +30,7 @@ from stillhouse.train.models import (
     teacher_layout,
 )
 from stillhouse.train.mtp import mtp_objective
+from stillhouse.train.optimizer import optimizer_settings
 from stillhouse.train.sources import separate_teacher, several_teachers, stored_source
 
 
@@ -130,9 +131,7 @@ def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device:
         runner,
         objective,
         device,
-        optimizer=OptimizerSettings(
-            train.learning_rate, train.weight_decay, train.betas, train.eps, train.clip or 0.0
-        ),
+        optimizer=optimizer_settings(train),
         bf16=train.precision == "bf16",
         chunk_tokens=config.objective.chunk_tokens,
         router_aux_loss=config.objective.router_aux_loss,
