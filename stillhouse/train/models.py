@@ -36,12 +36,12 @@ def model_fingerprints(config: RunConfig, stores: Mapping[str, SignalStore]) -> 
     """For the student and each teacher, a hash of the model's files; for a model of the hub, the commit; for a store,
     its identity. A student that is its own teacher has one hash.
     """
-    hashes = {"student": _fingerprint(config.student.model, config.student.revision)}
+    hashes = {"student": source_fingerprint(config.student.model, config.student.revision)}
     for section, teacher in config.teacher_sections.items():
         if section in stores:
             hashes[section] = stores[section].identity
         elif teacher.model is not None:
-            of_files = _fingerprint(teacher.model, teacher.revision)
+            of_files = source_fingerprint(teacher.model, teacher.revision)
             hashes[section] = quantized_identity(of_files, teacher.quantize)
     return hashes
 
@@ -126,7 +126,8 @@ def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None
     return replace(layout, offload=config.parallel.offload or teacher.offload)
 
 
-def _fingerprint(name: str, revision: str | None) -> str:
+def source_fingerprint(name: str, revision: str | None) -> str:
+    """A hash of the files of a model's folder; for a model of the hub, the commit."""
     if os.path.isdir(name):
         return model_fingerprint(name)
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
