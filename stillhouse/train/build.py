@@ -26,6 +26,7 @@ from stillhouse.train.models import (
     load_teacher,
     model_source,
     prepared_for_training,
+    student_source,
     teacher_is_base,
     teacher_layout,
 )
@@ -95,8 +96,8 @@ def distributed_engine(
     stores: Mapping[str, SignalStore],
 ) -> tuple[Engine, SignalSource]:
     """`build_engine` for several processes. Raises ConfigError for a model that the layout does not fit."""
-    name, store = config.student.model, stores.get("teacher")
-    student = model_source("student", name, config.student, device, layout.offload, config.seed)
+    store = stores.get("teacher")
+    student = student_source(config, device, layout.offload)
     build, is_base = student.build, teacher_is_base(config)
     student = replace(student, build=lambda: prepared_for_training(build(), config), teacher_is_base=is_base)
     separate_layout, separate, teacher = teacher_layout(config), None, None
