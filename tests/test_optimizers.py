@@ -17,6 +17,7 @@ from stillhouse.models import Decoder
 from stillhouse.parallel import Degrees, Layout
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.engine import Engine
+from stillhouse.train.identity import decisive_values
 from stillhouse.train.integrity import stored_tensors, verified
 from stillhouse.train.optimizer import (
     OptimizerSettings,
@@ -145,6 +146,13 @@ def test_a_layout_that_divides_weights_is_refused(tmp_path: Path, kind: str, deg
     with pytest.raises(ConfigError, match=f"got {kind} under .*: expected adamw or muon") as caught:
         require_optimizer(train, Layout(degrees))
     assert caught.value.key == "train.optimizer"
+
+
+def test_runs_of_versions_without_the_key_go_on(tmp_path: Path) -> None:
+    """The hash of their configurations, which a checkpoint has, does not change."""
+    added = {"train.optimizer", "train.momentum", "student.init"}
+    assert not added & decisive_values(write_run(tmp_path)).keys()
+    assert decisive_values(write_run(tmp_path, **{"train.optimizer": "muon"}))["train.optimizer"] == "muon"
 
 
 @pytest.mark.slow
