@@ -22,7 +22,7 @@ from stillhouse.demo.corpus import collect_split, write_jsonl
 from stillhouse.demo.student import TEACHER
 from stillhouse.train.run import distill
 
-LAYERS, TOKENS, HELD_OUT = 3, 512, 12
+LAYERS, TOKENS, HELD_OUT = 3, 512, 2
 STARTS: dict[str, dict[str, Any]] = {
     "random": {"from": "random"},
     **{layers: {"from": "teacher", "layers": layers} for layers in ("every 2", "first 3", "last 3")},
