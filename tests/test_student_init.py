@@ -134,7 +134,8 @@ def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
         ({"init": {"from": "teacher", "layers": "some 2"}}, "student.init.layers"),
         ({"init": {"from": "teacher", "layers": [0, 0]}}, "student.init.layers"),
         ({"init": {"layers": "every 2"}}, "student.init.from"),
-        ({"init": {"from": "teacher"}, "adapter": {"r": 2}}, "student.init"),
+        ({"init": {"from": "teacher"}, "adapter": {"r": 2}}, "null with student.adapter"),
+        ({"init": {"from": "random"}, "mtp": {"depths": 1}}, "null with student.mtp"),
         ({"init": {"from": "teacher"}}, "student.init.from"),
     ],
 )
