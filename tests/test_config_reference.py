@@ -66,11 +66,12 @@ def test_a_dumped_configuration_loads_as_the_same(
 
 
 def test_a_dump_has_every_key_in_order() -> None:
-    dumped, several = (
+    dumped, several, begun = (
         YAML(typ="safe", pure=True).load(dump_config(load(*settings)))
         for settings in (
             ("teacher={model: t, parallel: {}}", "student.adapter={}", "rollout={samples_per_prompt: 1}"),
             ("teachers={math: {model: t, parallel: {}}}", "student.mtp={}"),
+            ("student.init={from: random}",),
         )
     )
 
@@ -80,13 +81,15 @@ def test_a_dump_has_every_key_in_order() -> None:
 
     known = list(value_fields(RunConfig))
     of_several = [key for key in known if key.startswith("teachers.")]
-    of_mtp = [key for key in known if key.startswith("student.mtp.")]  # not possible with an adapter
-    short = {of_several[0]: "teachers", of_mtp[0]: "student.mtp"}
-    expected = [short.get(key, key) for key in known if key not in of_several[1:] + of_mtp[1:]]
+    # neither is possible with an adapter
+    of_mtp, of_init = ([key for key in known if key.startswith(f"student.{name}.")] for name in ("mtp", "init"))
+    short = {of_several[0]: "teachers", of_mtp[0]: "student.mtp", of_init[0]: "student.init"}
+    expected = [short.get(key, key) for key in known if key not in of_several[1:] + of_mtp[1:] + of_init[1:]]
     assert keys(dumped) == expected
     found = [key.replace("teachers.math.", f"teachers.{ANY_NAME}.") for key in keys(several)]
     assert [key for key in found if key.startswith("teachers.")] == of_several
     assert [key for key in found if key.startswith("student.mtp.")] == of_mtp
+    assert [key for key in keys(begun) if key.startswith("student.init.")] == of_init
 
 
 def test_every_key_has_one_line_of_description() -> None:

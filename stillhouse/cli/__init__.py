@@ -23,6 +23,7 @@ from stillhouse import __version__
 from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries, takes_configuration
 from stillhouse.cli.cache import cache
 from stillhouse.cli.evaluate import evaluate
+from stillhouse.cli.export import export
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
 from stillhouse.display import message as brief
@@ -103,6 +104,7 @@ def cli(context: click.Context) -> None:
     stillhouse serve Qwen/Qwen3-8B           serve a teacher to runs on other machines
     stillhouse report runs/a
     stillhouse verify runs/a                 check the folder of a run
+    stillhouse export runs/a --out exported  write the student for transformers and vLLM
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -110,6 +112,7 @@ def cli(context: click.Context) -> None:
 
 cli.add_command(cache)
 cli.add_command(evaluate)
+cli.add_command(export)
 cli.add_command(serve)
 cli.add_command(task)
 

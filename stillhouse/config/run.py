@@ -133,6 +133,25 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _student_can_begin(self) -> "RunConfig":
+        init, teacher = self.student.init, self.teacher
+        if init is None:
+            return self
+        if self.student.adapter is not None:
+            raise ConfigError(
+                "student.init", "expected null with student.adapter, which needs its base's own weights"
+            )
+        if self.student.mtp is not None:
+            raise ConfigError("student.init", "expected null with student.mtp: begin with a run without it")
+        if init.source == "teacher" and (teacher is None or teacher.model is None):
+            raise ConfigError("student.init.from", "got teacher without teacher.model: expected the teacher's files")
+        if init.source == "teacher" and teacher is not None and teacher.cross_tokenizer is not None:
+            raise ConfigError(
+                "student.init.from", "got teacher with teacher.cross_tokenizer: its embedding is of other tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sequences_fit(self) -> "RunConfig":
         """A packed sequence is never split, neither over micro-batches nor over steps."""
         for key, tokens in {

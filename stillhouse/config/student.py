@@ -8,6 +8,7 @@ from stillhouse.config.adapter import AdapterConfig
 from stillhouse.config.model import ModelConfig
 from stillhouse.config.mtp import MtpConfig
 from stillhouse.config.section import PathText
+from stillhouse.config.student_init import StudentInitConfig
 
 
 class StudentConfig(ModelConfig):
@@ -28,4 +29,7 @@ class StudentConfig(ModelConfig):
     )
     mtp: MtpConfig | None = Field(
         default=None, description="Multi-token prediction: layers that draft tokens. null: the student has none."
+    )
+    init: StudentInitConfig | None = Field(
+        default=None, description="The weights to begin with. null: those of the files of student.model."
     )

@@ -1,4 +1,4 @@
-"""Steps, batches and the optimizer (AdamW)."""
+"""Steps, batches and the optimizer."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from stillhouse.config.section import Section, Share
 
 
 class TrainConfig(Section):
-    """Steps, batches and the optimizer (AdamW)."""
+    """Steps, batches and the optimizer."""
 
     tokens_per_step: int = Field(
         default=131072,
@@ -28,6 +28,12 @@ class TrainConfig(Section):
     )
     steps: int | None = Field(
         default=None, ge=1, description="Optimizer steps, instead of epochs. null: as many as epochs needs."
+    )
+    optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit"] = Field(
+        default="adamw",
+        description="muon: Muon for the matrices inside the layers, AdamW for all other weights. adafactor: half of"
+        " AdamW's memory or less. adamw_8bit: AdamW with moments of 8 bits (needs stillhouse[low-bit]). The last two"
+        " work in one process and under pipeline stages.",
     )
     learning_rate: float = Field(default=2e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
@@ -47,13 +53,18 @@ class TrainConfig(Section):
         le=1,
         description="Learning rate at the end, as a share of the peak. No effect with schedule constant.",
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay of matrices. 0: off.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices. 0: off.")
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = Field(
-        default=(0.9, 0.95), description="AdamW's decay rates of the first and the second moment."
+        default=(0.9, 0.95),
+        description="AdamW's decay rates of the first and the second moment. No effect with optimizer adafactor.",
     )
     eps: float = Field(
-        default=1e-8, gt=0, description="AdamW's epsilon, added to the square root of the second moment."
+        default=1e-8,
+        gt=0,
+        description="AdamW's epsilon, added to the square root of the second moment. No effect with optimizer"
+        " adafactor.",
     )
+    momentum: Share = Field(default=0.95, description="Muon's momentum. No effect with another optimizer.")
     clip: float | None = Field(
         default=1.0,
         ge=0,

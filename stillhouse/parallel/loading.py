@@ -7,6 +7,7 @@ load_weights(decoder, folder, device)       allocate memory for this process's p
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -22,6 +24,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.models.files import require_safe_files
+from stillhouse.models.head import local, own_slices
 from stillhouse.models.loading import auto_class, parse_dtype
 from stillhouse.parallel.stacked_experts import parts_of_stack, read_stack
 
@@ -74,10 +77,17 @@ def load_weights(
     read_weights(decoder, folder)
 
 
-def read_weights(decoder: Decoder, folder: str | os.PathLike[str], prefix: str = "") -> None:
+def read_weights(
+    decoder: Decoder,
+    folder: str | os.PathLike[str],
+    prefix: str = "",
+    renamed: Callable[[str], str] | None = None,
+) -> None:
     """Read the weights of a decoder, which has memory and may have been cut and sharded, in place from a folder.
 
-    prefix: read only the tensors whose names in the decoder begin with it.
+    prefix: read only the tensors whose names in the decoder begin with it. renamed: for a folder of another model,
+    whose vocabulary may have another number of rows: the name that a tensor has there, from its name in the decoder's
+    own files.
     Raises ValueError as `load_weights` does.
     """
     wanted: dict[str, Any] = {}
@@ -90,6 +100,8 @@ def read_weights(decoder: Decoder, folder: str | os.PathLike[str], prefix: str =
         if not name.startswith(prefix):
             continue
         candidates = checkpoint_names(decoder, name)
+        if renamed is not None:
+            candidates = [renamed(each) for each in candidates]
         found = next((each for each in candidates if each in files), None)
         if found is None and (parts := parts_of_stack(decoder, candidates[0])):
             read_stack(value, parts, files)
@@ -99,10 +111,34 @@ def read_weights(decoder: Decoder, folder: str | os.PathLike[str], prefix: str =
                 f"{folder} has no tensor '{candidates[0]}': expected the tensor names of the model itself, so that "
                 "each process can read its own part of each tensor"
             )
+        if renamed is not None and _has_vocabulary(decoder, name) and _read_rows(value, files[found], found):
+            continue
         wanted[found] = value
     with warnings.catch_warnings(), reading(f"{folder}: its weights cannot be read"):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+
+
+def _has_vocabulary(decoder: Decoder, name: str) -> bool:
+    return name == decoder.embedding_name or name.startswith("head.linear.")
+
+
+@torch.no_grad()
+def _read_rows(value: Tensor, path: str, name: str) -> bool:
+    """Read this process's rows of an embedding or head whose file has another number of rows, which are padding.
+
+    Rows that the file lacks become zero. Returns False, and reads nothing, if the file has the same number.
+    """
+    with safe_open(path, framework="pt") as file:
+        stored = file.get_slice(name)
+        rows = stored.get_shape()[0]
+        if rows == value.shape[0]:
+            return False
+        part = own_slices(value) or tuple(slice(0, size) for size in value.shape)
+        own, stop = local(value).zero_(), min(part[0].stop, rows)
+        if part[0].start < stop:
+            own[: stop - part[0].start] = stored[(slice(part[0].start, stop), *part[1:])]
+    return True
 
 
 def allocate(decoder: Decoder, device: torch.device, *, offload: bool = False) -> None:

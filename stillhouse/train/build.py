@@ -19,17 +19,19 @@ from stillhouse.parallel import (
     single_process_runner,
 )
 from stillhouse.teachers import InStageTeacher, NoTeacher, SeparateTeacher, SignalSource, SignalStore
-from stillhouse.train.engine import Engine, OptimizerSettings
+from stillhouse.train.engine import Engine
 from stillhouse.train.models import (
     head_source,
     load_student,
     load_teacher,
     model_source,
     prepared_for_training,
+    student_source,
     teacher_is_base,
     teacher_layout,
 )
 from stillhouse.train.mtp import mtp_objective
+from stillhouse.train.optimizer import optimizer_settings
 from stillhouse.train.sources import separate_teacher, several_teachers, stored_source
 
 
@@ -94,8 +96,8 @@ def distributed_engine(
     stores: Mapping[str, SignalStore],
 ) -> tuple[Engine, SignalSource]:
     """`build_engine` for several processes. Raises ConfigError for a model that the layout does not fit."""
-    name, store = config.student.model, stores.get("teacher")
-    student = model_source("student", name, config.student, device, layout.offload, config.seed)
+    store = stores.get("teacher")
+    student = student_source(config, device, layout.offload)
     build, is_base = student.build, teacher_is_base(config)
     student = replace(student, build=lambda: prepared_for_training(build(), config), teacher_is_base=is_base)
     separate_layout, separate, teacher = teacher_layout(config), None, None
@@ -130,9 +132,7 @@ def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device:
         runner,
         objective,
         device,
-        optimizer=OptimizerSettings(
-            train.learning_rate, train.weight_decay, train.betas, train.eps, train.clip or 0.0
-        ),
+        optimizer=optimizer_settings(train),
         bf16=train.precision == "bf16",
         chunk_tokens=config.objective.chunk_tokens,
         router_aux_loss=config.objective.router_aux_loss,

@@ -94,7 +94,8 @@ def load_checkpoint(
     """
     path, state = checkpoint.path, checkpoint.state
     stored = stored_tensors(path / RESUME)
-    wanted = student_weights(runner) | empty_moments(runner, state.without_moments) | averages(runner, average)
+    moments = empty_moments(runner, optimizer, state.without_moments)
+    wanted = student_weights(runner) | moments | averages(runner, average)
     require_fit(path, stored, wanted, whole=runner.layout.stages == 1)
     # a state may be absent: the checkpoint was written on another type of device, or by fewer ranks
     random = {name: value for name, value in random_states(runner).items() if name in stored}

@@ -37,6 +37,12 @@ def prune(folder: Path, keep: int, best: str | None) -> list[str]:
     return damage
 
 
+def best_checkpoint(paths: list[Path], metric: str) -> tuple[Path | None, list[str]]:
+    """The best of these checkpoints by a metric, if any has it, and a description of each damage of a state.json."""
+    metrics, damage = _evaluations(paths)
+    return _best(metrics, metric), damage
+
+
 def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it no longer counts as a checkpoint but is kept; returns its new path."""
     names = (f"{path.name}{DAMAGED}{number or ''}" for number in itertools.count())

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint: the student's weights, the optimizer's moments and the random generators' states.
 
     student.<parameter>                   a weight or a buffer
-    optimizer.state.<parameter>.<moment>  a moment of AdamW
+    optimizer.state.<parameter>.<moment>  the optimizer's state, such as a moment of AdamW
     average.<parameter>                   the exponential moving average of a trained weight, if the run has one
     random.<device>.<rank>                the state of a random generator (without a rank in a run of one process)
 
@@ -21,22 +21,18 @@ from stillhouse.parallel.gradients import copies, local
 from stillhouse.teachers import WeightAverage
 from stillhouse.train.export import WEIGHT
 from stillhouse.train.files import gather_from_ranks
+from stillhouse.train.optimizer import empty_state, state_tensors
 
 RANDOM = "random."
 _MOMENT = "optimizer.state."
 _AVERAGE = "average."
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 
 
 def checkpoint_tensors(
     runner: Runner, optimizer: torch.optim.Optimizer, average: WeightAverage | None
 ) -> dict[str, Any]:
     """All tensors of a checkpoint that this rank holds, by their names."""
-    tensors = student_weights(runner) | random_states(runner) | averages(runner, average)
-    for name, parameter in _trained_parameters(runner).items():
-        # the optimizer's hyper-parameters are not saved: they come from the configuration
-        tensors |= {f"{_MOMENT}{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    return tensors
+    return student_weights(runner) | random_states(runner) | averages(runner, average) | _moments(runner, optimizer)
 
 
 def student_weights(runner: Runner) -> dict[str, Any]:
@@ -62,16 +58,24 @@ def averages(runner: Runner, average: WeightAverage | None) -> dict[str, Tensor]
     return found
 
 
-def empty_moments(runner: Runner, without_moments: list[str]) -> dict[str, Tensor]:
-    """Zeros with the names and shapes of the optimizer's moments on this rank, into which DCP reads a checkpoint.
+def empty_moments(runner: Runner, optimizer: torch.optim.Optimizer, without_moments: list[str]) -> dict[str, Tensor]:
+    """Set the optimizer's state of this rank to zeros, into which DCP then reads a checkpoint; returns its tensors.
 
     without_moments: parameters for which the checkpoint has no moments.
     """
+    optimizer.state.clear()
+    for name, parameter in _trained_parameters(runner).items():
+        if name not in without_moments:
+            optimizer.state[parameter] = empty_state(optimizer, parameter)
+    return _moments(runner, optimizer)
+
+
+def _moments(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    # the optimizer's hyper-parameters are not saved: they come from the configuration
     return {
-        f"{_MOMENT}{name}.{key}": torch.zeros_like(parameter) if key != "step" else torch.zeros(())
+        f"{_MOMENT}{name}.{key}": value
         for name, parameter in _trained_parameters(runner).items()
-        for key in _MOMENTS
-        if name not in without_moments
+        for key, value in state_tensors(optimizer.state.get(parameter, {})).items()
     }
 
 
@@ -102,9 +106,9 @@ def restore(
     optimizer: torch.optim.Optimizer,
     average: WeightAverage | None,
 ) -> None:
-    """Restore the optimizer's moments, the random generators, and second copies of a tied weight and its average.
+    """Restore the random generators, and second copies of a tied weight, of its moments and of its average.
 
-    tensors: by name, as DCP has just read them. DCP has written all other weights and averages in place already.
+    tensors: by name, as DCP has just read them. DCP has written all others in place already.
     """
     for name, value in ({} if average is None else average.tensors).items():
         first = tensors[f"{_AVERAGE}{runner.shared_name(name)}"]
@@ -114,14 +118,11 @@ def restore(
     for name, parameter in runner.named_parameters():
         if not parameter.requires_grad:
             continue
-        shared = runner.shared_name(name)
-        found = {key: tensors.get(f"{_MOMENT}{shared}.{key}") for key in _MOMENTS}
-        if parameter is not parameters[shared]:
-            local(parameter.detach()).copy_(local(parameters[shared].detach()))
-            found = {key: None if value is None else value.clone() for key, value in found.items()}
-        optimizer.state.pop(parameter, None)
-        if found["step"] is not None:
-            optimizer.state[parameter] = found
+        first = parameters[runner.shared_name(name)]
+        if parameter is not first:
+            local(parameter.detach()).copy_(local(first.detach()))
+            if first in optimizer.state:
+                optimizer.state[parameter] = {key: each.clone() for key, each in optimizer.state[first].items()}
     for name in random_states(runner).keys() & tensors.keys():
         if name.startswith(f"{RANDOM}cpu"):
             torch.set_rng_state(tensors[name])
@@ -142,7 +143,8 @@ def element_count(tensors: Mapping[str, Any], runner: Runner) -> int:
     if runner.copies_embedding and runner.pipeline is not None and 0 not in runner.pairs:
         # the last stage's copy of the embedding, which only the first stage saves
         shared = runner.students()[0].embedding_name
-        names -= {f"{WEIGHT}{shared}", f"{_AVERAGE}{shared}", *(f"{_MOMENT}{shared}.{key}" for key in _MOMENTS)}
+        moments = {name for name in names if name.startswith(f"{_MOMENT}{shared}.")}
+        names -= {f"{WEIGHT}{shared}", f"{_AVERAGE}{shared}"} | moments
     return round(sum(gather_from_ranks(sum(_share_of(tensors[name], runner) for name in names), runner.mesh)))
 
 
@@ -165,7 +167,7 @@ def require_fit(
         if there != here:
             raise ValueError(
                 f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
-                "expected the same student that wrote the checkpoint"
+                "expected the same student, and the same train.optimizer, that wrote the checkpoint"
             )
 
 

@@ -10,16 +10,13 @@ neither the loss nor the gradient depends on how the step is cut into micro-batc
 """
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import HiddenPair, OutputProcessor, evaluating
@@ -34,21 +31,11 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Computation, NamedSignals, NextTokens, PairSignal, Runner, gathered, watchdog
 from stillhouse.teachers.weight_average import WeightAverage
 from stillhouse.train.auxiliary import ROUTER_LOSS, HiddenLosses, RouterAuxLosses
+from stillhouse.train.optimizer import OptimizerSettings, embedding_weights, make_optimizer, set_learning_rate
 
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
 #: that the student accepts, and top-1 agreement the share of greedy ones
 ACCEPTANCE = MtpObjective(ObjectiveSpec(cross_entropy=1.0, divergence=total_variation()), scale=1.0, of_student=True)
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """The settings of AdamW, and the gradient norm above which the gradient is clipped (0: never)."""
-
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    clip: float = 0.0
 
 
 class StepOutput:
@@ -99,8 +86,9 @@ class Engine:
         self.average: WeightAverage | None = None
 
     @cached_property
-    def optimizer(self) -> torch.optim.AdamW:
-        return make_optimizer((each for _, each in self.runner.named_parameters()), self.settings)
+    def optimizer(self) -> torch.optim.Optimizer:
+        parameters = (each for _, each in self.runner.named_parameters())
+        return make_optimizer(parameters, self.settings, embedding_weights(self.runner.students()))
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal], normalizer: float
@@ -128,8 +116,7 @@ class Engine:
 
     def update(self, learning_rate: float) -> None:
         """Apply the gradient to the weights, then set every gradient to None."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
@@ -291,25 +278,6 @@ def add_up(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
             both = (total.get(name, 0.0), value)
             total[name] = max(both) if name == CHUNK_TOKENS else sum(both)
     return total
-
-
-def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over the parameters that require a gradient. Weight decay applies to matrices, not to vectors (norms and
-    biases).
-    """
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.requires_grad:
-            # foreach AdamW needs one mesh per group
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups[parameter.dim() >= 2, mesh].append(parameter)
-    decay = {True: settings.weight_decay, False: 0.0}
-    return torch.optim.AdamW(
-        [{"params": held, "weight_decay": decay[is_matrix]} for (is_matrix, _), held in groups.items()],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
 
 
 def _temperature(signal: object) -> float:

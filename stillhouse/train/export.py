@@ -4,8 +4,9 @@ Under a layout no rank has the whole student. So its files are written from a ch
 """
 
 import json
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import StudentConfig
 from stillhouse.models import Decoder
@@ -83,12 +84,30 @@ def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: 
         model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
         return
     model.save_pretrained(folder, state_dict={})  # the configuration alone
-    split = split_torch_state_dict_into_shards(written, max_shard_size=file_bytes)
-    for file, held in split.filename_to_tensors.items():
-        save_file(read(held), folder / file, metadata={"format": "pt"})
+    write_weights(folder, written, read, file_bytes, model.num_parameters())
+
+
+def write_weights(
+    folder: Path,
+    shapes: Mapping[str, Tensor],
+    read: Callable[[Iterable[str]], dict[str, Tensor]],
+    file_bytes: int,
+    parameters: int | None = None,
+    file: str = SAFE_WEIGHTS_NAME,
+) -> None:
+    """Write weights as transformers does, with one file in memory at a time.
+
+    shapes: on the meta device. read: returns some of the weights. parameters: for the index; None: those of `shapes`.
+    file: the name of a single file; several ones have numbered names.
+    """
+    # peft reads one file alone
+    largest = file_bytes if file == SAFE_WEIGHTS_NAME else sys.maxsize
+    split = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=largest)
+    for name, held in split.filename_to_tensors.items():
+        save_file(read(held), folder / (name if split.is_sharded else file), metadata={"format": "pt"})
     if split.is_sharded:
-        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        total = sum(each.numel() for each in shapes.values()) if parameters is None else parameters
+        index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 

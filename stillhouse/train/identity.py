@@ -32,6 +32,9 @@ _FREE = {
     "train.activation_checkpointing",
 }
 
+#: keys that versions before them lacked, with the values that mean what those versions did
+_ADDED = {"train.optimizer": "adamw", "train.momentum": 0.95, "student.init": None}
+
 
 def decisive_values(config: RunConfig) -> dict[str, Any]:
     """The values that must not change when a run is resumed, by their dotted keys."""
@@ -39,6 +42,9 @@ def decisive_values(config: RunConfig) -> dict[str, Any]:
     values = dotted_values(config)
     if config.rollout is None:
         del values["rollout"]  # so that runs of versions without this section go on
+    for key, before in _ADDED.items():
+        if values.get(key) == before:
+            values.pop(key, None)  # so that runs of those versions go on
     for name in config.several:
         values |= {f"teachers.{name}.{key}": value for key, value in values.pop(f"teachers.{name}").items()}
     return {key: value for key, value in values.items() if not _like_teacher(key).startswith(free)}

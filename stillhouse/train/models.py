@@ -1,11 +1,14 @@
 """The models of a run: their files, how they are loaded, and how a student is prepared for training."""
 
+import hashlib
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -27,8 +30,9 @@ from stillhouse.models import (
 )
 from stillhouse.models.verify import verify_depths
 from stillhouse.parallel import Layout, ModelSource, empty_decoder, load_weights, local_folder, process_count
-from stillhouse.parallel.loading import read_weights
+from stillhouse.parallel.loading import allocate, read_weights
 from stillhouse.teachers import SignalStore
+from stillhouse.train.initial import initial_weights
 from stillhouse.train.layouts import layout_of
 
 
@@ -36,12 +40,14 @@ def model_fingerprints(config: RunConfig, stores: Mapping[str, SignalStore]) -> 
     """For the student and each teacher, a hash of the model's files; for a model of the hub, the commit; for a store,
     its identity. A student that is its own teacher has one hash.
     """
-    hashes = {"student": _fingerprint(config.student.model, config.student.revision)}
+    hashes = {"student": source_fingerprint(config.student.model, config.student.revision)}
+    if config.student.init is not None:
+        hashes["student"] = initial_fingerprint(config, hashes["student"])
     for section, teacher in config.teacher_sections.items():
         if section in stores:
             hashes[section] = stores[section].identity
         elif teacher.model is not None:
-            of_files = _fingerprint(teacher.model, teacher.revision)
+            of_files = source_fingerprint(teacher.model, teacher.revision)
             hashes[section] = quantized_identity(of_files, teacher.quantize)
     return hashes
 
@@ -92,7 +98,11 @@ def teacher_is_base(config: RunConfig) -> bool:
 def load_student(config: RunConfig, device: torch.device) -> Decoder:
     """Load the student onto the device, prepare it for training, and check that its weights are finite."""
     name, revision = config.student.model, config.student.revision
-    student = prepared_for_training(load_model("student", name, config.student, device), config)
+    if config.student.init is None:
+        loaded = load_model("student", name, config.student, device)
+    else:
+        loaded = _initialised(config, device)
+    student = prepared_for_training(loaded, config)
     draw_lora(student, config.seed)
     if student.hidden_match is not None:
         student.hidden_match.draw(config.seed)
@@ -105,6 +115,14 @@ def load_student(config: RunConfig, device: torch.device) -> Decoder:
         with evaluating(student):
             verify_depths(student)
     return student
+
+
+def _initialised(config: RunConfig, device: torch.device) -> Decoder:
+    source = student_source(config, device, offload=False)
+    empty = source.build()
+    assert source.load_weights is not None
+    source.load_weights(empty)
+    return Decoder(empty.pretrained)  # which verifies it
 
 
 def load_teacher(config: RunConfig, device: torch.device) -> Decoder:
@@ -126,10 +144,39 @@ def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None
     return replace(layout, offload=config.parallel.offload or teacher.offload)
 
 
-def _fingerprint(name: str, revision: str | None) -> str:
+def source_fingerprint(name: str, revision: str | None) -> str:
+    """A hash of the files of a model's folder; for a model of the hub, the commit."""
     if os.path.isdir(name):
         return model_fingerprint(name)
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
+
+
+def initial_fingerprint(config: RunConfig, of_files: str) -> str:
+    """A hash of all that the student's first weights depend on. of_files: the hash of the student's own files."""
+    init, teacher = config.student.init, config.teacher
+    assert init is not None
+    values: list[Any] = [of_files, init.source, init.layers, config.seed]
+    if init.source == "teacher":
+        assert teacher is not None
+        values[3] = source_fingerprint(str(teacher.model), teacher.revision)
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def student_source(config: RunConfig, device: torch.device, offload: bool) -> ModelSource:
+    """The student with the weights of its files, or with those of `student.init`."""
+    student = config.student
+    source = model_source("student", student.model, student, device, offload, config.seed)
+    if student.init is None:
+        return source
+    folder = local_folder(student.model, student.revision)
+    fill = initial_weights(config, folder)
+
+    def weights(decoder: Decoder) -> None:
+        allocate(decoder, device, offload=offload)
+        fill(decoder)
+        check_finite_weights(decoder, "student")
+
+    return replace(source, load_weights=weights)
 
 
 def model_source(

@@ -60,6 +60,7 @@ from stillhouse.train.models import (
     teacher_layout,
 )
 from stillhouse.train.mtp import mtp_objective
+from stillhouse.train.optimizer import require_optimizer
 from stillhouse.train.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
 from stillhouse.train.stores import open_stores, require_signals
 
@@ -154,6 +155,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         function_of("rollout.reward", config.rollout.reward)
         function_of("rollout.environment", config.rollout.environment)
     layout = layout_of(config.parallel, process_count())
+    require_optimizer(config.train, layout)
     device, warnings = connect_ranks(config)
     require_teachers_fit(config, layout, device)
     watchdog.enter("reading the data", timed=False)

@@ -85,6 +85,7 @@ class Case:
     other_tokens: bool = False  # the teacher reads other tokens than the student
     waiting_teacher: bool = False  # FSDP keeps the teacher's shards in host memory
     mtp: Literal["", "teacher", "student", "heads"] = ""
+    optimizer: str = "adamw"
 
     @property
     def name(self) -> str:
@@ -96,6 +97,7 @@ class Case:
         flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
         flags |= {"hidden": bool(self.hidden)}
         objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
+        objective += "" if self.optimizer == "adamw" else f"-{self.optimizer}"
         more = objective + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
         more += f"-mtp-{self.mtp}" if self.mtp else ""
         return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
@@ -173,7 +175,8 @@ class Side:
         options: dict[str, Any] = {"router_aux_loss": 0.5 if case.family == "qwen3_moe" and not case.mtp else 0.0}
         if case.mtp:
             options["mtp"] = MtpObjective(case.spec, 2, 0.7, of_student=case.mtp != "teacher")
-        return cls(Engine(runner, case.spec, device, optimizer=OPTIMIZER, bf16=bf16, **options), source)
+        optimizer = replace(OPTIMIZER, kind=case.optimizer)
+        return cls(Engine(runner, case.spec, device, optimizer=optimizer, bf16=bf16, **options), source)
 
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         runner = self.engine.runner

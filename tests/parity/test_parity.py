@@ -65,8 +65,23 @@ QUICK = [
     Case(layout(fsdp=2), mtp="teacher"),
     Case(layout(context=2), mtp="student"),
     Case(layout(pipeline=2), mtp="teacher"),
+    Case(layout(fsdp=2), optimizer="muon"),
+    Case(layout(tensor=2), "llama", optimizer="muon"),
+    Case(layout(pipeline=2), "llama", optimizer="adafactor"),
 ]
 SLOW = [
+    *(
+        Case(layout(**degrees), family, optimizer="muon")
+        for degrees, family in (
+            ({"fsdp": 3}, "llama"),
+            ({"replicate": 2}, "qwen3"),
+            ({"fsdp": 2, "tensor": 2}, "qwen3"),
+            ({"tensor": 2, "pipeline": 2}, "llama"),
+            ({"context": 2, "tensor": 2}, "qwen3"),
+            ({"fsdp": 4, "expert": 2}, "qwen3_moe"),
+        )
+    ),
+    Case(layout(fsdp=2), lora="teacher", optimizer="muon"),
     Case(layout(fsdp=4)),
     Case(layout(replicate=2), "llama"),
     Case(layout(replicate=2, fsdp=2)),

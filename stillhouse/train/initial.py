@@ -1,0 +1,98 @@
+"""The student's first weights: some of the teacher's layers, or random ones.
+
+Each process reads its own part of the teacher's files, under the names of the chosen layers. So nothing is written,
+and a student of a layout begins with the weights of a student of one process.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from stillhouse.config import ConfigError, RunConfig
+from stillhouse.libraries import reading
+from stillhouse.models import Decoder
+from stillhouse.models.head import local, own_slices
+from stillhouse.models.loading import auto_class, parse_dtype
+from stillhouse.parallel import local_folder
+from stillhouse.parallel.loading import read_weights
+
+_KEY = "student.init"
+#: keys of a model's configuration that may differ between a student and the teacher whose layers it gets
+_MAY_DIFFER = {
+    *("num_hidden_layers", "n_layer", "layer_types", "max_window_layers", "vocab_size", "max_position_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range", "use_cache"),
+    *("_name_or_path", "architectures", "transformers_version", "attention_dropout"),
+}
+
+
+def initial_weights(config: RunConfig, folder: str) -> Callable[[Decoder], None]:
+    """The function that fills a student, which has memory and may have been cut and sharded.
+
+    folder: of the student's configuration. Raises ConfigError for a student that the teacher's layers do not fit.
+    """
+    init, teacher = config.student.init, config.teacher
+    assert init is not None
+    student = _configuration(folder)
+    if init.source == "random":
+        return partial(_fill_at_random, config=student, dtype=parse_dtype(config.student.dtype), seed=config.seed)
+    assert teacher is not None
+    assert teacher.model is not None
+    teacher_folder = local_folder(teacher.model, teacher.revision)
+    layers = _fitting_layers(config, student.get_text_config(), _configuration(teacher_folder).get_text_config())
+    return partial(read_weights, folder=teacher_folder, renamed=partial(_name_in_teacher, layers))
+
+
+def _configuration(folder: str) -> PreTrainedConfig:
+    with reading(f"model '{folder}': its configuration cannot be read"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _fitting_layers(config: RunConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[int]:
+    """The numbers of the teacher's layers. Raises ConfigError if they, or the two configurations, do not fit."""
+    init = config.student.init
+    assert init is not None
+    own, others = student.to_dict(), teacher.to_dict()
+    different = [key for key in own | others if key not in _MAY_DIFFER and own.get(key) != others.get(key)]
+    if different:
+        found = ", ".join(f"{key} {own.get(key)!r} and {others.get(key)!r}" for key in different[:4])
+        raise ConfigError(
+            _KEY,
+            f"the student's and the teacher's configuration have {found}: expected the teacher's config.json, with "
+            "another number of layers and of padding rows of the vocabulary at most",
+        )
+    count, needed = teacher.num_hidden_layers, student.num_hidden_layers
+    layers = init.chosen(count)
+    if len(layers) != needed or not all(0 <= each < count for each in layers):
+        raise ConfigError(
+            f"{_KEY}.layers",
+            f"got {init.layers}, which is {layers} of the teacher's {count} layers: expected {needed} of them, as "
+            "many as the student has",
+        )
+    kinds, wanted = getattr(teacher, "layer_types", None), getattr(student, "layer_types", None)
+    if kinds is not None and wanted is not None and [kinds[each] for each in layers] != list(wanted):
+        raise ConfigError(
+            f"{_KEY}.layers",
+            f"the layer_types of the student are {list(wanted)}, and those of the teacher's layers {layers} are "
+            f"{[kinds[each] for each in layers]}: expected the same",
+        )
+    return layers
+
+
+def _name_in_teacher(layers: list[int], name: str) -> str:
+    """A tensor's name with the teacher's number of the layer: the first number in the name."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", lambda found: str(layers[int(found[0])]), name, count=1)
+
+
+@torch.no_grad()
+def _fill_at_random(decoder: Decoder, config: PreTrainedConfig, dtype: Any, seed: int) -> None:
+    """Draw the whole model in host memory, as its family does, and copy this process's part of it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    whole = Decoder(model, verify=False).state_dict()
+    for name, value in decoder.state_dict().items():
+        local(value).copy_(whole[name][own_slices(value)])

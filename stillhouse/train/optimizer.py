@@ -1,0 +1,228 @@
+"""The optimizers: AdamW, Muon, Adafactor and AdamW with 8-bit moments; and their state as plain tensors.
+
+Muon (https://kellerjordan.github.io/posts/muon/) moves a matrix by its orthogonalized momentum. It is for matrices
+inside the layers. AdamW trains the embedding, the head and everything that is no matrix. The step of a matrix has the
+size that makes learning rates of AdamW fit (arXiv:2502.16982, section 2.2).
+"""
+
+import importlib.util
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stillhouse.config import ConfigError, TrainConfig
+from stillhouse.models import Decoder
+from stillhouse.models.head import local, own_slices
+from stillhouse.parallel import Layout
+
+#: optimizers whose update of a matrix that is divided over processes equals that of the whole matrix
+_OF_DIVIDED_WEIGHTS = ("adamw", "muon")
+_KEY = "train.optimizer"
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The settings of an optimizer, and the gradient norm above which the gradient is clipped (0: never).
+
+    kind: adamw, muon, adafactor or adamw_8bit. betas, eps: of AdamW. momentum: of Muon.
+    """
+
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip: float = 0.0
+    kind: str = "adamw"
+    momentum: float = 0.95
+
+
+def optimizer_settings(train: TrainConfig) -> OptimizerSettings:
+    return OptimizerSettings(
+        train.learning_rate,
+        train.weight_decay,
+        train.betas,
+        train.eps,
+        train.clip or 0.0,
+        train.optimizer,
+        train.momentum,
+    )
+
+
+def require_optimizer(train: TrainConfig, layout: Layout) -> None:
+    """Raise ConfigError for an optimizer that this layout does not allow, or whose library is not installed."""
+    degrees, kind = layout.degrees, train.optimizer
+    if degrees.processes > degrees.pipeline and kind not in _OF_DIVIDED_WEIGHTS:
+        raise ConfigError(
+            _KEY,
+            f"got {kind} under {layout}, which divides single weights over processes: expected "
+            f"{' or '.join(_OF_DIVIDED_WEIGHTS)}, or pipeline stages alone",
+        )
+    if layout.offload and kind != "adamw":
+        raise ConfigError(_KEY, f"got {kind} with parallel.offload: expected adamw")
+    if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(_KEY, "torchao is not installed; pip install 'stillhouse[low-bit]'")
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, embeddings: Collection[Tensor] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that require a gradient.
+
+    Weight decay applies to matrices, not to vectors (norms and biases). embeddings: matrices that Muon leaves to
+    AdamW (see `embedding_weights`).
+    """
+    trained = [each for each in parameters if each.requires_grad]
+    if settings.kind == "adafactor":
+        groups = _groups(trained, settings)
+        return torch.optim.Adafactor(groups, lr=settings.learning_rate)
+    if settings.kind == "muon":
+        excluded = {id(each) for each in embeddings}
+        hidden = {id(each) for each in trained if each.dim() == 2 and id(each) not in excluded}
+        muon = [each for each in trained if id(each) in hidden]
+        others = [each for each in trained if id(each) not in hidden]
+        made: list[torch.optim.Optimizer] = []
+        if muon:
+            made.append(Muon(muon, settings.learning_rate, settings.weight_decay, settings.momentum))
+        return CombinedOptimizer(made + [_adamw(others, settings)] if others else made)
+    return _adamw(trained, settings)
+
+
+def embedding_weights(students: Iterable[Decoder]) -> list[Tensor]:
+    """The weights of all embeddings and of the head, on this process."""
+    found: list[Tensor] = []
+    for student in students:
+        found += [module.weight for module in student.modules() if isinstance(module, nn.Embedding)]
+        found += [student.output_weight] if student.has_head else []
+    return found
+
+
+class Muon(torch.optim.Optimizer):
+    """torch's Muon with Nesterov momentum, also for matrices that are divided over processes.
+
+    The momentum is divided like the matrix. Each process gathers the momentum of one whole matrix at a time, because
+    the orthogonalized momentum of a part is not the part of the orthogonalized momentum.
+    """
+
+    def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                state, momentum = self.state[matrix], group["momentum"]
+                if not state:
+                    state |= empty_state(self, matrix)
+                state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
+                update = matrix.grad.lerp(state["momentum_buffer"], momentum)
+                whole = update.full_tensor() if isinstance(update, DTensor) else update
+                change = _orthogonal_step(whole, group["lr"])[own_slices(matrix)]
+                local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers, each of its own parameters, with one state and one list of groups."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        """The optimizer that trains this parameter."""
+        owners = {id(each): part for part in self.parts for group in part.param_groups for each in group["params"]}
+        return owners[id(parameter)]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao keeps it in a tensor, which its compiled step reads
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """What the optimizer has for a parameter before its first step: all zeros."""
+    if isinstance(optimizer, CombinedOptimizer):
+        optimizer = optimizer.part_of(parameter)
+    if isinstance(optimizer, Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    state = {"step": torch.zeros(())}
+    if isinstance(optimizer, torch.optim.Adafactor):
+        if parameter.dim() < 2:
+            return state | {"variance": torch.zeros_like(parameter)}
+        rows, columns = (
+            parameter.new_zeros(parameter[..., :1].shape),
+            parameter.new_zeros(parameter[..., :1, :].shape),
+        )
+        return state | {"row_var": rows, "col_var": columns}
+    if isinstance(optimizer, torch.optim.AdamW):
+        return state | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    # torchao decides by the size whether a moment has 8 bits
+    signed: dict[str, Any] = {"exp_avg": True, "exp_avg_sq": False}
+    return state | {name: optimizer._new_buffer(parameter, each) for name, each in signed.items()}  # type: ignore[attr-defined]
+
+
+def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of a parameter as plain tensors, which share its memory: what a checkpoint contains.
+
+    A moment of 8 bits is two tensors, its codes and the scale of each block of codes.
+    """
+    tensors: dict[str, Any] = {}
+    for key, value in state.items():
+        if _has_8_bits(value):
+            tensors |= {f"{key}.codes": value.codes, f"{key}.scale": value.scale}
+        else:
+            tensors[key] = value
+    return tensors
+
+
+def _adamw(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    groups = _groups(parameters, settings)
+    if settings.kind != "adamw_8bit":
+        return torch.optim.AdamW(groups, **options)
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(groups, **options)
+
+
+def _groups(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> list[dict[str, Any]]:
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        # foreach AdamW needs one mesh per group
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups[parameter.dim() >= 2, mesh].append(parameter)
+    decay = {True: settings.weight_decay, False: 0.0}
+    return [{"params": held, "weight_decay": decay[is_matrix]} for (is_matrix, _), held in groups.items()]
+
+
+def _orthogonal_step(momentum: Tensor, rate: float) -> Tensor:
+    """The change that torch's Muon makes to a matrix with this momentum, without weight decay."""
+    change = nn.Parameter(torch.zeros_like(momentum))
+    change.grad = momentum
+    options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    torch.optim.Muon([change], lr=rate, adjust_lr_fn="match_rms_adamw", **options).step()
+    return change.detach()
+
+
+def _has_8_bits(value: object) -> bool:
+    if "torchao" not in sys.modules:
+        return False
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return isinstance(value, OptimState8bit)
