@@ -21,6 +21,7 @@ class DataReport:
     """How many records were used, cut or skipped: `read` = `kept` + `skipped` + `without_target`."""
 
     source: str
+    form: str = ""  # how columns of another project were read; "" for our own columns
     read: int = 0
     kept: int = 0
     skipped: int = 0  # records that could not be used; `reasons` has the errors of the first few
@@ -52,6 +53,8 @@ class DataReport:
             parts.append(f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)")
         if self.without_target:
             parts.append(f"{self.without_target:,} dropped with nothing to predict")
+        if self.form:
+            parts.append(self.form)
         if self.skipped:
             parts.append(f"{self.skipped:,} skipped, the first: {self.reasons[0]}")
         return escaped(f"{self.source}: {', '.join(parts)}")

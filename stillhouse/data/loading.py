@@ -9,13 +9,14 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.columns import ForeignColumns, foreign_columns
 from stillhouse.data.documents import DataReport, Documents
 from stillhouse.data.prefixes import EncodedPrefix, Prefixes, PrefixTemplate, offsets_of
 from stillhouse.data.prompt_templates import prompt_template_for
@@ -126,6 +127,7 @@ class _Loader:
         self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in prefixes.items()}
         self.report = DataReport(source)
         self.template: Template | None = None
+        self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
         self.characters = 0  # of the waiting records
         # one entry per document
@@ -141,8 +143,8 @@ class _Loader:
         if record.problem:
             self._reject(DataError(record.where, record.problem))
             return
-        template = self.template = self.template or self._template_for(record)
         try:
+            record, template = self._in_our_columns(record)
             waiting = self._rendered(record, template)
         except TemplateLimitError as error:
             raise DataError(record.where, str(error)) from error
@@ -177,6 +179,22 @@ class _Loader:
         return Documents(
             tokens_N, targets_N, offsets, keys_D, self.sources, self.report, columns, prefixes, self.records
         )
+
+    def _in_our_columns(self, record: Record) -> tuple[Record, Template]:
+        """The record with our own columns, and the template, which the first record decides. Raises RecordError."""
+        if self.template is not None:
+            return self._converted(record), self.template
+        try:
+            self.foreign = foreign_columns(record.fields, self.tokenizer, prompts=self.targets_are is None)
+        except ValueError as error:
+            raise DataError(record.where, str(error)) from error
+        record = self._converted(record)
+        self.template = self._template_for(record)
+        self.report.form = "" if self.foreign is None else self.foreign.words
+        return record, self.template
+
+    def _converted(self, record: Record) -> Record:
+        return record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
 
     def _template_for(self, record: Record) -> Template:
         try:
