@@ -32,8 +32,19 @@ class DataReport:
     documents: int = 0  # each piece counts as one
     tokens: int = 0
     target_tokens: int = 0
+    trained_share: float | None = None  # of a source in a mixture: its part of all tokens that the run trains on
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def total(cls, reports: Sequence["DataReport"]) -> "DataReport":
+        """The counts of several sources together."""
+        found = cls(" + ".join(each.source for each in reports))
+        for each in reports:
+            for name, value in asdict(each).items():
+                if name not in ("source", "form", "trained_share"):
+                    setattr(found, name, getattr(found, name) + value)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -53,6 +64,8 @@ class DataReport:
             parts.append(f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)")
         if self.without_target:
             parts.append(f"{self.without_target:,} dropped with nothing to predict")
+        if self.trained_share is not None:
+            parts.append(f"{self.trained_share:.1%} of the tokens to train on")
         if self.form:
             parts.append(self.form)
         if self.skipped:
@@ -69,7 +82,8 @@ class Documents:
     the same for all pieces of one text. sources: `file:line` of each document. columns: further columns of the
     records, one value per document. prefixes: by teacher, what it reads in front of each document. records: the whole
     record of each document, or empty. per_token: further numbers of each token, [N] float32. weights_N: of the
-    targets, float32, above 0; None: 1 each.
+    targets, float32, above 0; None: 1 each. set_D: int64, which of several sets a document belongs to, or None.
+    reports: of the sets, by their names, in the order of their numbers.
     """
 
     tokens_N: np.ndarray
@@ -83,6 +97,31 @@ class Documents:
     records: Sequence[Mapping[str, Any]] = ()
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
     weights_N: np.ndarray | None = None
+    set_D: np.ndarray | None = None
+    reports: Mapping[str, DataReport] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, parts: Mapping[str, "Documents"]) -> "Documents":
+        """The documents of several sets, by the sets' names, one set after the other.
+
+        All have the same columns and teachers with prefixes. Numbers of each token (`per_token`, `weights_N`), which
+        are given to documents later, are not joined.
+        """
+        documents = list(parts.values())
+        first = documents[0]
+        return cls(
+            np.concatenate([each.tokens_N for each in documents]),
+            np.concatenate([each.targets_N for each in documents]),
+            offsets_of(np.concatenate([each.lengths_D for each in documents])),
+            np.concatenate([each.keys_D for each in documents]),
+            [source for each in documents for source in each.sources],
+            DataReport.total([each.report for each in documents]),
+            {name: [value for each in documents for value in each.columns[name]] for name in first.columns},
+            {name: Prefixes.joined([each.prefixes[name] for each in documents]) for name in first.prefixes},
+            [record for each in documents for record in each.records],
+            set_D=np.repeat(np.arange(len(parts)), [len(each) for each in documents]),
+            reports={name: each.report for name, each in parts.items()},
+        )
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -139,6 +178,8 @@ class Documents:
         arrays = [self.tokens_N, self.targets_N, self.offsets]
         for each in (self.prefixes[name] for name in sorted(self.prefixes)):
             arrays += [each.tokens_N, each.offsets, each.after_bos_D]
+        if self.set_D is not None:
+            arrays.append(self.set_D)
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
         if self.columns or self.prefixes or self.records:
@@ -150,6 +191,7 @@ class Documents:
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Documents":
         """The chosen documents, in the given order, with documents, tokens and targets in the report counted anew."""
         offsets, index_N = chosen_tokens(self.offsets, chosen)
+        set_D = None if self.set_D is None else self.set_D[chosen]
         sources = [self.sources[document] for document in chosen]
         targets_N = self.targets_N[index_N]
         report = replace(self.report, documents=len(sources), tokens=len(index_N), target_tokens=int(targets_N.sum()))
@@ -167,7 +209,27 @@ class Documents:
             [self.records[document] for document in chosen] if self.records else (),
             {name: each_N[index_N] for name, each_N in self.per_token.items()},
             None if self.weights_N is None else self.weights_N[index_N],
+            set_D,
+            self._reports_of(set_D, np.diff(offsets), targets_N),
         )
+
+    def _reports_of(
+        self, set_D: np.ndarray | None, lengths_D: np.ndarray, targets_N: np.ndarray
+    ) -> Mapping[str, DataReport]:
+        """The sets' reports, with documents, tokens and targets counted anew."""
+        if set_D is None:
+            return {}
+        set_N, count = np.repeat(set_D, lengths_D), len(self.reports)
+        counts = zip(
+            np.bincount(set_D, minlength=count).tolist(),
+            np.bincount(set_N, minlength=count).tolist(),
+            np.bincount(set_N[targets_N], minlength=count).tolist(),
+            strict=True,
+        )
+        return {
+            name: replace(report, documents=documents, tokens=tokens, target_tokens=targets)
+            for (name, report), (documents, tokens, targets) in zip(self.reports.items(), counts, strict=True)
+        }
 
     def split(self, share: float) -> tuple["Documents", "Documents"]:
         """(train, evaluation): a document is held out if the hash of its content falls below `share`.
@@ -196,7 +258,7 @@ class Documents:
             tokens=counts.tokens,
             target_tokens=counts.target_tokens,
         )
-        return train, replace(evaluation, report=only_its_own)
+        return train, replace(evaluation, report=only_its_own, set_D=None, reports={})
 
     def overlap(self, other: "Documents") -> int:
         """How many of these documents are also in `other`, compared by the record's content."""

@@ -67,6 +67,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             shuffle=shuffle,
             gaps=_with_gaps(config),
             together=None if config.teachers is None else config.teachers.route,
+            weights=[each.weight for each in config.data.mixture] if shuffle and config.data.mixture else None,
         )
 
     return RunData(
@@ -190,15 +191,19 @@ def load_data(
         except ValueError as error:
             raise ConfigError("data.eval", str(error)) from error
 
-    train = load(data.train, rollout)
+    mixture = {each.source: load(each.source, rollout) for each in data.mixture}
+    train = Documents.joined(mixture) if mixture else load(str(data.train), rollout)
+    if data.eval_sets:
+        return train, Documents.joined({name: load(source) for name, source in data.eval_sets.items()})
     if isinstance(data.eval, str):
         return train, load(data.eval)
+    assert isinstance(data.eval, float)
     if not data.eval:
         return train, None
     if rollout is None:
         return split(train, data.eval)
     try:
-        whole = load(data.train)
+        whole = load(str(data.train))
     except ValueError as error:
         raise ConfigError(
             "data.eval",
