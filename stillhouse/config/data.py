@@ -43,6 +43,13 @@ class DataConfig(Section):
         description="Tokens per packed sequence. A longer text is split into several documents; a longer conversation"
         " or completion is cut at its end, and the cuts are counted.",
     )
+    cache: PathText | None = Field(
+        default=None,
+        description="Folder for tokenized data: the next start on the same files, tokenizer and options maps them"
+        " from there, and they need not fit into memory. auto: stillhouse/data in the user's cache folder. null:"
+        " none. No effect on hub ids and on the prompts of rollout.",
+        examples=["auto"],
+    )
     on_error: Literal["raise", "skip"] = Field(
         default="raise", description="raise: a malformed record stops the run. skip: it is left out and counted."
     )

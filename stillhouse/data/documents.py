@@ -90,7 +90,7 @@ class Documents:
     targets_N: np.ndarray
     offsets: np.ndarray
     keys_D: np.ndarray
-    sources: list[str]
+    sources: Sequence[str]
     report: DataReport
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     prefixes: Mapping[str, Prefixes] = field(default_factory=dict)

@@ -73,6 +73,20 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     return _read_dataset(name, _load_from_hub(name, *hub))
 
 
+def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
+    """All files that `read_records` reads for this source, in a fixed order; None for a hub id.
+
+    Raises ValueError as `read_records` does.
+    """
+    name = os.path.expanduser(os.fspath(source))
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return sorted(each for each in path.rglob("*") if each.is_file())
+    return _matches(name) if glob.has_magic(name) else None
+
+
 def _parse_hub_id(given: str) -> tuple[str, str | None, str] | None:
     """(name, configuration, split) of `name:configuration@split`; None if it looks like a path."""
     match = _HUB_ID.fullmatch(given)

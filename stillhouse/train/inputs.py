@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,7 @@ from stillhouse.data import (
     load_tokenizer,
 )
 from stillhouse.data.prefixes import PrefixTemplate
+from stillhouse.data.token_cache import user_folder
 from stillhouse.teachers import CrossTokenizerStore, SignalStore
 
 
@@ -183,6 +185,7 @@ def load_data(
             reader=route,
             prompts=prompts_of is not None,
             keep_records=prompts_of is not None,
+            cache=user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache),
         )
 
     def split(documents: Documents, share: float) -> tuple[Documents, Documents]:
