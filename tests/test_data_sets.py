@@ -124,6 +124,7 @@ def test_a_run_on_a_mixture_resumes_to_the_bit_and_keeps_the_best_of_a_set(tmp_p
     [
         ({"data.eval": {"a/b": "x"}}, "data.eval", "got the name 'a/b'"),
         ({"data.eval": {"agreement": "x"}}, "data.eval", "not the name of a metric"),
+        ({"data.eval": {"mtp_2": "x"}}, "data.eval", "got the name 'mtp_2'"),
         ({"data.eval": {}}, "data.eval", "got no sets"),
         ({"data.train": []}, "data.train", "got an empty list"),
         ({"data.train": [{"source": "a"}, {"source": "a"}]}, "data.train", "got a source twice"),

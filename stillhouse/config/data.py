@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 from stillhouse.config.errors import ConfigError
 from stillhouse.config.section import PathText, Section, Share
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+#: mtp_1 is the first depth of multi-token prediction in the names of metrics
+_NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
 #: what may follow `eval/` in a metric without the name of a set
 _METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "uld", "exact_match"}
 _METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
@@ -80,6 +81,6 @@ class DataConfig(Section):
                 raise ConfigError(
                     "data.eval",
                     f"got the name {name!r}: expected letters, digits, _ and -, a letter first, and not the name of a"
-                    " metric",
+                    " metric or of a depth such as mtp_1",
                 )
         return self
