@@ -1,24 +1,42 @@
 """The source of the documents, and their maximum length."""
 
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from stillhouse.config.errors import ConfigError
 from stillhouse.config.section import PathText, Section, Share
+
+#: mtp_1 is the first depth of multi-token prediction in the names of metrics
+_NAME = re.compile(r"(?!mtp_\d+$)[A-Za-z][A-Za-z0-9_-]*")
+#: what may follow `eval/` in a metric without the name of a set
+_METRICS = {"cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "uld", "exact_match"}
+_METRICS |= {"teacher_cross_entropy", "tokens", "tasks_truncated"}
+
+
+class SourceConfig(Section):
+    """One source of a mixture, and its share of the tokens that are trained on."""
+
+    source: PathText = Field(description="A source as data.train takes it alone.")
+    weight: float = Field(
+        default=1.0, gt=0, description="The share of the tokens, after all weights are divided by their sum."
+    )
 
 
 class DataConfig(Section):
     """Documents with the columns `text`, `prompt` and `completion`, or `messages`."""
 
-    train: PathText = Field(
-        description="JSONL or Parquet file, folder or glob of such files, saved dataset, or hub id"
-        " (name:config@split).",
+    train: PathText | list[SourceConfig] = Field(
+        description="JSONL, JSON, CSV or Parquet file, folder or glob of such files, saved dataset, or hub id"
+        " (name:config@split). A mixture is a list of {source, weight}; weight is the share of the tokens.",
         examples=["data/train.jsonl"],
     )
-    eval: PathText | Share = Field(
+    eval: PathText | Share | dict[str, PathText] = Field(
         default=0.02,
         description="Held-out documents: a source of the same kinds as train, or the share of train's documents to"
-        " hold out, chosen by a hash of their content. 0: no evaluation.",
+        " hold out, chosen by a hash of their content. 0: no evaluation. {name: source, …}: several sets, each also"
+        " with metrics of its own, such as eval/name/cross_entropy.",
     )
     max_tokens: int = Field(
         default=2048,
@@ -26,6 +44,43 @@ class DataConfig(Section):
         description="Tokens per packed sequence. A longer text is split into several documents; a longer conversation"
         " or completion is cut at its end, and the cuts are counted.",
     )
+    cache: PathText | None = Field(
+        default=None,
+        description="Folder for tokenized data: the next start on the same files, tokenizer and options maps them"
+        " from there, and they need not fit into memory. auto: stillhouse/data in the user's cache folder. null:"
+        " none. No effect on hub ids and on the prompts of rollout.",
+        examples=["auto"],
+    )
     on_error: Literal["raise", "skip"] = Field(
         default="raise", description="raise: a malformed record stops the run. skip: it is left out and counted."
     )
+
+    @property
+    def mixture(self) -> list[SourceConfig]:
+        """The sources of a mixture; empty if data.train is one source."""
+        return [] if isinstance(self.train, str) else self.train
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The sources of several evaluation sets, by their names; empty if there is one or none."""
+        return self.eval if isinstance(self.eval, dict) else {}
+
+    @model_validator(mode="after")
+    def _several_have_names(self) -> "DataConfig":
+        if self.train == []:
+            raise ConfigError("data.train", "got an empty list: expected one source or more")
+        sources = [each.source for each in self.mixture]
+        if len(set(sources)) < len(sources):
+            raise ConfigError("data.train", "got a source twice: expected each source once, with its whole weight")
+        if self.eval == {}:
+            raise ConfigError(
+                "data.eval", "got no sets: expected one name and source or more, or 0 for no evaluation"
+            )
+        for name in self.eval_sets:
+            if not _NAME.fullmatch(name) or name in _METRICS:
+                raise ConfigError(
+                    "data.eval",
+                    f"got the name {name!r}: expected letters, digits, _ and -, a letter first, and not the name of a"
+                    " metric or of a depth such as mtp_1",
+                )
+        return self

@@ -125,6 +125,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _sets_exist(self) -> "RunConfig":
+        name = self.checkpoint.best_of_set
+        if name is not None and name not in self.data.eval_sets:
+            sets = ", ".join(self.data.eval_sets) or "no sets with names"
+            raise ConfigError("checkpoint.best", f"got {self.checkpoint.best}, but data.eval has {sets}")
+        if self.rollout is not None and self.data.mixture:
+            raise ConfigError(
+                "data.train", "got a list with weights: expected one source with rollout, which draws prompts evenly"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_one_kind_of_teachers(self) -> "RunConfig":
         if self.teacher is not None and self.teachers is not None:
             raise ConfigError(

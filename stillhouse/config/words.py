@@ -44,6 +44,8 @@ def _plain(schema: Schema) -> str:
             return "list of sections"
         case "array":
             return f"list of {describe(schema['items'])}"
+        case "object":
+            return f"names with {describe(schema['additionalProperties'])} each"
         case kind:
             raise AssertionError(f"no words for a {kind} in the configuration")
 

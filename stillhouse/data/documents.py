@@ -21,6 +21,7 @@ class DataReport:
     """How many records were used, cut or skipped: `read` = `kept` + `skipped` + `without_target`."""
 
     source: str
+    form: str = ""  # how columns of another project were read; "" for our own columns
     read: int = 0
     kept: int = 0
     skipped: int = 0  # records that could not be used; `reasons` has the errors of the first few
@@ -32,8 +33,19 @@ class DataReport:
     records: int = 0  # each record counts once, however many pieces it has
     tokens: int = 0
     target_tokens: int = 0
+    trained_share: float | None = None  # of a source in a mixture: its part of all tokens that the run trains on
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def total(cls, reports: Sequence["DataReport"]) -> "DataReport":
+        """The counts of several sources together."""
+        found = cls(" + ".join(each.source for each in reports))
+        for each in reports:
+            for name, value in asdict(each).items():
+                if name not in ("source", "form", "trained_share"):
+                    setattr(found, name, getattr(found, name) + value)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -52,6 +64,10 @@ class DataReport:
             parts.append(f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)")
         if self.without_target:
             parts.append(f"{self.without_target:,} dropped with nothing to predict")
+        if self.trained_share is not None:
+            parts.append(f"{self.trained_share:.1%} of the tokens to train on")
+        if self.form:
+            parts.append(self.form)
         if self.skipped:
             parts.append(f"{self.skipped:,} skipped, the first: {self.reasons[0]}")
         return escaped(f"{self.source}: {', '.join(parts)}")
@@ -66,20 +82,46 @@ class Documents:
     the same for all pieces of one text. sources: `file:line` of each document. columns: further columns of the
     records, one value per document. prefixes: by teacher, what it reads in front of each document. records: the whole
     record of each document, or empty. per_token: further numbers of each token, [N] float32. weights_N: of the
-    targets, float32, above 0; None: 1 each.
+    targets, float32, above 0; None: 1 each. set_D: int64, which of several sets a document belongs to, or None.
+    reports: of the sets, by their names, in the order of their numbers.
     """
 
     tokens_N: np.ndarray
     targets_N: np.ndarray
     offsets: np.ndarray
     keys_D: np.ndarray
-    sources: list[str]
+    sources: Sequence[str]
     report: DataReport
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
     prefixes: Mapping[str, Prefixes] = field(default_factory=dict)
     records: Sequence[Mapping[str, Any]] = ()
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
     weights_N: np.ndarray | None = None
+    set_D: np.ndarray | None = None
+    reports: Mapping[str, DataReport] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, parts: Mapping[str, "Documents"]) -> "Documents":
+        """The documents of several sets, by the sets' names, one set after the other.
+
+        All have the same columns and teachers with prefixes. Numbers of each token (`per_token`, `weights_N`), which
+        are given to documents later, are not joined.
+        """
+        documents = list(parts.values())
+        first = documents[0]
+        return cls(
+            np.concatenate([each.tokens_N for each in documents]),
+            np.concatenate([each.targets_N for each in documents]),
+            offsets_of(np.concatenate([each.lengths_D for each in documents])),
+            np.concatenate([each.keys_D for each in documents]),
+            [source for each in documents for source in each.sources],
+            DataReport.total([each.report for each in documents]),
+            {name: [value for each in documents for value in each.columns[name]] for name in first.columns},
+            {name: Prefixes.joined([each.prefixes[name] for each in documents]) for name in first.prefixes},
+            [record for each in documents for record in each.records],
+            set_D=np.repeat(np.arange(len(parts)), [len(each) for each in documents]),
+            reports={name: each.report for name, each in parts.items()},
+        )
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -136,6 +178,8 @@ class Documents:
         arrays = [self.tokens_N, self.targets_N, self.offsets]
         for each in (self.prefixes[name] for name in sorted(self.prefixes)):
             arrays += [each.tokens_N, each.offsets, each.after_bos_D]
+        if self.set_D is not None:
+            arrays.append(self.set_D)
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
         if self.columns or self.prefixes or self.records:
@@ -147,6 +191,7 @@ class Documents:
     def select(self, chosen: Sequence[int] | np.ndarray) -> "Documents":
         """The chosen documents, in the given order, with documents, tokens and targets in the report counted anew."""
         offsets, index_N = chosen_tokens(self.offsets, chosen)
+        set_D = None if self.set_D is None else self.set_D[chosen]
         sources = [self.sources[document] for document in chosen]
         targets_N = self.targets_N[index_N]
         report = replace(
@@ -170,7 +215,30 @@ class Documents:
             [self.records[document] for document in chosen] if self.records else (),
             {name: each_N[index_N] for name, each_N in self.per_token.items()},
             None if self.weights_N is None else self.weights_N[index_N],
+            set_D,
+            self._reports_of(set_D, sources, np.diff(offsets), targets_N),
         )
+
+    def _reports_of(
+        self, set_D: np.ndarray | None, sources: list[str], lengths_D: np.ndarray, targets_N: np.ndarray
+    ) -> Mapping[str, DataReport]:
+        """The sets' reports, with documents, tokens and targets counted anew."""
+        if set_D is None:
+            return {}
+        set_N, count = np.repeat(set_D, lengths_D), len(self.reports)
+        counts = zip(
+            np.bincount(set_D, minlength=count).tolist(),
+            np.bincount(set_N, minlength=count).tolist(),
+            np.bincount(set_N[targets_N], minlength=count).tolist(),
+            strict=True,
+        )
+        records = [len({sources[document] for document in np.flatnonzero(set_D == each)}) for each in range(count)]
+        return {
+            name: replace(report, documents=documents, records=own, tokens=tokens, target_tokens=targets)
+            for (name, report), own, (documents, tokens, targets) in zip(
+                self.reports.items(), records, counts, strict=True
+            )
+        }
 
     def split(self, share: float) -> tuple["Documents", "Documents"]:
         """(train, evaluation): a document is held out if the hash of its content falls below `share`.
@@ -200,7 +268,7 @@ class Documents:
             tokens=counts.tokens,
             target_tokens=counts.target_tokens,
         )
-        return train, replace(evaluation, report=only_its_own)
+        return train, replace(evaluation, report=only_its_own, set_D=None, reports={})
 
     def overlap(self, other: "Documents") -> int:
         """How many of these documents are also in `other`, compared by the record's content."""

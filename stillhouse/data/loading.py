@@ -6,20 +6,23 @@ What a teacher reads, a document and its prefix, has the same limit.
 """
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data.columns import ForeignColumns, foreign_columns
 from stillhouse.data.documents import DataReport, Documents
 from stillhouse.data.prefixes import EncodedPrefix, Prefixes, PrefixTemplate, offsets_of
 from stillhouse.data.prompt_templates import prompt_template_for
-from stillhouse.data.reading import DataError, Record, describe, read_records
+from stillhouse.data.reading import DataError, Record, describe, local_files, read_records
 from stillhouse.data.templates import (
     MOST_CHARACTERS,
     Encoded,
@@ -32,9 +35,11 @@ from stillhouse.data.templates import (
     template_for,
     without_null,
 )
+from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
 _BATCH = 512  # records tokenized at once
+_PART = 2**22  # tokens looked at at once
 _REASONS = 5  # reasons for skips that a report keeps
 
 
@@ -51,6 +56,7 @@ def load_documents(
     reader: str | None = None,
     prompts: bool = False,
     keep_records: bool = False,
+    cache: Path | None = None,
 ) -> Documents:
     """Read and tokenize a dataset (see `read_records` for what `source` may be).
 
@@ -60,7 +66,9 @@ def load_documents(
     prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`). reader: one of
     the columns, which names the only teacher that reads the document; the others then have no prefix for it. prompts:
     read only what a model writes after (see `prompt_templates.py`); such a document has no targets, and is refused
-    instead of cut. keep_records: keep whole records, too.
+    instead of cut. keep_records: keep whole records, too. cache: a folder in which the tokens are kept, so that they
+    are mapped from there instead of made again (`token_cache.py`); without effect for a hub id, with a tokenizer that
+    is not a fast one, and with keep_records.
 
     Raises ValueError for a missing or empty dataset and for a prefix that is no template, DataError (`file:line:
     reason`) for a record that cannot be used and for columns of no known form.
@@ -69,21 +77,41 @@ def load_documents(
         raise ValueError(
             f"max_tokens must be at least 2 (one input token and one token to predict), got {max_tokens}"
         )
-    loader = _Loader(
-        tokenizer,
-        os.fspath(source),
-        max_tokens,
-        None if prompts else tokens,
-        on_error == "skip",
-        columns,
-        allowed,
-        prefixes,
-        reader,
-        keep_records,
-    )
-    for record in read_records(source):
-        loader.add(record)
-    return loader.finish()
+
+    def load(folder: Path | None) -> Documents:
+        loader = _Loader(
+            tokenizer,
+            os.fspath(source),
+            max_tokens,
+            None if prompts else tokens,
+            on_error == "skip",
+            columns,
+            allowed,
+            prefixes,
+            reader,
+            keep_records,
+            folder,
+        )
+        with loader:
+            for record in read_records(source):
+                loader.add(record)
+            return loader.finish()
+
+    files = None if cache is None or keep_records or not tokenizer.is_fast else local_files(source)
+    if cache is None or files is None:
+        return load(None)
+    options = {
+        "source": os.fspath(source),
+        "max_tokens": max_tokens,
+        "tokens": tokens,
+        "on_error": on_error,
+        "columns": list(columns),
+        "allowed": {name: list(values) for name, values in allowed.items()},
+        "prefixes": list(prefixes.items()),
+        "reader": reader,
+        "prompts": prompts,
+    }
+    return cached_documents(cache, files, lambda: entry_key(files, tokenizer, options), load)
 
 
 @dataclass(frozen=True)
@@ -117,6 +145,7 @@ class _Loader:
         prefixes: Mapping[str, str],
         reader: str | None,
         keep_records: bool,
+        folder: Path | None,
     ):
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
@@ -126,10 +155,16 @@ class _Loader:
         self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in prefixes.items()}
         self.report = DataReport(source)
         self.template: Template | None = None
+        self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
         self.characters = 0  # of the waiting records
+        # the tokens and targets of all documents: in memory, or in files of a folder
+        self.folder = folder
+        self.files: list[BinaryIO] = [
+            io.BytesIO() if folder is None else (folder / f"{name}.bin").open("wb") for name in (TOKENS, TARGETS)
+        ]
         # one entry per document
-        self.pieces: list[Encoded] = []
+        self.lengths: list[int] = []
         self.keys: list[int] = []
         self.sources: list[str] = []
         self.values: list[list[Any]] = []
@@ -141,8 +176,8 @@ class _Loader:
         if record.problem:
             self._reject(DataError(record.where, record.problem))
             return
-        template = self.template = self.template or self._template_for(record)
         try:
+            record, template = self._in_our_columns(record)
             waiting = self._rendered(record, template)
         except TemplateLimitError as error:
             raise DataError(record.where, str(error)) from error
@@ -159,24 +194,53 @@ class _Loader:
     def finish(self) -> Documents:
         if self.template is not None:
             self._encode(self.template)
-        if not self.pieces:
+        if not self.lengths:
             raise ValueError(self._why_empty())
-        lengths = [len(piece.ids) for piece in self.pieces]
-        tokens_N = np.concatenate([piece.ids for piece in self.pieces])
-        targets_N = np.concatenate([piece.targets for piece in self.pieces])
-        self.report.documents, self.report.records = len(lengths), len(set(self.sources))
+        tokens_N, targets_N = self._array(0, np.int32), self._array(1, np.bool_)
+        self.report.documents, self.report.records = len(self.lengths), len(set(self.sources))
         self.report.tokens = len(tokens_N)
         self.report.target_tokens = int(targets_N.sum())
         if self.targets_are is not None:
-            self._warn_if_it_never_stops(tokens_N[targets_N])
+            self._warn_if_it_never_stops(tokens_N, targets_N)
         keys_D = np.asarray(self.keys, dtype=np.uint64)
         columns = dict(zip(self.columns, map(list, zip(*self.values, strict=True)), strict=True))
         by_teacher = map(Prefixes.of, zip(*self.prefixes, strict=True))
         prefixes = dict(zip(self.prefix_templates, by_teacher, strict=True))
-        offsets = offsets_of(lengths)
+        offsets = offsets_of(self.lengths)
         return Documents(
             tokens_N, targets_N, offsets, keys_D, self.sources, self.report, columns, prefixes, self.records
         )
+
+    def __enter__(self) -> "_Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self.files:
+            if self.folder is not None:
+                file.close()
+
+    def _array(self, number: int, dtype: type[np.generic]) -> np.ndarray:
+        file = self.files[number]
+        if isinstance(file, io.BytesIO):
+            return np.frombuffer(file.getbuffer(), dtype=dtype)
+        file.flush()
+        return np.memmap(file.name, dtype=dtype, mode="r")
+
+    def _in_our_columns(self, record: Record) -> tuple[Record, Template]:
+        """The record with our own columns, and the template, which the first record decides. Raises RecordError."""
+        if self.template is not None:
+            return self._converted(record), self.template
+        try:
+            self.foreign = foreign_columns(record.fields, self.tokenizer, prompts=self.targets_are is None)
+        except ValueError as error:
+            raise DataError(record.where, str(error)) from error
+        record = self._converted(record)
+        self.template = self._template_for(record)
+        self.report.form = "" if self.foreign is None else self.foreign.words
+        return record, self.template
+
+    def _converted(self, record: Record) -> Record:
+        return record if self.foreign is None else replace(record, fields=self.foreign.convert(record.fields))
 
     def _template_for(self, record: Record) -> Template:
         try:
@@ -251,7 +315,9 @@ class _Loader:
             return
         self.report.kept += 1
         for number, piece in enumerate(pieces):
-            self.pieces.append(piece)
+            self.lengths.append(len(piece.ids))
+            for file, values in zip(self.files, (piece.ids, piece.targets), strict=True):
+                file.write(values.tobytes())
             self.keys.append(waiting.key)
             at = f" (piece {number + 1} of {len(pieces)})" if len(pieces) > 1 else ""
             self.sources.append(waiting.where + at)
@@ -292,9 +358,10 @@ class _Loader:
             )
         return text + "".join(f"\n  {reason}" for reason in report.reasons)
 
-    def _warn_if_it_never_stops(self, predicted: np.ndarray) -> None:
+    def _warn_if_it_never_stops(self, tokens_N: np.ndarray, targets_N: np.ndarray) -> None:
         eos = self.tokenizer.eos_token_id
-        if eos is not None and not (predicted == eos).any():
+        parts = [slice(start, start + _PART) for start in range(0, len(tokens_N), _PART)]
+        if eos is not None and not any((tokens_N[part][targets_N[part]] == eos).any() for part in parts):
             self.report.warnings.append(
                 f"{self.report.source}: the end-of-sequence token {self.tokenizer.eos_token!r} is never a "
                 "target, so the student does not learn to stop with it (the chat template ends turns with "

@@ -8,13 +8,13 @@ number, and a resumed run continues exactly where it stopped without any saved s
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch, teacher_inputs
+from stillhouse.data.mixture import mixed_order, permutation
 
 
 class PackedSequences:
@@ -23,9 +23,12 @@ class PackedSequences:
     max_tokens: capacity of a sequence. seed: decides the order of the sequences, and the order in which documents of
     equal length are packed. shuffle=False: keep the given order of both (for evaluation). gaps: the teachers for
     whose prefixes there is a gap before each document (see `micro_batch.py`). together: a column of the documents;
-    only documents with the same value in it are packed into one sequence.
+    only documents with the same value in it are packed into one sequence. Documents of different sets are in
+    different sequences, too. weights: of the sets, the shares of all tokens of a training (`mixture.py`); None: every
+    sequence is used once per epoch.
 
-    widths_D: how many columns each document takes, int64: its gap and its tokens.
+    set_S: int64, the set of each sequence, or 0. widths_D: how many columns each document takes, int64: its gap
+    and its tokens.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class PackedSequences:
         shuffle: bool = True,
         gaps: Sequence[str] = (),
         together: str | None = None,
+        weights: Sequence[float] | None = None,
     ):
         widths_D = documents.lengths_D + documents.gaps_D(gaps)
         if len(widths_D) == 0 or widths_D.max() > max_tokens:
@@ -56,16 +60,21 @@ class PackedSequences:
         kind_D = np.zeros(len(widths_D), dtype=np.int64)
         if together is not None:
             kind_D = np.unique([str(each) for each in documents.columns[together]], return_inverse=True)[1]
+        set_D = np.zeros_like(kind_D) if documents.set_D is None else documents.set_D
+        group_D = kind_D * (set_D.max() + 1) + set_D
         sequence_D = np.empty(len(widths_D), dtype=np.int64)
         opened = 0
-        for kind in range(kind_D.max() + 1):
-            of_kind = order_D[kind_D[order_D] == kind]
+        for group in np.unique(group_D):
+            of_kind = order_D[group_D[order_D] == group]
             sequence_D[of_kind] = opened + best_fit(widths_D[of_kind], max_tokens)
             opened = int(sequence_D[of_kind].max()) + 1
         self._members = np.argsort(sequence_D, kind="stable")
         counts = np.bincount(sequence_D)
         self._borders = np.concatenate([[0], np.cumsum(counts)])
         self._kinds = kind_D[self._members[self._borders[:-1]]]
+        self.set_S = set_D[self._members[self._borders[:-1]]]
+        self.weights = weights
+        self._mixed: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -100,19 +109,40 @@ class PackedSequences:
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
-        A step may contain the end of one epoch and the beginning of the next. Only the last step may have fewer
-        sequences. So every sequence is used once per epoch. Sequences of documents that are packed together follow
+        Of a mixture, the sequences are those of `mixture.mixed_order`. Otherwise, a step may contain the end of one
+        epoch and the beginning of the next. Only the last step may have fewer sequences. So every sequence is used
+        once per epoch. Sequences of documents that are packed together follow
         each other. Raises ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
         if not 0 <= start < stop:
             raise ValueError(f"step {step} of {sequences_per_step} sequences lies outside a training on {total}")
         positions = np.arange(start, stop)
-        epochs = positions // len(self)
-        chosen = np.concatenate(
-            [self.order(int(epoch))[positions[epochs == epoch] % len(self)] for epoch in np.unique(epochs)]
-        )
+        if self.weights is not None:
+            chosen = self.mixed(total)[positions]
+        else:
+            epochs = positions // len(self)
+            chosen = np.concatenate(
+                [self.order(int(epoch))[positions[epochs == epoch] % len(self)] for epoch in np.unique(epochs)]
+            )
         return chosen[np.argsort(self._kinds[chosen], kind="stable")]
+
+    def mixed(self, total: int) -> np.ndarray:
+        """The numbers of the sequences of a training on a mixture, in their order."""
+        assert self.weights is not None
+        if self._mixed is None or len(self._mixed) != total:
+            self._mixed = mixed_order(self.set_S, self._tokens_S(), self.weights, total, self.seed)
+        return self._mixed
+
+    def trained_shares(self, total: int) -> np.ndarray:
+        """Each set's part of all tokens of a training on a mixture."""
+        chosen = self.mixed(total)
+        tokens = np.bincount(self.set_S[chosen], weights=self._tokens_S()[chosen], minlength=len(self.weights or ()))
+        return tokens / tokens.sum()
+
+    def _tokens_S(self) -> np.ndarray:
+        """Tokens of each sequence, int64."""
+        return np.add.reduceat(self.documents.lengths_D[self._members], self._borders[:-1])
 
 
 class PackedMicroBatches(StepMicroBatches):
@@ -202,15 +232,3 @@ def best_fit(lengths_D: np.ndarray, capacity: int) -> np.ndarray:
                 insort(rooms, room - length)
             left.append(chosen)
     return bins_D
-
-
-@lru_cache(maxsize=8)
-def permutation(size: int, seed: int, draw: int) -> np.ndarray:
-    """A permutation from raw 64-bit draws: numpy keeps their stream the same in all versions, unlike its shuffles.
-
-    It is kept for the next call, and must not be changed.
-    """
-    draws = np.random.PCG64(np.random.SeedSequence([seed, draw])).random_raw(size)
-    order = np.argsort(draws, kind="stable")
-    order.flags.writeable = False
-    return order

@@ -1,10 +1,11 @@
-"""Reads records from JSON Lines, Parquet, saved `datasets` folders and hub ids.
+"""Reads records from JSON Lines, JSON arrays, CSV, Parquet, saved `datasets` folders and hub ids.
 
 Every record has its location, `file:line` (or `file:row`, counted from 1), because an error about the record must
 name it. For the same reason JSON Lines is read line by line here, not by a library. A record that cannot be read is
 returned with a description of the problem, and the caller decides whether it stops the run.
 """
 
+import codecs
 import glob
 import itertools
 import json
@@ -16,11 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from stillhouse.data.compressed import COMPRESSED, format_of, open_bytes
+from stillhouse.data.csv_files import CSV, CsvDamageError, read_csv
 from stillhouse.display import escaped, first_line, name_list
 from stillhouse.libraries import reading
 
 JSON_LINES = (".jsonl", ".json")
 PARQUET = (".parquet",)
+#: endings of files that can be read; all but Parquet also with one of `COMPRESSED` behind it
+SUFFIXES = JSON_LINES + CSV + PARQUET
 #: longest line of JSON; a longer line is not read completely
 MOST_BYTES = 32 * 2**20
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
@@ -72,10 +77,24 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     return _read_dataset(name, _load_from_hub(name, *hub))
 
 
+def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
+    """All files that `read_records` reads for this source, in a fixed order; None for a hub id.
+
+    Raises ValueError as `read_records` does.
+    """
+    name = os.path.expanduser(os.fspath(source))
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return sorted(each for each in path.rglob("*") if each.is_file())
+    return _matches(name) if glob.has_magic(name) else None
+
+
 def _parse_hub_id(given: str) -> tuple[str, str | None, str] | None:
     """(name, configuration, split) of `name:configuration@split`; None if it looks like a path."""
     match = _HUB_ID.fullmatch(given)
-    if match is None or match["name"].startswith(".") or match["name"].endswith(JSON_LINES + PARQUET):
+    if match is None or match["name"].startswith(".") or _is_readable(Path(match["name"])):
         return None
     return match["name"], match["config"], match["split"] or "train"
 
@@ -91,14 +110,25 @@ def _matches(pattern: str) -> list[Path]:
 def _read_folder(folder: Path) -> Iterator[Record]:
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _read_dataset(str(folder), _load_saved(folder))
-    files = sorted(path for path in folder.iterdir() if path.suffix in JSON_LINES + PARQUET)
+    files = sorted(path for path in folder.iterdir() if _is_readable(path))
     if not files:
         raise ValueError(
             f"{folder}: neither a saved dataset nor a folder with files ending in "
-            f"{', '.join(JSON_LINES + PARQUET)} (subfolders are not searched; "
+            f"{_expected()} (subfolders are not searched; "
             f"a glob such as '{folder}/**/*.jsonl' does that)"
         )
+    twice = next((path for path in files if path.suffix in COMPRESSED and path.with_suffix("") in files), None)
+    if twice is not None:
+        raise ValueError(f"{folder} has both {twice.name} and {twice.stem}: expected one of them, or a glob")
     return _read_files(files)
+
+
+def _is_readable(path: Path) -> bool:
+    return format_of(path) in SUFFIXES and not (path.suffix in COMPRESSED and format_of(path) in PARQUET)
+
+
+def _expected() -> str:
+    return f"{', '.join(SUFFIXES)}, or of a text file with {' or '.join(COMPRESSED)} behind it"
 
 
 def _read_files(files: Iterable[Path]) -> Iterator[Record]:
@@ -106,17 +136,20 @@ def _read_files(files: Iterable[Path]) -> Iterator[Record]:
 
 
 def _read_file(path: Path) -> Iterator[Record]:
-    if path.suffix in PARQUET:
+    if not _is_readable(path):
+        raise ValueError(f"{path}: its format is not known; expected a name that ends in {_expected()}")
+    suffix = format_of(path)
+    if suffix in PARQUET:
         return _read_parquet(path)
-    if path.suffix in JSON_LINES:
-        return _read_json_lines(path)
-    raise ValueError(
-        f"{path}: its format is not known; expected a name that ends in {', '.join(JSON_LINES + PARQUET)}"
-    )
+    return _read_csv(path, suffix) if suffix in CSV else _read_json(path, suffix)
 
 
-def _read_json_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:  # bytes, so that only \n ends a line and a wrong encoding is an error of one line
+def _read_json(path: Path, suffix: str) -> Iterator[Record]:
+    """JSON Lines; a file named .json may also be one array."""
+    if suffix == ".json" and _is_array(path):
+        yield from _read_array(path)
+        return
+    with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding is an error of one line
         for number, line in enumerate(_lines(file), start=1):
             if len(line) > MOST_BYTES:
                 yield Record(
@@ -124,6 +157,63 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
                 )
             elif line.strip():
                 yield _parse_line(f"{path}:{number}", line)
+
+
+def _is_array(path: Path) -> bool:
+    with open_bytes(path) as file:
+        start = file.read(3).removeprefix(codecs.BOM_UTF8)
+        while not start.strip() and (more := file.read(2**16)):
+            start = more
+    return start.lstrip().startswith(b"[")
+
+
+def _read_array(path: Path) -> Iterator[Record]:
+    """The elements of a JSON array, each with the line on which it begins.
+
+    An array that is not valid JSON always raises ValueError: nobody knows where the next element begins.
+    """
+    with open_bytes(path) as file:
+        content = file.read()
+    line, at, counted = 1, 0, 0
+    try:
+        text = content.decode("utf-8-sig")
+        decoder, at = json.JSONDecoder(), _next_character(text, 0) + 1
+        at = _next_character(text, at)
+        line, counted = 1 + text.count("\n", 0, at), at
+        while text[at] != "]":
+            line, counted = line + text.count("\n", counted, at), at
+            fields, at = decoder.raw_decode(text, at)
+            is_object = isinstance(fields, dict)
+            problem = "" if is_object else f"expected an array of JSON objects, got {describe(fields)} in it"
+            yield Record(f"{path}:{line}", fields if is_object else {}, problem)
+            at = _next_character(text, at)
+            if text[at] == ",":
+                at = _next_character(text, at + 1)
+                if text[at] == "]":
+                    raise ValueError("an element is missing after a comma")
+            elif text[at] != "]":
+                raise ValueError("',' or ']' is missing after an element")
+        if text[at + 1 :].strip():
+            raise ValueError("something follows the array")
+    except (ValueError, IndexError, RecursionError) as error:
+        reason = "the file ends within the array" if isinstance(error, IndexError) else first_line(error)
+        raise DataError(f"{path}:{line}", f"not a readable JSON array, from this record on: {reason}") from error
+
+
+def _next_character(text: str, at: int) -> int:
+    """The position of the next character that is not white space. It may lie behind the text."""
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        at += 1
+    return at
+
+
+def _read_csv(path: Path, suffix: str) -> Iterator[Record]:
+    with open_bytes(path) as file:
+        try:
+            for row in read_csv(file, suffix, MOST_BYTES):
+                yield Record(f"{path}:{row.line}", row.fields, row.problem)
+        except CsvDamageError as error:
+            raise DataError(f"{path}:{error.line}", str(error)) from error
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ Tokens = Literal["completion", "all"]
 #: who writes the beginning-of-sequence token (BOS) of a document; None if nobody does
 BosFrom = Literal["tokenizer", "chat template"] | None
 
-EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
+EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"  # `columns.py` adds those of other projects
 #: most characters of one record in total: a tokenizer takes about 200 bytes of memory for each
 MOST_CHARACTERS = 4_000_000
 #: limits of a chat template for one conversation: processor time and memory
@@ -102,7 +102,7 @@ def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tok
     complete = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if set(form) <= set(fields)]
     found = name_list(fields)
     if not complete:
-        raise ValueError(f"no usable columns: found {found}; expected {EXPECTED_COLUMNS}")
+        raise ValueError(f"no usable columns: found {found}; expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)")
     if len(complete) > 1:
         raise ValueError(f"ambiguous columns: found {found}; expected only one of {EXPECTED_COLUMNS}")
     columns = complete[0]

@@ -55,7 +55,8 @@ def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str) -> Path | No
 
     If several have the same value, it is the earliest one. None if no checkpoint has the metric.
     """
-    sign = -1.0 if metric.startswith(("eval/agreement", "eval/exact_match")) else 1.0
+    is_share = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
+    sign = -1.0 if is_share else 1.0
     values = [(sign * each[metric], path) for path, each in metrics.items() if metric in each]
     return min(values)[1] if values else None
 

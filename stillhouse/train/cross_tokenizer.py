@@ -60,7 +60,7 @@ def require_objective(config: RunConfig, spec: ObjectiveSpec) -> None:
             f"got {loss!r} with {key}=uld, which gives no divergence: expected uld, such as "
             f"0.5*cross_entropy + 0.5*uld, or {key}=gold",
         )
-    if config.data.eval and config.checkpoint.best in ("eval/forward_kl", "eval/agreement"):
+    if config.data.eval and config.checkpoint.best_needs_teacher:
         raise ConfigError(
             "checkpoint.best", f"got {config.checkpoint.best} with {key}=uld: expected eval/cross_entropy or null"
         )

@@ -9,6 +9,7 @@ from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import PairSignal, watchdog
 from stillhouse.teachers import NoTeacher
+from stillhouse.train.engine import add_up
 from stillhouse.train.mtp import acceptance, by_depth
 from stillhouse.train.session import Session
 
@@ -31,13 +32,27 @@ ENTROPIES = ("student_entropy", "teacher_entropy")
 def evaluate(session: Session) -> dict[str, float]:
     """Means over all target tokens of the held-out documents (see `Engine.evaluate`).
 
-    They do not depend on the run's own objective. Without a teacher, the metrics that need one are absent. Without
+    Each of several sets has its own metrics, `eval/<name>/…`, besides those over the tokens of all sets. They do not
+    depend on the run's own objective. Without a teacher, the metrics that need one are absent. Without
     held-out data, the result is empty.
     """
     if session.evaluation is None:
         return {}
     watchdog.enter("an evaluation")
-    sums = session.engine.evaluate(_parts(session))
+    names, sequences = list(session.evaluation.documents.reports), session.evaluation
+    if not names:
+        return _metrics(session, session.engine.evaluate(_parts(session, np.arange(len(sequences)))))
+    sets = [np.flatnonzero(sequences.set_S == number) for number in range(len(names))]
+    sums = [session.engine.evaluate(_parts(session, numbers)) for numbers in sets]
+    found = _metrics(session, add_up(sums))
+    for name, own in zip(names, sums, strict=True):
+        metrics = _metrics(session, own)
+        found |= {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in metrics.items()}
+    return found
+
+
+def _metrics(session: Session, sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of some held-out documents, from the sums over their target tokens."""
     temperatures = {each.signal.temperature or 1.0 for each in session.stores.values()}
     found = dict[str, float]()
     known = means(by_depth(sums)[0], session.spec, mixes_temperatures=len(temperatures) > 1)
@@ -61,7 +76,7 @@ def evaluate_teacher(session: Session) -> dict[str, float]:
     if session.evaluation is None or config.teacher is None or not is_exact or isinstance(session.source, NoTeacher):
         return {}
     watchdog.enter("the evaluation of the teacher")
-    sums = session.engine.evaluate_teacher(_parts(session))
+    sums = session.engine.evaluate_teacher(_parts(session, np.arange(len(session.evaluation))))
     return {TEACHER: sums["cross_entropy"] / max(1.0, sums["tokens"])}
 
 
@@ -92,16 +107,15 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
     return {name: value / (weights.get(name) or 1.0) for name, value in found.items()} | of_one
 
 
-def _parts(session: Session) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:
-    """The held-out micro-batches with their signals. A part has one micro-batch for each data rank and stage."""
+def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:
+    """These held-out sequences as micro-batches with their signals. A part has one for each data rank and stage."""
     sequences = session.evaluation
     assert sequences is not None
     mesh, stages = session.runner.mesh, session.runner.layout.stages
     together = 1 if mesh is None else mesh.degrees.data * stages
     budget = session.config.eval.micro_batch_tokens or session.config.train.micro_batch_tokens
     rows = max(1, budget // session.config.data.max_tokens)
-    numbers = np.arange(len(sequences))
-    micro_batches = [numbers[start : start + rows] for start in range(0, len(sequences), rows)]
+    micro_batches = [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
     for start in range(0, len(micro_batches), together):
         part = session.shard(sequences.micro_batches(micro_batches[start : start + together]), training=False)
         yield part, session.source.request(part).result()

@@ -13,6 +13,7 @@ _FREE = {
     "eval",
     "checkpoint",
     "track",
+    "data.cache",
     "device",
     "parallel",
     "teacher.parallel",

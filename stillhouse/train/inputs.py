@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ from stillhouse.data import (
     load_tokenizer,
 )
 from stillhouse.data.prefixes import PrefixTemplate
+from stillhouse.data.token_cache import user_folder
 from stillhouse.models.files import require_model_folder
 from stillhouse.teachers import CrossTokenizerStore, SignalStore
 
@@ -78,6 +80,7 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             shuffle=shuffle,
             gaps=_with_gaps(config),
             together=None if config.teachers is None else config.teachers.route,
+            weights=[each.weight for each in config.data.mixture] if shuffle and config.data.mixture else None,
         )
 
     return RunData(
@@ -209,6 +212,7 @@ def load_data(
             reader=route,
             prompts=prompts_of is not None,
             keep_records=prompts_of is not None,
+            cache=user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache),
         )
 
     def split(documents: Documents, share: float) -> tuple[Documents, Documents]:
@@ -217,15 +221,20 @@ def load_data(
         except ValueError as error:
             raise ConfigError("data.eval", str(error)) from error
 
-    train = load("data.train", data.train, rollout)
+    mixture = {each.source: load("data.train", each.source, rollout) for each in data.mixture}
+    train = Documents.joined(mixture) if mixture else load("data.train", str(data.train), rollout)
+    if data.eval_sets:
+        sets = {name: load(f"data.eval.{name}", source) for name, source in data.eval_sets.items()}
+        return train, Documents.joined(sets)
     if isinstance(data.eval, str):
         return train, load("data.eval", data.eval)
+    assert isinstance(data.eval, float)
     if not data.eval:
         return train, None
     if rollout is None:
         return split(train, data.eval)
     try:
-        whole = load("data.train", data.train)
+        whole = load("data.train", str(data.train))
     except ValueError as error:
         raise ConfigError(
             "data.eval",

@@ -250,7 +250,7 @@ def objective_spec(config: RunConfig) -> ObjectiveSpec:
     elif config.teacher is None:
         if spec.needs_teacher:
             raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
-        if config.data.eval and config.checkpoint.best in ("eval/forward_kl", "eval/agreement"):
+        if config.data.eval and config.checkpoint.best_needs_teacher:
             raise ConfigError(
                 "checkpoint.best",
                 f"got {config.checkpoint.best} without a teacher: expected eval/cross_entropy, a task or null",
@@ -340,8 +340,15 @@ def with_precision(config: RunConfig) -> RunConfig:
 
 
 def data_reports(session: Session) -> dict[str, DataReport]:
-    """For each split, how many of its records were used, cut or skipped."""
+    """For each split, how many of its records were used, cut or skipped; of several sets, for each of them, too."""
     reports = {"train": session.train.documents.report}
+    if session.train.weights is not None:
+        shares = session.train.trained_shares(session.step_schedule.total_sequences).tolist()
+        sources = zip(session.train.documents.reports.values(), shares, strict=True)
+        for number, (report, share) in enumerate(sources, start=1):
+            reports[f"train/{number}"] = replace(report, trained_share=round(share, 6))
     if session.evaluation is not None:
         reports["eval"] = session.evaluation.documents.report
+        sets = session.evaluation.documents.reports
+        reports |= {f"eval/{name}": report for name, report in sets.items()}
     return reports

@@ -1,0 +1,142 @@
+"""Recognises the columns of ShareGPT and Alpaca, and converts their records to ours.
+
+    ShareGPT    conversations: [{from, value}, …], maybe system     becomes messages
+    Alpaca      instruction, output, maybe input and system         becomes prompt and completion
+
+Our own columns win: a record that has them, too, is read by them, and the others are ignored as any other column.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.reading import describe
+from stillhouse.data.templates import RecordError
+from stillhouse.display import name_list
+
+Fields = dict[str, Any]
+#: the role of each `from` of ShareGPT
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+OURS = (("messages",), ("prompt", "completion"), ("text",))
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Response:\n"
+)
+
+
+class ForeignColumns(NamedTuple):
+    """convert: a record with our columns added; raises RecordError. words: what is done, for the run's output."""
+
+    words: str
+    convert: Callable[[Fields], Fields]
+
+
+def foreign_columns(
+    fields: Fields, tokenizer: PreTrainedTokenizerBase, *, prompts: bool = False
+) -> ForeignColumns | None:
+    """The conversion of a dataset whose first record is this one; None if it needs none, or is of no known form.
+
+    prompts: only prompts are read. Raises ValueError if the record has the columns of both projects.
+    """
+    ours = (("messages",), ("prompt",)) if prompts else OURS
+    if any(set(form) <= set(fields) for form in ours):
+        return None
+    is_alpaca = "instruction" in fields and (prompts or "output" in fields)
+    if "conversations" in fields:
+        if is_alpaca:
+            raise ValueError(
+                f"ambiguous columns: found {name_list(fields)}; expected either 'conversations' (ShareGPT) or "
+                "'instruction' and 'output' (Alpaca)"
+            )
+        return ForeignColumns("ShareGPT columns read as messages", _from_sharegpt)
+    if not is_alpaca:
+        return None
+    if tokenizer.chat_template:
+        return ForeignColumns("Alpaca columns read as a user's message and its answer", _alpaca_chat)
+    return ForeignColumns("Alpaca columns read as prompt and completion, in Alpaca's own template", _alpaca_text)
+
+
+def _from_sharegpt(fields: Fields) -> Fields:
+    turns = fields.get("conversations")
+    if not isinstance(turns, list):
+        raise RecordError(f"'conversations' must be a list of turns with 'from' and 'value', got {describe(turns)}")
+    _require_absent(fields, "messages", "prompt", "text")
+    messages = [_turn(number, turn) for number, turn in enumerate(turns, start=1)]
+    return fields | {"messages": _system(fields) + messages}
+
+
+def _turn(number: int, turn: Any) -> dict[str, str]:
+    where = f"turn {number} of 'conversations'"
+    if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
+        found = name_list(turn) if isinstance(turn, dict) else describe(turn)
+        also = (
+            "; 'role' and 'content' belong in a column 'messages'"
+            if isinstance(turn, dict) and "role" in turn
+            else ""
+        )
+        raise RecordError(f"{where} must have 'from' and 'value', found {found}{also}")
+    if not isinstance(turn["from"], str) or turn["from"] not in ROLES:
+        raise RecordError(f"'from' of {where} is {describe(turn['from'])}: expected one of {name_list(ROLES)}")
+    if not isinstance(turn["value"], str):
+        raise RecordError(f"'value' of {where} must be a string, got {describe(turn['value'])}")
+    return {"role": ROLES[turn["from"]], "content": turn["value"]}
+
+
+def _system(fields: Fields) -> list[dict[str, str]]:
+    text = fields.get("system") or ""
+    if not isinstance(text, str):
+        raise RecordError(f"'system' must be a string, got {describe(text)}")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _alpaca(fields: Fields) -> tuple[str, str, str | None]:
+    """The instruction, the input ("" if there is none) and the output (None if the record has no such column)."""
+    _require_absent(fields, "conversations", "messages", "prompt", "text")
+    if fields.get("history"):
+        raise RecordError("'history' is not empty: expected conversations of several turns as 'messages'")
+    values = {"instruction": fields.get("instruction"), "input": fields.get("input") or ""}
+    if "output" in fields:
+        values["output"] = fields["output"]
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise RecordError(f"'{name}' must be a string, got {describe(value)}")
+    if not values["instruction"]:
+        raise RecordError("'instruction' is empty")
+    if values.get("output") == "":
+        raise RecordError("'output' is empty")
+    return str(values["instruction"]), str(values["input"]), values.get("output")
+
+
+def _alpaca_chat(fields: Fields) -> Fields:
+    instruction, given, output = _alpaca(fields)
+    asked = f"{instruction}\n\n{given}" if given else instruction
+    ours: Fields = {"prompt": [*_system(fields), {"role": "user", "content": asked}]}
+    if output is not None:
+        ours["completion"] = [{"role": "assistant", "content": output}]
+    return fields | ours
+
+
+def _alpaca_text(fields: Fields) -> Fields:
+    instruction, given, output = _alpaca(fields)
+    if _system(fields):
+        raise RecordError(
+            "'system' is not empty, and Alpaca's template has no place for it: expected a student with a"
+            " chat template"
+        )
+    ours: Fields = {"prompt": _WITH_INPUT.format(instruction, given) if given else _WITHOUT_INPUT.format(instruction)}
+    return fields | ours | ({} if output is None else {"completion": output})
+
+
+def _require_absent(fields: Fields, *columns: str) -> None:
+    """Raise RecordError for a record that also has one of our columns."""
+    found = [column for column in columns if fields.get(column) is not None]
+    if found:
+        raise RecordError(
+            f"ambiguous columns: found {name_list(fields)}; expected no {name_list(found)} beside the columns of the "
+            "first record"
+        )

@@ -1,0 +1,203 @@
+"""Tokenized documents on disk: written once, proven when they are read, and mapped into memory.
+
+The folder of an entry is named by a hash of everything that decides its content: the bytes of the source's files, the
+tokenizer with its chat template, the options and the version of this format. It has
+
+    manifest.json     that hash, the report on the records, and the sha256 of each other file
+    sources.arrow     `file:line` of each document
+    NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), and those of prefixes
+
+An entry is written in a folder of another name and renamed when it is complete. A lock file lets one process write it
+while the others wait.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow
+import tokenizers
+import transformers
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.documents import DataReport, Documents
+from stillhouse.data.prefixes import Prefixes
+from stillhouse.libraries import reading
+
+#: to be raised whenever the same records give other documents, or the files change
+VERSION = 1
+MANIFEST, SOURCES = "manifest.json", "sources.arrow"
+TOKENS, TARGETS = "tokens", "targets"
+_DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "offsets": np.int64, "keys": np.uint64}
+_DTYPES |= {"prefix_tokens": np.int32, "prefix_offsets": np.int64, "prefix_after_bos": np.bool_}
+_BATCH = 100_000  # strings of one batch in an Arrow file
+
+
+class StoredStrings(Sequence[str]):
+    """Strings of a memory-mapped Arrow file."""
+
+    def __init__(self, path: Path):
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+        self._strings = table.column(0)
+
+    def __len__(self) -> int:
+        return len(self._strings)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return self._strings[int(index)].as_py()
+
+
+def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+    """The hash that names an entry. It reads all files. The tokenizer is a fast one."""
+    decisive = {
+        "version": VERSION,
+        "libraries": [transformers.__version__, tokenizers.__version__],
+        "report": [each.name for each in dataclasses.fields(DataReport)],
+        "files": [[str(path), _sha256(path)] for path in files],
+        "tokenizer": [
+            type(tokenizer).__name__,
+            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.chat_template,
+            {role: str(token) for role, token in tokenizer.special_tokens_map.items()},
+        ],
+        "options": options,
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def cached_documents(
+    folder: Path, files: Sequence[Path], key: Callable[[], str], load: Callable[[Path], Documents]
+) -> Documents:
+    """The documents of an entry, which is written first if there is none.
+
+    key: see `entry_key`. load: reads the records; it writes the arrays of tokens and targets to the given folder.
+    Raises ValueError for an entry that is not what was written, for a folder that cannot be used, and for files that
+    change while they are read.
+    """
+    before = _states(files)
+    name = key()
+    path = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{name}.lock"):
+            if not path.exists():
+                _write(path, name, load, lambda: _states(files) == before)
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: tokenized data cannot be cached here ({error.strerror or error}): make room, or set"
+            " data.cache to another folder or null"
+        ) from error
+    return _read(path, name)
+
+
+def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchanged: Callable[[], bool]) -> None:
+    prefix = f".partial-{name[:32]}-"
+    for left in path.parent.glob(f"{prefix}*"):  # of a process that was killed, because this one has the lock
+        shutil.rmtree(left)
+    partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+    try:
+        documents = load(partial)
+        if not is_unchanged():
+            raise ValueError(f"{documents.report.source}: a file changed while it was read: start again")
+        arrays = {"offsets": documents.offsets, "keys": documents.keys_D}
+        for number, each in enumerate(documents.prefixes.values()):
+            arrays[f"prefix_tokens-{number}"] = each.tokens_N
+            arrays[f"prefix_offsets-{number}"] = each.offsets
+            arrays[f"prefix_after_bos-{number}"] = each.after_bos_D
+        for array, values in arrays.items():
+            _array_file(partial, array).write_bytes(np.ascontiguousarray(values).tobytes())
+        _write_strings(partial / SOURCES, documents.sources)
+        manifest = {
+            "key": name,
+            "report": documents.report.as_dict(),
+            "columns": dict(documents.columns),
+            "prefixes": list(documents.prefixes),
+            "sha256": {each.name: _sha256(each) for each in sorted(partial.iterdir())},
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        for written in partial.iterdir():
+            with written.open("rb") as file:
+                os.fsync(file.fileno())
+        del documents
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read(path: Path, name: str) -> Documents:
+    with reading(f"{path}: the cached tokens are damaged; remove this folder, and they are written again"):
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["key"] != name:
+            raise ValueError(f"they belong to the entry {manifest['key']!r}")
+        for file, digest in manifest["sha256"].items():
+            if _sha256(path / file) != digest:
+                raise ValueError(f"{file} has other bytes than when it was written")
+
+        def array(kind: str, number: int | None = None) -> np.ndarray:
+            file = _array_file(path, kind if number is None else f"{kind}-{number}")
+            if file.name not in manifest["sha256"]:
+                raise ValueError(f"{file.name} is not in {MANIFEST}")
+            if not file.stat().st_size:  # no bytes cannot be mapped
+                return np.empty(0, dtype=_DTYPES[kind])
+            return np.memmap(file, dtype=_DTYPES[kind], mode="r")
+
+        parts = ("prefix_tokens", "prefix_offsets", "prefix_after_bos")
+        prefixes = {
+            teacher: Prefixes(*(array(part, number) for part in parts))
+            for number, teacher in enumerate(manifest["prefixes"])
+        }
+        documents = Documents(
+            array(TOKENS),
+            array(TARGETS),
+            array("offsets"),
+            array("keys"),
+            StoredStrings(path / SOURCES),
+            DataReport(**manifest["report"]),
+            manifest["columns"],
+            prefixes,
+        )
+        counts = {len(documents), len(documents.keys_D), len(documents.offsets) - 1}
+        if len(counts) != 1 or not (documents.offsets[-1] == len(documents.tokens_N) == len(documents.targets_N)):
+            raise ValueError("the numbers of documents and tokens differ between its files")
+    return documents
+
+
+def _array_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.bin"
+
+
+def _write_strings(path: Path, strings: Sequence[str]) -> None:
+    schema = pyarrow.schema([("source", pyarrow.large_string())])
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
+        for start in range(0, len(strings), _BATCH):
+            part = pyarrow.array(strings[start : start + _BATCH], pyarrow.large_string())
+            writer.write_batch(pyarrow.record_batch([part], schema=schema))
+
+
+def _states(files: Sequence[Path]) -> list[tuple[int, int, int]]:
+    """What a change of a file changes: its number, size and time."""
+    return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in (path.stat() for path in files)]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def user_folder() -> Path:
+    """The folder of `data.cache: auto`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stillhouse" / "data"
