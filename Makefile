@@ -26,20 +26,21 @@ test-all: lint
 # environments of their own: torch is a CUDA build there, which also runs on a CPU (11 GB, six minutes to install)
 VERSIONS ?= .versions
 test-versions: $(VERSIONS)/oldest/.installed newest
-	set -e; for each in oldest newest; do OMP_NUM_THREADS=1 $(VERSIONS)/$$each/bin/python -m pytest -n 2 --dist loadgroup \
-		--no-loadscope-reorder --junitxml=.results/$$each.xml; done
+	failed=; for each in oldest newest; do OMP_NUM_THREADS=1 $(VERSIONS)/$$each/bin/python -m pytest -n 2 \
+		--dist loadgroup --no-loadscope-reorder --junitxml=.results/$$each.xml || failed="$$failed $$each"; \
+		done; [ -z "$$failed" ] || { echo "failed with the versions:$$failed"; exit 1; }
 
 $(VERSIONS)/oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv --clear $(VERSIONS)/oldest
 	PIP_CONSTRAINT=constraints-oldest.txt $(VERSIONS)/oldest/bin/python -m pip install --quiet \
-		--disable-pip-version-check --editable '.[dev]'
+		--disable-pip-version-check --editable '.[test]'
 	touch $@
 
 .PHONY: newest
 newest:
 	[ -x $(VERSIONS)/newest/bin/python ] || $(PYTHON) -m venv $(VERSIONS)/newest
 	$(VERSIONS)/newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
-		--editable '.[dev]'
+		--editable '.[test]'
 
 # that every test which README and docs/proofs.md name ran and passed in the last `make test` and `make test-slow`
 proofs:

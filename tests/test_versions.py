@@ -1,4 +1,4 @@
-"""Versions: pyproject.toml, the constraints and docs/versions.md agree, and features name the version that they need."""
+"""pyproject.toml, the constraints and docs/versions.md agree, and features name the version that they need."""
 
 import re
 import tomllib
@@ -16,12 +16,14 @@ from stillhouse.libraries import FEATURES, Needs, is_at_least, require_feature
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+#: extras for development alone, whose bounds are not tested
+TOOLS = ("test", "dev", "site")
 
 
 def bounds() -> dict[str, str]:
     """The oldest version of each library that a user can install; the tools of development are exempt."""
     extras = PROJECT["optional-dependencies"]
-    lines = PROJECT["dependencies"] + [line for name, each in extras.items() if name != "dev" for line in each]
+    lines = PROJECT["dependencies"] + [line for name, each in extras.items() if name not in TOOLS for line in each]
     requirements = [each for each in map(Requirement, lines) if each.name != PROJECT["name"]]
     found = {}
     for each in requirements:
@@ -80,7 +82,12 @@ def test_a_feature_without_its_library_is_refused_by_name(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("installed", "oldest", "expected"),
-    [("2.9.1", "2.13", False), ("2.13.0+cpu", "2.13", True), ("2.13.0a0+git1", "2.13", True), ("2.12.1", "2.13", False)],
+    [
+        ("2.9.1", "2.13", False),
+        ("2.13.0+cpu", "2.13", True),
+        ("2.13.0a0+git1", "2.13", True),
+        ("2.12.1", "2.13", False),
+    ],
 )
 def test_versions_are_compared_by_their_numbers(
     monkeypatch: pytest.MonkeyPatch, installed: str, oldest: str, expected: bool
