@@ -7,7 +7,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -
 # one thread for each of two test workers: two cores are what a small machine has
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml=.results/quick.xml
 
-.PHONY: demo test test-slow test-all test-engines proofs gpu wheels chaos fuzz lint format docs site clean
+.PHONY: demo test test-slow test-all test-versions test-engines proofs gpu wheels chaos fuzz lint format docs site dist clean
 
 demo: $(VENV)/.package
 	$(BIN)/stillhouse demo
@@ -21,6 +21,26 @@ test-slow: $(VENV)/.development
 
 test-all: lint
 	$(PYTEST) -m "slow or not slow"
+
+# the quick tests with the oldest versions that pyproject.toml allows, then with the newest ones that there are. In two
+# environments of their own: torch is a CUDA build there, which also runs on a CPU (11 GB, six minutes to install)
+VERSIONS ?= .versions
+test-versions: $(VERSIONS)/oldest/.installed newest
+	failed=; for each in oldest newest; do OMP_NUM_THREADS=1 $(VERSIONS)/$$each/bin/python -m pytest -n 2 \
+		--dist loadgroup --no-loadscope-reorder --junitxml=.results/$$each.xml || failed="$$failed $$each"; \
+		done; [ -z "$$failed" ] || { echo "failed with the versions:$$failed"; exit 1; }
+
+$(VERSIONS)/oldest/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv --clear $(VERSIONS)/oldest
+	PIP_CONSTRAINT=constraints-oldest.txt $(VERSIONS)/oldest/bin/python -m pip install --quiet \
+		--disable-pip-version-check --editable '.[test]'
+	touch $@
+
+.PHONY: newest
+newest:
+	[ -x $(VERSIONS)/newest/bin/python ] || $(PYTHON) -m venv $(VERSIONS)/newest
+	$(VERSIONS)/newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		--editable '.[test]'
 
 # that every test which README and docs/proofs.md name ran and passed in the last `make test` and `make test-slow`
 proofs:
@@ -76,8 +96,13 @@ site: $(VENV)/.development
 	cd .site && ln -sfn ../README.md ../CONTRIBUTING.md ../docs ../examples ../benchmarks ../tests .
 	$(BIN)/mkdocs build --strict
 
+# a wheel and a source archive in dist/
+dist: $(VENV)/.development
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --outdir dist .
+
 clean:
-	rm -rf $(VENV) dist site .site
+	rm -rf $(VENV) $(VERSIONS) dist site .site
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("stillhouse needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'

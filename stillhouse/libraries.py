@@ -1,13 +1,32 @@
-"""Turns the errors that libraries raise for a damaged file into a ValueError that names the file.
+"""What is known of the libraries below: which features need a later version, and how they fail on a damaged file.
 
 transformers, tokenizers, datasets and ruamel hardly check what they read: a number where text is expected causes an
 AttributeError deep inside them. So each of their calls on files from outside, but none of our own code, goes into a
 `reading` block.
 """
 
+from importlib.metadata import version
 from types import TracebackType
+from typing import NamedTuple
+
+from packaging.version import Version
 
 from stillhouse.display import first_line
+
+
+class Needs(NamedTuple):
+    """The first version of a library that has what a feature needs."""
+
+    library: str
+    version: str
+    why: str
+
+
+#: features that need later versions than the oldest ones in pyproject.toml; docs/versions.md has the same table
+FEATURES = {
+    "expert parallelism": Needs("transformers", "5.22", "earlier versions cannot send tokens to the experts"),
+    "multi-token prediction": Needs("transformers", "5.20", "earlier versions cannot run one MTP layer by itself"),
+}
 
 #: what Python raises if a value does not have the type, form or size that the code expects
 _PYTHONS = (
@@ -53,3 +72,23 @@ def _about_files(error: BaseException) -> bool:
         or type(error) is Exception
         or any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in type(error).__mro__)
     )
+
+
+def is_at_least(library: str, oldest: str) -> bool:
+    """Whether the installed version of a library is this one or a later one; an alpha of a version counts as it."""
+    return Version(version(library)).release >= Version(oldest).release
+
+
+def is_supported(feature: str) -> bool:
+    """Whether the installed libraries have what one of `FEATURES` needs."""
+    return is_at_least(FEATURES[feature].library, FEATURES[feature].version)
+
+
+def require_feature(feature: str) -> None:
+    """Raise ValueError if an installed library is too old for one of `FEATURES`."""
+    if not is_supported(feature):
+        library, oldest, why = FEATURES[feature]
+        raise ValueError(
+            f"{feature} needs {library} {oldest} or later, and {version(library)} is installed: {why}; "
+            f"pip install --upgrade {library}"
+        )

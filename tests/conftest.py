@@ -9,11 +9,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import shard_ranks
-import torch
-import transformers
-from packaging.version import Version
 
-from stillhouse.parallel.build import PIPELINE_TORCH
+from stillhouse.libraries import FEATURES, is_supported
 
 # no deadline, because the time of an example depends on the load of the machine
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -48,11 +45,10 @@ TOGETHER = {
 #: the modules that take longest, in this order. They begin first, so that two workers end at about the same time
 LONGEST = ("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "test_hung_rank", "test_signals")
 
-TRANSFORMERS = Version(transformers.__version__)
-#: with an older transformers, these modules cannot be imported: its models have no layers for multi-token prediction
+#: modules that cannot be imported with an older transformers
 collect_ignore = (
     []
-    if Version("5.20") <= TRANSFORMERS
+    if is_supported("multi-token prediction")
     else ["test_mtp.py", "test_mtp_decoder.py", "test_mtp_drafting.py", "test_train_mtp.py"]
 )
 
@@ -89,8 +85,7 @@ def _missing(item: pytest.Function) -> str:
     if hasattr(item, "callspec"):
         case = item.callspec.params.get("case", case)
     for layout in (getattr(case, "layout", None), getattr(case, "teacher", None)):
-        if getattr(layout, "stages", 1) > 1 and torch.__version__ < PIPELINE_TORCH:
-            return f"a pipeline needs torch {PIPELINE_TORCH}"
-        if getattr(layout, "degrees", None) and layout.degrees.expert > 1 and Version("5.22") > TRANSFORMERS:
-            return "expert parallelism needs transformers 5.22"
+        expert = getattr(layout, "degrees", None) and layout.degrees.expert > 1
+        if expert and not is_supported("expert parallelism"):
+            return f"expert parallelism needs {' '.join(FEATURES['expert parallelism'][:2])}"
     return ""

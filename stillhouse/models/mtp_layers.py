@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from stillhouse.libraries import require_feature
 from stillhouse.models.head import local, own_slices
 from stillhouse.models.structure import describe
 
-if not hasattr(MtpModel, "forward_layer"):
-    raise ImportError(
-        "multi-token prediction needs transformers 5.20 or later, whose MtpModel runs a layer by itself"
-    )
+require_feature("multi-token prediction")
 
 
 class MtpLayers(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from stillhouse.libraries import require_feature
 from stillhouse.models import Decoder
 from stillhouse.parallel.context_parallel import apply_context_parallel
 from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
@@ -26,9 +27,6 @@ from stillhouse.parallel.stages import (
     split,
 )
 from stillhouse.parallel.tensor_parallel import apply_tensor_parallel
-
-#: the first version whose pipelines do not send gradients of inputs that need none
-PIPELINE_TORCH = "2.13"
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,6 @@ def build_runner(
     Raises ValueError for a model that the layout does not fit.
     """
     require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
-    if layout.stages > 1 and torch.__version__ < PIPELINE_TORCH:
-        raise ValueError(
-            f"a pipeline needs torch {PIPELINE_TORCH} or later, this is {torch.__version__}: earlier versions send a "
-            "gradient of every input of a stage, and the teacher's hidden states have none; expected pipeline=1"
-        )
     if teacher_source is not None and teacher_head_only:
         teacher_source = replace(teacher_source, build=only_head(teacher_source.build))
     sources = student_source, teacher_source
@@ -197,7 +190,10 @@ def require_mtp_layout(layout: Layout) -> None:
 
 
 def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
-    if degrees.expert > 1 and not any(dispatched_experts(each) for each in decoders if each is not None):
+    if degrees.expert == 1:
+        return
+    require_feature("expert parallelism")  # the plans of earlier versions name no experts to which tokens are sent
+    if not any(dispatched_experts(each) for each in decoders if each is not None):
         raise ValueError(
             f"expert={degrees.expert} for models without experts that transformers' plans distribute: expected 1"
         )

@@ -19,7 +19,7 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
     """Distribute a decoder's experts.
 
     experts: a 1-D mesh of the processes over which the experts are distributed. tensor: those with the same tokens.
-    Raises ValueError for a degree that does not divide the experts, and for a transformers version that is too old.
+    Raises ValueError for a degree that does not divide the experts.
     """
     config = decoder.config.get_text_config()
     degree, count = experts.size(), config.num_local_experts
@@ -28,10 +28,8 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
             f"expert={degree} does not divide the {count} experts of model type '{config.model_type}': "
             f"expected a divisor of {count}"
         )
-    try:
-        from transformers.distributed.expert_parallel import apply_expert_parallelism
-    except ImportError as error:
-        raise ValueError(f"expert={degree} needs transformers 5.22 or later ({error})") from error
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
     plan = _plan(decoder)
     # parameters first: they are sharded before the modules' forwards are wrapped
     parts = [*decoder.backbone.named_parameters(), *decoder.backbone.named_modules()]

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
 
 from stillhouse.data import MicroBatch
 from stillhouse.parallel.gradients import local, reduce_partial_grads
+from stillhouse.parallel.older_torch import stage_class
 from stillhouse.parallel.pair import Computation, InStage, PairSignal, TeacherHidden, TeacherStudentPair
 from stillhouse.parallel.teacher_prefetch import Schedule1F1BWithPrefetch, TeacherPrefetch
 
@@ -276,7 +277,7 @@ class Pipeline:
 
     def _stage(self, number: int, hidden: tuple[Tensor, ...]) -> PipelineStage:
         number_input, loss = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
-        return PipelineStage(
+        return stage_class()(
             self.stages[number],
             number,
             self.count,

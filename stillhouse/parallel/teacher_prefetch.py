@@ -56,7 +56,7 @@ class Schedule1F1BWithPrefetch(Schedule1F1B):
             if action.kind == "F":
                 _wait(_start(stage.get_fwd_recv_ops(at), stage.group))
                 output = stage.forward_one_chunk(at, given[at], named[at], save_forward_output=return_outputs)
-                self._maybe_compute_loss(stage, output, target_mbs, at, loss_kwargs)
+                self._maybe_compute_loss(stage, output, target_mbs, at)
                 sends.add(_start(stage.get_fwd_send_ops(at), stage.group))
             elif action.kind == "B":
                 _wait(_start(stage.get_bwd_recv_ops(at), self.backward_group))

@@ -18,6 +18,10 @@ from transformers.cache_utils import DynamicLayer
 class RoomyLayer(DynamicLayer):
     """tokens: most tokens of prompt and completion. More than that are kept as transformers keeps them."""
 
+    keys: Any
+    values: Any
+    is_initialized: bool
+
     def __init__(self, tokens: int):
         super().__init__()
         self._tokens = tokens
@@ -37,6 +41,12 @@ class RoomyLayer(DynamicLayer):
             room[:, :, before:after] = new
         self.keys, self.values = (each[:, :, :after] for each in self._room)
         return self.keys, self.values
+
+    def reset(self) -> None:
+        # that of transformers 5.17 keeps the keys
+        self.keys = self.values = self._room = None
+        self.is_initialized = False
+        super().reset()
 
     def _empty_like(self, new_BHSW: Tensor) -> Tensor:
         rows, heads, _, width = new_BHSW.shape

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 
 from stillhouse.config import ConfigError, MtpConfig, RunConfig, StudentConfig, TeacherConfig
-from stillhouse.libraries import reading
+from stillhouse.libraries import reading, require_feature
 from stillhouse.models import (
     Decoder,
     HiddenPair,
@@ -257,9 +257,11 @@ def _match_hidden(student: Decoder, config: RunConfig) -> None:
 def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
     """Add the layers of multi-token prediction, without values."""
     try:
-        from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
-    except ImportError as error:
-        raise ConfigError("student.mtp", f"needs transformers 5.20 or later: {error}") from error
+        require_feature("multi-token prediction")
+    except ValueError as error:
+        raise ConfigError("student.mtp", str(error)) from error
+    from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
+
     declared = declared_depths(student.pretrained) if mtp.init == "auto" else 0
     if declared not in (0, mtp.depths):
         raise ConfigError(

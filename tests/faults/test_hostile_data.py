@@ -82,7 +82,7 @@ def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
 
 
 def test_an_empty_saved_dataset(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([]).save_to_disk(tmp_path / "none")
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "none")
     datasets.DatasetDict().save_to_disk(tmp_path / "no-split")
     for name in ("none", "no-split"):
         with pytest.raises(ValueError, match="dataset is empty"):

@@ -7,11 +7,10 @@ layouts, `make test-all` runs all of them.
 
 import pytest
 import torch
-import transformers
 from layouts import Case, Difference, compare
-from packaging.version import Version
 from shard_ranks import Failure, RankPool, shared_pool
 
+from stillhouse.libraries import is_supported
 from stillhouse.models import HiddenPair
 from stillhouse.models.adapter import is_lora
 from stillhouse.objective.spec import parse_objective
@@ -248,7 +247,7 @@ SLOW = [
     Case(layout(context=2), mtp="teacher", teacher=layout(tensor=2), other_tokens=True),
     Case(Layout(Degrees(fsdp=2, pipeline=2), offload=True), mtp="teacher"),
 ]
-if Version(transformers.__version__) < Version("5.20"):  # its models have no layers for multi-token prediction
+if not is_supported("multi-token prediction"):
     QUICK, SLOW = ([case for case in cases if not case.mtp] for cases in (QUICK, SLOW))
 # the products above contain some cases twice
 SLOW = list({each.name: each for each in SLOW if each not in QUICK}.values())

@@ -1,0 +1,95 @@
+"""A pipeline stage for torch 2.11 and 2.12, whose stages send a gradient of each of their inputs.
+
+The teacher's hidden states have no gradient, and these versions raise an error for an input without one. From torch
+2.13 on, PipelineStage sends gradients only of the inputs whose meta tensor requires one. Delete this file when
+pyproject.toml asks for torch 2.13.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from stillhouse.libraries import is_at_least
+
+
+def stage_class() -> type[PipelineStage]:
+    """Return the class of stages for the installed torch."""
+    return PipelineStage if is_at_least("torch", "2.13") else StageWithConstants
+
+
+class StageWithConstants(PipelineStage):
+    """A stage whose last inputs and outputs may be constants, which are tensors without a gradient.
+
+    The meta tensors `input_args` and `output_args` say which tensors require a gradient; these come first.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.input_requires = [each.requires_grad for each in named["input_args"]]
+        self.output_requires = [each.requires_grad for each in named["output_args"]]
+
+    def _prepare_forward_infra(self, *arguments: Any, **options: Any) -> Any:
+        outputs = super()._prepare_forward_infra(*arguments, **options)
+        for number in self.args_recv_info:
+            self._mark_constants(number)
+        return outputs
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        super().set_local_fwd_input(prev_stage_outputs, mb_index)
+        self._mark_constants(mb_index)
+
+    def _mark_constants(self, number: int) -> None:
+        """torch 2.11 lets every received tensor require a gradient."""
+        if self.is_first:
+            return
+        for info, requires in zip(self.args_recv_info[number], self.input_requires, strict=True):
+            if info.buffer is not None and not requires:
+                info.buffer.requires_grad_(False)
+
+    def _create_grad_send_info(self, args_recv_info: tuple[Any, ...]) -> list[int | None]:
+        targets = super()._create_grad_send_info(args_recv_info)
+        return [to if requires else None for to, requires in zip(targets, self.input_requires, strict=True)]
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[Any, ...]:
+        received = super()._create_grad_recv_info(act_send_info)
+        if not self.is_last:
+            for info in self._differentiable(received, inverse=True):
+                info.buffer = None  # nothing is received into it
+        return received
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if not self.has_backward or self.is_last:
+            return []
+        return self._get_recv_ops(tuple(self._differentiable(self.grad_recv_info[bwd_chunk_id])))
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        # torch 2.11 requires a gradient of every output here
+        infos = self._differentiable(self.grad_recv_info[mb_index])
+        for info, gradient in zip(infos, next_stage_bwd_outputs, strict=False):
+            assert gradient is not None
+            info.buffer = gradient
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], *rest: Any, **named: Any
+    ) -> Any:
+        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs.get("output_grads")
+        if not self.is_last and gradients is not None:
+            kept = {
+                "stage_output": self._differentiable(outputs),
+                "output_grads": self._differentiable(gradients),
+            }
+            bwd_kwargs = bwd_kwargs | kept
+        input_gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *rest, **named)
+        # torch 2.11 leaves out, and torch 2.12 counts, the inputs that require no gradient
+        missing = len(self.input_requires) - len(input_gradients)
+        return (*input_gradients, *[None] * missing), groups
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        # in a V, a rank has two neighbouring stages, and gloo cannot send to the same rank
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+
+    def _differentiable(self, of_outputs: Any, *, inverse: bool = False) -> tuple[Any, ...]:
+        """Return those of the outputs, or of their gradients, that require a gradient; or the other ones."""
+        pairs = zip(of_outputs, self.output_requires, strict=True)
+        return tuple(each for each, requires in pairs if requires != inverse)
