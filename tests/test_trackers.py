@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import struct
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import run, write_run
+from runs import Command, write_run
 
 from stillhouse.config import ConfigError
 from stillhouse.train.folder import RunFolder
@@ -187,7 +188,9 @@ def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
 def test_a_whole_run_has_in_mlflow_what_its_log_has(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     write_run(tmp_path, track=["mlflow"])
-    run("distill", tmp_path / "run.yaml")
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")
+    command = Command("distill", tmp_path / "run.yaml", environment={name: os.environ[name] for name in names})
+    assert command.wait() == 0, command.err
     curves, runs, params = of_mlflow(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     for key in ("train/gradient_norm", "eval/forward_kl"):
