@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Command, write_run
+from runs import Command, wait_for, write_run
 
 from stillhouse.config import ConfigError
 from stillhouse.train.folder import RunFolder
@@ -73,7 +73,11 @@ def leveldb_records(path: Path) -> Iterator[bytes]:
         if left < 7:  # a block ends with zeros where no header fits
             at += left
             continue
+        if len(data) < at + 7:
+            return  # a header that is being written
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if len(data) < at + 7 + length:
+            return
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -85,10 +89,18 @@ def of_wandb(folder: Path) -> tuple[Curves, int, dict[str, Any]]:
     """From the files of all processes, in their order, as `wandb sync` reads them."""
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
     curves, ids, config = defaultdict(list), set(), {}
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
-        for data in leveldb_records(path):
-            record = records.Record()
-            record.ParseFromString(data)
+
+    def read(path: Path) -> list[Any]:
+        return [records.Record.FromString(data) for data in leveldb_records(path)]
+
+    def is_complete(path: Path) -> bool:
+        found = read(path)
+        return bool(found) and found[-1].WhichOneof("record_type") == "exit"
+
+    paths = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.parent.stat().st_ctime_ns)
+    wait_for(lambda: all(map(is_complete, paths)))  # wandb's own process writes the end of a file later
+    for path in paths:
+        for record in read(path):
             if record.WhichOneof("record_type") == "run":
                 ids.add((record.run.run_id, record.run.display_name, record.run.project))
                 config |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
