@@ -70,7 +70,10 @@ def test_an_unknown_key_of_a_file_names_the_nearest_right_one(tmp_path: Path, te
         ("train.betas=[0.9]", "train.betas: got [0.9]; expected: list of 2 (number >= 0 and < 1)"),
         ("train.betas=[0.9, '0.95']", "train.betas: got [0.9, '0.95']; expected: list of 2 (number >= 0 and < 1)"),
         ("student.trust_remote_code=yes", "student.trust_remote_code: got 'yes' (text); expected: true or false"),
-        ("track=tensorboard", "track: got 'tensorboard' (text); expected: list of tensorboard"),
+        (
+            "track=tensorboard",
+            "track: got 'tensorboard' (text); expected: list of tensorboard, wandb, trackio or mlflow",
+        ),
         (
             "checkpoint.best=loss",
             "expected: eval/cross_entropy, eval/forward_kl, eval/agreement, eval/exact_match",

@@ -2,17 +2,18 @@
 
 import html
 import re
-import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, Browser
 from report_runs import HOSTILE, Page, make_run
 from rollout_runs import make_on_policy_run
 
 from stillhouse.report import curves, write_report
+from stillhouse.report.watch import ReportServer, WatchedReport
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --enable-logging=stderr --dump-dom --virtual-time-budget=5000"
@@ -36,6 +37,16 @@ setTimeout(() => {{
   frame.removeAttribute("srcdoc");
 }}, 3000);
 </script></body></html>"""
+
+# Rows of tiles that end before their grid does: the right edges of the last tiles of rows.
+HOLES = """[...document.querySelectorAll(".charts, .figures, .tables")].flatMap((grid) => {
+  const rows = new Map();
+  for (const tile of grid.children) {
+    const box = tile.getBoundingClientRect();
+    rows.set(Math.round(box.top), box.right);
+  }
+  return [...rows.values()].filter((right) => grid.getBoundingClientRect().right - right > 3);
+})"""
 
 
 def opened(path: Path, width: int, theme: str) -> tuple[dict[str, str], list[str]]:
@@ -90,3 +101,77 @@ def test_a_browser_shows_an_on_policy_run_without_complaint(tmp_path, width, the
     charts = str(len(Page(path).data["charts"]))
     assert (found["charts"], found["drawn"], found["injected"]) == (charts, charts, "0")
     assert (found["width"], found["overflow"]) == (str(width), "0")
+
+
+def wait_until_drawn(browser: Browser) -> None:
+    browser.wait("document.querySelectorAll('.chart').length === document.querySelectorAll('[data-drawn]').length")
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.parametrize("width", [400, 900, 1600])
+def test_a_reader_points_zooms_smooths_and_comes_back(tmp_path, width):
+    run = make_run(tmp_path / "distilled", terms=("cross_entropy", "jsd(0.5)"))
+    url = write_report(run).as_uri()
+    at = "document.querySelector('[data-chart=\"4\"] .at').textContent"
+    shown = "document.querySelector('[data-chart=\"4\"] .legend b').textContent"
+    with Browser(tmp_path) as browser:
+        browser.open(url, width)
+        wait_until_drawn(browser)
+        assert browser.value(HOLES) == []
+        assert browser.value(at) == "step 300"
+        last, box = browser.value(shown), browser.box('[data-chart="4"] .u-over')
+        left, right, height = box["x"], box["x"] + box["width"], box["y"] + box["height"] / 2
+        browser.mouse("mouseMoved", (left + right) / 2, height)
+        browser.wait(f"{at} === 'step 150'")
+        assert browser.value(shown) != last
+        browser.drag((left + box["width"] / 3, height), (left + 2 * box["width"] / 3, height))
+        browser.wait("location.hash.includes('steps=')")
+        low, high = map(float, browser.value("location.hash").partition("steps=")[2].split(".."))
+        assert (low, high) == (pytest.approx(100, abs=4), pytest.approx(200, abs=4))
+        browser.click('[data-chart="4"] .log')
+        browser.value("(smooth.value = 0.9, smooth.dispatchEvent(new Event('input')))")
+        kept = browser.value("location.hash")
+        assert "smooth=0.9" in kept
+        assert "log=Training" in kept
+        smoothed = browser.value(shown)
+        assert smoothed != last
+        browser.value("location.reload()")
+        browser.wait("document.readyState === 'complete' && 'charts' in document.documentElement.dataset")
+        wait_until_drawn(browser)
+        assert browser.value("location.hash") == kept
+        assert browser.value(shown) == smoothed
+        assert browser.value("document.querySelector('[data-chart=\"4\"] .log').ariaPressed") == "true"
+        box = browser.box('[data-chart="4"] .u-over')
+        browser.mouse("mouseMoved", box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        browser.wait(f"Math.abs(+{at}.slice(5) - 150) < 3")
+        assert not browser.errors
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+def test_a_watched_page_follows_the_run_and_keeps_the_view(tmp_path):
+    run = make_run(tmp_path / "distilled")
+    server = ReportServer(WatchedReport(run))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with server, Browser(tmp_path) as browser:
+        browser.open(f"{server.url}#smooth=0.5&steps=100..200", 900, height=400)
+        browser.wait("document.querySelector('.live').textContent.startsWith('Live')")
+        browser.value("scrollTo(0, 300)")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 340, "train/gradient_norm": 3.25, "later/metric": 7}\n')
+        browser.wait("document.querySelector('main').textContent.includes('later/metric')")
+        wait_until_drawn(browser)
+        assert browser.value("scrollY") == 300
+        assert browser.value("location.hash") == "#smooth=0.5&steps=100..200"
+        assert browser.value("smooth.value") == "0.5"
+        (run / "data.json").write_text("[")
+        browser.wait("document.querySelector('.live.failed')?.textContent.includes('not JSON')")
+        (run / "data.json").write_text("{}")
+        browser.wait("!document.querySelector('.live.failed')")
+        server.shutdown()
+        server.server_close()
+        browser.wait("document.querySelector('.live').textContent.includes('has ended')")
+        assert all("503" in each or "ERR_CONNECTION" in each for each in browser.errors)

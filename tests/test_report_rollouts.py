@@ -61,7 +61,7 @@ def test_the_files_add_three_parts_to_the_page_and_change_nothing_else(run_dir):
     squeezed = [re.sub(r"\n+", "\n", each) for each in (page.replace(style, "").replace(sections[0], ""), without)]
     assert squeezed[0] == squeezed[1]
     assert style in page
-    assert not any(word in without for word in ("timeline", "rollout-", 'completions"', "<details"))
+    assert not any(word in without for word in ("timeline", "rollout-", 'class="completions"', "<details"))
 
 
 def test_the_timeline_shows_the_last_steps_and_who_waited(run_dir):

@@ -185,7 +185,7 @@ def without_tensorboard() -> None:
 def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(tmp_path: Path, command: str) -> None:
     write_run(tmp_path, track=["tensorboard"])
     failed = Command(command, tmp_path / "run.yaml", hook=without_tensorboard)
-    assert failed.wait() == 1
+    assert failed.wait() == 2
     assert failed.err == "error: track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'\n"
     assert not (tmp_path / "out").exists()
 

@@ -24,6 +24,7 @@ from stillhouse.cli.arguments import FLAGS, configured, load, quiet_libraries, t
 from stillhouse.cli.cache import cache
 from stillhouse.cli.evaluate import evaluate
 from stillhouse.cli.export import export
+from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
 from stillhouse.display import message as brief
@@ -113,6 +114,7 @@ def cli(context: click.Context) -> None:
 cli.add_command(cache)
 cli.add_command(evaluate)
 cli.add_command(export)
+cli.add_command(report)
 cli.add_command(serve)
 cli.add_command(task)
 
@@ -185,23 +187,6 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     destroy_process_group()
     if not same:
         raise ValueError("under at least one layout, the step differs from the same step in one process")
-
-
-@cli.command()
-@click.argument("run_dir", type=RUN_DIR)
-@click.option("--compare", type=RUN_DIR, multiple=True, help="Another run to draw into the same curves; repeatable.")
-def report(run_dir: Path, compare: tuple[Path, ...]) -> None:
-    """Write a run's report.
-
-    Writes one self-contained HTML page into RUN_DIR and prints its path.
-
-    \b
-    stillhouse report runs/a
-    stillhouse report runs/a --compare runs/b
-    """
-    from stillhouse.report import write_report
-
-    click.echo(write_report(run_dir, compare))
 
 
 @cli.command()

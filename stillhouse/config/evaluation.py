@@ -1,5 +1,7 @@
 """When to measure on held-out documents, and on which tasks."""
 
+import re
+
 from pydantic import Field, model_validator
 
 from stillhouse.config.errors import ConfigError
@@ -30,8 +32,26 @@ class EvalConfig(Section):
     )
     task_count: int = Field(default=200, ge=1, description="Problems of each task; their lengths take turns.")
     task_tokens: int = Field(
-        default=64, ge=1, description="Most tokens of a completion of a task, its end of sequence included."
+        default=64,
+        ge=1,
+        description="Most tokens of a completion of a task or for a callback, its end of sequence included.",
     )
+    callbacks: list[Text] = Field(
+        default=[],
+        description="Python functions of one's own that rank 0 calls at each evaluation, as package.module:function."
+        " Each gets a context and gives a dict of names and numbers, which are logged as eval/<name>.",
+        examples=["my_evaluations:accuracy"],
+    )
+
+    @model_validator(mode="after")
+    def _callbacks_are_functions(self) -> "EvalConfig":
+        for path in self.callbacks:
+            if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path):
+                raise ConfigError(
+                    "eval.callbacks",
+                    f"got {path!r}, expected package.module:function, such as my_evaluations:accuracy",
+                )
+        return self
 
     @model_validator(mode="after")
     def _tasks_exist(self) -> "EvalConfig":

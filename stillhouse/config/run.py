@@ -32,8 +32,10 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
-    track: list[Literal["tensorboard"]] = Field(
-        default=[], description="Trackers that get the metrics in addition to metrics.jsonl and the report."
+    track: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
+        default=[],
+        description="Trackers that get the metrics in addition to metrics.jsonl and the report. Their own environment"
+        " variables choose server and project.",
     )
     out: PathText = Field(
         description="Folder of the run: configuration, metrics, checkpoints, the final model, the report.",

@@ -7,8 +7,8 @@ term of the loss, and at the end all unknown metrics (for example of a later ver
 import itertools
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from stillhouse.report.reading import Line, Run
@@ -17,6 +17,9 @@ NATS = "nats per token"
 TOTAL = "loss/total_nats_per_token"
 NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # running totals and counts; the summary shows the first two
 POINTS = 2000  # per series; of a longer series, the extremes of each section are kept
+SET = re.compile(
+    r"eval/(?!exact_match/)([^/]+)/(cross_entropy|teacher_cross_entropy|forward_kl|agreement|student_entropy|teacher_entropy)"
+)
 TASK = "eval/exact_match/"  # the share of a task's answers that are right; the task's name follows
 LENGTH = "/length_"  # the same share over problems of one length, which follows
 LOG_FROM = 50.0  # from this ratio of largest to smallest value on, a logarithmic axis shows more than a linear one
@@ -29,6 +32,7 @@ class Series(TypedDict):
     side: str
     steps: list[float]
     values: list[float | None]
+    means: list[float | None] | None  # if points are left out: the mean of each shown point's section
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,17 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart with its data. `log`: whether the axis is logarithmic. `label`: what the curves show, in words."""
+    """A chart with its data. `log`: whether the axis is logarithmic at first. `label`: the curves in words."""
 
     chart: Chart
     series: list[Series]
     log: bool
     label: str
+
+    @property
+    def positive(self) -> bool:
+        """Whether a logarithmic axis can show all values."""
+        return all(value > 0 for one in self.series for value in one["values"] if value is not None)
 
 
 def _sides(key: str) -> dict[str, str]:
@@ -60,7 +69,12 @@ def _means(key: str) -> dict[str, str]:
 
 
 CHARTS = (
-    Chart("Held-out cross-entropy", NATS, "Held out", {"": "eval/cross_entropy"}),
+    Chart(
+        "Held-out cross-entropy",
+        NATS,
+        "Held out",
+        {"student": "eval/cross_entropy", "teacher": "eval/teacher_cross_entropy"},
+    ),
     Chart("Held-out forward KL", NATS, "Held out", {"": "eval/forward_kl"}, log=True),
     Chart("Held-out agreement", "of tokens, top 1", "Held out", {"": "eval/agreement"}, percent=True),
     Chart("Held-out entropy", NATS, "Held out", _sides("eval/{}_entropy")),
@@ -90,6 +104,9 @@ CHARTS = (
     Chart("Sampling", "tokens per second", "Rollouts", {"": "speed/sampled_tokens_per_second"}),
 )
 
+#: before this chart come the charts of held-out sets that have names
+_OF_SETS = next(number for number, chart in enumerate(CHARTS) if chart.group == "Tasks")
+
 
 def draw(runs: Sequence[Run]) -> list[Drawing]:
     """Return the charts of these runs in the page's order, without charts that have no value."""
@@ -100,8 +117,33 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
         ]
         series = [one for one in series if any(value is not None for value in one["values"])]
         if series:
+            chart, series = _without_unused_sides(chart, series)
             drawings.append(Drawing(chart, series, chart.log and _spans(series), _label(chart, series, runs)))
     return drawings
+
+
+def _without_unused_sides(chart: Chart, series: list[Series]) -> tuple[Chart, list[Series]]:
+    """Leave out the sides that no run has. If only the first is left, it needs no name."""
+    keys = {side: key for side, key in chart.keys.items() if any(one["side"] == side for one in series)}
+    if list(keys) == list(chart.keys)[:1]:
+        (key,) = keys.values()
+        return replace(chart, keys={"": key}), [Series({**one, "side": ""}) for one in series]
+    return replace(chart, keys=keys), series
+
+
+def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
+    """The charts of held-out sets that have names, each set under a heading of its own."""
+    names = dict.fromkeys(found[1] for key in keys if (found := SET.fullmatch(key)))
+    return [
+        replace(
+            chart,
+            group=f"Held out: {name}",
+            keys={side: key.replace("eval/", f"eval/{name}/", 1) for side, key in chart.keys.items()},
+        )
+        for name in names
+        for chart in CHARTS
+        if chart.group == "Held out"
+    ]
 
 
 def _charts(runs: Sequence[Run]) -> list[Chart]:
@@ -114,6 +156,8 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
     ]
     for chart in CHARTS:
         is_total = TOTAL in chart.keys.values()
+        if chart is CHARTS[_OF_SETS]:
+            charts += _charts_of_sets(keys)
         if not (is_total and _total_repeats(runs)):
             charts.append(chart)
         if is_total:
@@ -144,10 +188,25 @@ def _total_repeats(runs: Sequence[Run]) -> bool:
 
 
 def _series(lines: Sequence[Line], key: str, run: int, side: str) -> Series:
-    points = _thin(_with_gaps([(line.step, line.values[key]) for line in lines if key in line.values]))
+    points = _with_gaps([(line.step, line.values[key]) for line in lines if key in line.values])
+    shown = _thin(points)
     return Series(
-        run=run, side=side, steps=[step for step, _ in points], values=[_rounded(value) for _, value in points]
+        run=run,
+        side=side,
+        steps=[step for step, _ in shown],
+        values=[_rounded(value) for _, value in shown],
+        means=None if len(shown) == len(points) else _section_means(points, shown),
     )
+
+
+def _section_means(points: Points, shown: Points) -> list[float | None]:
+    """For each point that is shown, the mean of its section: extremes alone, smoothed, would mislead."""
+    means: dict[float, float] = {}
+    for section in _sections(points):
+        values = [value for _, value in section if value is not None]
+        if values:
+            means |= dict.fromkeys((step for step, _ in section), sum(values) / len(values))
+    return [None if value is None else _rounded(means[step]) for step, value in shown]
 
 
 def _with_gaps(points: Points) -> Points:
@@ -169,15 +228,18 @@ def _thin(points: Points) -> Points:
     """Return at most `POINTS` points: the smallest (or a gap) and the largest of each section, to keep spikes."""
     if len(points) <= POINTS:
         return points
-    stretch = math.ceil(len(points) / (POINTS // 2))
     kept: Points = []
-    for start in range(0, len(points), stretch):
-        part = points[start : start + stretch]
+    for part in _sections(points):
         # None sorts below every number, so a gap replaces the smallest value.
         low = min(part, key=lambda point: -math.inf if point[1] is None else point[1])
         high = max(part, key=lambda point: -math.inf if point[1] is None else point[1])
         kept += sorted({low, high}, key=lambda point: point[0])
     return kept
+
+
+def _sections(points: Points) -> Iterator[Points]:
+    stretch = math.ceil(len(points) / (POINTS // 2))
+    return (points[start : start + stretch] for start in range(0, len(points), stretch))
 
 
 def _spans(series: list[Series]) -> bool:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from stillhouse.display import escaped
 from stillhouse.report.curves import LENGTH, NATS, TASK, Drawing, draw
+from stillhouse.report.differences import differences
 from stillhouse.report.held_out import SHADES, readouts, shade_documents
 from stillhouse.report.reading import Run, read_run
 from stillhouse.report.rollouts import show
@@ -41,25 +42,19 @@ class Figure:
     texts: list[str | None]
 
 
-def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> Path:
-    """Write `run_dir/report.html`, one self-contained page, and return its path.
+def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None = None) -> Path:
+    """Write one self-contained page and return its path.
 
     Args:
         run_dir: the folder of a run, finished or not.
         compare: folders of other runs, drawn into the same charts under their folders' names; at most 7.
+        out: the file to write, so that no file of a run is touched; None: `run_dir/report.html`.
 
     Raises:
         ValueError: a folder contains no run, a file is malformed, there are too many runs, or a run is given twice.
     """
-    paths = [Path(run_dir), *map(Path, compare)]
-    if len(paths) > COLOURS:
-        raise ValueError(
-            f"got {len(compare)} runs to compare; at most {COLOURS - 1} can be distinguished in one chart"
-        )
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}")
-    page = render([read_run(path) for path in paths])
-    target = paths[0] / "report.html"
+    page = render(read_runs([Path(run_dir), *map(Path, compare)]))
+    target = Path(run_dir) / "report.html" if out is None else Path(out)
     partial = target.with_name(target.name + ".partial")
     # A token's text may hold half of a surrogate pair, which UTF-8 cannot encode; a browser then shows U+FFFD.
     try:
@@ -68,20 +63,34 @@ def write_report(run_dir: Path, compare: Sequence[Path] = ()) -> Path:
     except OSError as error:
         raise ValueError(
             f"{target} cannot be written: {error.strerror}; the run itself is not changed, and `stillhouse report "
-            f"{paths[0]}` writes the page again"
+            f"{run_dir}` writes the page again"
         ) from error
     return target
 
 
-def render(runs: Sequence[Run]) -> str:
-    """Return the page of the first run, compared with the other runs."""
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the folders of runs that one page shows. Raises ValueError as `write_report` says."""
+    if len(paths) > COLOURS:
+        raise ValueError(
+            f"got {len(paths) - 1} runs to compare; at most {COLOURS - 1} can be distinguished in one chart"
+        )
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}")
+    return [read_run(path) for path in paths]
+
+
+def render(runs: Sequence[Run], *, watching: bool = False) -> str:
+    """Return the page of the first run, compared with the other runs. watching: it asks its server for later ones."""
     run = runs[0]
     drawings = draw(runs)
     names = run_names([one.path for one in runs])
-    scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js")}
+    scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))}
     return _template().render(
         run=run,
         names=names,
+        of_first=f" of {names[0]}" if len(runs) > 1 else "",
+        differences=differences(runs),
+        watching=watching,
         title=title(run),
         objective=objective(run),
         figures=figures(runs),
@@ -97,7 +106,7 @@ def render(runs: Sequence[Run]) -> str:
             _asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if run.rollouts else []))
         ],
         scripts=scripts,
-        policy=_policy(scripts.values()),
+        policy=_policy(scripts.values(), watching=watching),
     )
 
 
@@ -217,17 +226,28 @@ def _groups(drawings: list[Drawing]) -> dict[str, list[tuple[int, Drawing]]]:
 
 def _embedded(run: Run, names: list[str], drawings: list[Drawing]) -> dict[str, object]:
     charts = [
-        {"log": one.log, "percent": one.chart.percent, "sides": list(one.chart.keys), "series": one.series}
+        {
+            "title": f"{one.chart.group}: {one.chart.title}",
+            "log": one.log,
+            "positive": one.positive,
+            "percent": one.chart.percent,
+            "sides": list(one.chart.keys),
+            "series": one.series,
+        }
         for one in drawings
     ]
     return {"runs": names, "charts": charts, "documents": readouts(run.held_out) if run.held_out else []}
 
 
-def _policy(scripts: Iterable[str]) -> str:
-    """Return a Content-Security-Policy with which the page loads nothing and runs only its own two scripts."""
+def _policy(scripts: Iterable[str], *, watching: bool) -> str:
+    """Return a Content-Security-Policy with which the page runs only its own scripts and loads nothing.
+
+    watching: it may ask the server that it comes from.
+    """
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{one}'" for one in hashes)
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    connect = "; connect-src 'self'" if watching else ""
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}{connect}"
 
 
 def _asset(name: str) -> Markup:

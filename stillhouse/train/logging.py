@@ -1,13 +1,12 @@
-"""The output of a run: metrics.jsonl always, a live line on a terminal, TensorBoard if `track` names it."""
+"""The output of a run: metrics.jsonl always, a live line on a terminal, and the trackers that `track` names."""
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from io import FileIO
 from pathlib import Path
@@ -21,6 +20,7 @@ from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.lines import append
 from stillhouse.train.progress import Progress
+from stillhouse.train.trackers import open_trackers
 
 #: seconds between printed lines if the output is not a terminal; on a terminal, one live line is redrawn
 _PLAIN_EVERY = 10.0
@@ -32,9 +32,11 @@ _ON_POLICY = {
 }
 
 
-def open_log(folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]) -> "RunLog | NoLog":
+def open_log(
+    folder: RunFolder, progress: Progress, steps: int, track: Sequence[str], values: Mapping[str, Any]
+) -> "RunLog | NoLog":
     """The log of a run on rank 0, which writes it; on all other ranks a `NoLog`, which writes nothing."""
-    return RunLog(folder, progress, steps, track) if is_first() else NoLog()
+    return RunLog(folder, progress, steps, track, values) if is_first() else NoLog()
 
 
 class NoLog(nullcontext[Any]):
@@ -56,10 +58,22 @@ class NoLog(nullcontext[Any]):
 
 
 class RunLog:
-    """Writes the metrics of every step; a context manager that closes its files."""
+    """Writes the metrics of every step; a context manager that closes its files.
 
-    def __init__(self, folder: RunFolder, progress: Progress, steps: int, track: Sequence[str]):
+    values: the configuration by dotted keys, for the trackers.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Progress,
+        steps: int,
+        track: Sequence[str],
+        values: Mapping[str, Any] | None = None,
+    ):
         self._path = folder.metrics
+        # before lines are removed from the log, which show what the trackers have already
+        self._trackers = open_trackers(folder, track, progress.log_bytes, values or {}, self.print_line)
         self._file, self._digest = _continue_file(self._path, progress.log_bytes)
         self._seconds_before, self._started = progress.seconds, time.monotonic()
         self._first, self._steps = progress.step, steps
@@ -130,6 +144,7 @@ class RunLog:
             with explained_write_errors(self._path.parent / "tensorboard"):
                 for key, value in metrics.items():
                     self._board.add_scalar(key, value, step)
+        self._trackers.log(step, metrics)
 
     def _remaining(self, step: int) -> str:
         """The remaining time, estimated from the steps since the run was started or resumed."""
@@ -149,6 +164,7 @@ class RunLog:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        self._trackers.close()
 
 
 def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
@@ -162,12 +178,6 @@ def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
         beginning = file.read(length)
         file.truncate(length)
     return file, hashlib.sha256(beginning)
-
-
-def require_trackers(track: Sequence[str]) -> None:
-    """Raise ValueError if a tracker in `track` is not installed."""
-    if "tensorboard" in track and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'")
 
 
 def _tensorboard(folder: Path, step: int) -> Any:

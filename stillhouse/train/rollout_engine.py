@@ -132,7 +132,14 @@ def make_generator(
     try:
         check_generation(decoder, device)
     except ValueError as error:
-        raise ConfigError("rollout.engine" if config.rollout is not None else "eval.tasks", str(error)) from error
+        raise ConfigError(
+            "rollout.engine"
+            if config.rollout is not None
+            else "eval.tasks"
+            if config.eval.tasks
+            else "eval.callbacks",
+            str(error),
+        ) from error
     return Generator(
         decoder,
         sampling,

@@ -51,7 +51,6 @@ from stillhouse.train.functions import function_of
 from stillhouse.train.in_words import in_words
 from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
-from stillhouse.train.logging import require_trackers
 from stillhouse.train.models import (
     model_fingerprints,
     require_adapters,
@@ -63,6 +62,7 @@ from stillhouse.train.mtp import mtp_objective
 from stillhouse.train.optimizer import require_optimizer
 from stillhouse.train.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
 from stillhouse.train.stores import open_stores, require_signals
+from stillhouse.train.trackers import require_trackers
 
 
 @dataclass
@@ -154,6 +154,8 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         # before the models, and on all ranks, although only rank 0 calls them
         function_of("rollout.reward", config.rollout.reward)
         function_of("rollout.environment", config.rollout.environment)
+    for path in config.eval.callbacks:
+        function_of("eval.callbacks", path)
     layout = layout_of(config.parallel, process_count())
     require_optimizer(config.train, layout)
     device, warnings = connect_ranks(config)

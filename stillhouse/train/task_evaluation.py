@@ -9,6 +9,7 @@ from stillhouse.config.task import TaskSpec
 from stillhouse.data.templates import CompletionTemplate
 from stillhouse.rollouts import Completion, GenerationRequest, Sampling
 from stillhouse.rollouts.generate import eos_ids
+from stillhouse.rollouts.in_process import InProcessEngine
 from stillhouse.tasks import exact_match, problem
 from stillhouse.train.rollout_engine import in_process_engine
 from stillhouse.train.session import Session
@@ -17,20 +18,14 @@ EXACT_MATCH, TRUNCATED = "eval/exact_match", "eval/tasks_truncated"
 
 
 class TaskEvaluation:
-    """The tasks of a run. In a job of several processes, each of them gets a copy of the student; `evaluate` is
-    then a collective, with the same result on all ranks.
-    """
+    """The tasks of a run. engine: see `greedy_engine`; it has the student's present weights."""
 
-    def __init__(self, session: Session):
-        self._session = session
-        sampling = Sampling(
-            session.config.eval.task_tokens, temperature=0.0, eos_ids=eos_ids(session.tokenizer, session.student)
-        )
-        self._engine = in_process_engine(session, sampling)
+    def __init__(self, session: Session, engine: InProcessEngine):
+        self._session, self._engine = session, engine
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of `evaluate_tasks`, with the same result on all ranks."""
         settings = self._session.config.eval
-        self._engine.update_weights(step, None)
         return evaluate_tasks(
             lambda requests: [each.result() for each in self._engine.generate(requests)],
             self._session.tokenizer,
@@ -38,6 +33,18 @@ class TaskEvaluation:
             settings.task_count,
             self._session.config.seed,
         )
+
+
+def greedy_engine(session: Session) -> InProcessEngine | None:
+    """An engine that completes prompts of evaluations greedily; None if there are none.
+
+    In a job of several processes, each of them gets a copy of the student; its `update_weights` is then a collective.
+    """
+    settings = session.config.eval
+    if not (settings.tasks or settings.callbacks):
+        return None
+    eos = eos_ids(session.tokenizer, session.student)
+    return in_process_engine(session, Sampling(settings.task_tokens, temperature=0.0, eos_ids=eos))
 
 
 def evaluate_tasks(

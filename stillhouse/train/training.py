@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from stillhouse.config.loading import dotted_values
 from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec
@@ -26,6 +27,7 @@ from stillhouse.rollouts import RolloutQueue
 from stillhouse.teachers import PendingSignals, SignalsLostError
 from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.auxiliary import ROUTER_LOSS
+from stillhouse.train.callbacks import Callbacks
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.checkpoint_folder import prune
 from stillhouse.train.engine import StepOutput
@@ -41,7 +43,7 @@ from stillhouse.train.queue_file import read_queue
 from stillhouse.train.schedule import learning_rate
 from stillhouse.train.session import Session
 from stillhouse.train.stopping import agreed_signal
-from stillhouse.train.task_evaluation import TaskEvaluation
+from stillhouse.train.task_evaluation import TaskEvaluation, greedy_engine
 
 #: the keys of metrics that are no summand of the loss, or not in nats
 _KEYS = {
@@ -75,7 +77,7 @@ class Training:
         self.last_step = session.step_schedule.steps
         self.steps = range(progress.step, self.last_step)
         self._of_teacher: dict[str, float] | None = None
-        self._tasks = TaskEvaluation(session) if session.config.eval.tasks else None
+        self._engine = greedy_engine(session)
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
 
@@ -130,16 +132,20 @@ class Training:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate: held-out data or tasks."""
-        return self.session.evaluation is not None or self._tasks is not None
+        """Whether there is anything to evaluate: held-out data, tasks or callbacks."""
+        return self.session.evaluation is not None or self._engine is not None
 
     def evaluate(self) -> None:
         if self._of_teacher is None:  # it does not change during a run
             self._of_teacher = evaluate_teacher(self.session)
-        self.progress.metrics = evaluate(self.session) | self._of_teacher
-        if self._tasks is not None:
+        self.progress.metrics = metrics = evaluate(self.session) | self._of_teacher
+        if self._engine is not None:
             watchdog.enter("the evaluation of tasks")
-            self.progress.metrics |= self._tasks.evaluate(self.progress.step)
+            self._engine.update_weights(self.progress.step, None)
+            metrics |= TaskEvaluation(self.session, self._engine).evaluate()
+            watchdog.enter("eval.callbacks", timed=False)  # they may take any time
+            callbacks = Callbacks(self.session, self.folder.path, self._engine)
+            metrics |= callbacks.evaluate(self.progress.step, metrics)
         self.log.evaluation(self.progress.step, self.progress.tokens, self.progress.metrics)
 
     def save(self) -> Path:
@@ -178,7 +184,7 @@ def training(
     progress = _progress(session, folder, checkpoint, queue)
     with ExitStack() as stack:
         steps, track = session.step_schedule.steps, session.config.track
-        log = stack.enter_context(open_log(folder, progress, steps, track))
+        log = stack.enter_context(open_log(folder, progress, steps, track, dotted_values(session.config)))
         run = Training(session, folder, progress, log, queue)
         if run.evaluates and _lacks_evaluation(session, progress):
             run.evaluate()

@@ -1,7 +1,7 @@
-// The two interactive parts of the page: charts that share one cursor, and the figures of a held-out token.
+// The interactive parts of the page: charts that share one cursor, their settings, and the figures of a held-out token.
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  let data;
   const root = document.documentElement;
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const element = (tag, className, text) => {
@@ -33,10 +33,47 @@
     return values.map((value) => (value === null ? "" : text(value)));
   };
 
+  // ---- settings, which the part of the address after # keeps: a copied address or a reload shows the same view
+
+  const MANY = 25; // a series with fewer points is drawn with its points, and is not smoothed
+  const view = { smooth: 0, log: new Map(), zoom: null }; // log: by the chart's title, where the reader has chosen
+
+  const readView = () => {
+    const given = new URLSearchParams(location.hash.slice(1));
+    const smooth = Number(given.get("smooth"));
+    view.smooth = smooth > 0 && smooth < 1 ? smooth : 0;
+    view.log = new Map([...given.getAll("log").map((title) => [title, true]), ...given.getAll("linear").map((title) => [title, false])]);
+    const zoom = (given.get("steps") || "").split("..").map(Number);
+    view.zoom = zoom.length === 2 && zoom[0] < zoom[1] ? zoom : null;
+  };
+  const keepView = () => {
+    const kept = new URLSearchParams();
+    if (view.smooth) kept.set("smooth", view.smooth);
+    for (const [title, log] of view.log) kept.append(log ? "log" : "linear", title);
+    if (view.zoom) kept.set("steps", view.zoom.map((step) => +step.toPrecision(8)).join(".."));
+    const hash = kept.toString();
+    if (hash !== location.hash.slice(1)) history.replaceState(null, "", location.pathname + location.search + (hash && "#" + hash));
+  };
+
   // ---- charts
 
-  const plots = [];
+  let plots = [];
   let drawn = 0;
+  let restoring = false;
+
+  const isLog = (chart) => chart.positive && (view.log.get(chart.title) ?? chart.log);
+
+  // The moving average with exponential weights, started without a bias towards 0. A gap stays a gap.
+  const smoothed = (series) => {
+    if (!view.smooth || series.steps.length < MANY) return series.values;
+    let [sum, weight] = [0, 0];
+    return (series.means || series.values).map((value) => {
+      if (value === null) return null;
+      sum = view.smooth * sum + (1 - view.smooth) * value;
+      weight = view.smooth * weight + (1 - view.smooth);
+      return sum / weight;
+    });
+  };
 
   // The point of a series that is nearest to the cursor. Each series may have values at different steps.
   const nearest = (plot, series, index, at) => {
@@ -74,7 +111,7 @@
 
   // The x axis has whole steps, the same in every chart. The y axis is as wide as its labels. A logarithmic axis has
   // marks at powers of ten; if it spans less than two of them, also at 2 and 5.
-  const lastStep = Math.max(1, ...data.charts.flatMap((chart) => chart.series.map((series) => series.steps.at(-1))));
+  let lastStep = 1;
   const steps = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].flatMap((power) => [power, 2 * power, 5 * power]);
   const widest = (plot, labels) => 12 + Math.max(3, ...(labels || []).map((label) => label.length)) * 6.3;
   const marked = (plot, splits) => {
@@ -85,49 +122,66 @@
   // A share that never changes has no range of its own: the axis is then from 0 to 100 %.
   const shares = (plot, low, high) => (low === high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true));
 
-  const chartOptions = (plot, chart, onCursor, onDraw) => ({
+  const chartOptions = (plot, chart, curves, onCursor, onDraw) => ({
     width: plot.clientWidth,
     height: plot.clientHeight,
     legend: { show: false },
     padding: [8, 12, 0, 0],
     cursor: { sync: { key: "steps", scales: ["x", null] }, y: false, points: { size: 6 }, dataIdx: nearest },
-    scales: { x: { time: false }, y: { distr: chart.log ? 3 : 1, ...(chart.percent && { range: shares }) } },
+    scales: { x: { time: false }, y: { distr: isLog(chart) ? 3 : 1, ...(chart.percent && { range: shares }) } },
     axes: [
       { stroke: () => colour("--muted"), grid: { show: false }, ticks: { stroke: () => colour("--rule"), size: 4, width: 1 },
         font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif", label: "step", labelSize: 14, labelGap: -2,
         size: 22, gap: 2, space: 55, values: ticks({}), incrs: steps },
       { stroke: () => colour("--muted"), ticks: { show: false },
-        grid: { stroke: () => colour("--grid"), width: 1, ...(chart.log && { filter: marked }) },
-        font: "11px system-ui, sans-serif", gap: 6, space: 28, values: ticks(chart), size: widest, ...(chart.log && { filter: marked }) },
+        grid: { stroke: () => colour("--grid"), width: 1, ...(isLog(chart) && { filter: marked }) },
+        font: "11px system-ui, sans-serif", gap: 6, space: 28, values: ticks(chart), size: widest, ...(isLog(chart) && { filter: marked }) },
     ],
-    // The page's own run is drawn last, on top of the others.
-    series: [{}, ...chart.series.map((series) => ({
-      stroke: () => colour("--run-" + series.run),
-      width: (series.run === 0 ? 1.75 : 1.25) - (series.steps.length > 300 ? 0.25 : 0),
+    // The page's own run is drawn last, on top of the others; behind a smoothed curve is a faint one of the values.
+    series: [{}, ...curves.map(({ series, faint }) => ({
+      stroke: () => colour("--run-" + series.run) + (faint ? "40" : ""),
+      width: (series.run === 0 ? 1.75 : 1.25) - (series.steps.length > 300 ? 0.25 : 0) - (faint ? 0.5 : 0),
       dash: chart.sides.indexOf(series.side) > 0 ? [5, 4] : undefined,
-      points: { show: series.steps.length < 25, size: 4.5, fill: () => colour("--run-" + series.run) },
-    })).reverse()],
-    hooks: { setCursor: [onCursor], draw: [onDraw] },
+      points: { show: series.steps.length < MANY, size: 4.5, fill: () => colour("--run-" + series.run) },
+    }))],
+    hooks: { setCursor: [onCursor], draw: [onDraw], setScale: [onScale] },
   });
+
+  // Zooming one chart zooms all of them, because they share a cursor; the address keeps the steps that are shown.
+  const onScale = (plot, axis) => {
+    if (axis !== "x" || restoring) return;
+    const { min, max } = plot.scales.x;
+    view.zoom = min <= 0 && max >= lastStep ? null : [min, max];
+    keepView();
+  };
 
   const drawChart = (figure) => {
     const chart = data.charts[+figure.dataset.chart];
     const place = figure.querySelector(".plot");
     const at = figure.querySelector(".at");
+    figure.querySelector(".legend").replaceChildren();
+    place.querySelector(".uplot")?.remove();
     const values = legend(figure, chart);
-    const count = chart.series.length;
     const form = chart.percent ? percent : short;
+    const button = figure.querySelector(".log");
+    button.hidden = !chart.positive;
+    button.setAttribute("aria-pressed", String(isLog(chart)));
+
+    // In the order of drawing: faint curves, then the runs in reverse order.
+    const main = chart.series.map((series) => ({ series, values: smoothed(series) })).reverse();
+    const behind = main.filter(({ series, values }) => values !== series.values);
+    const curves = [...behind.map(({ series }) => ({ series, values: series.values, faint: true })), ...main];
+    const column = (index) => curves.length - index;
 
     const onCursor = (plot) => {
       const pointed = plot.cursor.idx != null && plot.cursor.left >= 0;
       let step = null;
       values.forEach((node, index) => {
-        const column = count - index; // series are in reverse order
-        const series = chart.series[index];
-        const row = pointed ? plot.cursor.idxs[column] : null;
-        const value = row == null ? series.values.findLast((one) => one !== null) : plot.data[column][row];
+        const curve = curves[column(index) - 1];
+        const row = pointed ? plot.cursor.idxs[column(index)] : null;
+        const value = row == null ? curve.values.findLast((one) => one !== null) : plot.data[column(index)][row];
         node.textContent = value == null ? "" : form(value);
-        if (index === 0) step = row == null ? series.steps.at(-1) : plot.data[0][row];
+        if (index === 0) step = row == null ? curve.series.steps.at(-1) : plot.data[0][row];
       });
       at.textContent = "step " + step.toLocaleString("en");
     };
@@ -139,23 +193,83 @@
 
     // A null is a gap in the line; a step that only another series has is not a gap. The last column has no values: it
     // makes every chart begin at 0 and end at the last step of all charts.
-    const columns = [...chart.series.map((series) => [series.steps, series.values]).reverse(), [[0, lastStep], [null, null]]];
-    const table = uPlot.join(columns, columns.map((column, index) => [0, index < count ? 2 : 0])).slice(0, -1);
-    const plot = new uPlot(chartOptions(place, chart, onCursor, onDraw), table, place);
+    const columns = [...curves.map((curve) => [curve.series.steps, curve.values]), [[0, lastStep], [null, null]]];
+    const table = uPlot.join(columns, columns.map((_, index) => [0, index < curves.length ? 2 : 0])).slice(0, -1);
+    const plot = new uPlot(chartOptions(place, chart, curves, onCursor, onDraw), table, place);
+    if (view.zoom) plot.setScale("x", { min: view.zoom[0], max: view.zoom[1] });
     onCursor(plot);
-    plots.push({ plot, place });
+    plots.push({ plot, place, figure });
   };
 
-  document.querySelectorAll(".chart").forEach(drawChart);
-  if (!data.charts.length) root.dataset.charts = "0";
+  const drawCharts = (figures) => {
+    restoring = true;
+    const again = new Set(figures);
+    plots.filter(({ figure }) => again.has(figure)).forEach(({ plot }) => plot.destroy());
+    plots = plots.filter(({ figure }) => !again.has(figure));
+    figures.forEach(drawChart);
+    // uPlot sets its scales in a microtask, which comes before this one
+    queueMicrotask(() => queueMicrotask(() => { restoring = false; }));
+  };
 
   const resize = new ResizeObserver(() => requestAnimationFrame(() => {
+    document.querySelectorAll(".charts, .figures, .tables").forEach(arrange);
     for (const { plot, place } of plots) {
       if (place.clientWidth !== plot.width) plot.setSize({ width: place.clientWidth, height: place.clientHeight });
     }
   }));
-  plots.forEach(({ place }) => resize.observe(place));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach(({ plot }) => plot.redraw(false, true)));
+
+  // As many rows as the width needs, with the tiles dealt evenly to them, so that no row has one tile and a hole.
+  const arrange = (grid) => {
+    const style = getComputedStyle(grid);
+    const [gap, least] = [parseFloat(style.columnGap), parseFloat(style.getPropertyValue("--least"))];
+    const count = grid.children.length;
+    const fitting = Math.max(1, Math.floor((grid.clientWidth + gap) / (least + gap)));
+    const rows = Math.ceil(count / fitting);
+    grid.dataset.arranged = "true";
+    Array.prototype.forEach.call(grid.children, (tile, index) => {
+      // the first rows get one tile more, if they do not divide evenly
+      const more = count % rows, few = Math.floor(count / rows);
+      const inRow = index < more * (few + 1) ? few + 1 : few;
+      tile.style.flexBasis = `calc((100% - ${(inRow - 1) * gap}px) / ${inRow} - 0.1px)`;
+    });
+  };
+
+  const startCharts = () => {
+    data = JSON.parse(document.getElementById("data").textContent);
+    lastStep = Math.max(1, ...data.charts.flatMap((chart) => chart.series.map((series) => series.steps.at(-1))));
+    plots.forEach(({ plot }) => plot.destroy());
+    [plots, drawn] = [[], 0];
+    readView();
+    root.dataset.charts = "0"; // first, because it shows the parts that need scripts
+    document.querySelectorAll(".charts, .figures, .tables").forEach(arrange);
+    const figures = [...document.querySelectorAll(".chart")];
+    drawCharts(figures);
+    resize.disconnect();
+    resize.observe(document.querySelector("main"));
+    const slider = document.getElementById("smooth");
+    if (!slider) return;
+    const said = document.getElementById("smooth-value");
+    const say = () => { said.textContent = view.smooth ? view.smooth.toFixed(2) : "off"; };
+    slider.value = view.smooth;
+    say();
+    slider.addEventListener("input", () => {
+      view.smooth = +slider.value;
+      say();
+      drawCharts(figures);
+      keepView();
+    });
+    for (const figure of figures) {
+      figure.querySelector(".log").addEventListener("click", () => {
+        const chart = data.charts[+figure.dataset.chart];
+        const log = !isLog(chart);
+        if (log === chart.log) view.log.delete(chart.title);
+        else view.log.set(chart.title, log);
+        drawCharts([figure]);
+        keepView();
+      });
+    }
+  };
 
   // ---- tokens
 
@@ -227,12 +341,27 @@
     next.focus();
   };
 
-  for (const text of document.querySelectorAll(".text")) {
-    const token = (event) => event.target.closest(".text > span");
-    text.addEventListener("pointerover", (event) => (token(event) ? show(token(event)) : hide()));
-    text.addEventListener("pointerleave", hide);
-    text.addEventListener("focusin", (event) => token(event) && show(token(event)));
-    text.addEventListener("focusout", hide);
-    text.addEventListener("keydown", (event) => token(event) && walk(event));
-  }
+  const startTokens = () => {
+    hide();
+    for (const text of document.querySelectorAll(".text")) {
+      const token = (event) => event.target.closest(".text > span");
+      text.addEventListener("pointerover", (event) => (token(event) ? show(token(event)) : hide()));
+      text.addEventListener("pointerleave", hide);
+      text.addEventListener("focusin", (event) => token(event) && show(token(event)));
+      text.addEventListener("focusout", hide);
+      text.addEventListener("keydown", (event) => token(event) && walk(event));
+    }
+  };
+
+  startCharts();
+  startTokens();
+  addEventListener("hashchange", () => {
+    readView();
+    startCharts();
+  });
+  // `stillhouse report --watch` has replaced the page's content by that of a later step.
+  document.addEventListener("stillhouse-renewed", () => {
+    startCharts();
+    startTokens();
+  });
 })();

@@ -1,0 +1,98 @@
+"""The user's own evaluations: Python functions that eval.callbacks names.
+
+def accuracy(context: EvaluationContext) -> dict[str, float]:
+    answers = context.generate(["2 + 2 ="])
+    return {"sums": float(answers[0].strip() == "4")}
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.templates import CompletionTemplate
+from stillhouse.parallel import is_first
+from stillhouse.rollouts import GenerationRequest
+from stillhouse.rollouts.in_process import InProcessEngine
+from stillhouse.train.files import gather_from_ranks
+from stillhouse.train.functions import function_of
+from stillhouse.train.session import Session
+
+KEY = "eval.callbacks"
+_NAME = re.compile(r"[\w.\-/]+")
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """What a callback gets. step: optimizer steps so far. folder: of the run, where a callback may write files of its
+    own. generate: completes texts greedily with the present student, up to eval.task_tokens tokens each; returns the
+    completions without special tokens, in the order of the texts."""
+
+    step: int
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    generate: Callable[[Sequence[str]], list[str]]
+
+
+class Callbacks:
+    """The functions of eval.callbacks, which rank 0 calls. engine: greedy, with the student's present weights."""
+
+    def __init__(self, session: Session, folder: Path, engine: InProcessEngine):
+        self._session, self._folder, self._engine = session, folder, engine
+
+    def evaluate(self, step: int, known: Mapping[str, float]) -> dict[str, float]:
+        """The callbacks' metrics, named `eval/<name>`; the same on all ranks. A collective of all processes.
+
+        known: metrics of this evaluation, whose names a callback must not use. Raises ValueError on all ranks if a
+        callback returns something else than names with finite numbers. Errors in a callback are not caught.
+        """
+        found: dict[str, float] = {}
+        problem = ""
+        if is_first():
+            context = EvaluationContext(step, self._folder, self._session.tokenizer, self._generate)
+            for path in self._session.config.eval.callbacks:
+                function = function_of(KEY, path)
+                assert function is not None
+                try:
+                    found |= checked_metrics(path, function(context), {*known, *found})
+                except MetricsError as error:
+                    problem = str(error)
+                    break
+        found, problem = gather_from_ranks([found, problem], self._session.runner.mesh)[0]
+        if problem:
+            raise ValueError(problem)
+        return found
+
+    def _generate(self, texts: Sequence[str]) -> list[str]:
+        tokenizer = self._session.tokenizer
+        prompts = CompletionTemplate(tokenizer, "completion").encode_prompts(list(texts))
+        requests = [
+            GenerationRequest(number, np.asarray(ids, np.int32), number) for number, ids in enumerate(prompts)
+        ]
+        completions = [each.result() for each in self._engine.generate(requests)]
+        return [tokenizer.decode(each.ids_N.tolist(), skip_special_tokens=True) for each in completions]
+
+
+class MetricsError(ValueError):
+    """A callback has returned something that is no metrics."""
+
+
+def checked_metrics(path: str, returned: Any, known: set[str]) -> dict[str, float]:
+    """What the callback `path` has returned, under the keys of metrics. Raises MetricsError; see `Callbacks`."""
+    if not isinstance(returned, Mapping):
+        raise MetricsError(f"{KEY}: {path} gives {type(returned).__name__}: expected a dict of names and numbers")
+    metrics = {}
+    for name, value in returned.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise MetricsError(f"{KEY}: {path} gives the name {name!r}: expected letters, digits and any of _.-/")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise MetricsError(f"{KEY}: {path} gives {value!r} for {name!r}: expected a finite number")
+        if f"eval/{name}" in known:
+            raise MetricsError(f"{KEY}: {path} gives {name!r}, but this evaluation has an eval/{name} already")
+        metrics[f"eval/{name}"] = float(value)
+    return metrics

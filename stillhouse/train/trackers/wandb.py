@@ -1,0 +1,42 @@
+"""Weights & Biases. Its own environment variables apply, such as WANDB_MODE, WANDB_PROJECT and WANDB_DIR."""
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from stillhouse.train.folder import RunFolder
+from stillhouse.train.trackers.state import TrackerState
+
+
+class WandbRun:
+    def __init__(self, run: Any, errors: tuple[type[Exception], ...]):
+        self._run, self.errors = run, errors
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_wandb(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> WandbRun:
+    """Start the run, or continue the run with the same id. Raises ValueError if wandb cannot start it."""
+    wandb: Any = importlib.import_module("wandb")
+    errors = (wandb.errors.Error, OSError)
+    try:
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "stillhouse"),
+            name=os.environ.get("WANDB_NAME", state.name),
+            id=state.id,
+            # offline, wandb has nothing to compare with, and a later process only has the same id
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
+            dir=os.environ.get("WANDB_DIR", str(folder.path)),
+            config=dict(values),
+            settings=wandb.Settings(console=os.environ.get("WANDB_CONSOLE", "off")),
+        )
+    except errors as error:
+        raise ValueError(
+            f"track: wandb cannot start a run ({error}); log in with `wandb login`, or set WANDB_MODE=offline"
+        ) from error
+    return WandbRun(run, errors)

@@ -1,0 +1,211 @@
+"""wandb, mlflow and trackio with their real libraries, offline: what they have after a run that was resumed."""
+
+import importlib
+import json
+import os
+import re
+import struct
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Command, wait_for, write_run
+
+from stillhouse.config import ConfigError
+from stillhouse.train.folder import RunFolder
+from stillhouse.train.logging import RunLog
+from stillhouse.train.progress import Progress
+from stillhouse.train.trackers import require_trackers
+from stillhouse.train.trackers.state import FILE
+
+Curves = dict[str, list[tuple[int, float]]]
+VALUES = {"student.model": "a/b", "train.learning_rate": 2e-5, "eval.tasks": ["sums"], "seed": 0}
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlflow").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+def write(folder: Path, track: list[str], steps: range, log_bytes: int = 0) -> int:
+    """Log these steps as a process of a run does; returns the length of the log after step 3."""
+    folder.mkdir(exist_ok=True)
+    after_three = 0
+    with RunLog(RunFolder(folder), Progress(step=steps[0], log_bytes=log_bytes), 9, track, VALUES) as log:
+        for step in steps:
+            speed = {"speed/tokens_per_second": 1.0}
+            log.train(step, 10 * step, {"loss/jsd(0.5)_nats_per_token": step / 2, "nan": float("nan")} | speed)
+            if step % 2 == 0:
+                log.evaluation(step, 10 * step, {"eval/cross_entropy": step / 4})
+            if step == 3:
+                after_three = log.position[0]
+    return after_three
+
+
+def of_mlflow(_: Path) -> tuple[Curves, int, dict[str, Any]]:
+    mlflow = importlib.import_module("mlflow")
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("stillhouse")
+    runs = client.search_runs([experiment.experiment_id])
+    curves = {}
+    for key in runs[0].data.metrics:
+        curves[key] = [(each.step, each.value) for each in client.get_metric_history(runs[0].info.run_id, key)]
+    return curves, len(runs), runs[0].data.params
+
+
+def leveldb_records(path: Path) -> Iterator[bytes]:
+    """The records of a file in the format of LevelDB's log, after wandb's own 7 bytes."""
+    data, at, record = path.read_bytes(), 7, b""
+    while at < len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # a block ends with zeros where no header fits
+            at += left
+            continue
+        if len(data) < at + 7:
+            return  # a header that is being written
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if len(data) < at + 7 + length:
+            return
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def of_wandb(folder: Path) -> tuple[Curves, int, dict[str, Any]]:
+    """From the files of all processes, in their order, as `wandb sync` reads them."""
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    curves, ids, config = defaultdict(list), set(), {}
+
+    def read(path: Path) -> list[Any]:
+        return [records.Record.FromString(data) for data in leveldb_records(path)]
+
+    def is_complete(path: Path) -> bool:
+        found = read(path)
+        return bool(found) and found[-1].WhichOneof("record_type") == "exit"
+
+    paths = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.parent.stat().st_ctime_ns)
+    wait_for(lambda: all(map(is_complete, paths)))  # wandb's own process writes the end of a file later
+    for path in paths:
+        for record in read(path):
+            if record.WhichOneof("record_type") == "run":
+                ids.add((record.run.run_id, record.run.display_name, record.run.project))
+                config |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
+            if record.WhichOneof("record_type") == "history":
+                items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
+                for key, value in items.items():
+                    if not key.startswith("_"):
+                        curves[key].append((items["_step"], value))
+    return dict(curves), len(ids), config
+
+
+def of_trackio(_: Path) -> tuple[Curves, int, dict[str, Any]]:
+    storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    (name,) = storage.get_runs("stillhouse")
+    curves = defaultdict(list)
+    for row in storage.get_logs("stillhouse", name):
+        for key, value in row.items():
+            if "/" in key:
+                curves[key].append((row["step"], value))
+    return dict(curves), 1, storage.get_run_config("stillhouse", name)
+
+
+READERS: dict[str, Callable[[Path], tuple[Curves, int, dict[str, Any]]]] = {
+    "mlflow": of_mlflow,
+    "wandb": of_wandb,
+    "trackio": of_trackio,
+}
+
+
+@pytest.mark.parametrize("name", ["mlflow", pytest.param("wandb", marks=pytest.mark.slow), "trackio"])
+def test_a_resumed_run_continues_its_curves_with_each_step_once(tmp_path: Path, name: str) -> None:
+    """Killed at steps 6 and 5 after a checkpoint of step 3: the second process has fewer steps than the first."""
+    pytest.importorskip(name)
+    folder = tmp_path / "qwen3"
+    at_checkpoint = write(folder, [name], range(1, 7))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    write(folder, [name], range(4, 6), at_checkpoint)
+    write(folder, [name], range(4, 9), at_checkpoint)
+    curves, runs, config = READERS[name](folder)
+    jsd = "loss/jsd_0.5__nats_per_token" if name == "mlflow" else "loss/jsd(0.5)_nats_per_token"
+    assert curves[jsd] == [(step, step / 2) for step in range(1, 9)]
+    assert curves["eval/cross_entropy"] == [(step, step / 4) for step in range(2, 9, 2)]
+    assert "nan" not in curves
+    assert runs == 1
+    assert str(config["train.learning_rate"]) == "2e-05"
+
+
+def test_a_copy_of_a_run_folder_does_not_write_into_the_original_curves(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    write(tmp_path / "a", ["mlflow"], range(1, 4))
+    (tmp_path / "a").rename(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"trackers\.json belongs to the run a, and this folder is b; remove"):
+        write(tmp_path / "b", ["mlflow"], range(1, 4))
+    (tmp_path / "b" / FILE).write_text('{"name": "b", "id": 3}')
+    with pytest.raises(ValueError, match=r"trackers\.json is damaged: .*; remove"):
+        write(tmp_path / "b", ["mlflow"], range(1, 4))
+
+
+def test_a_tracker_that_fails_in_the_middle_is_left_out_with_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with RunLog(RunFolder(folder), Progress(), 9, ["mlflow"], VALUES) as log:
+        log.train(1, 10, {"speed/tokens_per_second": 1.0})
+        mlflow.MlflowClient().delete_run(json.loads((folder / FILE).read_text())["mlflow"])
+        for step in (2, 3):
+            log.train(step, 10, {"speed/tokens_per_second": 1.0})
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert re.match(r"warning: track: mlflow failed at step 2 \(MlflowException: .*metrics\.jsonl has", warnings[0])
+    assert (folder / "metrics.jsonl").read_text().count("\n") == 3
+
+
+def test_a_tracker_that_cannot_be_reached_is_an_error_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "file").as_uri())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="track: mlflow cannot start or continue a run at file:"):
+        write(tmp_path / "run", ["mlflow"], range(1, 3))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError, match=rf"^track: {name} is not installed; pip install 'stillhouse\[{name}\]'$"):
+        require_trackers([name])
+
+
+@pytest.mark.slow
+def test_a_whole_run_has_in_mlflow_what_its_log_has(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    write_run(tmp_path, track=["mlflow"])
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")
+    command = Command("distill", tmp_path / "run.yaml", environment={name: os.environ[name] for name in names})
+    assert command.wait() == 0, command.err
+    curves, runs, params = of_mlflow(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    for key in ("train/gradient_norm", "eval/forward_kl"):
+        assert curves[key] == [(line["step"], line[key]) for line in lines if key in line]
+    assert runs == 1
+    assert params["train.learning_rate"] == str(float(params["train.learning_rate"]))
