@@ -109,7 +109,7 @@ def test_the_module_runs_as_the_command_does() -> None:
         (["seed=1"], "as an option: --student, --data, --out)"),
         (
             ["--student", "s", "--data", "d", "--out", "o", "--eval", "2"],
-            "data.eval: got 2.0; expected: text or number",
+            "data.eval: got 2.0; expected: text, number",
         ),
     ],
 )

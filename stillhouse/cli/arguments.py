@@ -97,13 +97,13 @@ def misused(message: str) -> click.UsageError:
 
 
 def quiet_libraries() -> None:
-    """Disable progress bars of transformers, and warnings of torch's C++ code and of torchao about itself.
+    """Disable progress bars of transformers, and warnings of torch's C++ code and of libraries about themselves.
 
     The bars, which are shown while weights are read and written, would break a run's live line. If a rank dies,
     torch's C++ code prints a warning with a stack trace on all other ranks.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao wherever it is installed
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):  # transformers and peft import them if they can
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 

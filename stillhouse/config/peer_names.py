@@ -226,6 +226,11 @@ TABLE = (
         swift="learning_rate", axolotl="learning_rate", also="lr max_lr peak_lr",
     ),
     PeerKey(
+        ("train.optimizer",),
+        trl="optim", automodel="optimizer", swift="optim", axolotl="optimizer", also="optim_type optimizer_type",
+        note="adamw, muon, adafactor or adamw_8bit",
+    ),
+    PeerKey(
         ("train.schedule",),
         trl="lr_scheduler_type", verl="actor_rollout_ref.actor.optim.lr_scheduler_type",
         automodel="lr_scheduler.lr_decay_style", swift="lr_scheduler_type", axolotl="lr_scheduler",
