@@ -150,5 +150,5 @@ def test_the_live_line_shows_reward_length_and_waiting(tmp_path, capsys):
         log.train(1, 1, figures)
         log.train(2, 2, figures | rollout)
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("step 1/2: 10 tokens/s, total 1.5000, 0")
+    assert first == "step 1/2: 10 tokens/s, total 1.5000, ? left"
     assert "total 1.5000, reward 0.125, length 1,312, waiting 31%, 0" in second

@@ -350,7 +350,7 @@ TABLE = (
         ("track",),
         trl="report_to", verl="trainer.logger", swift="report_to", axolotl="use_wandb use_mlflow use_tensorboard",
         also="wandb logger log_with",
-        note="a list; metrics.jsonl and the report are always written",
+        note="a list of tensorboard, wandb, trackio and mlflow; metrics.jsonl and the report are always written",
     ),
     PeerKey(
         ("out",),

@@ -221,7 +221,7 @@ def test_an_id_that_the_library_would_count_up_to(tmp_path: Path) -> None:
 def test_a_chat_template_that_cannot_be_saved_is_found_at_the_start(tmp_path: Path) -> None:
     write_run(tmp_path, teacher=False)
     edit(tmp_path / "student" / "tokenizer_config.json", chat_template="{{ '\ud800' }}")
-    failed = run("distill", tmp_path / "run.yaml", code=1)
+    failed = run("distill", tmp_path / "run.yaml", code=2)
     assert f"the tokenizer of '{tmp_path}/student' cannot be used" in failed.err
     assert not (tmp_path / "out").exists()
 
