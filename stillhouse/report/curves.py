@@ -161,7 +161,7 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
         if not (is_total and _total_repeats(runs)):
             charts.append(chart)
         if is_total:
-            charts += [Chart(_term_title(key), NATS, "Training", {"": key}, log=True) for key in terms]
+            charts += [Chart(_term_title(key), _unit(key), "Training", {"": key}, log=True) for key in terms]
     drawn = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
     return charts + [Chart(key, "", "Other", {"": key}) for key in keys if key not in drawn]
 
@@ -171,8 +171,13 @@ def _task_title(key: str) -> str:
 
 
 def _term_title(key: str) -> str:
-    name = re.sub("_nats_per_token$", "", key.removeprefix("loss/"))
+    name = re.sub("(_nats)?_per_token$", "", key.removeprefix("loss/"))
     return f"Loss: {name}"
+
+
+def _unit(key: str) -> str:
+    """Of a term: a distance of hidden states has no unit."""
+    return NATS if "/hidden_" not in key else "per token"
 
 
 def _total_repeats(runs: Sequence[Run]) -> bool:
