@@ -169,3 +169,15 @@ def test_what_is_refused(folder: Path, settings: dict[str, Any], message: str) -
 def test_a_teacher_that_is_not_in_the_job_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"objective.hidden: needs the teacher's layers in this job"):
         write_run(folder, cached=True, **{"teacher.cache": "cache", "objective.hidden": PAIRS})
+
+
+def test_another_objective_compares_no_hidden_states(folder: Path) -> None:
+    session = session_of(folder, **{"objective.loss": "cross_entropy", "objective.hidden": PAIRS})
+    assert "hidden_0_1_mse" in forward_backward(session).sums
+    session.engine.zero_grad()
+    alone = session_of(folder, **{"objective.loss": "cross_entropy"})
+    other = session.engine.with_objective(session.engine.objective)
+    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    signals = session.source_for(other).request(micro_batches).result()
+    found = other.forward_backward(micro_batches, signals, micro_batches.whole.normalizer).sums
+    assert found == forward_backward(alone).sums

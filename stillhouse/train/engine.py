@@ -84,6 +84,7 @@ class Engine:
         self.bf16, self.chunk_tokens, self.router_aux_loss = bf16, chunk_tokens, router_aux_loss
         self.mtp = mtp
         self.average: WeightAverage | None = None
+        self.compares_hidden = True
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -187,17 +188,20 @@ class Engine:
         return results if self.runner.has_results else []
 
     def with_objective(self, objective: ObjectiveSpec) -> "Engine":
-        """The same student and optimizer with another objective. MTP layers run, but their loss has the factor 0."""
+        """The same student and optimizer with another objective. MTP layers run, but their loss has the factor 0;
+        hidden states are not compared.
+        """
         other = copy.copy(self)
         other.objective, other.optimizer = objective, self.optimizer
         other.mtp = None if self.mtp is None else replace(self.mtp, scale=0.0)
+        other.compares_hidden = False
         return other
 
     @property
     def hidden(self) -> Sequence[HiddenPair]:
         """The pairs of layers whose hidden states are compared (`match_hidden`)."""
         match = self.runner.students()[0].hidden_match
-        return () if match is None else match.all_pairs
+        return () if match is None or not self.compares_hidden else match.all_pairs
 
     @property
     def needs_teacher(self) -> bool:

@@ -34,7 +34,14 @@ _FREE = {
 }
 
 #: keys that versions before them lacked, with the values that mean what those versions did
-_ADDED = {"train.optimizer": "adamw", "train.momentum": 0.95, "student.init": None}
+_ADDED = {
+    "train.optimizer": "adamw",
+    "train.momentum": 0.95,
+    "student.init": None,
+    "student.mtp": None,
+    "teacher.quantize": None,
+    "objective.hidden": [],
+}
 
 
 def decisive_values(config: RunConfig) -> dict[str, Any]:
@@ -43,12 +50,18 @@ def decisive_values(config: RunConfig) -> dict[str, Any]:
     values = dotted_values(config)
     if config.rollout is None:
         del values["rollout"]  # so that runs of versions without this section go on
-    for key, before in _ADDED.items():
-        if values.get(key) == before:
-            values.pop(key, None)  # so that runs of those versions go on
     for name in config.several:
         values |= {f"teachers.{name}.{key}": value for key, value in values.pop(f"teachers.{name}").items()}
-    return {key: value for key, value in values.items() if not _like_teacher(key).startswith(free)}
+    return {
+        key: value
+        for key, value in values.items()
+        if not _like_teacher(key).startswith(free)
+        and not _is_as_before(_like_teacher(key).removesuffix("."), value)  # so that runs of those versions go on
+    }
+
+
+def _is_as_before(key: str, value: Any) -> bool:
+    return key in _ADDED and _ADDED[key] == value
 
 
 def _like_teacher(key: str) -> str:
