@@ -39,8 +39,10 @@ class Writer:
     processed: log-probabilities are those among the tokens that can be drawn, after the temperature (vLLM's
     processed_logprobs); otherwise those of the logits. after_temperature: those of the logits after the temperature
     (SGLang, Stillhouse). keeps_head: loading does not change the output head. device: the one that /server_info
-    names; None: it names none. seconds: for each token. takes_adapters: as with --enable-lora. tokenizes: it has
-    loaded its tokenizer. progress: by the seed of a request, how many tokens of it have been written.
+    names; None: it names none. seconds: for each token. mixes_weights: a completion that is begun with later weights
+    than the first ones has its second token when newer weights have come, or after five seconds. takes_adapters: as
+    with --enable-lora. tokenizes: it has loaded its tokenizer. progress: by the seed of a request, how many tokens of
+    it have been written.
     """
 
     def __init__(self, folder: Path, **options: Any):
@@ -51,11 +53,13 @@ class Writer:
         self.device: str | None = options.get("device", "cpu")
         self.keeps_head: bool = options.get("keeps_head", False)
         self.seconds: float = options.get("seconds", 0.0)
+        self.mixes_weights: bool = options.get("mixes_weights", False)
         self.takes_adapters: bool = options.get("takes_adapters", False)
         self.tokenizer = AutoTokenizer.from_pretrained(folder) if options.get("tokenizes") else None
         self.folder, self.label, self.paused, self.dead, self.aborted = folder, "default", False, False, 0
         self.adapters: dict[str, Any] = {}
         self.progress: dict[int, int] = {}
+        self.first_label = ""
         self.changed = threading.Condition()
 
     def load(self, folder: Path, *, half: bool = False) -> None:
@@ -81,6 +85,9 @@ class Writer:
         while len(written) < options["max_tokens"]:
             time.sleep(self.seconds)
             with self.changed:
+                if self.mixes_weights and len(written) == 1 and spans[0]["version"] != self.first_label:
+                    begun = spans[0]["version"]
+                    self.changed.wait_for(lambda: self.label != begun or self.dead, timeout=5)  # noqa: B023
                 self.changed.wait_for(lambda: not self.paused or self.dead or self.aborted > aborts)
                 if self.dead:
                     raise KilledError
@@ -91,6 +98,7 @@ class Writer:
                 with torch.no_grad():
                     logits_V = model(torch.tensor([tokens + written])).logits[0, -1].float()
                 label = self.label
+                self.first_label = self.first_label or label
             log_probs_V, draws_V = self._log_probs(logits_V, options)
             token = int(torch.multinomial(draws_V.exp(), 1, generator=generator))
             best = log_probs_V.topk(options["logprobs"]).indices.tolist() if options["logprobs"] else []
@@ -244,7 +252,9 @@ class VllmWriter(WriterHandler):
         self.reply(200, {"success": "reset_running_requests=true" in self.path})
 
     def post_update_weight_version(self, body: dict[str, Any]) -> None:
-        self.writer.label = body["new_version"]
+        with self.writer.changed:
+            self.writer.label = body["new_version"]
+            self.writer.changed.notify_all()
         self.reply(200, {"success": True, "new_version": body["new_version"]})
 
     def post_v1_load_lora_adapter(self, body: dict[str, Any]) -> None:
