@@ -32,6 +32,10 @@ class InProcessEngine:
             return [_done(each) for each in self._generator.generate(requests, self._version)]
         return [_done(each) for each in self._shared(requests, self._copy)]
 
+    def generate_on_this_rank(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """The completions, all of which this process writes. No collective: a single rank may call it."""
+        return self._generator.generate(requests, self._version)
+
     def update_weights(self, version: int, folder: Path | None) -> None:
         """Use the student's present weights from now on. folder: has no effect."""
         if self._copy is not None:

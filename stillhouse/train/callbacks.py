@@ -74,7 +74,7 @@ class Callbacks:
         requests = [
             GenerationRequest(number, np.asarray(ids, np.int32), number) for number, ids in enumerate(prompts)
         ]
-        completions = [each.result() for each in self._engine.generate(requests)]
+        completions = self._engine.generate_on_this_rank(requests)  # the other ranks wait for this one's metrics
         return [tokenizer.decode(each.ids_N.tolist(), skip_special_tokens=True) for each in completions]
 
 
