@@ -12,6 +12,7 @@ from report_runs import HOSTILE, Page, make_run
 from rollout_runs import make_on_policy_run
 
 from stillhouse.report import curves, write_report
+from stillhouse.report.held_out import shade
 from stillhouse.report.watch import ReportServer, WatchedReport
 
 QUIET = (
@@ -146,6 +147,40 @@ def test_a_reader_points_zooms_smooths_and_comes_back(tmp_path, width):
         box = browser.box('[data-chart="4"] .u-over')
         browser.mouse("mouseMoved", box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         browser.wait(f"Math.abs(+{at}.slice(5) - 150) < 3")
+        assert not browser.errors
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.parametrize("width", [400, 900, 1600])
+def test_a_token_shows_what_each_term_does_there(tmp_path, width):
+    url = write_report(make_run(tmp_path / "distilled")).as_uri()
+    token = ".text[data-document='0'] > span:nth-child(12)"
+    shades = f"document.querySelector({token!r}).className"
+    readout = "document.getElementById('readout')"
+    with Browser(tmp_path) as browser:
+        browser.open(url, width)
+        wait_until_drawn(browser)
+        documents = browser.value("JSON.parse(document.getElementById('data').textContent).documents")
+        _, kl, _, _, ((_, gradient, raises, _), _) = documents[0][11]
+        assert browser.value(shades) == f"k{shade(kl)}"
+        browser.value(f"document.querySelector({token!r}).scrollIntoView()")
+        box = browser.box(token)
+        browser.mouse("mouseMoved", box["x"] + 2, box["y"] + 4)
+        browser.wait(f"!{readout}.hidden")
+        assert browser.value(f"{readout}.querySelectorAll('.effect').length") == 2
+        assert raises[0][0] in browser.value(f"{readout}.querySelector('.effect').textContent")
+        edges = browser.value(f"(({{left, right}}) => [left, right])({readout}.getBoundingClientRect())")
+        assert 0 <= edges[0] < edges[1] <= width
+        browser.value("(shaded.value = 'cross_entropy', shaded.dispatchEvent(new Event('change')))")
+        assert browser.value(shades).split()[0] == f"k{shade(gradient)}"
+        assert "shaded=cross_entropy" in browser.value("location.hash")
+        browser.value("location.reload()")
+        browser.wait("document.readyState === 'complete' && 'charts' in document.documentElement.dataset")
+        assert browser.value(shades) == f"k{shade(gradient)}"
+        browser.value("(shaded.value = '', shaded.dispatchEvent(new Event('change')))")
+        assert browser.value(shades) == f"k{shade(kl)}"
         assert not browser.errors
 
 

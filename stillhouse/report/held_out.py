@@ -39,9 +39,18 @@ def shade(kl: float) -> int:
     return bisect.bisect_right(SHADES, kl)
 
 
+def term_names(held_out: HeldOut) -> list[str]:
+    """Return the terms of the objective whose gradients are known."""
+    return list(dict.fromkeys(name for each in held_out.documents for token in each.tokens for name in token.terms))
+
+
 def readouts(held_out: HeldOut) -> list[list[list[object]]]:
-    """Return what the page shows for the token under the pointer: [label, KL, teacher's top, student's top]."""
-    return [[_readout(token) for token in document.tokens] for document in held_out.documents]
+    """Return what the page shows for the token under the pointer.
+
+    [label, KL, teacher's top, student's top, for each of `term_names` (value, gradient, raises, lowers) or null]
+    """
+    names = term_names(held_out)
+    return [[_readout(token, names) for token in document.tokens] for document in held_out.documents]
 
 
 def label(text: str) -> str:
@@ -87,7 +96,15 @@ def _mark(character: str) -> str:
     return chr(0x2400 + ord(character)) if ord(character) < 0x20 else ""  # the control pictures, in the same order
 
 
-def _readout(token: Token) -> list[object]:
+def _readout(token: Token, names: list[str]) -> list[object]:
     kl = None if token.kl is None else float(f"{token.kl:.4g}")
-    sides = [[[label(text), round(p, 5)] for text, p in side] for side in (token.teacher, token.student)]
-    return [label(token.text), kl, *sides]
+    terms = []
+    for name in names:
+        term = token.terms.get(name)
+        figures = [] if term is None else [float(f"{each:.4g}") for each in (term.value, term.gradient)]
+        terms.append(None if term is None else [*figures, _labelled(term.raises), _labelled(term.lowers)])
+    return [label(token.text), kl, _labelled(token.teacher), _labelled(token.student), terms]
+
+
+def _labelled(pairs: list[tuple[str, float]]) -> list[list[object]]:
+    return [[label(text), round(value, 5)] for text, value in pairs]

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from stillhouse.display import escaped
 from stillhouse.report.curves import LENGTH, NATS, TASK, Drawing, draw
 from stillhouse.report.differences import differences
-from stillhouse.report.held_out import SHADES, readouts, shade_documents
+from stillhouse.report.held_out import SHADES, readouts, shade_documents, term_names
 from stillhouse.report.reading import Run, read_run
 from stillhouse.report.rollouts import show
 
@@ -98,6 +98,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         documents=shade_documents(run.held_out) if run.held_out else [],
         rollouts=show(run.rollouts) if run.rollouts else None,
         shades=SHADES,
+        terms=term_names(run.held_out) if run.held_out else [],
         data_table=data_table(run.data or {}),
         data_notes=data_notes(run.data or {}),
         environment=[(key, _plain(value)) for key, value in (run.environment or {}).items() if key != "objective"],
@@ -236,7 +237,13 @@ def _embedded(run: Run, names: list[str], drawings: list[Drawing]) -> dict[str, 
         }
         for one in drawings
     ]
-    return {"runs": names, "charts": charts, "documents": readouts(run.held_out) if run.held_out else []}
+    held_out = run.held_out
+    of_tokens = {
+        "documents": readouts(held_out) if held_out else [],
+        "terms": term_names(held_out) if held_out else [],
+        "shades": SHADES,
+    }
+    return {"runs": names, "charts": charts, **of_tokens}
 
 
 def _policy(scripts: Iterable[str], *, watching: bool) -> str:

@@ -34,11 +34,26 @@ OPTIONAL_FILES = {
 }
 
 
+class TermAtToken(BaseModel):
+    """What a term of the objective does at one token.
+
+    value: in nats. gradient: the norm of the gradient of scale · value with respect to the student's logits. raises,
+    lowers: lists of (token text, entry of that gradient without its sign) for the logits that a step against the
+    gradient raises and lowers most, the largest first.
+    """
+
+    value: float
+    gradient: float
+    raises: list[tuple[str, float]]
+    lowers: list[tuple[str, float]]
+
+
 class Token(BaseModel):
     """One token of a held-out document, and the two distributions that predicted it.
 
     `kl` is KL(teacher ‖ student) in nats over the full vocabulary; None for a document's first token, which nothing
-    predicts. `teacher` and `student` are lists of (token text, probability), most probable first.
+    predicts. `teacher` and `student` are lists of (token text, probability), most probable first. `terms` is empty
+    for a token that is no target, and in the files of earlier versions.
     """
 
     text: str
@@ -46,6 +61,7 @@ class Token(BaseModel):
     kl: float | None
     teacher: list[tuple[str, float]]
     student: list[tuple[str, float]]
+    terms: dict[str, TermAtToken] = {}
 
 
 class Document(BaseModel):

@@ -36,7 +36,7 @@
   // ---- settings, which the part of the address after # keeps: a copied address or a reload shows the same view
 
   const MANY = 25; // a series with fewer points is drawn with its points, and is not smoothed
-  const view = { smooth: 0, log: new Map(), zoom: null }; // log: by the chart's title, where the reader has chosen
+  const view = { smooth: 0, log: new Map(), zoom: null, shaded: "" }; // log: by the chart's title, where the reader has chosen
 
   const readView = () => {
     const given = new URLSearchParams(location.hash.slice(1));
@@ -45,12 +45,14 @@
     view.log = new Map([...given.getAll("log").map((title) => [title, true]), ...given.getAll("linear").map((title) => [title, false])]);
     const zoom = (given.get("steps") || "").split("..").map(Number);
     view.zoom = zoom.length === 2 && zoom[0] < zoom[1] ? zoom : null;
+    view.shaded = given.get("shaded") || "";
   };
   const keepView = () => {
     const kept = new URLSearchParams();
     if (view.smooth) kept.set("smooth", view.smooth);
     for (const [title, log] of view.log) kept.append(log ? "log" : "linear", title);
     if (view.zoom) kept.set("steps", view.zoom.map((step) => +step.toPrecision(8)).join(".."));
+    if (view.shaded) kept.set("shaded", view.shaded);
     const hash = kept.toString();
     if (hash !== location.hash.slice(1)) history.replaceState(null, "", location.pathname + location.search + (hash && "#" + hash));
   };
@@ -292,7 +294,7 @@
   const fill = (token) => {
     const text = token.parentElement;
     const index = Array.prototype.indexOf.call(text.children, token);
-    const [label, kl, teacher, student] = data.documents[+text.dataset.document][index];
+    const [label, kl, teacher, student, terms] = data.documents[+text.dataset.document][index];
     const head = element("div", "head");
     head.append(element("code", "", label), element("span", "", kl === null ? "the first token is not predicted" : "KL " + short(kl) + " nats"));
     readout.replaceChildren(head);
@@ -301,6 +303,19 @@
       sides.append(side("teacher", teacher, label), side("student", student, label));
       readout.append(sides);
     }
+    terms.forEach((term, at) => term && readout.append(effect(data.terms[at], term)));
+  };
+
+  // What one term of the objective does at a token: its value, its gradient, and the logits that it moves most.
+  const effect = (name, [value, gradient, raises, lowers]) => {
+    const box = element("div", "effect");
+    const head = element("h4", "", name + " " + short(value) + ", gradient " + short(gradient));
+    const moves = element("p");
+    const add = (sign, pairs) => pairs.forEach(([label, size]) => moves.append(element("span", "move", sign), element("code", "", label), " " + short(size) + " "));
+    add("↑", raises);
+    add("↓", lowers);
+    box.append(head, moves);
+    return box;
   };
 
   const show = (token) => {
@@ -341,8 +356,31 @@
     next.focus();
   };
 
+  // Shades the held-out text by the KL, which the page comes with, or by the gradient of a term.
+  const shadeTokens = () => {
+    const select = document.getElementById("shaded");
+    if (!select) return;
+    const term = data.terms.indexOf(view.shaded);
+    select.value = term < 0 ? "" : view.shaded;
+    select.closest("section").querySelector(".scale span").textContent = term < 0 ? "nats" : "gradient";
+    for (const text of document.querySelectorAll(".text[data-document]")) {
+      data.documents[+text.dataset.document].forEach((entry, index) => {
+        const token = text.children[index];
+        if (token.classList.contains("prompt")) return;
+        const value = term < 0 ? entry[1] : entry[4][term] && entry[4][term][1];
+        token.className = value === null ? "" : "k" + data.shades.filter((least) => least <= value).length;
+      });
+    }
+  };
+
   const startTokens = () => {
     hide();
+    shadeTokens();
+    document.getElementById("shaded")?.addEventListener("change", (event) => {
+      view.shaded = event.target.value;
+      shadeTokens();
+      keepView();
+    });
     for (const text of document.querySelectorAll(".text")) {
       const token = (event) => event.target.closest(".text > span");
       text.addEventListener("pointerover", (event) => (token(event) ? show(token(event)) : hide()));
@@ -358,6 +396,7 @@
   addEventListener("hashchange", () => {
     readView();
     startCharts();
+    shadeTokens();
   });
   // `stillhouse report --watch` has replaced the page's content by that of a later step.
   document.addEventListener("stillhouse-renewed", () => {
