@@ -331,3 +331,39 @@ def test_a_run_without_held_out_data_has_no_place_for_it(tmp_path: Path) -> None
     page = write_report(out).read_text(encoding="utf-8")
     assert "Held-out cross-entropy" in page
     assert "tokens.json is missing" in page
+
+
+def sample_line(step, number, completion, **changes) -> str:
+    line = {"step": step, "number": number, "source": f"eval.jsonl:{number}", "prompt": "<b>Two & three</b>\n",
+            "reference": " is five", "completion": completion, "tokens": 3, "finish": "length"}  # fmt: skip
+    return json.dumps(line | changes) + "\n"
+
+
+def test_held_out_prompts_are_shown_with_their_completions_over_time(run_dir):
+    lines = [sample_line(step, number, f" step {step}\t{number}") for step in range(0, 100, 10) for number in (0, 1)]
+    lines.append(sample_line(100, 0, " is five", finish="stop"))
+    (run_dir / "eval_samples.jsonl").write_text("".join(lines))
+    page = Page(write_report(run_dir))
+    assert "<b>Two & three</b>" in page.text
+    shown = [
+        page.text.index(text) for text in ("step 0 ", "step 20 ", "step 40 ", "step 60 ", "step 80 ", "step 100 ")
+    ]
+    assert shown == sorted(shown)
+    assert "3 tokens, as in the data" in page.text
+    assert "5 further evaluations of eval.jsonl:0" in page.text
+    assert "4 further evaluations of eval.jsonl:1" in page.text
+    for step in range(0, 100, 10):
+        assert f" step {step}\t1" in page.text
+
+
+def test_samples_that_were_asked_for_and_malformed_ones_are_named(run_dir):
+    assert "eval_samples.jsonl" not in Page(write_report(run_dir)).text
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text() + "\neval: {samples: 2}\n")
+    assert "eval_samples.jsonl is missing" in Page(write_report(run_dir)).text
+    path = run_dir / "eval_samples.jsonl"
+    path.write_text(sample_line(0, 0, "x") + '{"step": 1')
+    assert "last line of eval_samples.jsonl is incomplete" in Page(write_report(run_dir)).text
+    path.write_text(sample_line(0, 0, "x") + sample_line(-1, 0, "x"))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:2: step: input should be greater"):
+        write_report(run_dir)

@@ -34,7 +34,15 @@ class EvalConfig(Section):
     task_tokens: int = Field(
         default=64,
         ge=1,
-        description="Most tokens of a completion of a task or for a callback, its end of sequence included.",
+        description="Most tokens of a completion for eval.tasks, eval.samples and eval.callbacks, its end of sequence"
+        " included.",
+    )
+    samples: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Prompts of data.eval that the student completes at each evaluation, greedily. They are in"
+        " eval_samples.jsonl, and the report shows how the completions change during the run.",
     )
     callbacks: list[Text] = Field(
         default=[],

@@ -132,6 +132,11 @@ class RunConfig(Section):
         if name is not None and name not in self.data.eval_sets:
             sets = ", ".join(self.data.eval_sets) or "no sets with names"
             raise ConfigError("checkpoint.best", f"got {self.checkpoint.best}, but data.eval has {sets}")
+        if self.eval.samples and self.data.eval == 0:
+            raise ConfigError(
+                "eval.samples",
+                f"got {self.eval.samples} with data.eval 0: expected held-out data to take prompts from",
+            )
         if self.rollout is not None and self.data.mixture:
             raise ConfigError(
                 "data.train", "got a list with weights: expected one source with rollout, which draws prompts evenly"

@@ -70,7 +70,7 @@ def demo_config(out: Path, name: str, seed: int, steps: int, learning_rate: floa
                 "weight_decay": 0.1,
                 "precision": "fp32",
             },
-            "eval": {"every": max(1, steps // 3), "micro_batch_tokens": 4096},
+            "eval": {"every": max(1, steps // 3), "micro_batch_tokens": 4096, "samples": 4},
             "checkpoint": {"every": 0, "keep": 1},
             "out": str(out / name),
             "seed": seed,

@@ -1,19 +1,17 @@
 """Held-out text shaded by the divergence between teacher and student at each token.
 
 A shade stands for a range of KL in nats; each range starts at twice the start of the one before. The ranges are the
-same in every report, so that reports can be compared. Tokens are shown unchanged; invisible characters (newlines,
-tabs, control characters) get a mark.
+same in every report, so that reports can be compared.
 """
 
 import bisect
 from dataclasses import dataclass
 
+from stillhouse.report.marks import label, pieces
 from stillhouse.report.reading import Document, HeldOut, Token
 
 # Lower ends of the shades above the first, in nats. The style sheet has a colour for each: --kl-0 … --kl-8.
 SHADES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-
-_MARKS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 
 @dataclass(frozen=True)
@@ -53,28 +51,6 @@ def readouts(held_out: HeldOut) -> list[list[list[object]]]:
     return [[_readout(token, names) for token in document.tokens] for document in held_out.documents]
 
 
-def label(text: str) -> str:
-    """Return a token's text on one line, with visible spaces."""
-    marked = "".join("␣" if character == " " else _mark(character) or character for character in text)
-    return marked or "∅"
-
-
-def pieces(text: str) -> list[tuple[str, str]]:
-    """Split the text at characters that need a mark. Newlines and tabs also stay in the text beside their mark."""
-    if not text:
-        return [("", "∅")]
-    parts = [("", "")]
-    for character in text:
-        mark = _mark(character)
-        if mark:
-            parts.append((character if character in "\n\t" else "", mark))
-        elif parts[-1][1]:
-            parts.append((character, ""))
-        else:
-            parts[-1] = (parts[-1][0] + character, "")
-    return [part for part in parts if part != ("", "")]
-
-
 def _shade_document(document: Document) -> ShadedDocument:
     divergences = [token.kl for token in document.tokens if token.target and token.kl is not None]
     return ShadedDocument(
@@ -88,12 +64,6 @@ def _shade_document(document: Document) -> ShadedDocument:
 def _shade_token(token: Token) -> ShadedToken:
     shaded = token.target and token.kl is not None
     return ShadedToken(shade(token.kl) if shaded else None, pieces(token.text), token.target)  # type: ignore[arg-type]
-
-
-def _mark(character: str) -> str:
-    if character in _MARKS:
-        return _MARKS[character]
-    return chr(0x2400 + ord(character)) if ord(character) < 0x20 else ""  # the control pictures, in the same order
 
 
 def _readout(token: Token, names: list[str]) -> list[object]:

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from stillhouse.display import escaped
 from stillhouse.report.curves import LENGTH, NATS, TASK, Drawing, draw
 from stillhouse.report.differences import differences
+from stillhouse.report.eval_samples import over_time
 from stillhouse.report.held_out import SHADES, readouts, shade_documents, term_names
 from stillhouse.report.reading import Run, read_run
 from stillhouse.report.rollouts import show
@@ -97,6 +98,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         groups=_groups(drawings),
         documents=shade_documents(run.held_out) if run.held_out else [],
         rollouts=show(run.rollouts) if run.rollouts else None,
+        prompts=over_time(run.eval_samples),
         shades=SHADES,
         terms=term_names(run.held_out) if run.held_out else [],
         data_table=data_table(run.data or {}),

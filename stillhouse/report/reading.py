@@ -1,6 +1,6 @@
 """Reads a run folder: metrics.jsonl, config.yaml, environment.json, data.json and tokens.json as typed values.
 
-`rollout_files` reads the two files that only on-policy runs have.
+`rollout_files` reads the two files that only on-policy runs have, `eval_samples` the one of runs with eval.samples.
 
 A killed run may lack any file except metrics.jsonl, and the last line of metrics.jsonl may be incomplete. `Run.notes`
 lists what is missing, and the page shows it. Other malformed content is an error that names the file and
@@ -22,6 +22,7 @@ from stillhouse.config import ConfigError
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
+from stillhouse.report.eval_samples import EvalSample, read_eval_samples
 from stillhouse.report.rollout_files import Rollouts, read_rollouts
 from stillhouse.report.validation import INCOMPLETE, validated
 
@@ -96,6 +97,7 @@ class Run:
     data: dict[str, Any] | None = None
     held_out: HeldOut | None = None
     rollouts: Rollouts | None = None
+    eval_samples: list[EvalSample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -121,6 +123,9 @@ def read_run(path: Path) -> Run:
     missing = [name for name in expected if not (path / name).is_file()]
     notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in missing]
     rollouts, rollout_notes = read_rollouts(path, expected=isinstance(config.get("rollout"), dict))
+    section = config.get("eval")
+    asks_for_samples = isinstance(section, dict) and bool(section.get("samples"))
+    eval_samples, sample_notes = read_eval_samples(path / "eval_samples.jsonl", expected=asks_for_samples)
     return Run(
         path=path,
         lines=lines,
@@ -130,7 +135,8 @@ def read_run(path: Path) -> Run:
         data=_read_object(path / "data.json"),
         held_out=_read_held_out(path / "tokens.json"),
         rollouts=rollouts,
-        notes=notes + rollout_notes,
+        eval_samples=eval_samples,
+        notes=notes + rollout_notes + sample_notes,
     )
 
 

@@ -6,16 +6,13 @@ lines of these files are not in the order of the steps.
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat, field_validator
 
-from stillhouse.display import escaped
-from stillhouse.libraries import reading
-from stillhouse.report.validation import INCOMPLETE, validated
+from stillhouse.report.validation import json_lines, validated
 
 LANES = ("rollout", "teacher", "trainer", "weights")
 OPTIONAL_FILES = {
@@ -105,7 +102,7 @@ def read_rollouts(folder: Path, *, expected: bool) -> tuple[Rollouts | None, lis
     if len(missing) == len(OPTIONAL_FILES):
         return None, notes
     spans: deque[Span] = deque(maxlen=SPANS)
-    for where, _, value in _lines(folder / "timeline.jsonl", notes):
+    for where, _, value in json_lines(folder / "timeline.jsonl", notes):
         spans.append(validated(Span, value, where))
     return Rollouts(list(spans), *_read_samples(folder / "samples.jsonl", notes)), notes
 
@@ -113,7 +110,7 @@ def read_rollouts(folder: Path, *, expected: bool) -> tuple[Rollouts | None, lis
 def _read_samples(path: Path, notes: list[str]) -> tuple[dict[int, list[Sample]], int, dict[int, int]]:
     places: dict[int, list[tuple[str, int, int]]] = {}  # by step, of each sample: line, offset, number of tokens
     staleness: Counter[int] = Counter()
-    for where, offset, value in _lines(path, notes):
+    for where, offset, value in json_lines(path, notes):
         head = validated(_SampleHead, value, where)
         places.setdefault(head.step, []).append((where, offset, len(head.tokens)))
         if head.source == "student":
@@ -142,27 +139,3 @@ def _shown(tokens: dict[int, int]) -> list[int]:
         if count == 1 or sum(tokens[step] for step in chosen) <= TOKENS:
             return chosen[::-1]
         count -= max(1, count // 10)
-
-
-def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield (file and line number, offset, object) of every line."""
-    if not path.is_file():
-        return
-    offset = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                with reading(f"{where}: not a JSON object"):
-                    value = json.loads(raw)
-                if not isinstance(value, dict):
-                    raise ValueError(f"{where}: expected an object, got {escaped(raw[:80].decode(errors='replace'))}")
-            except ValueError:
-                if raw.endswith(b"\n"):
-                    raise
-                notes.append(INCOMPLETE.format(path.name))
-                return
-            yield where, offset, value
-            offset += len(raw)
-    if offset == 0:
-        notes.append(f"{path.name} has no line yet.")

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stillhouse.display import escaped
-from stillhouse.report.held_out import pieces, shade
+from stillhouse.report.held_out import shade
+from stillhouse.report.marks import pieces
 from stillhouse.report.rollout_files import LANES, Rollouts, Sample, SampleToken, Span
 
 STEPS = 12  # of the trainer, in the timeline

@@ -18,7 +18,7 @@ ADDRESS = "127.0.0.1"
 #: the files of a run's folder that the page shows
 FILES = (
     *("metrics.jsonl", "config.yaml", "environment.json", "data.json", "tokens.json"),
-    *("timeline.jsonl", "samples.jsonl"),
+    *("timeline.jsonl", "samples.jsonl", "eval_samples.jsonl"),
 )
 
 

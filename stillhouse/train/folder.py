@@ -1,7 +1,7 @@
 """The run folder: which process may write to it, and which files every run writes into it.
 
 config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  hashes.json  model/  report.html
-On-policy runs also write timeline.jsonl and samples.jsonl.
+On-policy runs also write timeline.jsonl and samples.jsonl, and runs with eval.samples eval_samples.jsonl.
 """
 
 import json
@@ -65,6 +65,11 @@ class RunFolder:
     def samples(self) -> Path:
         """A few completions of each step, of an on-policy run."""
         return self.path / "samples.jsonl"
+
+    @property
+    def eval_samples(self) -> Path:
+        """The student's completions of a few held-out prompts at each evaluation."""
+        return self.path / "eval_samples.jsonl"
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is this run's own, and not one of another run that this run started from."""

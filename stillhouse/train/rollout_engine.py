@@ -132,14 +132,13 @@ def make_generator(
     try:
         check_generation(decoder, device)
     except ValueError as error:
-        raise ConfigError(
-            "rollout.engine"
-            if config.rollout is not None
-            else "eval.tasks"
-            if config.eval.tasks
-            else "eval.callbacks",
-            str(error),
-        ) from error
+        asked = {
+            "rollout.engine": config.rollout is not None,
+            "eval.tasks": bool(config.eval.tasks),
+            "eval.samples": bool(config.eval.samples),
+        }
+        key = next((key for key, is_asked in asked.items() if is_asked), "eval.callbacks")
+        raise ConfigError(key, str(error)) from error
     return Generator(
         decoder,
         sampling,

@@ -6,21 +6,17 @@ of a later step can come before one of an earlier step. A run that continues fro
 later steps, because it makes these steps again.
 """
 
-import json
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from stillhouse.parallel import is_first
-from stillhouse.train.files import UNFINISHED, explained_write_errors, flush
 from stillhouse.train.folder import RunFolder
-from stillhouse.train.lines import append
+from stillhouse.train.lines import LineFile
 from stillhouse.train.logging import NoLog, RunLog
 from stillhouse.train.progress import Progress
 
@@ -75,8 +71,8 @@ class RolloutLog:
     """
 
     def __init__(self, folder: RunFolder | None, step: int, clock: Callable[[], float]):
-        self._samples = None if folder is None else _LineFile(folder.samples, step)
-        self.timeline = Timeline(clock, None if folder is None else _LineFile(folder.timeline, step))
+        self._samples = None if folder is None else LineFile(folder.samples, step)
+        self.timeline = Timeline(clock, None if folder is None else LineFile(folder.timeline, step))
 
     def write(self, step: int, samples: Sequence[Sample] = ()) -> None:
         """Write the spans that have been added so far, and the first `SAMPLES` samples of this step."""
@@ -107,7 +103,7 @@ class Timeline:
     The clock is the host's. Work that a GPU does after its launch counts for what waits for it.
     """
 
-    def __init__(self, clock: Callable[[], float], file: "_LineFile | None" = None):
+    def __init__(self, clock: Callable[[], float], file: "LineFile | None" = None):
         self._clock, self._file = clock, file
         self._lock = threading.Lock()
         self._unwritten: list[dict[str, Any]] = []
@@ -152,58 +148,6 @@ class Timeline:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-class _LineFile:
-    """A file of JSON lines, to which this process appends. step: lines of later steps are removed first."""
-
-    def __init__(self, path: Path, step: int):
-        self._path = path
-        _remove_later(path, step)
-        with explained_write_errors(path):
-            # unbuffered, so that closing the file does not try again to write what failed
-            self._file = path.open("ab", buffering=0)
-
-    def append(self, records: Sequence[dict[str, Any]]) -> None:
-        append(self._path, self._file, "".join(json.dumps(each, allow_nan=False) + "\n" for each in records).encode())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _remove_later(path: Path, step: int) -> None:
-    """Remove all lines of later steps, and a last line without an end, by replacing the file. At step 0, remove it.
-
-    Raises ValueError for another line that is not what this module writes.
-    """
-    with explained_write_errors(path):
-        if step == 0:
-            path.unlink(missing_ok=True)
-        if not path.is_file():
-            return
-        partial = path.with_name(f".{path.name}{UNFINISHED}")
-        with path.open("rb") as file, partial.open("wb") as kept:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n") and _step(line, f"{path}:{number}") <= step:
-                    kept.write(line)
-        if partial.stat().st_size == path.stat().st_size:
-            partial.unlink()
-            return
-        flush(partial)
-        os.replace(partial, path)
-
-
-def _step(line: bytes, where: str) -> int:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        step = None
-    if not isinstance(step, int):
-        raise ValueError(
-            f'{where} is damaged: expected a JSON object with an integer "step"; remove this line, or the whole file,'
-            " which only the report reads"
-        )
-    return step
 
 
 def _sample_record(step: int, sample: Sample) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def greedy_engine(session: Session) -> InProcessEngine | None:
     In a job of several processes, each of them gets a copy of the student; its `update_weights` is then a collective.
     """
     settings = session.config.eval
-    if not (settings.tasks or settings.callbacks):
+    if not (settings.tasks or settings.callbacks or settings.samples):
         return None
     eos = eos_ids(session.tokenizer, session.student)
     return in_process_engine(session, Sampling(settings.task_tokens, temperature=0.0, eos_ids=eos))

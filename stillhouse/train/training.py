@@ -31,6 +31,7 @@ from stillhouse.train.callbacks import Callbacks
 from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.checkpoint_folder import prune
 from stillhouse.train.engine import StepOutput
+from stillhouse.train.eval_samples import EvalSamples, eval_samples
 from stillhouse.train.evaluation import evaluate, evaluate_teacher, means
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
@@ -76,8 +77,9 @@ class Training:
         self.session, self.folder, self.progress, self.log, self.queue = session, folder, progress, log, queue
         self.last_step = session.step_schedule.steps
         self.steps = range(progress.step, self.last_step)
+        self.greedy = greedy_engine(session)
+        self.samples: EvalSamples | None = None
         self._of_teacher: dict[str, float] | None = None
-        self._engine = greedy_engine(session)
         self._started = time.monotonic()
         self._norm = self._rate = 0.0
 
@@ -133,18 +135,20 @@ class Training:
     @property
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate: held-out data, tasks or callbacks."""
-        return self.session.evaluation is not None or self._engine is not None
+        return self.session.evaluation is not None or self.greedy is not None
 
     def evaluate(self) -> None:
         if self._of_teacher is None:  # it does not change during a run
             self._of_teacher = evaluate_teacher(self.session)
         self.progress.metrics = metrics = evaluate(self.session) | self._of_teacher
-        if self._engine is not None:
+        if self.greedy is not None:
             watchdog.enter("the evaluation of tasks")
-            self._engine.update_weights(self.progress.step, None)
-            metrics |= TaskEvaluation(self.session, self._engine).evaluate()
+            self.greedy.update_weights(self.progress.step, None)
+            metrics |= TaskEvaluation(self.session, self.greedy).evaluate()
+            if self.samples is not None:
+                self.samples.write(self.progress.step)
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
-            callbacks = Callbacks(self.session, self.folder.path, self._engine)
+            callbacks = Callbacks(self.session, self.folder.path, self.greedy)
             metrics |= callbacks.evaluate(self.progress.step, metrics)
         self.log.evaluation(self.progress.step, self.progress.tokens, self.progress.metrics)
 
@@ -186,7 +190,9 @@ def training(
         steps, track = session.step_schedule.steps, session.config.track
         log = stack.enter_context(open_log(folder, progress, steps, track, dotted_values(session.config)))
         run = Training(session, folder, progress, log, queue)
-        if run.evaluates and _lacks_evaluation(session, progress):
+        is_due = _lacks_evaluation(session, progress)
+        run.samples = stack.enter_context(eval_samples(session, folder, run.greedy, progress.step - is_due))
+        if run.evaluates and is_due:
             run.evaluate()
         stack.enter_context(finishing("this step and a checkpoint of it"))
         stack.enter_context(_saving_when_signals_are_lost(run))
