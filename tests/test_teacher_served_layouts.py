@@ -108,7 +108,7 @@ def test_a_signal_is_obeyed_while_no_server_answers(workspace: Path, server: str
     out = workspace / "terminated"
     with proxy_to(server) as (proxy, url):
         write_run(workspace, cached=True, **OBJECTIVE, **{"teacher.url": url, "out": str(out)})
-        proxy.after(9, [reset] * 100_000)
+        proxy.after(7, [reset] * 100_000)
         command = Command("distill", workspace / "run.yaml")
         wait_for(lambda: "fails, and is asked again" in command.out)
         command.send(signal.SIGTERM)

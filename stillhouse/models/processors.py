@@ -74,18 +74,31 @@ class Objective:
         )
 
 
-def teacher_cross_entropy(
-    *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
-) -> ObjectiveOutput:
-    """Return the teacher's own cross-entropy on the labels. The signal has to be the exact one, `FullVocab`."""
-    assert isinstance(context.signal, FullVocab)
-    return linear_objective(
-        context.signal.hidden_TE,
-        context.signal.head,
-        [CrossEntropy(context.labels_T)],
-        weights_T=context.weights_T,
-        valid_index=context.valid_index,
-    )
+def with_teacher_cross_entropy(processor: OutputProcessor) -> OutputProcessor:
+    """Return a processor that also reports the metric `teacher_cross_entropy`, the teacher's own on the labels.
+
+    processor: gives an `ObjectiveOutput`; its context is `DistillTargets`. The signal has to be exact, `FullVocab`.
+    """
+
+    def process(
+        *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
+    ) -> ObjectiveOutput:
+        output: ObjectiveOutput = processor(hidden_states=hidden_states, head=head, context=context, depth=depth)
+        if depth:
+            return output
+        assert isinstance(context.signal, FullVocab)
+        of_teacher = linear_objective(
+            context.signal.hidden_TE,
+            context.signal.head,
+            [CrossEntropy(context.labels_T)],
+            weights_T=context.weights_T,
+            valid_index=context.valid_index,
+        )
+        return replace(
+            output, metrics=output.metrics | {"teacher_cross_entropy": of_teacher.metrics["cross_entropy"]}
+        )
+
+    return process
 
 
 def hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:

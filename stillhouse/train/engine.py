@@ -21,7 +21,7 @@ import torch
 from stillhouse.data import MicroBatch
 from stillhouse.models import HiddenPair, OutputProcessor, evaluating
 from stillhouse.models.mtp_objective import MtpObjective, multi_token, with_positions
-from stillhouse.models.processors import distillation, teacher_cross_entropy
+from stillhouse.models.processors import distillation, with_teacher_cross_entropy
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, RoutedSignals, Signal, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import forward_kl, total_variation
@@ -123,30 +123,23 @@ class Engine:
         if self.average is not None:
             self.average.update()
 
-    def evaluate(self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]) -> dict[str, float]:
+    def evaluate(
+        self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[PairSignal]]], *, of_teacher: bool = False
+    ) -> dict[str, float]:
         """Sums over all target tokens: the cross-entropy and, if there are signals, the forward KL.
 
         Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. Every
         process returns the same sums. They do not depend on the engine's own objective. Of sorted probabilities, the
         result is their distance, `uld`, at the objective's temperature. Of MTP layers, the sums have what
-        `ACCEPTANCE` measures.
+        `ACCEPTANCE` measures. of_teacher: also the teacher's own cross-entropy; the signals have to be exact.
         """
         outputs: list[ObjectiveOutput] = []
         for micro_batches, signals in parts:
             processor = distillation(self._held_out_objective(signals), chunk_tokens=self.chunk_tokens)
+            processor = with_teacher_cross_entropy(processor) if of_teacher else processor
             mtp = None if self.mtp is None else replace(ACCEPTANCE, depths=self.mtp.depths)
             outputs += self.process(processor, partial(_targets, normalizer=1.0), micro_batches, signals, mtp)
             del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
-        return self._totals(outputs)
-
-    def evaluate_teacher(
-        self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]
-    ) -> dict[str, float]:
-        """Sums over all target tokens: the teacher's own cross-entropy. The signals have to be exact."""
-        outputs: list[ObjectiveOutput] = []
-        for micro_batches, signals in parts:
-            outputs += self.process(teacher_cross_entropy, partial(_targets, normalizer=1.0), micro_batches, signals)
-            del micro_batches, signals
         return self._totals(outputs)
 
     def _held_out_objective(self, signals: Sequence[PairSignal]) -> ObjectiveSpec:

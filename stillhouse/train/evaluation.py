@@ -21,29 +21,31 @@ KEYS = {
     "student_entropy": "eval/student_entropy",
     "teacher_entropy": "eval/teacher_entropy",
     "uld": "eval/uld",
+    "teacher_cross_entropy": "eval/teacher_cross_entropy",
 }
-
-TEACHER = "eval/teacher_cross_entropy"
 
 #: metrics of one distribution at one temperature
 ENTROPIES = ("student_entropy", "teacher_entropy")
 
 
-def evaluate(session: Session) -> dict[str, float]:
+def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
     """Means over all target tokens of the held-out documents (see `Engine.evaluate`).
 
     Each of several sets has its own metrics, `eval/<name>/…`, besides those over the tokens of all sets. They do not
     depend on the run's own objective. Without a teacher, the metrics that need one are absent. Without
-    held-out data, the result is empty.
+    held-out data, the result is empty. of_teacher: also the teacher's own cross-entropy, which the student's
+    approaches, if there is one teacher whose signals are exact.
     """
     if session.evaluation is None:
         return {}
     watchdog.enter("an evaluation")
     names, sequences = list(session.evaluation.documents.reports), session.evaluation
+    of_teacher = of_teacher and has_exact_teacher(session)
     if not names:
-        return _metrics(session, session.engine.evaluate(_parts(session, np.arange(len(sequences)))))
+        parts = _parts(session, np.arange(len(sequences)))
+        return _metrics(session, session.engine.evaluate(parts, of_teacher=of_teacher))
     sets = [np.flatnonzero(sequences.set_S == number) for number in range(len(names))]
-    sums = [session.engine.evaluate(_parts(session, numbers)) for numbers in sets]
+    sums = [session.engine.evaluate(_parts(session, numbers), of_teacher=of_teacher) for numbers in sets]
     found = _metrics(session, add_up(sums))
     for name, own in zip(names, sums, strict=True):
         metrics = _metrics(session, own)
@@ -65,19 +67,10 @@ def _metrics(session: Session, sums: Mapping[str, float]) -> dict[str, float]:
     return found | acceptance(sums) | {"eval/tokens": sums["tokens"]}
 
 
-def evaluate_teacher(session: Session) -> dict[str, float]:
-    """The teacher's own cross-entropy on the held-out documents: what the student's approaches.
-
-    Empty without held-out data, and unless there is one teacher whose signals are exact: the label may be missing
-    among the ids of another signal.
-    """
-    config = session.config
+def has_exact_teacher(session: Session) -> bool:
+    """Whether there is one teacher whose signals are exact: the label may be missing among the ids of another one."""
     is_exact = all(each.signal.is_exact for each in session.stores.values())
-    if session.evaluation is None or config.teacher is None or not is_exact or isinstance(session.source, NoTeacher):
-        return {}
-    watchdog.enter("the evaluation of the teacher")
-    sums = session.engine.evaluate_teacher(_parts(session, np.arange(len(session.evaluation))))
-    return {TEACHER: sums["cross_entropy"] / max(1.0, sums["tokens"])}
+    return session.config.teacher is not None and is_exact and not isinstance(session.source, NoTeacher)
 
 
 def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperatures: bool) -> dict[str, float]:

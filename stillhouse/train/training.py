@@ -32,7 +32,7 @@ from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
 from stillhouse.train.checkpoint_folder import prune
 from stillhouse.train.engine import StepOutput
 from stillhouse.train.eval_samples import EvalSamples, eval_samples
-from stillhouse.train.evaluation import evaluate, evaluate_teacher, means
+from stillhouse.train.evaluation import evaluate, means
 from stillhouse.train.finite import stop_unless_finite
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.identity import configuration_hash
@@ -55,6 +55,9 @@ _KEYS = {
     "teacher_mass": "train/teacher_mass",
 }
 
+
+#: how the keys of the teacher's own cross-entropy end, also on one of several evaluation sets
+_TEACHER = "/teacher_cross_entropy"
 
 #: sums over drawn tokens, which `rollout_metrics.py` reports
 _OF_DRAWS = ("log_ratio", "sampled", "ratio", "clipped")
@@ -138,9 +141,10 @@ class Training:
         return self.session.evaluation is not None or self.greedy is not None
 
     def evaluate(self) -> None:
+        metrics = evaluate(self.session, of_teacher=self._of_teacher is None)
         if self._of_teacher is None:  # it does not change during a run
-            self._of_teacher = evaluate_teacher(self.session)
-        self.progress.metrics = metrics = evaluate(self.session) | self._of_teacher
+            self._of_teacher = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
+        self.progress.metrics = metrics = metrics | self._of_teacher
         if self.greedy is not None:
             watchdog.enter("the evaluation of tasks")
             self.greedy.update_weights(self.progress.step, None)
