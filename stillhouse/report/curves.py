@@ -85,6 +85,7 @@ CHARTS = (
     Chart("Gradient norm", "before clipping", "Training", {"": "train/gradient_norm"}, log=True),
     Chart("Learning rate", "per step", "Training", {"": "train/learning_rate"}),
     Chart("Throughput", "tokens per second", "Training", {"": "speed/tokens_per_second"}),
+    Chart("Rows of a logits tile", "tokens, at most", "Training", {"": "speed/chunk_tokens"}),
     Chart("Reward", "mean of a step's completions", "Rollouts", {"": "rollout/reward"}),
     Chart("Reward, spread", "standard deviation", "Rollouts", {"": "rollout/reward_std"}),
     Chart("Completion length", "tokens, mean", "Rollouts", {"": "rollout/completion_tokens"}),

@@ -278,16 +278,25 @@
   const readout = document.getElementById("readout");
   let current = null;
 
-  const side = (name, entries, actual) => {
+  const side = (name, entries, actual, form = percent) => {
     const box = element("div");
     box.append(element("h4", "", name));
     for (const [label, p] of entries) {
       const row = element("div", label === actual ? "row actual" : "row");
       const bar = element("i");
-      bar.style.width = 100 * p + "%";
-      row.append(bar, element("code", "", label), element("span", "", percent(p)));
+      bar.style.width = Math.min(100, 100 * p) + "%";
+      row.append(bar, element("code", "", label), element("span", "", form(p)));
       box.append(row);
     }
+    return box;
+  };
+
+  // What one term of the objective does at a token: its value, its gradient, and the logits that it moves most.
+  const effect = (name, [value, gradient, raises, lowers], actual) => {
+    const box = element("div", "effect");
+    const sides = element("div", "sides");
+    sides.append(side("raises", raises, actual, short), side("lowers", lowers, actual, short));
+    box.append(element("h4", "", `${name} ${short(value)}, gradient ${short(gradient)}`), sides);
     return box;
   };
 
@@ -303,19 +312,7 @@
       sides.append(side("teacher", teacher, label), side("student", student, label));
       readout.append(sides);
     }
-    terms.forEach((term, at) => term && readout.append(effect(data.terms[at], term)));
-  };
-
-  // What one term of the objective does at a token: its value, its gradient, and the logits that it moves most.
-  const effect = (name, [value, gradient, raises, lowers]) => {
-    const box = element("div", "effect");
-    const head = element("h4", "", name + " " + short(value) + ", gradient " + short(gradient));
-    const moves = element("p");
-    const add = (sign, pairs) => pairs.forEach(([label, size]) => moves.append(element("span", "move", sign), element("code", "", label), " " + short(size) + " "));
-    add("↑", raises);
-    add("↓", lowers);
-    box.append(head, moves);
-    return box;
+    terms.forEach((term, at) => term && readout.append(effect(data.terms[at], term, label)));
   };
 
   const show = (token) => {
