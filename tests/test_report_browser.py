@@ -104,6 +104,13 @@ def test_a_browser_shows_an_on_policy_run_without_complaint(tmp_path, width, the
     assert (found["width"], found["overflow"]) == (str(width), "0")
 
 
+def reload(browser: Browser) -> None:
+    """The page that is there before is marked, so that it is not taken for the new one."""
+    root = "document.documentElement.dataset"
+    browser.value(f"({root}.before = 'true', location.reload())")
+    browser.wait(f"document.readyState === 'complete' && 'charts' in {root} && !('before' in {root})")
+
+
 def wait_until_drawn(browser: Browser) -> None:
     browser.wait("document.querySelectorAll('.chart').length === document.querySelectorAll('[data-drawn]').length")
 
@@ -138,8 +145,7 @@ def test_a_reader_points_zooms_smooths_and_comes_back(tmp_path, width):
         assert "log=Training" in kept
         smoothed = browser.value(shown)
         assert smoothed != last
-        browser.value("location.reload()")
-        browser.wait("document.readyState === 'complete' && 'charts' in document.documentElement.dataset")
+        reload(browser)
         wait_until_drawn(browser)
         assert browser.value("location.hash") == kept
         assert browser.value(shown) == smoothed
@@ -176,8 +182,7 @@ def test_a_token_shows_what_each_term_does_there(tmp_path, width):
         browser.value("(shaded.value = 'cross_entropy', shaded.dispatchEvent(new Event('change')))")
         assert browser.value(shades).split()[0] == f"k{shade(gradient)}"
         assert "shaded=cross_entropy" in browser.value("location.hash")
-        browser.value("location.reload()")
-        browser.wait("document.readyState === 'complete' && 'charts' in document.documentElement.dataset")
+        reload(browser)
         assert browser.value(shades) == f"k{shade(gradient)}"
         browser.value("(shaded.value = '', shaded.dispatchEvent(new Event('change')))")
         assert browser.value(shades) == f"k{shade(kl)}"
