@@ -55,6 +55,48 @@ def test_a_number_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert "eval.callbacks: test_eval_callbacks:broken gives nan for 'perplexity': expected a finite" in failed.err
 
 
+def quality(context: EvaluationContext) -> dict[str, float]:
+    return {"quality": -abs(context.step - 2.0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("greater", "best"), [("true", "step-00000002"), ("false", "step-00000006")])
+def test_its_metric_can_choose_the_best_checkpoint(tmp_path: Path, greater: str, best: str) -> None:
+    settings = {"eval.callbacks": [f"{__name__}:quality"], "checkpoint.every": 1, "checkpoint.keep": 1}
+    write_run(tmp_path, **settings)
+    chosen = ["checkpoint.best=eval/quality", f"checkpoint.greater_is_better={greater}"]
+    run("distill", tmp_path / "run.yaml", *chosen)
+    found = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert found == {best, "step-00000006"}
+    exported = run("export", tmp_path / "out", "--step", "best", "--out", tmp_path / "exported")
+    assert best.lstrip("step-0") in exported.out
+    others = [f"out={tmp_path / 'other'}", "checkpoint.best=eval/speed", "checkpoint.greater_is_better=true"]
+    failed = run("distill", tmp_path / "run.yaml", *others, code=2)
+    assert "checkpoint.best: got eval/speed, but the evaluation of step 0 has only eval/cross_entropy" in failed.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["checkpoint.best=eval/quality"], "best", "or a metric of eval.callbacks, which is \\[\\]"),
+        (
+            ["checkpoint.best=eval/quality", "eval.callbacks=[json:loads]"],
+            "greater_is_better",
+            "expected true or false",
+        ),
+        (
+            ["checkpoint.greater_is_better=false"],
+            "greater_is_better",
+            "got false with checkpoint.best eval/cross_ent",
+        ),
+    ],
+)
+def test_which_value_is_better_has_to_be_said(tmp_path: Path, overrides: list[str], key: str, message: str) -> None:
+    write_run(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.{key}: .*{message}"):
+        load_config(tmp_path / "run.yaml", overrides)
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

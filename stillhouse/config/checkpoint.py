@@ -1,13 +1,25 @@
 """Which checkpoints a run writes and keeps, and from which checkpoint it resumes."""
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from stillhouse.config.section import PathText, Section
 
-#: a metric of one of several evaluation sets
+#: a metric of one of several evaluation sets, or of eval.callbacks
 OF_A_SET = r"^eval/[A-Za-z0-9_-]+/(cross_entropy|forward_kl|agreement)$"
+OF_A_CALLBACK = r"^eval/[\w.\-/]+$"
+
+Known = Literal[
+    "eval/cross_entropy",
+    "eval/forward_kl",
+    "eval/agreement",
+    "eval/exact_match/sums",
+    "eval/exact_match/reversal",
+    "eval/exact_match/brackets",
+]
+KNOWN = get_args(Known)
 
 
 class CheckpointConfig(Section):
@@ -20,24 +32,22 @@ class CheckpointConfig(Section):
         default=2, ge=1, description="How many of the latest checkpoints are kept, in addition to the best one."
     )
     best: (
-        Literal[
-            "eval/cross_entropy",
-            "eval/forward_kl",
-            "eval/agreement",
-            "eval/exact_match/sums",
-            "eval/exact_match/reversal",
-            "eval/exact_match/brackets",
-        ]
+        Known
         | Annotated[
             str,
-            Field(pattern=OF_A_SET, examples=["eval/math/cross_entropy"]),
+            Field(pattern=OF_A_CALLBACK, examples=["eval/math/cross_entropy"]),
         ]
         | None
     ) = Field(
         default="eval/cross_entropy",
         description="The checkpoint with the best value of this metric is kept: the lowest, or the highest for"
         " agreement and for the exact match of a task in eval.tasks. eval/name/…: of one of several"
-        " sets in data.eval. null: none. No effect without evaluation.",
+        " sets in data.eval. eval/name: of eval.callbacks. null: none. No effect without evaluation.",
+    )
+    greater_is_better: bool | None = Field(
+        default=None,
+        description="Of a metric of eval.callbacks in checkpoint.best: whether its highest value is the best one."
+        " null: for all other metrics, of which it is known.",
     )
     resume: PathText = Field(
         default="auto",
@@ -53,8 +63,13 @@ class CheckpointConfig(Section):
     @property
     def best_of_set(self) -> str | None:
         """The name of the evaluation set whose metric is `best`; None if it is not one set's metric."""
-        parts = (self.best or "").split("/")
-        return parts[1] if len(parts) == 3 and parts[1] != "exact_match" else None
+        best = self.best or ""
+        return best.split("/")[1] if re.match(OF_A_SET, best) else None
+
+    @property
+    def best_of_callback(self) -> bool:
+        """Whether the metric is none of ours, but one of eval.callbacks."""
+        return self.best is not None and self.best not in KNOWN and self.best_of_set is None
 
     @property
     def best_needs_teacher(self) -> bool:

@@ -306,6 +306,10 @@ TABLE = (
         axolotl="metric_for_best_model",
     ),
     PeerKey(
+        ("checkpoint.greater_is_better",),
+        trl="greater_is_better", swift="greater_is_better", axolotl="greater_is_better",
+    ),
+    PeerKey(
         ("checkpoint.resume",),
         trl="resume_from_checkpoint", verl="trainer.resume_mode", automodel="checkpoint.restore_from",
         swift="resume_from_checkpoint", axolotl="resume_from_checkpoint", also="resume auto_resume",

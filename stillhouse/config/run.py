@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from stillhouse.config.checkpoint import CheckpointConfig
+from stillhouse.config.checkpoint import KNOWN, CheckpointConfig
 from stillhouse.config.data import DataConfig
 from stillhouse.config.errors import ConfigError
 from stillhouse.config.evaluation import EvalConfig
@@ -123,6 +123,28 @@ class RunConfig(Section):
         if self.parallel.schedule == "1f1b_ahead":
             raise ConfigError(
                 "parallel.schedule", f"got 1f1b_ahead, which runs the teacher a step ahead: expected 1f1b with {key}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_known(self) -> "RunConfig":
+        best, greater = self.checkpoint.best, self.checkpoint.greater_is_better
+        if not self.checkpoint.best_of_callback:
+            if greater is not None:
+                raise ConfigError(
+                    "checkpoint.greater_is_better",
+                    f"got {str(greater).lower()} with checkpoint.best {best}, of which it is known: expected null",
+                )
+        elif not self.eval.callbacks:
+            raise ConfigError(
+                "checkpoint.best",
+                f"got {best!r}, expected {', '.join(KNOWN)}, eval/<set>/… of a set in data.eval, or a metric of "
+                "eval.callbacks, which is []",
+            )
+        elif greater is None:
+            raise ConfigError(
+                "checkpoint.greater_is_better",
+                f"expected true or false for checkpoint.best {best}, a metric of yours",
             )
         return self
 

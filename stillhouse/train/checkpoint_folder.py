@@ -19,15 +19,16 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
-def prune(folder: Path, keep: int, best: str | None) -> list[str]:
+def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
     """Remove all checkpoints but the newest `keep` and the one with the best value of the metric `best`.
 
+    greater: whether the highest value of it is the best one; None for a metric of which it is known.
     A checkpoint whose state.json is damaged is not removed; the returned list describes each such damage.
     """
     every = checkpoints(folder)
     metrics, damage = _evaluations(every)
     kept = set(every[-keep:]) | (set(every) - metrics.keys())
-    if best is not None and (first := _best(metrics, best)) is not None:
+    if best is not None and (first := _best(metrics, best, greater)) is not None:
         kept.add(first)
     for path in every:
         if path not in kept:
@@ -37,10 +38,10 @@ def prune(folder: Path, keep: int, best: str | None) -> list[str]:
     return damage
 
 
-def best_checkpoint(paths: list[Path], metric: str) -> tuple[Path | None, list[str]]:
+def best_checkpoint(paths: list[Path], metric: str, greater: bool | None = None) -> tuple[Path | None, list[str]]:
     """The best of these checkpoints by a metric, if any has it, and a description of each damage of a state.json."""
     metrics, damage = _evaluations(paths)
-    return _best(metrics, metric), damage
+    return _best(metrics, metric, greater), damage
 
 
 def set_aside(path: Path) -> Path:
@@ -50,13 +51,14 @@ def set_aside(path: Path) -> Path:
     return path.rename(free)
 
 
-def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str) -> Path | None:
+def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: bool | None) -> Path | None:
     """The checkpoint with the lowest value of a metric (the highest, for an agreement and an exact match).
 
     If several have the same value, it is the earliest one. None if no checkpoint has the metric.
     """
-    is_share = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
-    sign = -1.0 if is_share else 1.0
+    if greater is None:
+        greater = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
+    sign = -1.0 if greater else 1.0
     values = [(sign * each[metric], path) for path, each in metrics.items() if metric in each]
     return min(values)[1] if values else None
 

@@ -95,8 +95,10 @@ def _chosen(path: Path, step: str | None) -> Path:
     if step in (None, "last"):
         return every[-1]
     if step == "best":
-        metric = load_config(path / "config.yaml").checkpoint.best
-        best, damage = best_checkpoint(every, metric) if metric is not None else (None, [])
+        settings = load_config(path / "config.yaml").checkpoint
+        best, damage = None, list[str]()
+        if settings.best is not None:
+            best, damage = best_checkpoint(every, settings.best, settings.greater_is_better)
         if damage:
             raise ValueError(f"--step: the best checkpoint is not known: {damage[0]}; name a step")
         if best is None:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from stillhouse.config import ConfigError
 from stillhouse.config.loading import dotted_values
 from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.keys import CHUNK_TOKENS
@@ -154,6 +155,13 @@ class Training:
             watchdog.enter("eval.callbacks", timed=False)  # they may take any time
             callbacks = Callbacks(self.session, self.folder.path, self.greedy)
             metrics |= callbacks.evaluate(self.progress.step, metrics)
+            checkpoint = self.session.config.checkpoint
+            if checkpoint.best_of_callback and checkpoint.best not in metrics:
+                raise ConfigError(
+                    "checkpoint.best",
+                    f"got {checkpoint.best}, but the evaluation of step {self.progress.step} has only "
+                    f"{', '.join(metrics)}",
+                )
         self.log.evaluation(self.progress.step, self.progress.tokens, self.progress.metrics)
 
     def save(self) -> Path:
@@ -172,7 +180,7 @@ class Training:
         )
         if is_first():
             settings = session.config.checkpoint
-            for damage in prune(folder.checkpoints, settings.keep, settings.best):
+            for damage in prune(folder.checkpoints, settings.keep, settings.best, settings.greater_is_better):
                 self.log.print_line(f"warning: {damage}")
         return saved
 
