@@ -165,9 +165,10 @@ def _step_lines(session: Session) -> Iterator[str]:
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
-    for name, spec in _single_terms(session.spec):
+    terms = [(name, engine.with_objective(spec)) for name, spec in _single_terms(session.spec)]
+    for name, alone in [*terms, *engine.single_losses()]:
         engine.zero_grad()
-        _forward_backward(session, engine.with_objective(spec), micro_batches)
+        _forward_backward(session, alone, micro_batches)
         yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")
     engine.zero_grad()
 

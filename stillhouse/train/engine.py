@@ -10,7 +10,7 @@ neither the loss nor the gradient depends on how the step is cut into micro-batc
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -181,14 +181,30 @@ class Engine:
         return results if self.runner.has_results else []
 
     def with_objective(self, objective: ObjectiveSpec) -> "Engine":
-        """The same student and optimizer with another objective. MTP layers run, but their loss has the factor 0;
-        hidden states are not compared.
+        """The same student and optimizer with this objective alone: no loss of routers, no comparison of hidden
+        states, and MTP layers run, but their loss has the factor 0.
         """
         other = copy.copy(self)
         other.objective, other.optimizer = objective, self.optimizer
         other.mtp = None if self.mtp is None else replace(self.mtp, scale=0.0)
-        other.compares_hidden = False
+        other.compares_hidden, other.router_aux_loss = False, 0.0
         return other
+
+    def single_losses(self) -> Iterator[tuple[str, "Engine"]]:
+        """For each loss beside the objective, its name and the same student with this loss alone."""
+        none = ObjectiveSpec(entropy=0.0)  # a term of scale 0 has no gradient
+        if self.mtp is not None and self.mtp.scale:
+            alone = self.with_objective(none)
+            alone.mtp = self.mtp
+            yield "student.mtp", alone
+        if self.hidden:
+            alone = self.with_objective(none)
+            alone.compares_hidden = self.compares_hidden
+            yield "objective.hidden", alone
+        if self.router_aux_loss:
+            alone = self.with_objective(none)
+            alone.router_aux_loss = self.router_aux_loss
+            yield ROUTER_LOSS, alone
 
     @property
     def hidden(self) -> Sequence[HiddenPair]:
