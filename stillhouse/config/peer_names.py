@@ -67,7 +67,7 @@ TABLE = (
     PeerKey(
         ("student.adapter.r",),
         trl="lora_r", verl="actor_rollout_ref.model.lora_rank", automodel="peft.dim", swift="lora_rank",
-        axolotl="lora_r",
+        axolotl="lora_r", also="rank",
     ),
     PeerKey(
         ("student.adapter.alpha",),
