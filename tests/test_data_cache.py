@@ -3,17 +3,22 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
+from filelock import FileLock
 from fork_server import fork_server
 from runs import metrics, run, session_of, write_run, write_texts
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import Documents, load_documents
-from stillhouse.data.token_cache import user_folder
+from stillhouse.data.reading import local_files, read_records
+from stillhouse.data.token_cache import cached_documents, entry_key, user_folder
 from stillhouse.train.identity import configuration_hash
 
 
@@ -74,8 +79,15 @@ def test_whatever_decides_the_tokens_is_in_the_key(tmp_path: Path) -> None:
     other.chat_template = "{{ messages }}"
     load_documents(path, other, max_tokens=32, cache=cache)
     assert len(entries(cache)) == 7
+    path.write_text(json.dumps({"text": "a <|im_end|> b"}))
+    for splits in (False, True):  # an attribute that the text of the backend does not have
+        other.split_special_tokens = splits
+        plain = load_documents(path, other, max_tokens=32)
+        assert same(load_documents(path, other, max_tokens=32, cache=cache), plain)
+        assert (other.convert_tokens_to_ids("<|im_end|>") in plain.tokens_N) == (not splits)
+    path.write_text(text)
     load(tmp_path, cache)
-    assert len(entries(cache)) == 7
+    assert len(entries(cache)) == 9
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "targets.bin", "offsets.bin", "sources.arrow", "manifest.json"])
@@ -93,6 +105,97 @@ def test_a_damaged_entry_is_refused_by_name(tmp_path: Path, name: str, damage: s
         path.write_bytes({"short": bytes(content[:-8]), "changed": bytes(content), "empty": b""}[damage])
     with pytest.raises(ValueError, match=rf"{path.parent}: the cached tokens are damaged; remove this folder"):
         load(tmp_path, cache)
+
+
+def test_a_column_that_was_changed_is_refused(tmp_path: Path) -> None:
+    """The columns are in the manifest itself: one of them may name the teacher of a document."""
+    write(tmp_path)
+    cache = tmp_path / "cache"
+    load(tmp_path, cache, columns=["n"])
+    path = entries(cache)[0] / "manifest.json"
+    path.write_text(path.read_text().replace('"xx"', '"xy"', 1))
+    with pytest.raises(ValueError, match=r"are damaged; remove this folder, .* manifest\.json has other bytes"):
+        load(tmp_path, cache, columns=["n"])
+
+
+def test_only_the_files_that_are_read_decide(tmp_path: Path) -> None:
+    """A cache, a run or a link to nothing in the folder of the source changes nothing; another source does."""
+    source = tmp_path / "data"
+    source.mkdir()
+    write(source)
+
+    def of(folder: Path) -> Documents:
+        return load_documents(folder, toy_tokenizer(), max_tokens=32, cache=source / "cache")
+
+    first = of(source)
+    (source / "run").mkdir()
+    (source / "run" / "metrics.jsonl").write_text("{}\n")
+    (source / "notes.txt").write_text("later")
+    (source / "link").symlink_to(tmp_path / "nothing")
+    assert same(of(source), first)
+    assert len(entries(source / "cache")) == 1
+    datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a b"}])).save_to_disk(source / "saved")
+    one = of(source / "saved")
+    (source / "saved" / "cache.lock").mkdir()
+    assert same(of(source / "saved"), one)
+    shutil.rmtree(source / "saved")
+    datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a c"}])).save_to_disk(source / "saved")
+    assert not same(of(source / "saved"), one)
+    assert len(entries(source / "cache")) == 3
+
+
+def test_a_file_that_comes_or_goes_while_the_others_are_read(tmp_path: Path) -> None:
+    source, cache = tmp_path / "data", tmp_path / "cache"
+    source.mkdir()
+    write(source)
+    second = source / "b.jsonl"
+
+    def of(change: Callable[[], object]) -> Documents:
+        def key() -> str:
+            name = entry_key(local_files(source) or [], toy_tokenizer(), {})
+            change()
+            return name
+
+        return cached_documents(cache, lambda: local_files(source) or [], key, read)
+
+    def read(folder: Path) -> Documents:
+        for name in ("tokens", "targets"):
+            (folder / f"{name}.bin").touch()
+        return load_documents(source, toy_tokenizer(), max_tokens=32)
+
+    for change in (lambda: shutil.copy(source / "a.jsonl", second), second.unlink):
+        with pytest.raises(ValueError, match="a file changed while it was read: start again"):
+            of(change)
+        assert not entries(cache)
+
+    shutil.copy(source / "a.jsonl", second)
+
+    def lost(_: Path) -> Documents:
+        next(records := read_records(source))
+        second.unlink()
+        raise AssertionError(list(records))
+
+    with pytest.raises(FileNotFoundError, match=r"b\.jsonl"):  # the cache is not to blame
+        cached_documents(cache, lambda: local_files(source) or [], lambda: "0" * 64, lost)
+
+
+def test_a_complete_entry_needs_no_lock_and_is_for_everybody(tmp_path: Path) -> None:
+    """Another machine may hold the lock, or the folder may be another user's; so the umask decides who reads it."""
+    write(tmp_path)
+    cache = tmp_path / "cache"
+    before = os.umask(0o022)
+    try:
+        first = load(tmp_path, cache)
+    finally:
+        os.umask(before)
+    assert entries(cache)[0].stat().st_mode & 0o777 == 0o755
+    lock = FileLock(next(cache.glob("*.lock")))
+    with lock, ThreadPoolExecutor() as pool:
+        found = pool.submit(load, tmp_path, cache)
+        try:
+            assert same(found.result(timeout=20), first)
+        finally:
+            lock.release()
 
 
 def test_an_entry_of_other_data_is_refused(tmp_path: Path) -> None:

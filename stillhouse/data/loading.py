@@ -5,6 +5,7 @@ a conversation is cut at its end. The report counts both, and every record that 
 What a teacher reads, a document and its prefix, has the same limit.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -97,8 +98,7 @@ def load_documents(
                 loader.add(record)
             return loader.finish()
 
-    files = None if cache is None or keep_records or not tokenizer.is_fast else local_files(source)
-    if cache is None or files is None:
+    if cache is None or keep_records or not tokenizer.is_fast or (files := local_files(source)) is None:
         return load(None)
     options = {
         "source": os.fspath(source),
@@ -111,7 +111,8 @@ def load_documents(
         "reader": reader,
         "prompts": prompts,
     }
-    return cached_documents(cache, files, lambda: entry_key(files, tokenizer, options), load)
+    key = functools.partial(entry_key, files, tokenizer, options)
+    return cached_documents(cache, lambda: local_files(source) or [], key, load)
 
 
 @dataclass(frozen=True)

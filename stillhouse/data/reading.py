@@ -87,7 +87,7 @@ def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
     if path.is_file():
         return [path]
     if path.is_dir():
-        return sorted(each for each in path.rglob("*") if each.is_file())
+        return _saved_files(path) if _is_saved(path) else _files_of(path)
     return _matches(name) if glob.has_magic(name) else None
 
 
@@ -108,8 +108,23 @@ def _matches(pattern: str) -> list[Path]:
 
 
 def _read_folder(folder: Path) -> Iterator[Record]:
-    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+    if _is_saved(folder):
         return _read_dataset(str(folder), _load_saved(folder))
+    return _read_files(_files_of(folder))
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """All files of a saved dataset, which has each split in a subfolder, or is one split itself."""
+    parts = [folder, *(state.parent for state in folder.glob("*/state.json"))]
+    return sorted(each for part in parts for each in part.iterdir() if each.is_file())
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of a folder, in the order of their names."""
     files = sorted(path for path in folder.iterdir() if _is_readable(path))
     if not files:
         raise ValueError(
@@ -120,7 +135,7 @@ def _read_folder(folder: Path) -> Iterator[Record]:
     twice = next((path for path in files if path.suffix in COMPRESSED and path.with_suffix("") in files), None)
     if twice is not None:
         raise ValueError(f"{folder} has both {twice.name} and {twice.stem}: expected one of them, or a glob")
-    return _read_files(files)
+    return files
 
 
 def _is_readable(path: Path) -> bool:

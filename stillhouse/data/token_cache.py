@@ -1,14 +1,14 @@
 """Tokenized documents on disk: written once, proven when they are read, and mapped into memory.
 
 The folder of an entry is named by a hash of everything that decides its content: the bytes of the source's files, the
-tokenizer with its chat template, the options and the version of this format. It has
+tokenizer with its chat template, the options, the versions of the libraries and of this format. It has
 
-    manifest.json     that hash, the report on the records, and the sha256 of each other file
+    manifest.json     that hash, the report on the records, the sha256 of each other file, and that of all this
     sources.arrow     `file:line` of each document
     NAME.bin          an array: tokens (int32), targets (bool), offsets (int64), keys (uint64), and those of prefixes
 
-An entry is written in a folder of another name and renamed when it is complete. A lock file lets one process write it
-while the others wait.
+An entry is written in a folder of another name and renamed when it is complete, so that it is read without a lock. A
+lock file lets one process write it while the others wait.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -28,13 +28,15 @@ import transformers
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+import stillhouse
 from stillhouse.data.documents import DataReport, Documents
 from stillhouse.data.prefixes import Prefixes
 from stillhouse.libraries import reading
 
 #: to be raised whenever the same records give other documents, or the files change
-VERSION = 1
+VERSION = 2
 MANIFEST, SOURCES = "manifest.json", "sources.arrow"
+_PROOF = "sha256_of_the_above"
 TOKENS, TARGETS = "tokens", "targets"
 _DTYPES = {TOKENS: np.int32, TARGETS: np.bool_, "offsets": np.int64, "keys": np.uint64}
 _DTYPES |= {"prefix_tokens": np.int32, "prefix_offsets": np.int64, "prefix_after_bos": np.bool_}
@@ -65,12 +67,13 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
     """The hash that names an entry. It reads all files. The tokenizer is a fast one."""
     decisive = {
         "version": VERSION,
-        "libraries": [transformers.__version__, tokenizers.__version__],
+        "libraries": [stillhouse.__version__, transformers.__version__, tokenizers.__version__],
         "report": [each.name for each in dataclasses.fields(DataReport)],
         "files": [[str(path), _sha256(path)] for path in files],
         "tokenizer": [
             type(tokenizer).__name__,
             tokenizer.backend_tokenizer.to_str(),
+            tokenizer.split_special_tokens,  # not a part of that text
             tokenizer.chat_template,
             {role: str(token) for role, token in tokenizer.special_tokens_map.items()},
         ],
@@ -80,23 +83,29 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
 
 
 def cached_documents(
-    folder: Path, files: Sequence[Path], key: Callable[[], str], load: Callable[[Path], Documents]
+    folder: Path, files: Callable[[], Sequence[Path]], key: Callable[[], str], load: Callable[[Path], Documents]
 ) -> Documents:
     """The documents of an entry, which is written first if there is none.
 
-    key: see `entry_key`. load: reads the records; it writes the arrays of tokens and targets to the given folder.
+    files: lists those of the source. key: see `entry_key`. load: reads the records; it writes the arrays of tokens
+    and targets to the given folder.
+
     Raises ValueError for an entry that is not what was written, for a folder that cannot be used, and for files that
-    change while they are read.
+    change, come or go while they are read.
     """
-    before = _states(files)
+    before = _states(files())
     name = key()
     path = folder / name
+    if path.exists():
+        return _read(path, name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{name}.lock"):
             if not path.exists():
-                _write(path, name, load, lambda: _states(files) == before)
+                _write(path, name, load, lambda: _states(files()) == before)
     except OSError as error:
+        if error.filename is not None and str(error.filename) in before:  # of the source, not of the cache
+            raise
         raise ValueError(
             f"{folder}: tokenized data cannot be cached here ({error.strerror or error}): make room, or set"
             " data.cache to another folder or null"
@@ -108,7 +117,8 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
     prefix = f".partial-{name[:32]}-"
     for left in path.parent.glob(f"{prefix}*"):  # of a process that was killed, because this one has the lock
         shutil.rmtree(left)
-    partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+    partial = path.parent / f"{prefix}{uuid.uuid4().hex}"
+    partial.mkdir()
     try:
         documents = load(partial)
         if not is_unchanged():
@@ -128,7 +138,7 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
             "prefixes": list(documents.prefixes),
             "sha256": {each.name: _sha256(each) for each in sorted(partial.iterdir())},
         }
-        (partial / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        (partial / MANIFEST).write_text(json.dumps(manifest | {_PROOF: _proof(manifest)}), encoding="utf-8")
         for written in partial.iterdir():
             with written.open("rb") as file:
                 os.fsync(file.fileno())
@@ -143,6 +153,8 @@ def _read(path: Path, name: str) -> Documents:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["key"] != name:
             raise ValueError(f"they belong to the entry {manifest['key']!r}")
+        if manifest.pop(_PROOF) != _proof(manifest):
+            raise ValueError(f"{MANIFEST} has other bytes than when it was written")
         for file, digest in manifest["sha256"].items():
             if _sha256(path / file) != digest:
                 raise ValueError(f"{file} has other bytes than when it was written")
@@ -188,9 +200,14 @@ def _write_strings(path: Path, strings: Sequence[str]) -> None:
             writer.write_batch(pyarrow.record_batch([part], schema=schema))
 
 
-def _states(files: Sequence[Path]) -> list[tuple[int, int, int]]:
-    """What a change of a file changes: its number, size and time."""
-    return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in (path.stat() for path in files)]
+def _proof(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
+    """By the names of the files, what a change of a file changes: its number, size and time."""
+    states = ((path, path.stat()) for path in files)
+    return {str(path): (each.st_ino, each.st_size, each.st_mtime_ns) for path, each in states}
 
 
 def _sha256(path: Path) -> str:
