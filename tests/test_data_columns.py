@@ -77,6 +77,22 @@ def test_our_own_columns_win(tmp_path: Path) -> None:
         ({"conversations": [{"from": "bot", "value": "a"}]}, r"'from' of turn 1 .*'bot'\): expected one of .*human"),
         ({"conversations": MESSAGES}, r".* must have 'from' and 'value', found .*belong in a column 'messages'"),
         ({"conversations": "a"}, "'conversations' must be a list"),
+        (
+            {"conversations": [{"from": "tool", "value": "a"}]},
+            r"'from' of turn 1 .*'tool'\): expected one of .*human",
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "a"}, *SHAREGPT], "system": "b"},
+            "'system' is not empty, and 'conversations' has a system turn, too",
+        ),
+        (
+            {"conversations": [*SHAREGPT, SHAREGPT[0], {"from": "gpt", "value": "a", "weight": 0}]},
+            r"'weight' of message 4 of 'messages' is a number \(0\), but every turn of the assistant is a target",
+        ),
+        (
+            {"messages": [*MESSAGES, MESSAGES[-2], {"role": "assistant", "content": "a", "train": False}]},
+            r"'train' of message 5 of 'messages' is a boolean \(False\), but every turn",
+        ),
         (ALPACA | {"history": [["a", "b"]]}, "'history' is not empty"),
         (ALPACA | {"output": ""}, "'output' is empty"),
         (ALPACA | {"input": 3}, "'input' must be a string"),
@@ -85,6 +101,15 @@ def test_our_own_columns_win(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:1: {reason}"):
         load(tmp_path, fields)
+
+
+def test_a_turn_that_counts_may_say_so(tmp_path: Path) -> None:
+    """And the turns of others, and the turns of a prompt, are no targets whatever they say."""
+    weighed = [each | {"weight": int(each["from"] == "gpt")} for each in SHAREGPT]
+    assert same(load(tmp_path, {"conversations": weighed}), load(tmp_path, {"conversations": SHAREGPT}))
+    prompt = [*MESSAGES[:2], MESSAGES[2] | {"weight": 0}, MESSAGES[1]]
+    found = load(tmp_path, {"prompt": prompt, "completion": [MESSAGES[2]]})
+    assert toy_tokenizer().decode(found.tokens_N[found.targets_N].tolist()) == "four<|im_end|>"
 
 
 def test_a_later_record_with_our_columns_is_refused(tmp_path: Path) -> None:

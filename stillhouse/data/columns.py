@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.reading import describe
-from stillhouse.data.templates import RecordError
+from stillhouse.data.templates import MASKS, RecordError
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
@@ -67,10 +67,13 @@ def _from_sharegpt(fields: Fields) -> Fields:
         raise RecordError(f"'conversations' must be a list of turns with 'from' and 'value', got {describe(turns)}")
     _require_absent(fields, "messages", "prompt", "text")
     messages = [_turn(number, turn) for number, turn in enumerate(turns, start=1)]
-    return fields | {"messages": _system(fields) + messages}
+    system = _system(fields)
+    if system and any(each["role"] == "system" for each in messages):
+        raise RecordError("'system' is not empty, and 'conversations' has a system turn, too: expected one of them")
+    return fields | {"messages": system + messages}
 
 
-def _turn(number: int, turn: Any) -> dict[str, str]:
+def _turn(number: int, turn: Any) -> Fields:
     where = f"turn {number} of 'conversations'"
     if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
         found = name_list(turn) if isinstance(turn, dict) else describe(turn)
@@ -84,10 +87,13 @@ def _turn(number: int, turn: Any) -> dict[str, str]:
         raise RecordError(f"'from' of {where} is {describe(turn['from'])}: expected one of {name_list(ROLES)}")
     if not isinstance(turn["value"], str):
         raise RecordError(f"'value' of {where} must be a string, got {describe(turn['value'])}")
-    return {"role": ROLES[turn["from"]], "content": turn["value"]}
+    role = ROLES[turn["from"]]
+    # which a template refuses
+    masks = {key: turn[key] for key in MASKS if turn.get(key) in (False, 0)} if role == "assistant" else {}
+    return {"role": role, "content": turn["value"], **masks}
 
 
-def _system(fields: Fields) -> list[dict[str, str]]:
+def _system(fields: Fields) -> list[Fields]:
     text = fields.get("system") or ""
     if not isinstance(text, str):
         raise RecordError(f"'system' must be a string, got {describe(text)}")

@@ -38,6 +38,8 @@ BosFrom = Literal["tokenizer", "chat template"] | None
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"  # `columns.py` adds those of other projects
 #: most characters of one record in total: a tokenizer takes about 200 bytes of memory for each
 MOST_CHARACTERS = 4_000_000
+#: what other projects call the weight of a turn, or whether it counts
+MASKS = ("weight", "train", "loss")
 #: limits of a chat template for one conversation: processor time and memory
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 
@@ -207,6 +209,8 @@ class ChatTemplate:
         parts = [self.messages(fields, column) for column in self.columns]
         messages = [message for part in parts for message in part]
         first = 0 if len(parts) == 1 else len(parts[0])  # the first message that may be a target
+        for number, message in enumerate(parts[-1], start=1):
+            _require_targets(message, f"message {number} of '{self.columns[-1]}'")
         body, spans = self.conversation(fields, messages, first)
         return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
 
@@ -341,6 +345,16 @@ def _message(message: Any, name: str) -> Message:
         if not isinstance(message[key], str):
             raise RecordError(f"'{key}' of {name} must be a string, got {describe(message[key])}")
     return message
+
+
+def _require_targets(message: Message, name: str) -> None:
+    """Raise RecordError for a turn that other projects would leave out of the loss, because nothing here does."""
+    mask = next((key for key in MASKS if message.get(key) in (False, 0)), None)
+    if mask is not None and message["role"] == "assistant":
+        raise RecordError(
+            f"'{mask}' of {name} is {describe(message[mask])}, but every turn of the assistant is a target: expected"
+            " 'prompt' and 'completion' as two lists of messages, or records without such turns"
+        )
 
 
 def _tools(fields: dict[str, Any]) -> Tools:
