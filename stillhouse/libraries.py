@@ -42,7 +42,10 @@ _PYTHONS = (
     OSError,
 )
 #: libraries whose errors derive directly from Exception; panics of Rust code even derive from BaseException
-_LIBRARIES = ("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors")
+_LIBRARIES = (
+    *("datasets", "huggingface_hub", "jinja2", "pyarrow", "pyo3_runtime", "re", "safetensors"),
+    *("mlflow", "sqlite3", "trackio", "wandb"),
+)
 
 
 class reading:

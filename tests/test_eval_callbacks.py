@@ -49,10 +49,14 @@ def test_in_a_job_of_two_processes_rank_0_alone_completes_texts(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_number_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_stops_the_run_on_all_ranks(tmp_path: Path) -> None:
     write_run(tmp_path, **{"eval.callbacks": [f"{__name__}:broken"]})
+    problem = "eval.callbacks: test_eval_callbacks:broken gives nan for 'perplexity': expected a finite number\n"
     failed = run("distill", tmp_path / "run.yaml", code=1)
-    assert "eval.callbacks: test_eval_callbacks:broken gives nan for 'perplexity': expected a finite" in failed.err
+    assert f"error: {problem}" in failed.err
+    ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}")
+    assert ranks.wait() == [1, 1]
+    assert [each.err for each in ranks] == [f"error: {problem}", f"error on rank 1: {problem}"]
 
 
 def quality(context: EvaluationContext) -> dict[str, float]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import Ranks
 from runs import Command, wait_for, write_run
+from test_train_layouts import under_torchrun
 
 from stillhouse.config import ConfigError
 from stillhouse.train.folder import RunFolder
@@ -22,6 +24,7 @@ from stillhouse.train.trackers import require_trackers
 from stillhouse.train.trackers.state import FILE
 
 Curves = dict[str, list[tuple[int, float]]]
+MLFLOW = ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")
 VALUES = {"student.model": "a/b", "train.learning_rate": 2e-5, "eval.tasks": ["sums"], "seed": 0}
 
 
@@ -177,6 +180,61 @@ def test_a_tracker_that_fails_in_the_middle_is_left_out_with_one_warning(
     assert (folder / "metrics.jsonl").read_text().count("\n") == 3
 
 
+@pytest.mark.parametrize("last", [5, 9])
+def test_steps_that_were_made_without_a_tracker_are_not_taken_for_sent(tmp_path: Path, last: int) -> None:
+    """Tracked to step 7, made again without it to step 5 or 9, and tracked to step 10: each step is there once."""
+    pytest.importorskip("mlflow")
+    folder = tmp_path / "run"
+    at_checkpoint = write(folder, ["mlflow"], range(1, 8))
+    write(folder, [], range(4, last + 1), at_checkpoint)
+    write(folder, ["mlflow"], range(4, 11), at_checkpoint)
+    curves, runs, _ = of_mlflow(folder)
+    assert curves["loss/jsd_0.5__nats_per_token"] == [(step, step / 2) for step in range(1, 11)]
+    assert runs == 1
+
+
+def test_steps_that_a_tracker_did_not_get_because_it_failed_are_sent_by_the_next_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mlflow's store of files is lost after step 4; then its library raises `Exception` itself."""
+    pytest.importorskip("mlflow")
+    folder, store, gone = tmp_path / "run", tmp_path / "mlflow", tmp_path / "gone"
+    folder.mkdir()
+    with RunLog(RunFolder(folder), Progress(), 9, ["mlflow"], VALUES) as log:
+        for step in range(1, 8):
+            if step == 5:
+                store.rename(gone)
+                store.touch()
+            log.train(step, 10 * step, {"a": step, "speed/tokens_per_second": 1.0})
+            if step == 3:
+                at_checkpoint = log.position[0]
+    store.unlink()
+    gone.rename(store)
+    assert capsys.readouterr().out.count("warning: track: mlflow failed at step 5 (Exception: ") == 1
+    with RunLog(RunFolder(folder), Progress(step=3, log_bytes=at_checkpoint), 9, ["mlflow"], VALUES) as log:
+        for step in range(4, 10):
+            log.train(step, 10 * step, {"a": step, "speed/tokens_per_second": 1.0})
+    assert of_mlflow(folder)[0]["a"] == [(step, step) for step in range(1, 10)]
+
+
+def test_one_that_cannot_start_leaves_no_run_of_another_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("wandb")
+    folder = tmp_path / "run"
+    monkeypatch.setenv("WANDB_CONSOLE", "sideways")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^track: wandb cannot start a run; log in"):
+            write(folder, ["mlflow", "wandb"], range(1, 4))
+        (run,) = mlflow.search_runs(experiment_names=["stillhouse"], output_format="list")
+        assert run.info.status == "FAILED"
+    write(folder, ["mlflow"], range(1, 4))
+    (run,) = mlflow.search_runs(experiment_names=["stillhouse"], output_format="list")
+    assert run.info.status == "FINISHED"
+    assert len(of_mlflow(folder)[0]["loss/jsd_0.5__nats_per_token"]) == 3
+
+
 def test_a_tracker_that_cannot_be_reached_is_an_error_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,12 +255,35 @@ def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_whole_run_has_in_mlflow_what_its_log_has(tmp_path: Path) -> None:
+def test_under_torchrun_one_that_cannot_start_ends_all_ranks_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 0 opens it. The other rank neither waits for rank 0 nor complains of having lost it."""
     pytest.importorskip("mlflow")
     write_run(tmp_path, track=["mlflow"])
-    names = ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")
-    command = Command("distill", tmp_path / "run.yaml", environment={name: os.environ[name] for name in names})
-    assert command.wait() == 0, command.err
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "run.yaml").as_uri())
+    ended = under_torchrun("distill", tmp_path / "run.yaml")
+    assert ended.returncode == 1
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error")]
+    assert len(errors) == 1, ended.stderr
+    assert errors[0].startswith("error: track: mlflow cannot start or continue a run at file:")
+    ranks = Ranks(2, "distill", tmp_path / "run.yaml", environment={name: os.environ[name] for name in MLFLOW})
+    assert ranks.wait() == [1, 1]
+    assert ranks[1].err == errors[0].replace("error:", "error on rank 1:") + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_whole_run_has_in_mlflow_what_its_log_has(tmp_path: Path, processes: int) -> None:
+    pytest.importorskip("mlflow")
+    write_run(tmp_path, track=["mlflow"])
+    environment = {name: os.environ[name] for name in MLFLOW}
+    if processes == 1:
+        command = Command("distill", tmp_path / "run.yaml", environment=environment)
+        assert command.wait() == 0, command.err
+    else:
+        ranks = Ranks(processes, "distill", tmp_path / "run.yaml", environment=environment)
+        assert ranks.wait() == [0] * processes, ranks[0].err
     curves, runs, params = of_mlflow(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     for key in ("train/gradient_norm", "eval/forward_kl"):

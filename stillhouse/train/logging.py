@@ -13,9 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from tqdm import tqdm
 
-from stillhouse.parallel import is_first
+from stillhouse.parallel import is_first, watchdog
+from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.lines import append
@@ -33,10 +35,28 @@ _ON_POLICY = {
 
 
 def open_log(
-    folder: RunFolder, progress: Progress, steps: int, track: Sequence[str], values: Mapping[str, Any]
+    folder: RunFolder,
+    progress: Progress,
+    steps: int,
+    track: Sequence[str],
+    values: Mapping[str, Any],
+    device: torch.device,
 ) -> "RunLog | NoLog":
-    """The log of a run on rank 0, which writes it; on all other ranks a `NoLog`, which writes nothing."""
-    return RunLog(folder, progress, steps, track, values) if is_first() else NoLog()
+    """The log of a run on rank 0, which writes it; on all other ranks a `NoLog`, which writes nothing.
+
+    A collective of all processes. Raises ValueError on all of them if the log or a tracker cannot be opened.
+    """
+    watchdog.enter("opening the log and the trackers", timed=False)  # a server may be slow
+    log: RunLog | NoLog = NoLog()
+    problem = ""
+    if is_first():
+        try:
+            log = RunLog(folder, progress, steps, track, values)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if problem := from_all_ranks(problem, device)[0]:
+        raise ValueError(problem)
+    return log
 
 
 class NoLog(nullcontext[Any]):
@@ -164,7 +184,7 @@ class RunLog:
         self._file.close()
         if self._board is not None:
             self._board.close()
-        self._trackers.close()
+        self._trackers.close(complete=kind is None)
 
 
 def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:

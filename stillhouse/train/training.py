@@ -200,7 +200,8 @@ def training(
     progress = _progress(session, folder, checkpoint, queue)
     with ExitStack() as stack:
         steps, track = session.step_schedule.steps, session.config.track
-        log = stack.enter_context(open_log(folder, progress, steps, track, dotted_values(session.config)))
+        values = dotted_values(session.config)
+        log = stack.enter_context(open_log(folder, progress, steps, track, values, session.device))
         run = Training(session, folder, progress, log, queue)
         is_due = _lacks_evaluation(session, progress)
         run.samples = stack.enter_context(eval_samples(session, folder, run.greedy, progress.step - is_due))

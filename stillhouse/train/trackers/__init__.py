@@ -1,17 +1,19 @@
 """Trackers that get the metrics of a run in addition to metrics.jsonl: TensorBoard, wandb, trackio and mlflow.
 
 A run that is resumed continues its curves. It makes the steps after its checkpoint again, and `TrackerState` knows
-which of them a tracker has already. If a tracker fails during the run, a warning is printed once and the run goes on
-without it, because metrics.jsonl has everything. Each library is imported only if `track` names it.
+which of them each tracker has already. If a tracker fails during the run, a warning is printed once and the run goes
+on without it, because metrics.jsonl has everything. Each library is imported only if `track` names it.
 """
 
 import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 from stillhouse.config import ConfigError
+from stillhouse.libraries import reading
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.trackers.mlflow import open_mlflow
 from stillhouse.train.trackers.state import TrackerState
@@ -22,13 +24,11 @@ Values = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """One tracker's run. errors: what its library raises if it cannot be reached or cannot write."""
-
-    errors: tuple[type[Exception], ...]
+    """One tracker's run. Its methods raise the library's errors, whatever they are."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, complete: bool) -> None: ...
 
 
 #: (the run's folder, what is known of the tracker's run, the configuration by dotted keys) → the tracker
@@ -46,36 +46,42 @@ def require_trackers(track: Sequence[str]) -> None:
             raise ConfigError("track", f"{name} is not installed; pip install 'stillhouse[{name}]'")
 
 
-@dataclass
 class Trackers:
-    """The trackers of a run, except for TensorBoard; `warn` prints a line."""
+    """The trackers of a run, except for TensorBoard. folder: of the run; `warn` prints a line."""
 
-    trackers: dict[str, Tracker]
-    state: TrackerState
-    warn: Callable[[str], None]
+    def __init__(
+        self, folder: RunFolder, trackers: dict[str, Tracker], state: TrackerState, warn: Callable[[str], None]
+    ):
+        self._folder, self._trackers, self._state, self._warn = folder, trackers, state, warn
+        self._logged: dict[str, int] = {}  # for each metric, its last step in this process
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the finite values, except those that an earlier process has sent."""
-        if not self.trackers:
-            return
-        new = {key: value for key, value in metrics.items() if math.isfinite(value)}
-        new = {key: value for key, value in new.items() if step > self.state.sent.get(key, -1)}
-        if new:
-            self._each(f"at step {step}", lambda tracker: tracker.log(step, new))
+        """Send the finite values, except those that a tracker has from an earlier process."""
+        finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+        for name, tracker in list(self._trackers.items()):
+            known = self._state.sent.get(name, {})
+            if new := {key: value for key, value in finite.items() if step > known.get(key, -1)}:
+                self._use(name, f"at step {step}", partial(tracker.log, step, new))
+        self._logged |= dict.fromkeys(metrics, step)
 
-    def close(self) -> None:
-        self._each("at the end", lambda tracker: tracker.close())
+    def close(self, *, complete: bool) -> None:
+        """End the trackers' runs. complete: without an error or a signal."""
+        for name, tracker in list(self._trackers.items()):
+            self._use(name, "at the end", partial(tracker.close, complete=complete))
 
-    def _each(self, when: str, use: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self.trackers.items()):
-            try:
-                use(tracker)
-            except tracker.errors as error:
-                del self.trackers[name]
-                self.warn(
-                    f"warning: track: {name} failed {when} ({type(error).__name__}: {error}) and gets nothing more; "
-                    "metrics.jsonl has everything"
-                )
+    def _use(self, name: str, when: str, call: Callable[[], None]) -> None:
+        try:
+            with reading(name):
+                call()
+        except ValueError as error:
+            cause = error.__cause__
+            del self._trackers[name]
+            self._state.lost(name, self._logged)
+            self._state.save(self._folder)
+            self._warn(
+                f"warning: track: {name} failed {when} ({type(cause).__name__}: {cause}) and gets nothing more; "
+                "metrics.jsonl has everything"
+            )
 
 
 def open_trackers(
@@ -87,11 +93,16 @@ def open_trackers(
     Raises ValueError if a tracker cannot be started, or if trackers.json is damaged or of another run.
     """
     names = [name for name in dict.fromkeys(track) if name in OPENERS]
-    if not names:
-        return Trackers({}, TrackerState(name=""), warn)
-    state = TrackerState.open(folder, log_bytes)
-    trackers = {}
-    for name in names:
-        trackers[name] = OPENERS[name](folder, state, values)
-    state.save(folder)
-    return Trackers(trackers, state, warn)
+    if not names and not TrackerState.exists(folder):
+        return Trackers(folder, {}, TrackerState(name=""), warn)
+    state, trackers = TrackerState.open(folder, log_bytes), dict[str, Tracker]()
+    try:
+        with ExitStack() as opened:
+            for name in names:
+                trackers[name] = OPENERS[name](folder, state, values)
+                opened.callback(trackers[name].close, complete=False)
+            opened.pop_all()
+        state.active = names
+    finally:
+        state.save(folder)  # also if one cannot be started: the next process continues the runs of the others
+    return Trackers(folder, trackers, state, warn)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from stillhouse.libraries import reading
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.trackers.state import TrackerState
 
@@ -16,23 +17,23 @@ _BATCH = 100  # parameters of one request
 
 
 class MlflowRun:
-    def __init__(self, mlflow: Any, client: Any, run_id: str, errors: tuple[type[Exception], ...]):
-        self._mlflow, self._client, self._id, self.errors = mlflow, client, run_id, errors
+    def __init__(self, mlflow: Any, client: Any, run_id: str):
+        self._mlflow, self._client, self._id = mlflow, client, run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         entities = [self._mlflow.entities.Metric(_name(key), value, now, step) for key, value in metrics.items()]
         self._client.log_batch(self._id, metrics=entities)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, *, complete: bool) -> None:
+        self._client.set_terminated(self._id, status="FINISHED" if complete else "FAILED")
 
 
 def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> MlflowRun:
     """Start the run, or continue the run whose id the state has. Raises ValueError if mlflow cannot."""
     mlflow: Any = importlib.import_module("mlflow")
-    errors = (mlflow.exceptions.MlflowException, OSError)
-    try:
+    where = f"{mlflow.get_tracking_uri()}; set MLFLOW_TRACKING_URI to a store that works"
+    with reading(f"track: mlflow cannot start or continue a run at {where}"):
         client = mlflow.MlflowClient()
         if state.mlflow is None:
             state.mlflow = client.create_run(_experiment(client), run_name=state.name).info.run_id
@@ -43,12 +44,7 @@ def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any
         params = [mlflow.entities.Param(key, text) for key, text in texts.items() if key not in known]
         for start in range(0, len(params), _BATCH):
             client.log_batch(state.mlflow, params=params[start : start + _BATCH])
-    except errors as error:
-        raise ValueError(
-            f"track: mlflow cannot start or continue a run at {mlflow.get_tracking_uri()} ({error}); set "
-            "MLFLOW_TRACKING_URI to a store that works"
-        ) from error
-    return MlflowRun(mlflow, client, state.mlflow, errors)
+    return MlflowRun(mlflow, client, state.mlflow)
 
 
 def _experiment(client: Any) -> str:

@@ -13,20 +13,26 @@ FILE = "trackers.json"
 
 class TrackerState(BaseModel):
     """name: the name of the run's folder, so that a copy of the folder does not write into the original's curves.
-    id: distinguishes runs whose folders have the same name. sent: for each metric, the last step that an earlier
-    process has sent to the trackers. mlflow: the id that mlflow has given the run.
+    id: distinguishes runs whose folders have the same name. mlflow: the id that mlflow has given the run. active: the
+    trackers that get each line of metrics.jsonl that is written now. sent: for each tracker and metric, the last step
+    that it has, as far as the log does not show it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
     id: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], pattern="^[0-9a-f]{12}$")
-    sent: dict[str, int] = {}
     mlflow: str | None = None
+    active: list[str] = []
+    sent: dict[str, dict[str, int]] = {}
+
+    @staticmethod
+    def exists(folder: RunFolder) -> bool:
+        return (folder.path / FILE).exists()
 
     @classmethod
     def open(cls, folder: RunFolder, log_bytes: int) -> Self:
-        """The state of a run that continues after the first `log_bytes` bytes of its metrics.jsonl.
+        """The state of a run that continues after the first `log_bytes` bytes of its metrics.jsonl; none is active.
 
         Raises ValueError for a file that this class has not written, and for one of another run's folder.
         """
@@ -40,8 +46,16 @@ class TrackerState(BaseModel):
             raise ValueError(f"{path} is damaged: {error.errors()[0]['msg'].lower()}; {remedy}") from error
         if state.name != name:
             raise ValueError(f"{path} belongs to the run {state.name}, and this folder is {name}; {remedy}")
-        state.sent = _later(state.sent, _steps(folder, log_bytes))
+        steps = _steps(folder, log_bytes)
+        for name in state.active:
+            state.sent[name] = _later(state.sent.get(name, {}), steps)
+        state.active = []
         return state
+
+    def lost(self, name: str, logged: dict[str, int]) -> None:
+        """A tracker has failed. logged: for each metric, the last step that it got from this process."""
+        self.active.remove(name)
+        self.sent[name] = _later(self.sent.get(name, {}), logged)
 
     def save(self, folder: RunFolder) -> None:
         folder.write_text(FILE, self.model_dump_json(indent=1))

@@ -5,26 +5,26 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from stillhouse.libraries import reading
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.trackers.state import TrackerState
 
 
 class WandbRun:
-    def __init__(self, run: Any, errors: tuple[type[Exception], ...]):
-        self._run, self.errors = run, errors
+    def __init__(self, run: Any):
+        self._run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, complete: bool) -> None:
+        self._run.finish(exit_code=0 if complete else 1)
 
 
 def open_wandb(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> WandbRun:
     """Start the run, or continue the run with the same id. Raises ValueError if wandb cannot start it."""
     wandb: Any = importlib.import_module("wandb")
-    errors = (wandb.errors.Error, OSError)
-    try:
+    with reading("track: wandb cannot start a run; log in with `wandb login`, or set WANDB_MODE=offline"):
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "stillhouse"),
             name=os.environ.get("WANDB_NAME", state.name),
@@ -35,8 +35,4 @@ def open_wandb(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]
             config=dict(values),
             settings=wandb.Settings(console=os.environ.get("WANDB_CONSOLE", "off")),
         )
-    except errors as error:
-        raise ValueError(
-            f"track: wandb cannot start a run ({error}); log in with `wandb login`, or set WANDB_MODE=offline"
-        ) from error
-    return WandbRun(run, errors)
+    return WandbRun(run)
