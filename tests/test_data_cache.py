@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 from fork_server import fork_server
-from runs import metrics, run, session_of, write_run, write_texts
+from runs import ROOT, metrics, run, session_of, write_run, write_texts
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import Documents, load_documents
@@ -105,6 +107,22 @@ def test_a_damaged_entry_is_refused_by_name(tmp_path: Path, name: str, damage: s
         path.write_bytes({"short": bytes(content[:-8]), "changed": bytes(content), "empty": b""}[damage])
     with pytest.raises(ValueError, match=rf"{path.parent}: the cached tokens are damaged; remove this folder"):
         load(tmp_path, cache)
+
+
+@pytest.mark.slow
+def test_an_entry_of_another_version_is_not_read(tmp_path: Path) -> None:
+    """A version that ends documents otherwise makes an entry of its own, without anybody raising a number."""
+    write(tmp_path)
+    shutil.copytree(ROOT / "stillhouse", tmp_path / "other" / "stillhouse")
+    templates = tmp_path / "other" / "stillhouse" / "data" / "templates.py"
+    templates.write_text(templates.read_text().replace("else ids + [eos]", "else ids + [eos, eos]"))
+    command = "from test_data_cache import _load_in_process; import sys; _load_in_process(*sys.argv[1:])"
+    for package in (ROOT, tmp_path / "other", ROOT):
+        environment = os.environ | {"PYTHONPATH": f"{package}:{ROOT / 'tests'}"}
+        arguments = [sys.executable, "-c", command, str(tmp_path), str(tmp_path / f"{package.name}.txt")]
+        subprocess.run(arguments, env=environment, cwd=tmp_path, check=True, timeout=120)
+    assert len(entries(tmp_path / "cache")) == 2
+    assert (tmp_path / f"{ROOT.name}.txt").read_text() == load(tmp_path, None).fingerprint()
 
 
 def test_a_column_that_was_changed_is_refused(tmp_path: Path) -> None:

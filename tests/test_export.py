@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from runs import contents, run, save_model, session_of, write_run
+from runs import Command, contents, run, save_model, session_of, write_run
 from safetensors.torch import load_file
 from test_train_layouts import distill
 from torch import Tensor
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stillhouse.train.checkpoint import save_checkpoint
 from stillhouse.train.export_run import ExportSettings, export_run
 from stillhouse.train.progress import Progress
+from stillhouse.train.write_cache import write_cache
 
 IDS = torch.arange(3, 35)[None]
 PLAIN = ExportSettings(card=False)
@@ -123,6 +125,28 @@ def test_the_card_states_where_the_student_is_from(trained: Path, tmp_path: Path
     assert str(trained) not in card.content
 
 
+def test_the_objective_in_the_card_is_that_of_the_configuration(trained: Path, tmp_path: Path) -> None:
+    """Whatever environment.json says; with a cache, whose signal is only known from there, it must fit."""
+    shutil.copytree(trained / "out", tmp_path / "run")
+    path = tmp_path / "run" / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"objective": "minimise reverse_kl, over all"}))
+    for out, made in ((trained / "out", "one"), (tmp_path / "run", "other")):
+        export_run(out, tmp_path / made, None, ExportSettings())
+    one, other = ((tmp_path / made / "README.md").read_text() for made in ("one", "other"))
+    assert other.replace("stillhouse export run", "stillhouse export out") == one
+    folder = tmp_path / "cached"
+    folder.mkdir()
+    config = write_run(folder, **{"train.steps": 1})
+    write_cache(config, folder / "cache", "top_k", top_k=4)
+    write_run(folder, cached=True, **{"train.steps": 1, "teacher.cache": str(folder / "cache")})
+    run("distill", folder / "run.yaml")
+    export_run(folder / "out", folder / "made", None, ExportSettings())
+    assert "over top 4" in (folder / "made" / "README.md").read_text()
+    shutil.copyfile(path, folder / "out" / "environment.json")
+    with pytest.raises(ValueError, match=r"environment\.json has the objective 'minimise reverse_kl, over all'"):
+        export_run(folder / "out", folder / "again", None, ExportSettings())
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
@@ -130,6 +154,7 @@ def test_the_card_states_where_the_student_is_from(trained: Path, tmp_path: Path
         ("optimizer", "is lost"),
         ("configuration", "is not the configuration that step-00000004 was trained with"),
         ("log", "does not begin with the lines that it had when step 4 was saved"),
+        ("counts", r"data\.json cannot be read; restore it"),
     ],
 )
 def test_damage_is_refused_by_name(trained: Path, tmp_path: Path, damage: str, problem: str) -> None:
@@ -144,12 +169,14 @@ def test_damage_is_refused_by_name(trained: Path, tmp_path: Path, damage: str, p
     elif damage == "configuration":
         path = out / "config.yaml"
         path.write_text(path.read_text().replace("learning_rate: 0.001", "learning_rate: 0.002"))
-    else:
+    elif damage == "log":
         (out / "metrics.jsonl").write_text("{}\n")
+    else:
+        (out / "data.json").write_text('{"train": {"documents": "many"}}')
     with pytest.raises(ValueError, match=problem):
         export_run(out, tmp_path / "made", None, ExportSettings())
     assert not (tmp_path / "made").exists()
-    if damage in ("configuration", "log"):
+    if damage in ("configuration", "log", "counts"):
         export_run(out, tmp_path / "made", None, PLAIN)
 
 
@@ -173,15 +200,73 @@ def test_a_wrong_place_is_refused(trained: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "made") == contents(trained / "out" / "model")
 
 
-def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
-    session = session_of(tmp_path)
+def test_nothing_beside_the_new_folder_is_removed(trained: Path, tmp_path: Path) -> None:
+    """The temporary folder's name may be in use, and `out` may be a link to an empty folder."""
+    other = tmp_path / "made.partial"
+    other.mkdir()
+    (other / "mine").touch()
+    with pytest.raises(ValueError, match=r"made\.partial exists: another process is writing there"):
+        export_run(trained / "out", tmp_path / "made", None, PLAIN)
+    assert [path.name for path in other.iterdir()] == ["mine"]
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    export_run(trained / "out", tmp_path / "link", None, PLAIN)
+    assert contents(tmp_path / "disk") == contents(trained / "out" / "model")
+
+
+def test_only_the_files_of_the_checkpoint_are_exported(trained: Path, tmp_path: Path) -> None:
+    """A chat template that somebody put beside the student's files is not the student's."""
+    checkpoint = tmp_path / "step-00000004"
+    shutil.copytree(trained / "out" / "checkpoints" / "step-00000004", checkpoint)
+    (checkpoint / "student" / "generation.py").write_text("another")
+    (checkpoint / "student" / "additional_chat_templates").mkdir()
+    (checkpoint / "student" / "additional_chat_templates" / "tool_use.jinja").write_text("another")
+    export_run(checkpoint, tmp_path / "made", None, PLAIN)
+    assert contents(tmp_path / "made") == contents(trained / "out" / "model")
+
+
+@pytest.mark.parametrize("lost", ["student/tokenizer.json", "student/model.safetensors", ""])
+def test_a_checkpoint_that_is_removed_meanwhile_is_refused(trained: Path, tmp_path: Path, lost: str) -> None:
+    """Its run removes it between the check of the hashes and the copy."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    shutil.copytree(trained / "out", tmp_path / "run")
+    hook = (str(checkpoint / lost),)
+    command = Command(
+        "export", tmp_path / "run", "--out", tmp_path / "made", hook=removed_after_the_check, hook_arguments=hook
+    )
+    assert command.wait() == 1
+    assert command.err == (
+        f"error: {checkpoint} was removed while it was exported (a run keeps checkpoint.keep of them): expected a"
+        " later --step, or a larger checkpoint.keep\n"
+    )
+    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "made.partial").exists()
+
+
+def removed_after_the_check(path: str) -> None:
+    """Remove a file or a folder when the export creates its temporary folder."""
+
+    def remove(event: str, arguments: Any) -> None:
+        if event == "os.mkdir" and str(arguments[0]).endswith("made.partial"):
+            shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+
+    sys.addaudithook(remove)
+
+
+def _export_large(folder: Path) -> None:
+    session = session_of(folder)
     with torch.no_grad():
         session.student.head.linear.weight[0, 0] = 1e6
     given = session.runner, session.engine.optimizer, session.tokenizer
-    path = save_checkpoint(tmp_path / "saved", Progress(1), *given)
+    path = save_checkpoint(folder / "saved", Progress(1), *given)
+    export_run(path, folder / "large", None, ExportSettings(dtype="float16", card=False))
+
+
+def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--dtype: torch.float16 cannot represent 'lm_head.weight'"):
-        export_run(path, tmp_path / "made", None, ExportSettings(dtype="float16", card=False))
-    assert not (tmp_path / "made").exists()
+        _export_large(tmp_path)
+    assert not (tmp_path / "large").exists()
+    assert not (tmp_path / "large.partial").exists()
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])

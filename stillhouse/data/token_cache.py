@@ -1,7 +1,7 @@
 """Tokenized documents on disk: written once, proven when they are read, and mapped into memory.
 
 The folder of an entry is named by a hash of everything that decides its content: the bytes of the source's files, the
-tokenizer with its chat template, the options, the versions of the libraries and of this format. It has
+tokenizer with its chat template, the options, the libraries' versions and the code of this package. It has
 
     manifest.json     that hash, the report on the records, the sha256 of each other file, and that of all this
     sources.arrow     `file:line` of each document
@@ -11,7 +11,6 @@ An entry is written in a folder of another name and renamed when it is complete,
 lock file lets one process write it while the others wait.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -28,13 +27,10 @@ import transformers
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-import stillhouse
 from stillhouse.data.documents import DataReport, Documents
 from stillhouse.data.prefixes import Prefixes
 from stillhouse.libraries import reading
 
-#: to be raised whenever the same records give other documents, or the files change
-VERSION = 2
 MANIFEST, SOURCES = "manifest.json", "sources.arrow"
 _PROOF = "sha256_of_the_above"
 TOKENS, TARGETS = "tokens", "targets"
@@ -66,9 +62,9 @@ class StoredStrings(Sequence[str]):
 def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
     """The hash that names an entry. It reads all files. The tokenizer is a fast one."""
     decisive = {
-        "version": VERSION,
-        "libraries": [stillhouse.__version__, transformers.__version__, tokenizers.__version__],
-        "report": [each.name for each in dataclasses.fields(DataReport)],
+        # another version may read the same records as other documents, or write other files
+        "code": [_sha256(each) for each in sorted(Path(__file__).parent.glob("*.py"))],
+        "libraries": [transformers.__version__, tokenizers.__version__],
         "files": [[str(path), _sha256(path)] for path in files],
         "tokenizer": [
             type(tokenizer).__name__,

@@ -7,6 +7,8 @@ the whole model is in host memory.
 
 import json
 import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from stillhouse.models.adapter import merged
 from stillhouse.models.loading import auto_class, load_causal_lm, parse_dtype
 from stillhouse.train.checkpoint_folder import best_checkpoint, checkpoints
 from stillhouse.train.export import write_weights
-from stillhouse.train.files import atomic_folder
+from stillhouse.train.files import atomic_folder, file_names
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.integrity import IntactCheckpoint, stored_tensors, verified
 from stillhouse.train.model_card import Exported, model_card
@@ -31,7 +33,7 @@ from stillhouse.train.models import source_fingerprint
 from stillhouse.train.progress import STATE, folder_name
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_WEIGHTS = ".safetensors"
+_WEIGHTS, _STUDENT = ".safetensors", "student/"
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     """Write the student of a run's folder, or of one checkpoint, to the new folder `out`; returns its checkpoint.
 
     step: of a run's folder, a number, "best" or "last" (None). Raises ValueError for a folder that is no run, a
-    checkpoint that is damaged, an adapter whose base has changed, and weights that the dtype cannot represent.
+    checkpoint that is damaged or removed meanwhile, an adapter whose base has changed, and weights that the dtype
+    cannot represent.
     """
+    out = out.resolve()  # it may be a link to an empty folder
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out: {out} exists and is not empty: expected a new folder")
     checkpoint = verified(_chosen(path, step), whole=True)
@@ -61,24 +65,41 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
         raise ValueError(f"{checkpoint.path} has no adapter: expected neither --merge nor --adapter")
     config = _configuration(run, checkpoint) if settings.card or has_adapter else None
     merges = has_adapter and settings.merge is not False
-    with atomic_folder(out) as folder:
+    with atomic_folder(out, exclusive=True) as folder, _still_there(checkpoint):
         if has_adapter:
             assert config is not None
             _require_same_base(config, checkpoint)
+        files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
         if merges:
             assert config is not None
-            _save_merged(folder / "merged", config, student)
-            _copy(folder / "merged", folder, settings.dtype or config.student.dtype, settings.shard_bytes)
-            shutil.rmtree(folder / "merged")
-            _copy_others(student, folder, without=(ADAPTER_CONFIG,))
+            merged_folder = folder / "merged"
+            _save_merged(merged_folder, config, student)
+            dtype = settings.dtype or config.student.dtype
+            _copy(merged_folder, file_names(merged_folder), folder, dtype, settings.shard_bytes)
+            shutil.rmtree(merged_folder)
+            _copy_others(student, [name for name in files if name != ADAPTER_CONFIG], folder)
         else:
-            _copy(student, folder, settings.dtype, settings.shard_bytes)
+            _copy(student, files, folder, settings.dtype, settings.shard_bytes)
         if settings.card:
             assert config is not None
             adapter = "merged" if merges else "alone" if has_adapter else ""
             found = Exported(_command(run, checkpoint, settings), _dtype_of(folder), adapter, _has_template(folder))
             (folder / "README.md").write_text(model_card(run, config, checkpoint, found), encoding="utf-8")
     return checkpoint
+
+
+@contextmanager
+def _still_there(checkpoint: IntactCheckpoint) -> Iterator[None]:
+    """Its run removes a checkpoint by `checkpoint.keep`, also while it is exported: raise ValueError then."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if all((checkpoint.path / name).exists() for name in checkpoint.state.files):
+            raise
+        raise ValueError(
+            f"{checkpoint.path} was removed while it was exported (a run keeps checkpoint.keep of them): expected a"
+            " later --step, or a larger checkpoint.keep"
+        ) from error
 
 
 def _chosen(path: Path, step: str | None) -> Path:
@@ -145,11 +166,12 @@ def _save_merged(folder: Path, config: RunConfig, adapter: Path) -> None:
     merged(model, adapter).save_pretrained(folder)
 
 
-def _copy(source: Path, target: Path, dtype: str | None, shard_bytes: int) -> None:
-    """Copy a model's or an adapter's folder with its weights in another dtype, one file in memory at a time."""
+def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, shard_bytes: int) -> None:
+    """Copy these files of a model or an adapter, its weights in another dtype, with one file in memory at a time."""
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
-    files = {name: path for path in sorted(source.glob(f"*{_WEIGHTS}")) for name in _names(path)}
+    paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
+    files = {name: path for path in paths for name in _names(path)}
     kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
 
     def to(name: str) -> torch.dtype:
@@ -165,18 +187,19 @@ def _copy(source: Path, target: Path, dtype: str | None, shard_bytes: int) -> No
         write_weights(target, shapes, read, shard_bytes, file=ADAPTER_WEIGHTS)
     else:
         write_weights(target, shapes, read, shard_bytes)
-    _copy_others(source, target)
+    _copy_others(source, names, target)
     if dtype is not None and (target / CONFIG_NAME).is_file():
         content = json.loads((target / CONFIG_NAME).read_bytes())
         (target / CONFIG_NAME).write_text(json.dumps(_with_dtype(content, dtype), indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_others(source: Path, target: Path, without: tuple[str, ...] = ()) -> None:
-    """Copy what is not weights and not there yet: configurations, tokenizer and chat template."""
-    for path in source.iterdir():
-        is_weights = path.name.endswith(_WEIGHTS) or path.name == SAFE_WEIGHTS_INDEX_NAME
-        if not is_weights and path.name not in without and not (target / path.name).exists():
-            (shutil.copytree if path.is_dir() else shutil.copyfile)(path, target / path.name)
+def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
+    """Copy those of the files that are no weights and not there yet: configurations, tokenizer and chat template."""
+    for name in names:
+        is_weights = name.endswith(_WEIGHTS) or name == SAFE_WEIGHTS_INDEX_NAME
+        if not is_weights and not (target / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
 
 
 def _names(path: Path) -> list[str]:

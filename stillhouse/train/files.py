@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +29,40 @@ def replace_text(path: Path, content: str) -> None:
 
 
 @contextmanager
-def atomic_folder(final: Path, needed_bytes: int | None = None) -> Iterator[Path]:
+def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to write to; if the block ends without an error, flush it and rename it to `final`.
 
-    needed_bytes: how much will be written, if known, for the error message about a full disk.
+    needed_bytes: how much will be written, if known, for the error message about a full disk. exclusive: `final` is
+    not in a folder of ours: nothing that is there is removed, and nothing is left if the block fails. Raises
+    ValueError if the temporary folder exists then.
     """
     partial = _partial(final)
-    with explained_write_errors(final, needed_bytes):
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+    with explained_write_errors(final, needed_bytes), ExitStack() as stack:
+        if exclusive:
+            _claim(partial)
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        else:
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
         yield partial
         for path in [*partial.rglob("*"), partial]:
             flush(path)
-        if final.exists():
+        if final.exists() and not exclusive:
             shutil.rmtree(final)
         os.rename(partial, final)
         flush(final.parent)
+
+
+def _claim(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        partial.mkdir()
+    except FileExistsError as error:
+        raise ValueError(
+            f"{partial} exists: another process is writing there, or was killed, or it is somebody's own; remove it,"
+            " or choose another name"
+        ) from error
 
 
 @contextmanager

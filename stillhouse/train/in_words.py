@@ -17,11 +17,16 @@ def in_words(config: RunConfig, spec: ObjectiveSpec, stores: Mapping[str, Signal
     elif config.teachers is not None and spec.needs_teacher:
         teachers = f" ← {_several_in_words(config.teachers, spec, stores)}"
     return (
-        f"minimise {spec.in_words()}{depths_in_words(config)}{_hidden_in_words(config)}, {over}"
+        f"{loss_in_words(config, spec)}, {over}"
         f"temperature {spec.temperature:g}, "
         f"mean over the target tokens of each step{_targets_in_words(config)}: "
         f"{config.student.model}{teachers}"
     )
+
+
+def loss_in_words(config: RunConfig, spec: ObjectiveSpec) -> str:
+    """The beginning of the sentence, which the configuration alone decides."""
+    return f"minimise {spec.in_words()}{depths_in_words(config)}{_hidden_in_words(config)}"
 
 
 def _targets_in_words(config: RunConfig) -> str:

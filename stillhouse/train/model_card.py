@@ -21,8 +21,10 @@ from stillhouse.config import RunConfig, TeacherConfig
 from stillhouse.libraries import reading
 from stillhouse.train.checkpoint_tensors import RANDOM
 from stillhouse.train.identity import configuration_hash
+from stillhouse.train.in_words import in_words, loss_in_words
 from stillhouse.train.integrity import RESUME, IntactCheckpoint, stored_tensors
 from stillhouse.train.progress import Progress
+from stillhouse.train.session import objective_spec
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHORT = 16  # characters of a fingerprint on the page
@@ -92,10 +94,7 @@ def _license(config: RunConfig) -> dict[str, Any]:
 
 
 def _summary(run: Path, config: RunConfig, exported: Exported) -> str:
-    words = _read_json(run / "environment.json").get("objective")
-    if not isinstance(words, str):
-        raise ValueError(f"{run / 'environment.json'} has no objective: expected the file that the run wrote")
-    objective = words.partition(f": {config.student.model}")[0]
+    objective = _objective(run, config).partition(f": {config.student.model}")[0]
     kinds = {
         "": "All weights were trained.",
         "merged": "A LoRA was trained and is merged into the weights of its base.",
@@ -108,13 +107,29 @@ def _summary(run: Path, config: RunConfig, exported: Exported) -> str:
     )
 
 
+def _objective(run: Path, config: RunConfig) -> str:
+    """The objective in words. What a cache or a server gives is known from the run's own file alone."""
+    spec = objective_spec(config)
+    if all(each.cache is None and each.url is None for each in config.teacher_sections.values()):
+        return in_words(config, spec, {})
+    path, expected = run / "environment.json", loss_in_words(config, spec)
+    words = _read_json(path).get("objective")
+    if not isinstance(words, str) or not words.startswith(f"{expected}, "):
+        raise ValueError(
+            f"{path} has the objective {words!r}: expected the run's own file, with '{expected}'; restore it,"
+            " or export without a model card (--no-card)"
+        )
+    return words
+
+
 def _sources(run: Path, config: RunConfig, progress: Progress) -> str:
     rows = [("student before training", _short_name(config.student.model), progress.models.get("student"))]
     for section, teacher in config.teacher_sections.items():
         rows.append((section.replace("teachers.", "teacher "), _teacher_name(teacher), progress.models.get(section)))
     counts = _read_json(run / "data.json")
     for which, fingerprint in progress.data.items():
-        rows.append((f"data, {which}", _counts(counts.get(which)), fingerprint))
+        with reading(f"{run / 'data.json'} cannot be read; restore it, or export without a model card (--no-card)"):
+            rows.append((f"data, {which}", _counts(counts.get(which)), fingerprint))
     lines = [f"| {what} | {name} | {f'`{mark[:_SHORT]}`' if mark else 'none'} |" for what, name, mark in rows]
     head = ["| | | fingerprint |", "| --- | --- | --- |"]
     return "\n".join(head + lines) + "\n\nA fingerprint is the beginning of a sha256 of the files or documents."
