@@ -1,19 +1,23 @@
 """Mixtures of sources with weights, and several evaluation sets with their own metrics."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from runs import metrics, run, session_of, write_run, write_texts
+from ranks import Ranks
+from runs import forward_backward, metrics, run, session_of, write_run, write_texts
+from safetensors.torch import load_file
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import Documents, PackedSequences, load_documents
 from stillhouse.train.evaluation import evaluate
 from stillhouse.train.progress import folder_name
-from stillhouse.train.session import data_reports
+from stillhouse.train.session import Session, data_reports
+from stillhouse.train.write_cache import write_cache
 
 WEIGHTS = (0.7, 0.2, 0.1)
 
@@ -100,6 +104,72 @@ def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) ->
     reports = data_reports(session)
     assert list(reports) == ["train", "train/1", "train/2", "eval", "eval/math", "eval/chat"]
     assert sum(reports[f"train/{number}"].trained_share or 0 for number in (1, 2)) == pytest.approx(1)
+
+
+def test_a_source_that_is_wholly_held_out_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    small = write_texts(tmp_path / "small.jsonl", 1, 5)
+    sources = [{"source": str(tmp_path / "train.jsonl")}, {"source": str(small)}]
+    with pytest.raises(ConfigError, match=rf"^data\.eval: got 0\.99, which holds out all 1 documents of {small}:"):
+        session_of(tmp_path, **{"data.train": sources, "data.eval": 0.99})
+
+
+def test_a_set_without_documents_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    for key, given in (
+        ("data.eval", {"math": str(tmp_path / "eval.jsonl"), "chat": str(tmp_path / "empty.jsonl")}),
+        ("data.train", [{"source": str(tmp_path / "train.jsonl")}, {"source": str(tmp_path / "empty.jsonl")}]),
+    ):
+        with pytest.raises(ValueError, match=r"empty\.jsonl: the dataset is empty"):
+            session_of(tmp_path, **{key: given})
+
+
+@pytest.mark.parametrize("records", [1, 7])
+def test_a_cache_of_a_mixture_gives_the_teachers_gradients(tmp_path: Path, records: int) -> None:
+    """Also of a source of one document, which is several times in each step."""
+    more = settings(tmp_path)
+    write_texts(tmp_path / "other.jsonl", records, 5)
+    more["data.train"][1]["weight"] = 9.0
+    written = write_cache(write_run(tmp_path, **more), tmp_path / "cache", "hidden")
+    in_job = session_of(tmp_path, **more)
+    stored = session_of(tmp_path, cached=True, **more, **{"teacher.cache": str(tmp_path / "cache")})
+    rows = in_job.step_schedule.micro_batches(in_job.train, 0).rows
+    assert (len(np.unique(np.concatenate(rows))) < sum(map(len, rows))) == (records == 1)
+    assert written.documents == len({each.tobytes() for each in _documents(in_job)})
+    losses = [forward_backward(each).sums["loss"] for each in (in_job, stored)]
+    norms = [float(each.engine.clip()) for each in (in_job, stored)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    assert evaluate(stored) == pytest.approx(evaluate(in_job), rel=1e-6)
+
+
+def _documents(session: Session) -> Iterator[np.ndarray]:
+    assert session.evaluation is not None
+    for documents in (session.train.documents, session.evaluation.documents):
+        yield from map(documents.tokens, range(len(documents)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2", "context=2", "tensor=2"])
+def test_two_processes_train_on_the_same_mixture(tmp_path: Path, layout: str) -> None:
+    """Same steps, same gradients, same metrics of each set as in one process; and a resumed run goes on with them."""
+    more = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 9, "train.steps": 4}
+    write_run(tmp_path, **settings(tmp_path), **more)
+    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
+    start = tmp_path / "one" / "checkpoints" / folder_name(2)
+    for out, overrides in (("two", []), ("resumed", [f"checkpoint.resume={start}"])):
+        ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / out}", f"parallel.{layout}", *overrides)
+        assert ranks.wait() == [0, 0], "".join(each.err for each in ranks)
+        one, other = metrics(tmp_path / "one"), metrics(tmp_path / out)
+        for expected, found in zip(one[-len(other) :], other, strict=True):
+            compared = {key: each for key, each in found.items() if not key.startswith(("speed", "seconds"))}
+            assert compared == pytest.approx({key: expected[key] for key in compared}, rel=1e-4), found["step"]
+        weights = [load_file(tmp_path / each / "model" / "model.safetensors") for each in ("one", out)]
+        for name, weight in weights[0].items():
+            assert (weights[1][name] - weight).norm() <= 1e-4 * weight.norm(), name
+    data = [json.loads((tmp_path / each / "data.json").read_text()) for each in ("one", "two", "resumed")]
+    assert data[0] == data[1] == data[2]
 
 
 @pytest.mark.slow

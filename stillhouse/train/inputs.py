@@ -217,9 +217,17 @@ def load_data(
 
     def split(documents: Documents, share: float) -> tuple[Documents, Documents]:
         try:
-            return documents.split(share)
+            train, held_out = documents.split(share)
         except ValueError as error:
             raise ConfigError("data.eval", str(error)) from error
+        for source, report in train.reports.items():
+            if not report.documents:
+                raise ConfigError(
+                    "data.eval",
+                    f"got {share:g}, which holds out all {documents.reports[source].documents:,} documents of "
+                    f"{source}: expected a smaller share, a source of its own for the evaluation, or a larger source",
+                )
+        return train, held_out
 
     mixture = {each.source: load("data.train", each.source, rollout) for each in data.mixture}
     train = Documents.joined(mixture) if mixture else load("data.train", str(data.train), rollout)
