@@ -201,6 +201,7 @@ def test_a_run_on_a_mixture_resumes_to_the_bit_and_keeps_the_best_of_a_set(tmp_p
         ({"data.train": [{"source": "a", "weight": 0.0}]}, "data.train", ""),
         ({"checkpoint.best": "eval/math/cross_entropy"}, "checkpoint.best", "data.eval has no sets with names"),
         ({"rollout": {}, "data.train": [{"source": "a"}]}, "data.train", "one source with rollout"),
+        ({"data.cache": "./o/cache"}, "data.cache", "got ./o/cache, which is in out=o: expected another folder"),
     ],
 )
 def test_mistakes_in_the_configuration(changes: dict[str, Any], key: str, reason: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from runs import Command, contents, run, save_model, session_of, write_run
+from runs import Command, contents, run, save_model, session_of, write_run, write_texts
 from safetensors.torch import load_file
 from test_train_layouts import distill
 from torch import Tensor
@@ -123,6 +123,20 @@ def test_the_card_states_where_the_student_is_from(trained: Path, tmp_path: Path
     ):
         assert text in card.text, text
     assert str(trained) not in card.content
+
+
+def test_the_card_of_a_run_with_several_sets_has_their_metrics_without_their_counts(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    sources = [{"source": str(tmp_path / "train.jsonl")}, {"source": str(tmp_path / "other.jsonl"), "weight": 2.0}]
+    write_texts(tmp_path / "other.jsonl", 5, 9)
+    sets = {"a": str(tmp_path / "eval.jsonl"), "b": str(tmp_path / "other.jsonl")}
+    write_run(tmp_path, **{"data.train": sources, "data.eval": sets, "train.steps": 1})
+    run("distill", tmp_path / "run.yaml")
+    export_run(tmp_path / "out", tmp_path / "made", None, ExportSettings())
+    card = (tmp_path / "made" / "README.md").read_text()
+    rows = {line.split()[1] for line in card.splitlines() if line.startswith("| eval/")}
+    assert rows >= {"eval/cross_entropy", "eval/a/cross_entropy", "eval/b/agreement"}
+    assert not any("tokens" in row for row in rows)
 
 
 def test_the_objective_in_the_card_is_that_of_the_configuration(trained: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The whole configuration of a run, and the rules between its sections."""
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -163,6 +164,14 @@ class RunConfig(Section):
             raise ConfigError(
                 "data.train", "got a list with weights: expected one source with rollout, which draws prompts evenly"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _cache_is_elsewhere(self) -> "RunConfig":
+        """A run's folder must be empty when the run begins, and the data are read before."""
+        cache, out = self.data.cache, os.path.abspath(self.out)
+        if cache not in (None, "auto") and os.path.commonpath([out, os.path.abspath(cache)]) == out:
+            raise ConfigError("data.cache", f"got {cache}, which is in out={self.out}: expected another folder")
         return self
 
     @model_validator(mode="after")

@@ -155,7 +155,7 @@ def _results(run: Path, progress: Progress) -> str:
     rows = [
         f"| {name} | {f'{before[name]:.4f}' if name in before else ''} | {value:.4f} |"
         for name, value in sorted(progress.metrics.items())
-        if name != "eval/tokens"
+        if not name.endswith("/tokens")
     ]
     head = [f"| held-out metric | step 0 | step {progress.step} |", "| --- | --- | --- |"]
     return "\n".join(head + rows) + "\n\nCross-entropies, divergences and entropies are in nats per token."
