@@ -59,7 +59,10 @@ def main() -> None:
         }
         trained(folder, "weights", **own)
         trained(folder, "adapter", **own, **{"student.adapter.r": 4})
-        exported = measure_export(folder, arguments.vllm, {each: folder / each for each in ("weights", "adapter")})
+        trained(folder, "mtp", **own, **{"student.mtp.depths": 1})
+        exported = measure_export(
+            folder, arguments.vllm, {each: folder / each for each in ("weights", "adapter", "mtp")}
+        )
     result = {
         "theme": "engines",
         "vllm": version.strip().splitlines()[-1],

@@ -1,7 +1,7 @@
 """What `stillhouse export` writes, in a real vLLM: its greedy tokens and those of plain transformers.
 
-One model is a student whose weights are all trained, written in small shards, and one is an adapter merged into its
-base. Called by engines.py.
+One model is a student whose weights are all trained, written in small shards, one is an adapter merged into its base,
+and one is a student with MTP layers, which are left out. Called by engines.py.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def measure_export(folder: Path, python: str, runs: dict[str, Path]) -> dict[str
     found = {}
     for name, run in runs.items():
         exported = folder / f"exported-{name}"
-        export_run(run, exported, None, ExportSettings(None, None, SHARD, True))
+        export_run(run, exported, None, ExportSettings(shard_bytes=SHARD, mtp=name != "mtp"))
         tokenizer = AutoTokenizer.from_pretrained(exported)
         prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
         expected = _by_transformers(exported, prompts)

@@ -328,3 +328,27 @@ def test_a_checkpoint_of_any_layout(tmp_path: Path, layout: str) -> None:
     assert f"Layout: 2 processes ({layout.replace('=', ' ')})." in text
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     assert logits(model).isfinite().all()
+
+
+def test_a_student_with_mtp_layers_is_exported_with_or_without_them(tmp_path: Path) -> None:
+    """Servers refuse weights of layers that they do not know in the student's family."""
+    write_run(tmp_path, family="qwen3", **{"train.steps": 2, "student.mtp": {"depths": 2}})
+    run("distill", tmp_path / "run.yaml")
+    run("export", tmp_path / "out", "--out", tmp_path / "with")
+    run("export", tmp_path / "out", "--no-mtp", "--dtype", "float32", "--out", tmp_path / "without")
+    whole, rest = (weights(tmp_path / name) for name in ("with", "without"))
+    layers = json.loads((tmp_path / "with" / "config.json").read_text())["num_hidden_layers"]
+    further = {name for name in whole if name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))}
+    assert len({name.split(".")[2] for name in further}) == 2
+    assert rest.keys() == whole.keys() - further
+    assert all(torch.equal(each, whole[name]) for name, each in rest.items())
+    config = json.loads((tmp_path / "without" / "config.json").read_text())
+    assert config["num_mtp_layers"] == 0
+    assert "mtp_layer_types" not in config
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("with", "without")]
+    assert torch.equal(*map(logits, models))
+    assert "--no-mtp" in (tmp_path / "without" / "README.md").read_text()
+    write_run(tmp_path / "plain", **{"train.steps": 2})
+    run("distill", tmp_path / "plain" / "run.yaml")
+    with pytest.raises(ValueError, match=r"^--no-mtp: the student of .* has no MTP layers"):
+        export_run(tmp_path / "plain" / "out", tmp_path / "other", None, ExportSettings(mtp=False))

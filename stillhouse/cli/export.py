@@ -26,8 +26,22 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 )
 @click.option("--shard-size", default="5GB", show_default=True, metavar="SIZE", help="Of one file: KB, MB or GB.")
 @click.option("--card/--no-card", default=True, help="Write a model card, README.md. [default: yes]")
+@click.option(
+    "--mtp/--no-mtp",
+    default=True,
+    help="The layers of student.mtp, with which transformers drafts. vLLM does not load them in a family that has"
+    " none of its own. [default: kept]",
+)
 def export(
-    path: Path, *, out: Path, step: str | None, merge: bool | None, dtype: str | None, shard_size: str, card: bool
+    path: Path,
+    *,
+    out: Path,
+    step: str | None,
+    merge: bool | None,
+    dtype: str | None,
+    shard_size: str,
+    card: bool,
+    mtp: bool,
 ) -> None:
     """Write a run's student as a Hugging Face folder.
 
@@ -46,6 +60,6 @@ def export(
     quiet_libraries()
     from stillhouse.train.export_run import ExportSettings, export_run
 
-    settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card)
+    settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card, mtp)
     checkpoint = export_run(path, out, step, settings)
     click.echo(f"exported step {checkpoint.state.progress.step} to {out}")

@@ -23,6 +23,7 @@ from stillhouse.config import RunConfig, load_config
 from stillhouse.libraries import reading
 from stillhouse.models.adapter import merged
 from stillhouse.models.loading import auto_class, load_causal_lm, parse_dtype
+from stillhouse.models.mtp_layers import without_layers
 from stillhouse.train.checkpoint_folder import best_checkpoint, checkpoints
 from stillhouse.train.export import write_weights
 from stillhouse.train.files import atomic_folder, file_names
@@ -39,13 +40,15 @@ _WEIGHTS, _STUDENT = ".safetensors", "student/"
 @dataclass(frozen=True)
 class ExportSettings:
     """How to export. merge: an adapter into its base; None: yes, if the student has one. dtype: None for the one that
-    was trained. shard_bytes: the largest size of one file. card: write README.md.
+    was trained. shard_bytes: the largest size of one file. card: write README.md. mtp: with the MTP layers, if the
+    student has some.
     """
 
     merge: bool | None = None
     dtype: str | None = None
     shard_bytes: int = 5 * 10**9
     card: bool = True
+    mtp: bool = True
 
 
 def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
@@ -63,6 +66,8 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
     has_adapter = (student / ADAPTER_CONFIG).is_file()
     if settings.merge is not None and not has_adapter:
         raise ValueError(f"{checkpoint.path} has no adapter: expected neither --merge nor --adapter")
+    if not settings.mtp and not _mtp_prefixes(student):
+        raise ValueError(f"--no-mtp: the student of {checkpoint.path} has no MTP layers: expected no such option")
     config = _configuration(run, checkpoint) if settings.card or has_adapter else None
     merges = has_adapter and settings.merge is not False
     with atomic_folder(out, exclusive=True) as folder, _still_there(checkpoint):
@@ -75,11 +80,11 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
             merged_folder = folder / "merged"
             _save_merged(merged_folder, config, student)
             dtype = settings.dtype or config.student.dtype
-            _copy(merged_folder, file_names(merged_folder), folder, dtype, settings.shard_bytes)
+            _copy(merged_folder, file_names(merged_folder), folder, dtype, settings)
             shutil.rmtree(merged_folder)
             _copy_others(student, [name for name in files if name != ADAPTER_CONFIG], folder)
         else:
-            _copy(student, files, folder, settings.dtype, settings.shard_bytes)
+            _copy(student, files, folder, settings.dtype, settings)
         if settings.card:
             assert config is not None
             adapter = "merged" if merges else "alone" if has_adapter else ""
@@ -166,12 +171,21 @@ def _save_merged(folder: Path, config: RunConfig, adapter: Path) -> None:
     merged(model, adapter).save_pretrained(folder)
 
 
-def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, shard_bytes: int) -> None:
+def _mtp_prefixes(source: Path) -> tuple[str, ...]:
+    """How the names of the MTP layers' weights begin; empty for a model or an adapter without them."""
+    if not (source / CONFIG_NAME).is_file():
+        return ()
+    with reading(f"{source}: its configuration cannot be read"):
+        return tuple(without_layers(AutoConfig.from_pretrained(source, trust_remote_code=False)))
+
+
+def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, settings: ExportSettings) -> None:
     """Copy these files of a model or an adapter, its weights in another dtype, with one file in memory at a time."""
     stored = stored_tensors(source)
     wanted = None if dtype is None else parse_dtype(dtype)
     paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
-    files = {name: path for path in paths for name in _names(path)}
+    left_out = () if settings.mtp else _mtp_prefixes(source)
+    files = {name: path for path in paths for name in _names(path) if not name.startswith(left_out)}
     kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
 
     def to(name: str) -> torch.dtype:
@@ -184,9 +198,13 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
 
     shapes = {name: torch.empty(stored[name].size, dtype=to(name), device="meta") for name in files}
     if (source / ADAPTER_CONFIG).is_file():
-        write_weights(target, shapes, read, shard_bytes, file=ADAPTER_WEIGHTS)
+        write_weights(target, shapes, read, settings.shard_bytes, file=ADAPTER_WEIGHTS)
     else:
-        write_weights(target, shapes, read, shard_bytes)
+        write_weights(target, shapes, read, settings.shard_bytes)
+    if left_out:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        without_layers(config)
+        config.save_pretrained(target)
     _copy_others(source, names, target)
     if dtype is not None and (target / CONFIG_NAME).is_file():
         content = json.loads((target / CONFIG_NAME).read_bytes())
@@ -247,4 +265,5 @@ def _command(run: Path, checkpoint: IntactCheckpoint, settings: ExportSettings) 
     """The command, with the last part of the run's path alone."""
     merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
     dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
-    return f"stillhouse export {run.name} --step {checkpoint.state.progress.step}{merge}{dtype} --out FOLDER"
+    mtp = "" if settings.mtp else " --no-mtp"
+    return f"stillhouse export {run.name} --step {checkpoint.state.progress.step}{merge}{dtype}{mtp} --out FOLDER"
