@@ -41,6 +41,7 @@ def fails(folder: Path, *arguments: str, code: int, command: str = "distill") ->
         ("train.steps=-1", "train.steps: got -1"),
         ("train.schedule=cosinus", "train.schedule: got 'cosinus'"),
         ("checkpoint.best=eval/loss", "checkpoint.best: got 'eval/loss'"),
+        ("data.chat_template=none.jinja", "data.chat_template: got none.jinja, but there is no such file"),
         ("data.max_tokens=100", "train.micro_batch_tokens: got 64, less than data.max_tokens=100"),
         ("objective.loss=forward_kll", "objective.loss: unknown name 'forward_kll'; did you mean forward_kl?"),
         ("objective.loss=jsd(2)", "objective.loss: "),

@@ -62,7 +62,8 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
 
     overrides = [argument for argument in arguments if _is_override(argument)]
     config = load_config(files[0] if files else None, overrides, settings=settings_layer(given))
-    settle_offline([config.student.model, *(each.model for each in config.teacher_sections.values())])
+    teachers = [each.model for each in config.teacher_sections.values()]
+    settle_offline([config.student.model, config.data.chat_template, *teachers])
     return config
 
 

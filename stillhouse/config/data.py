@@ -44,6 +44,12 @@ class DataConfig(Section):
         description="Tokens per packed sequence. A longer text is split into several documents; a longer conversation"
         " or completion is cut at its end, and the cuts are counted.",
     )
+    chat_template: PathText | None = Field(
+        default=None,
+        description="Chat template for conversations: a Jinja file, or a folder or hub id whose tokenizer has it,"
+        " such as the teacher's. The student is saved with it. null: that of the student's tokenizer.",
+        examples=["template.jinja"],
+    )
     cache: PathText | None = Field(
         default=None,
         description="Folder for tokenized data: the next start on the same files, tokenizer and options maps them"

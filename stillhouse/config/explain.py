@@ -26,7 +26,8 @@ def explain(error: ValidationError, given: Mapping[str, Any], model: type[Sectio
             found.setdefault(problem.key, problem)
     problems = list(found.values())
     if error.error_count() > MOST:
-        problems.append(ConfigError(None, f"and {error.error_count() - MOST:,} more mistakes"))
+        more = error.error_count() - MOST
+        problems.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
     return problems[0] if len(problems) == 1 else ConfigError.joined(problems)
 
 

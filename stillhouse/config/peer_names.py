@@ -131,6 +131,12 @@ TABLE = (
         note="a source of the same kinds, or a share such as 0.02",
     ),
     PeerKey(
+        ("data.chat_template",),
+        trl="chat_template_path", verl="actor_rollout_ref.model.custom_chat_template", swift="template",
+        axolotl="chat_template chat_template_jinja",
+        note="a Jinja file, or a folder or hub id whose tokenizer has it",
+    ),
+    PeerKey(
         ("data.max_tokens",),
         trl="max_length", verl="data.max_length data.max_prompt_length",
         automodel="packed_sequence.packed_sequence_size", swift="max_length", axolotl="sequence_len",

@@ -192,7 +192,7 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the data holds messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
-                "template; give 'text' or 'prompt' and 'completion' as strings, or add one to the tokenizer"
+                "template; give 'text' or 'prompt' and 'completion' as strings, or set data.chat_template"
             )
         if not tokenizer.is_fast:
             raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")

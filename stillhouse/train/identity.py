@@ -34,7 +34,8 @@ _FREE = {
 }
 
 #: keys that versions before them lacked, with the values that mean what those versions did
-_ADDED = {
+_ADDED: dict[str, Any] = {
+    "data.chat_template": None,
     "train.optimizer": "adamw",
     "train.momentum": 0.95,
     "student.init": None,

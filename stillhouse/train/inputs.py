@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from stillhouse.config import (
     ConfigError,
@@ -26,6 +27,7 @@ from stillhouse.data import (
 )
 from stillhouse.data.prefixes import PrefixTemplate
 from stillhouse.data.token_cache import user_folder
+from stillhouse.libraries import reading
 from stillhouse.models.files import require_model_folder
 from stillhouse.teachers import CrossTokenizerStore, SignalStore
 
@@ -102,6 +104,11 @@ def load_tokenizers(
     """
     student, warnings = config.student, list[str]()
     tokenizer = _tokenizer_of("student", student)
+    if config.data.chat_template is not None:
+        try:
+            tokenizer.chat_template = _chat_template(config.data.chat_template)
+        except ValueError as error:
+            raise ConfigError("data.chat_template", str(error)) from error
     for section, teacher in config.teacher_sections.items():
         store = stores.get(section)
         if isinstance(store, CrossTokenizerStore):
@@ -134,6 +141,26 @@ def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrai
         return load_tokenizer(str(model.model), model.revision, model.trust_remote_code)
     except ValueError as error:
         raise ConfigError(f"{section}.model", str(error)) from error
+
+
+def _chat_template(source: str) -> str | dict[str, str]:
+    """The text of a file, or the chat template of a tokenizer. Raises ValueError if it renders no conversation."""
+    path = Path(source)
+    template: str | dict[str, str] | None
+    if path.is_file():
+        with reading(f"{source} cannot be read"):
+            template = path.read_text(encoding="utf-8")
+    elif path.suffix in (".jinja", ".jinja2", ".j2", ".txt"):
+        raise ValueError(f"got {source}, but there is no such file")
+    else:
+        require_model_folder(source)
+        template = load_tokenizer(source).chat_template
+    if not template:
+        raise ValueError(f"got {source}, which has no chat template: expected a Jinja file or a tokenizer with one")
+    for text in [template] if isinstance(template, str) else template.values():
+        with reading(f"{source} is no chat template"):
+            render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=text)
+    return template
 
 
 def _require_same_conversation(

@@ -100,7 +100,9 @@ def _summary(run: Path, config: RunConfig, exported: Exported) -> str:
         "merged": "A LoRA was trained and is merged into the weights of its base.",
         "alone": "These files are a LoRA, which peft loads on top of its base.",
     }
-    template = "the student's own" if exported.has_template else "none, because the student has none"
+    given = config.data.chat_template
+    own = "the student's own" if given is None else f"of {Path(given).name}, as in training"
+    template = own if exported.has_template else "none, because the student has none"
     return (
         f"Objective: {objective}.\n\n{kinds[exported.adapter]} The weights here are {exported.dtype}. Chat template: "
         f"{template}."
