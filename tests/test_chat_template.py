@@ -1,4 +1,4 @@
-"""data.chat_template: conversations get their template from a file or another tokenizer; the student is saved with it."""
+"""data.chat_template: conversations get their template from a file or another tokenizer; the student keeps it."""
 
 from pathlib import Path
 
