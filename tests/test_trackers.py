@@ -6,17 +6,22 @@ import os
 import re
 import struct
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import fork_server
 from ranks import Ranks
 from runs import Command, wait_for, write_run
 from test_train_layouts import under_torchrun
 
-from stillhouse.config import ConfigError
+from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.logging import RunLog
 from stillhouse.train.progress import Progress
@@ -243,6 +248,78 @@ def test_a_tracker_that_cannot_be_reached_is_an_error_at_the_start(
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="track: mlflow cannot start or continue a run at file:"):
         write(tmp_path / "run", ["mlflow"], range(1, 3))
+
+
+def test_a_silent_server_of_mlflow_fails_before_the_job_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    variables = importlib.import_module("mlflow.environment_variables")
+    names = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that what a run sets is undone
+        monkeypatch.delenv(name)
+    write(tmp_path / "run", ["mlflow"], range(1, 3))
+    seconds, retries = (getattr(variables, name).get() for name in names)
+    pauses = variables.MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR.get() * (2**retries - 1)
+    assert (1 + retries) * seconds + pauses < TrainConfig.model_fields["timeout"].default / 4
+
+
+class _Wandb(BaseHTTPRequestHandler):
+    """As much of a server as a run needs to start. It does not answer to what the run sends afterwards."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        begins = b"mutation UpsertBucket" in body
+        if not begins and (self.path != "/graphql" or b"mutation" in body):
+            time.sleep(60)
+            return
+        project = {"id": "p", "name": "stillhouse", "entity": {"id": "e", "name": "me"}}
+        bucket = {"id": "b", "name": "x", "displayName": "x", "config": "{}", "project": project}
+        started = {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        viewer = {"viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+        answer = json.dumps({"data": started if begins else viewer}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def _log_online(folder: str, port: int) -> None:
+    from stillhouse.train.trackers import wandb
+
+    wandb.SECONDS = 2.0
+    proxies = [name for name in os.environ if name.lower().endswith("_proxy")]
+    for name in ("WANDB_MODE", *proxies):
+        os.environ.pop(name, None)
+    os.environ |= {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "a" * 40, "WANDB_SILENT": "true"}
+    run = RunFolder(Path(folder))
+    with (
+        (run.path / "printed").open("w") as file,
+        redirect_stdout(file),
+        RunLog(run, Progress(), 9, ["wandb"], VALUES) as log,
+    ):
+        log.train(1, 10, {"loss/x": 1.0, "speed/tokens_per_second": 1.0})
+    os._exit(0)  # wandb ends its own process at exit
+
+
+@pytest.mark.slow
+def test_a_silent_server_of_wandb_does_not_hold_up_the_end_of_a_run(tmp_path: Path) -> None:
+    """The model is written after the trackers are closed, and wandb itself waits for its server without a limit."""
+    pytest.importorskip("wandb")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Wandb) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        process = fork_server().Process(target=_log_online, args=(str(tmp_path), server.server_port), daemon=True)
+        process.start()
+        process.join(40)
+        printed = (tmp_path / "printed").read_text()
+        server.shutdown()
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0
+    assert printed.count("warning: track: wandb failed at the end (TimeoutError: ") == 1
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -14,6 +14,8 @@ from stillhouse.train.trackers.state import TrackerState
 EXPERIMENT = "stillhouse"
 _LONGEST = 500  # characters of a parameter that every version of mlflow stores
 _BATCH = 100  # parameters of one request
+#: 90 s for a server that does not answer; mlflow's own limits are 16 minutes, longer than a job waits for a rank
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
 
 
 class MlflowRun:
@@ -31,6 +33,8 @@ class MlflowRun:
 
 def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> MlflowRun:
     """Start the run, or continue the run whose id the state has. Raises ValueError if mlflow cannot."""
+    for variable, value in _PATIENCE.items():
+        os.environ.setdefault(variable, value)
     mlflow: Any = importlib.import_module("mlflow")
     where = f"{mlflow.get_tracking_uri()}; set MLFLOW_TRACKING_URI to a store that works"
     with reading(f"track: mlflow cannot start or continue a run at {where}"):

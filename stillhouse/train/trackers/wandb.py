@@ -9,6 +9,9 @@ from stillhouse.libraries import reading
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.trackers.state import TrackerState
 
+#: how long the end of a run waits until everything is sent; what is not is on the disk, for `wandb sync`
+SECONDS = 120.0
+
 
 class WandbRun:
     def __init__(self, run: Any):
@@ -33,6 +36,11 @@ def open_wandb(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
             dir=os.environ.get("WANDB_DIR", str(folder.path)),
             config=dict(values),
-            settings=wandb.Settings(console=os.environ.get("WANDB_CONSOLE", "off")),
+            settings=wandb.Settings(
+                console=os.environ.get("WANDB_CONSOLE", "off"),
+                # wandb itself waits forever for a server that does not answer, and the model is written afterwards
+                finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", SECONDS)),
+                finish_timeout_raises=True,
+            ),
         )
     return WandbRun(run)
