@@ -5,9 +5,10 @@ AttributeError deep inside them. So each of their calls on files from outside, b
 `reading` block.
 """
 
+from importlib import import_module
 from importlib.metadata import version
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -75,6 +76,12 @@ def _about_files(error: BaseException) -> bool:
         or type(error) is Exception
         or any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in type(error).__mro__)
     )
+
+
+def imported(name: str, what: str) -> Any:
+    """An optional library. Raises ValueError, with the key `what`, if it is there and cannot be imported."""
+    with reading(f"{what}: {name} is installed, but cannot be imported"):
+        return import_module(name)
 
 
 def is_at_least(library: str, oldest: str) -> bool:

@@ -256,7 +256,11 @@ def test_an_export_needs_the_data_and_all_rows_of_it(folder: Path, tmp_path: Pat
     other = write_run(folder, **FORWARD_KL, **{"data.train": str(folder / "eval.jsonl")})
     with pytest.raises(ValueError, match="has 40 documents that are not in the data"):
         export_distillkit(folder / "float32", other, tmp_path / "x")
-    assert not (tmp_path / "x").exists()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "x.partial").mkdir()
+    with pytest.raises(ValueError, match=r"x\.partial exists: another process is writing there"):
+        export_distillkit(folder / "float32", config, tmp_path / "x")
+    assert (tmp_path / "x.partial").is_dir()
 
 
 def test_hidden_states_of_speculators_are_the_teachers(folder: Path, tmp_path: Path) -> None:

@@ -331,6 +331,24 @@ def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
         require_trackers([name])
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_a_folder_of_its_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """wandb writes a folder `wandb` where it runs, and `python -m` imports from there."""
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError, match=rf"^track: {name} is not installed"):
+        require_trackers([name])
+
+
+def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio.py").write_text("raise AttributeError('numpy has no float_')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    with pytest.raises(ValueError, match=r"^track: trackio is installed, but cannot be imported: .* no float_"):
+        write(tmp_path / "run", ["trackio"], range(1, 3))
+
+
 @pytest.mark.slow
 def test_under_torchrun_one_that_cannot_start_ends_all_ranks_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

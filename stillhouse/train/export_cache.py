@@ -47,7 +47,7 @@ def export_distillkit(folder: Path, config: RunConfig, out: Path) -> Compression
                 if rows is not None:
                     yield tokens, cache.read_document(document_id(tokens), rows)
 
-    with atomic_folder(out) as partial:
+    with atomic_folder(out, exclusive=True) as partial:
         write_parquet(partial / "data_0.parquet", compression, documents())
         if stored:
             raise ValueError(f"{folder} has {len(stored):,} documents that are not in the data of this configuration")

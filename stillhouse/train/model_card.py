@@ -58,7 +58,7 @@ def model_card(run: Path, config: RunConfig, checkpoint: IntactCheckpoint, expor
         "## Results",
         _results(run, progress),
         "## How it was made",
-        f"Trained and exported with stillhouse {stillhouse.__version__}:\n\n    {exported.command}",
+        f"Exported with stillhouse {stillhouse.__version__}:\n\n    {exported.command}",
     ]
     return f"---\n{_front_matter(config, exported)}\n---\n\n" + "\n\n".join(sections) + "\n"
 

@@ -42,7 +42,10 @@ OPENERS: dict[str, Callable[[RunFolder, TrackerState, Values], Tracker]] = {
 def require_trackers(track: Sequence[str]) -> None:
     """Raise ConfigError if a tracker in `track` is not installed."""
     for name in track:
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if (
+            spec is None or spec.origin is None
+        ):  # the latter is a folder of this name, which wandb makes where it runs
             raise ConfigError("track", f"{name} is not installed; pip install 'stillhouse[{name}]'")
 
 

@@ -1,13 +1,12 @@
 """MLflow. Its own environment variables apply, such as MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
-import importlib
 import os
 import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from stillhouse.libraries import reading
+from stillhouse.libraries import imported, reading
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.trackers.state import TrackerState
 
@@ -35,7 +34,7 @@ def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any
     """Start the run, or continue the run whose id the state has. Raises ValueError if mlflow cannot."""
     for variable, value in _PATIENCE.items():
         os.environ.setdefault(variable, value)
-    mlflow: Any = importlib.import_module("mlflow")
+    mlflow = imported("mlflow", "track")
     where = f"{mlflow.get_tracking_uri()}; set MLFLOW_TRACKING_URI to a store that works"
     with reading(f"track: mlflow cannot start or continue a run at {where}"):
         client = mlflow.MlflowClient()

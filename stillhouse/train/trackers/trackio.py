@@ -1,11 +1,10 @@
 """Trackio. Its own environment variables apply, such as TRACKIO_DIR. TRACKIO_PROJECT is read here."""
 
-import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from stillhouse.libraries import reading
+from stillhouse.libraries import imported, reading
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.trackers.state import TrackerState
 
@@ -23,7 +22,7 @@ class TrackioRun:
 
 def open_trackio(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> TrackioRun:
     """Start the run, or continue the run of the same name: trackio knows runs by their names, so the id is in it."""
-    trackio: Any = importlib.import_module("trackio")
+    trackio = imported("trackio", "track")
     with reading("track: trackio cannot start a run"):
         run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "stillhouse"),

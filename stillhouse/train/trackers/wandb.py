@@ -1,11 +1,10 @@
 """Weights & Biases. Its own environment variables apply, such as WANDB_MODE, WANDB_PROJECT and WANDB_DIR."""
 
-import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from stillhouse.libraries import reading
+from stillhouse.libraries import imported, reading
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.trackers.state import TrackerState
 
@@ -26,7 +25,7 @@ class WandbRun:
 
 def open_wandb(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> WandbRun:
     """Start the run, or continue the run with the same id. Raises ValueError if wandb cannot start it."""
-    wandb: Any = importlib.import_module("wandb")
+    wandb = imported("wandb", "track")
     with reading("track: wandb cannot start a run; log in with `wandb login`, or set WANDB_MODE=offline"):
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "stillhouse"),
