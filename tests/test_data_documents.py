@@ -258,3 +258,26 @@ def test_another_process_loads_the_same(tmp_path: Path) -> None:
         check=True,
     )
     assert there.stdout.split() == [part.fingerprint() for part in here]
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+@pytest.mark.parametrize(
+    "date",
+    [
+        "{{ strftime_now('%d %b %Y, %f') }}",
+        '{%- set today = strftime_now( "%d %b %Y, %f" ) %}{{ today }}',
+        "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = "
+        'strftime_now("%d %b %Y, %f") %}{%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}{%- endif %}'
+        "{{ date_string }}",
+    ],
+)
+def test_the_documents_are_the_same_on_every_day(tmp_path: Path, date: str, chat: Any, prompts: bool) -> None:
+    """Templates such as Llama's write the date, here with its microseconds: it is always the same one."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": role, "content": role} for role in ("user", "assistant")]}))
+    tokenizer = toy_tokenizer(chat=chat)
+    tokenizer.chat_template = date + tokenizer.chat_template
+    one, other = (load_documents(path, tokenizer, max_tokens=256, prompts=prompts) for _ in range(2))
+    assert one.fingerprint() == other.fingerprint()
+    assert tokenizer.decode(one.tokens_N).startswith("26 Jul 2024, 000000<|im_start|>user")

@@ -4,7 +4,9 @@ Therefore `Conversations.answer` runs in a separate process (`isolation.py`). It
 types, and it reports an error of the template as a result instead of raising it.
 """
 
-from functools import partial
+import re
+from datetime import datetime
+from functools import lru_cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +16,9 @@ from stillhouse.data.chat import Message, Span, TurnError, Turns
 from stillhouse.libraries import reading
 
 Tools = list[dict[str, Any]] | None
+#: what a template that asks for the date gets: the default of Llama's templates
+DATE = datetime(2024, 7, 26)
+_ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[^'"\\]*)(?P=quote)\s*\)""")
 
 
 class Conversations:
@@ -43,7 +48,13 @@ class Conversations:
         return body, spans, ""
 
     def _text(self, tools: Tools, messages: list[Message], prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=self._source(tools)
+        )
+
+    def _source(self, tools: Tools) -> str:
+        """The template, without a date: some tokenizers have a separate template for tools."""
+        return undated(self.tokenizer.get_chat_template(tools=tools))
 
     def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
         return Turns(partial(self._text, tools), messages, body, self.special)
@@ -52,7 +63,7 @@ class Conversations:
         """The rendered conversation, and the ranges of its characters that are targets, from message `first` on."""
         if self.prompts:
             return self._text(tools, messages, prompt=True), []
-        source = self.tokenizer.get_chat_template(tools=tools)  # some tokenizers have a separate template for tools
+        source = self._source(tools)
         if "endgeneration" in source and not self.every:
             return self._with_marked_spans(source, messages, tools, first)
         body = self._text(tools, messages)
@@ -75,6 +86,16 @@ class Conversations:
         turns = self._turns(messages, tools, bodies[0])
         start = turns.edge(first, prompt=messages[first]["role"] == "assistant")
         return bodies[0], [(begin, end) for begin, end in spans[0] if begin >= start]
+
+
+@lru_cache(maxsize=8)
+def undated(template: str) -> str:
+    """The template with `DATE` instead of the present date.
+
+    With that, a run's documents would be others on the next day, and it could not be resumed; nor would they be in a
+    teacher's cache.
+    """
+    return _ASKS_FOR_THE_DATE.sub(lambda found: repr(DATE.strftime(found["form"])), template)
 
 
 def too_long(what: str, characters: int, most: int) -> str:
