@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROLS_AND_LINES = re.compile(_CONTROLS.pattern[:-1] + "\n\t]")
 #: limits of a message: lines, and characters per line
-LINES, WIDTH = 12, 600
+LINES, WIDTH = 20, 600
 #: limits of a list of names: names, and characters per name
 NAMES, NAME_WIDTH = 12, 60
 

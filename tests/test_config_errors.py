@@ -1,5 +1,6 @@
 """Every mistake in a configuration gives one line that names the key."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,14 @@ def test_an_unknown_key_names_the_nearest_right_one(key: str, hint: str) -> None
     [
         ("train: {learning_rat: 1}", "train.learning_rat: unknown key; did you mean train.learning_rate?"),
         ("learning_rate: 1", "learning_rate: unknown key; did you mean train.learning_rate?"),
-        ("trian: {learning_rate: 1}", "trian: unknown key; did you mean student.mtp.train or data.train or train?"),
+        ("trian: {learning_rate: 1}", "trian.learning_rate: unknown key; did you mean train.learning_rate?"),
         ("objective: {qqq: 1}", "objective.qqq: unknown key; the keys of objective are: loss, temperature"),
         ("1: 2", "1: unknown key; the keys are: student, teacher"),
         ("data: {1: 2}", "data.1: unknown key; the keys of data are: train, eval"),
+        ("kd_loss_fn: {temperature: 2}", "kd_loss_fn.temperature of Automodel is objective.temperature here"),
+        ("step_scheduler: {max_steps: 9}", "step_scheduler.max_steps of Automodel is train.steps here"),
+        ("actor_rollout_ref: {rollout: {n: 2, x: 1}}", "rollout.n of verl is rollout.samples_per_prompt here"),
+        ("actor_rollout_ref: {x: {y: 2}}", "actor_rollout_ref: unknown key; the keys are: student, teacher"),
     ],
 )
 def test_an_unknown_key_of_a_file_names_the_nearest_right_one(tmp_path: Path, text: str, message: str) -> None:
@@ -108,6 +113,19 @@ def test_every_fault_has_its_line() -> None:
     assert [part.key for part in error.parts] == ["train.clip", "parallel.tensor", "device"]
     assert error.key == "train.clip"
     assert len(str(error).splitlines()) == 3
+
+
+def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_path: Path) -> None:
+    text = "trainer: {total_epochs: 3, default_local_dir: a, nnodes: {x: 1}}\noptim: {}\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text), LEAST)
+    assert [part.key for part in caught.value.parts] == ["trainer.total_epochs", "trainer.default_local_dir", "optim"]
+    names = ["model_name_or_path", "learning_rate", "num_train_epochs", "output_dir", "lmbda", "beta", "seed_", "lr"]
+    many = {f"{name}{'_' * number}": 1 for number in range(4) for name in names}
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, json.dumps(many)), LEAST)
+    assert len(str(caught.value).splitlines()) == 18
+    assert str(caught.value).splitlines()[-1].startswith("and ")
 
 
 def test_missing_keys_say_what_to_give() -> None:

@@ -10,12 +10,15 @@ from pydantic_core import ErrorDetails
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.keys import inner_section, item_section, section_of, unknown_key
+from stillhouse.config.peer_names import peer_hint
 from stillhouse.config.section import Section
 from stillhouse.config.teachers import NamedTeacherConfig
 from stillhouse.config.words import describe
 
 #: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
-MOST = 10
+MOST = 20
+#: a section of another tool gives a line for each of its keys that is known
+MOST_LINES = 17
 
 
 def explain(error: ValidationError, given: Mapping[str, Any], model: type[Section]) -> ConfigError:
@@ -24,9 +27,8 @@ def explain(error: ValidationError, given: Mapping[str, Any], model: type[Sectio
     for detail in error.errors()[:MOST]:
         for problem in _problems(detail, given, model):
             found.setdefault(problem.key, problem)
-    problems = list(found.values())
-    if error.error_count() > MOST:
-        more = error.error_count() - MOST
+    problems = list(found.values())[:MOST_LINES]
+    if more := max(0, error.error_count() - MOST) + len(found) - len(problems):
         problems.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
     return problems[0] if len(problems) == 1 else ConfigError.joined(problems)
 
@@ -36,13 +38,24 @@ def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Sectio
     if isinstance(written, ConfigError):
         yield _of_named_teacher(written, detail["loc"])
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
-        yield unknown_key(".".join(map(str, detail["loc"])), model)
+        key = ".".join(map(str, detail["loc"]))
+        of_peers = [each for each in _leaves(key, detail["input"]) if each != key and peer_hint(each)]
+        yield from (unknown_key(each, model) for each in of_peers or [key])
     else:
         key, owner, name = _field(detail["loc"], model)
         if detail["type"] == "missing" and len(detail["loc"]) == key.count(".") + 1:
             yield from _missing(key, owner, name)
         else:
             yield ConfigError(key, f"got {_shown(_value(given, key))}; expected: {_expected(owner, name)}")
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The dotted keys within the value of a key; the key itself if it is no section."""
+    if not isinstance(value, Mapping) or not value:
+        yield key
+        return
+    for name, each in value.items():
+        yield from _leaves(f"{key}.{name}", each)
 
 
 def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, type[Section], str]:

@@ -389,13 +389,19 @@ TABLE = (
 )  # fmt: skip
 
 
-def peer_hint(key: str) -> str | None:
+def peer_hint(key: str, *, whole: bool = False) -> str | None:
     """What a key that another tool has is called here, in words; None for a name that no tool of the table has.
 
-    key: as it was written, in a section or not, with underscores or dashes.
+    key: as it was written, in a section or not, with underscores or dashes. whole: it has a section, and the other
+    tool's name is the same with its section.
     """
     wanted = key.lower().replace("-", "_")
-    matches = [(len(name), row, name) for row in TABLE for name, _ in row.names() if _same(wanted, name.lower())]
+    matches = [
+        (len(name), row, name)
+        for row in TABLE
+        for name, _ in row.names()
+        if (wanted == name.lower() and "." in name if whole else _same(wanted, name.lower()))
+    ]
     if not matches:
         return None
     _, row, name = max(matches, key=lambda each: each[0])
