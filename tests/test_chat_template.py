@@ -65,3 +65,14 @@ def test_a_run_with_it_is_another_run(folder: Path) -> None:
     failed = run("check", folder / "run.yaml", "data.chat_template=null", code=1)
     assert "has no chat template; give 'text'" in failed.err
     assert "or set data.chat_template" in failed.err
+
+
+@pytest.mark.slow
+def test_a_template_that_does_not_end_is_stopped(folder: Path) -> None:
+    """It may be a hub's: it is tried in the process with limits in which the data are rendered."""
+    (folder / "chat.jinja").write_text(
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}" + TEMPLATE
+    )
+    failed = run("check", folder / "run.yaml", f"data.chat_template={folder / 'chat.jinja'}", code=2)
+    assert "error: data.chat_template: " in failed.err
+    assert "chat.jinja: the chat template of " in failed.err

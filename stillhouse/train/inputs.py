@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from stillhouse.config import (
     ConfigError,
@@ -26,6 +25,7 @@ from stillhouse.data import (
     load_tokenizer,
 )
 from stillhouse.data.prefixes import PrefixTemplate
+from stillhouse.data.templates import ChatTemplate
 from stillhouse.data.token_cache import user_folder
 from stillhouse.libraries import reading
 from stillhouse.models.files import require_model_folder
@@ -107,6 +107,7 @@ def load_tokenizers(
     if config.data.chat_template is not None:
         try:
             tokenizer.chat_template = _chat_template(config.data.chat_template)
+            _require_rendering(tokenizer, config.data.chat_template)
         except ValueError as error:
             raise ConfigError("data.chat_template", str(error)) from error
     for section, teacher in config.teacher_sections.items():
@@ -144,7 +145,7 @@ def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrai
 
 
 def _chat_template(source: str) -> str | dict[str, str]:
-    """The text of a file, or the chat template of a tokenizer. Raises ValueError if it renders no conversation."""
+    """The text of a file, or the chat template of a tokenizer. Raises ValueError if there is none."""
     path = Path(source)
     template: str | dict[str, str] | None
     if path.is_file():
@@ -157,10 +158,14 @@ def _chat_template(source: str) -> str | dict[str, str]:
         template = load_tokenizer(source).chat_template
     if not template:
         raise ValueError(f"got {source}, which has no chat template: expected a Jinja file or a tokenizer with one")
-    for text in [template] if isinstance(template, str) else template.values():
-        with reading(f"{source} is no chat template"):
-            render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=text)
     return template
+
+
+def _require_rendering(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raise ValueError unless a conversation can be rendered, in a process with limits: a template is code."""
+    conversation = {"messages": [{"role": "user", "content": "a"}]}
+    with reading(f"got {source}"):
+        ChatTemplate(tokenizer, ("messages",), "all").render(conversation)
 
 
 def _require_same_conversation(
