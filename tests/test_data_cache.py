@@ -1,5 +1,6 @@
 """Tokenized data on disk: the documents are the same, what decides them is in the key, and damage is refused."""
 
+import importlib
 import json
 import os
 import shutil
@@ -107,6 +108,26 @@ def test_a_damaged_entry_is_refused_by_name(tmp_path: Path, name: str, damage: s
         path.write_bytes({"short": bytes(content[:-8]), "changed": bytes(content), "empty": b""}[damage])
     with pytest.raises(ValueError, match=rf"{path.parent}: the cached tokens are damaged; remove this folder"):
         load(tmp_path, cache)
+
+
+def test_a_tokenizers_own_code_is_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With trust_remote_code, a class of the same name may do something else on the next day."""
+    write(tmp_path)
+    code = (
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Own(PreTrainedTokenizerFast):\n"
+        "    def __call__(self, texts, **options):\n"
+        "        return super().__call__([each.CHANGE() for each in texts], **options)\n"
+    )
+    backend = toy_tokenizer().backend_tokenizer
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, change in enumerate(("upper", "lower"), start=1):
+        (tmp_path / f"own_{change}.py").write_text(code.replace("CHANGE", change))
+        kind = importlib.import_module(f"own_{change}").Own
+        tokenizer = kind(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+        documents = load_documents(tmp_path / "a.jsonl", tokenizer, max_tokens=64, cache=tmp_path / "cache")
+        assert same(documents, load_documents(tmp_path / "a.jsonl", tokenizer, max_tokens=64))
+        assert len(entries(tmp_path / "cache")) == number
 
 
 @pytest.mark.slow

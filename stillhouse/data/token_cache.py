@@ -12,6 +12,7 @@ lock file lets one process write it while the others wait.
 """
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -68,6 +69,7 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
         "files": [[str(path), _sha256(path)] for path in files],
         "tokenizer": [
             type(tokenizer).__name__,
+            _sha256(Path(inspect.getfile(type(tokenizer)))),  # it may be the model's own code
             tokenizer.backend_tokenizer.to_str(),
             tokenizer.split_special_tokens,  # not a part of that text
             tokenizer.chat_template,
