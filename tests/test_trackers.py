@@ -163,7 +163,11 @@ def test_a_copy_of_a_run_folder_does_not_write_into_the_original_curves(tmp_path
     (tmp_path / "a").rename(tmp_path / "b")
     with pytest.raises(ValueError, match=r"trackers\.json belongs to the run a, and this folder is b; remove"):
         write(tmp_path / "b", ["mlflow"], range(1, 4))
+    before = (tmp_path / "b" / FILE).read_bytes()
+    write(tmp_path / "b", [], range(1, 4))  # without a tracker, it does not matter
+    assert (tmp_path / "b" / FILE).read_bytes() == before
     (tmp_path / "b" / FILE).write_text('{"name": "b", "id": 3}')
+    write(tmp_path / "b", [], range(1, 4))
     with pytest.raises(ValueError, match=r"trackers\.json is damaged: .*; remove"):
         write(tmp_path / "b", ["mlflow"], range(1, 4))
 

@@ -96,7 +96,7 @@ def open_trackers(
     Raises ValueError if a tracker cannot be started, or if trackers.json is damaged or of another run.
     """
     names = [name for name in dict.fromkeys(track) if name in OPENERS]
-    if not names and not TrackerState.exists(folder):
+    if not names and not TrackerState.is_own(folder):
         return Trackers(folder, {}, TrackerState(name=""), warn)
     state, trackers = TrackerState.open(folder, log_bytes), dict[str, Tracker]()
     try:

@@ -26,9 +26,14 @@ class TrackerState(BaseModel):
     active: list[str] = []
     sent: dict[str, dict[str, int]] = {}
 
-    @staticmethod
-    def exists(folder: RunFolder) -> bool:
-        return (folder.path / FILE).exists()
+    @classmethod
+    def is_own(cls, folder: RunFolder) -> bool:
+        """Whether there is a state of this folder's run, which `open` does not refuse."""
+        path = folder.path / FILE
+        try:
+            return path.exists() and cls.model_validate_json(path.read_bytes()).name == folder.path.resolve().name
+        except ValidationError:
+            return False
 
     @classmethod
     def open(cls, folder: RunFolder, log_bytes: int) -> Self:
