@@ -37,7 +37,7 @@ def atomic_folder(final: Path, needed_bytes: int | None = None, *, exclusive: bo
     ValueError if the temporary folder exists then.
     """
     partial = _partial(final)
-    with explained_write_errors(final, needed_bytes), ExitStack() as stack:
+    with ExitStack() as stack, explained_write_errors(final, needed_bytes):
         if exclusive:
             _claim(partial)
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
