@@ -10,6 +10,8 @@ import pytest
 import torch
 from runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
 from safetensors import safe_open
+from safetensors.torch import load_file
+from test_train_layouts import distill
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from toy_tokenizer import toy_tokenizer
@@ -25,6 +27,8 @@ PAIRS: list[dict[str, Any]] = [
     {"student": 0, "teacher": 1, "scale": 0.7},
     {"student": -1, "teacher": -1, "loss": "cosine", "scale": 0.3},
 ]
+
+NAMES = ["hidden_0_1_mse", "hidden_1_2_cosine"]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +74,10 @@ def expected_loss(session: Session) -> Tensor:
         log_q_TV = logits_BSV.double().log_softmax(-1).flatten(0, 1)
         label_T = each.labels_T.clamp(min=0)
         loss_T = -log_q_TV.gather(1, label_T[:, None])[:, 0]
-        for number, (student, teacher_layer, kind, scale) in enumerate([(0, 1, "mse", 0.7), (-1, -1, "cosine", 0.3)]):
-            hidden_TE = own[student].double().flatten(0, 1) @ match.projectors[str(number)].weight.double().T
-            target_TE = theirs[teacher_layer].double().flatten(0, 1)
+        for pair in match.pairs:
+            kind, scale = pair.kind, pair.scale
+            hidden_TE = own[pair.student].double().flatten(0, 1) @ match.projectors[pair.name].weight.double().T
+            target_TE = theirs[pair.teacher].double().flatten(0, 1)
             if kind == "mse":
                 loss_T = loss_T + scale * (hidden_TE - target_TE).square().mean(1)
             else:
@@ -95,7 +100,7 @@ def test_gradients_are_those_of_plain_autograd(folder: Path, recomputed: bool) -
     assert found["hidden_0_1_mse"] > 0
     gradients = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
     assert gradients.keys() == reference.keys()
-    assert {"hidden_match.projectors.0.weight", "hidden_match.projectors.1.weight"} < gradients.keys()
+    assert {f"hidden_match.projectors.{name}.weight" for name in NAMES} < gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, reference[name], rtol=2e-5, atol=1e-6, msg=name)
 
@@ -127,6 +132,43 @@ def test_a_run_with_hidden_states_is_resumed_exactly_and_exports_a_plain_model(f
     AutoModelForCausalLM.from_pretrained(folder / "whole" / "model")
 
 
+def test_the_projector_of_another_pair_is_refused(folder: Path) -> None:
+    """It has the shape of this pair's one."""
+    path, first = folder / "run.yaml", str(folder / "first")
+    write_run(folder, **{"objective.hidden": [PAIRS[0]], "out": first, "train.steps": 1})
+    run("distill", path)
+    resume = f"{first}/checkpoints/step-00000001"
+    for number, other in enumerate(
+        [[{"student": 0, "teacher": 2}], [{"student": 0, "teacher": 1, "loss": "cosine"}]]
+    ):
+        out = str(folder / f"second {number}")
+        write_run(folder, **{"objective.hidden": other, "out": out, "checkpoint.resume": resume})
+        assert "a projector of hidden states is of its layers in objective.hidden" in run("distill", path, code=1).err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"student.init": {"from": "random"}}, {"student.dtype": "bfloat16", "train.precision": "bf16"}]
+)
+def test_projectors_of_two_processes_are_those_of_one(folder: Path, settings: dict[str, Any]) -> None:
+    """Also beside weights of another dtype, and beside random ones. The rate is nearly zero."""
+    write_run(folder, **{"objective.hidden": PAIRS, "train.steps": 1, "train.learning_rate": 1e-30}, **settings)
+    name, found = "-".join(settings), {}
+    for processes in (1, 2):
+        ended = distill(folder, f"{name} {processes}", processes, "checkpoint.every=1")
+        assert ended.returncode == 0, ended.stderr
+        resume = folder / f"{name} {processes}" / "checkpoints" / "step-00000001" / "resume"
+        tensors = [load_file(each) for each in sorted(resume.glob("*.safetensors"))]
+        for each in NAMES:
+            parts = [
+                every[key] for every in tensors if (key := f"student.hidden_match.projectors.{each}.weight") in every
+            ]
+            found[each, processes] = torch.cat(parts)
+    for each in NAMES:
+        assert torch.equal(found[each, 1], found[each, 2])
+        assert float(found[each, 1].norm(dim=1).mean()) == pytest.approx(1, abs=0.05)
+
+
 def test_models_of_one_width_need_no_projector(tmp_path: Path) -> None:
     decoder = Decoder.from_pretrained(save_model(tmp_path / "model"))
     width, layers = decoder.config.hidden_size, decoder.config.num_hidden_layers
@@ -155,6 +197,14 @@ def test_pairs_on_different_stages_are_refused(tmp_path: Path) -> None:
         ({"objective.hidden": PAIRS, "teacher.parallel": {"tensor": 1}}, "teacher.parallel: expected null with"),
         ({"objective.hidden": PAIRS, "rollout.max_new_tokens": 8}, r"objective.hidden: expected \[\] with rollout"),
         ({"objective.hidden": PAIRS, "parallel.schedule": "1f1b_ahead"}, "parallel.schedule: got 1f1b_ahead"),
+        (
+            {"objective.hidden": [{"student": 1, "teacher": 0}, {"student": -1, "teacher": -3, "scale": 0.5}]},
+            "objective.hidden: layers 1 of the student and 0 of the teacher have the loss mse more than once",
+        ),
+        (
+            {"objective.hidden": PAIRS, "student.mtp": {"train": "heads"}},
+            r"objective.hidden: expected \[\] with student.mtp.train=heads",
+        ),
         ({"objective.hidden": [{"student": 0, "teacher": 0, "los": "mse"}]}, "objective.hidden"),
         ({"objective.hidden": [{"student": 0}]}, "objective.hidden"),
         ({"objective.hidden": [{"student": 0, "teacher": 0, "loss": "kl"}]}, "objective.hidden"),

@@ -9,10 +9,11 @@ import torch
 from families import build
 from runs import contents, run, save_model, session_of, write_run
 from safetensors.torch import load_file
+from test_image_text import MAKERS
 from test_train_layouts import distill
 from torch import Tensor
 from toy_tokenizer import toy_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from stillhouse.config import ConfigError, load_config
 from stillhouse.train.models import model_fingerprints
@@ -181,6 +182,36 @@ def test_the_fingerprint_covers_what_the_student_begins_with(tmp_path: Path) -> 
     config = tmp_path / "teacher" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"use_cache": False}))
     assert fingerprint(**EVERY_2) != found[1]
+
+
+def test_other_layers_keep_their_numbers(tmp_path: Path) -> None:
+    """The blocks of a vision tower are not the layers that are chosen."""
+    config, tokenizer = MAKERS["qwen3_vl"](), toy_tokenizer()
+    config.text_config.vocab_size, config.text_config.num_hidden_layers = len(tokenizer), 3
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "teacher")
+    for name in ("teacher", "student"):
+        tokenizer.save_pretrained(tmp_path / name)
+    config.save_pretrained(tmp_path / "student")
+    student = session_of(tmp_path, **{"student.init": {"from": "teacher", "layers": [1, 0, 2]}}).student
+    expected = weights(tmp_path / "teacher")
+    for name, each in student.pretrained.state_dict().items():
+        parts = name.split(".")
+        if parts[1:3] == ["language_model", "layers"]:
+            parts[3] = str([1, 0, 2][int(parts[3])])
+        assert torch.equal(each, expected[".".join(parts)]), name
+
+
+@pytest.mark.slow
+def test_a_tied_student_begins_on_two_stages_with_the_same_random_weights(tmp_path: Path) -> None:
+    prepare_folder(tmp_path, tie_word_embeddings=True)
+    write_run(tmp_path, **{"student.init": {"from": "random"}, "train.steps": 1, "train.learning_rate": 1e-30})
+    for out, processes, overrides in (("one", 1, ()), ("two", 2, ("parallel.pipeline=2",))):
+        ended = distill(tmp_path, out, processes, *overrides)
+        assert ended.returncode == 0, ended.stderr
+    expected, found = weights(tmp_path / "one" / "model"), weights(tmp_path / "two" / "model")
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():  # the zeros of the padding token's row have moved a little
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-20, msg=name)
 
 
 @pytest.mark.slow

@@ -121,6 +121,8 @@ class RunConfig(Section):
                 )
         if self.rollout is not None:
             raise ConfigError(key, "expected [] with rollout")
+        if self.student.mtp is not None and self.student.mtp.train == "heads":
+            raise ConfigError(key, "expected [] with student.mtp.train=heads, which freezes the student's layers")
         if self.parallel.schedule == "1f1b_ahead":
             raise ConfigError(
                 "parallel.schedule", f"got 1f1b_ahead, which runs the teacher a step ahead: expected 1f1b with {key}"

@@ -40,7 +40,9 @@ from stillhouse.objective import FullVocab, OutputHead
 if TYPE_CHECKING:  # it needs a later version of transformers than the rest
     from stillhouse.models.mtp_layers import MtpLayers
 
-_HEAD_WEIGHT = "head.linear.weight"
+HEAD_WEIGHT = "head.linear.weight"
+#: the beginning of the names of the projectors of hidden states
+PROJECTORS = "hidden_match."
 
 
 class Decoder(nn.Module):
@@ -337,14 +339,14 @@ def _drop_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, _:
     """Keep a tied weight in the state dict only as the embedding, so that a checkpoint does not hold it twice."""
     assert isinstance(decoder, Decoder)
     if decoder.tied:
-        state.pop(prefix + _HEAD_WEIGHT, None)
+        state.pop(prefix + HEAD_WEIGHT, None)
 
 
 def _find_tied_weight(decoder: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """When loading, take a missing tied head weight from the embedding."""
     assert isinstance(decoder, Decoder)
     if decoder.tied and prefix + decoder.embedding_name in state:
-        state.setdefault(prefix + _HEAD_WEIGHT, state[prefix + decoder.embedding_name])
+        state.setdefault(prefix + HEAD_WEIGHT, state[prefix + decoder.embedding_name])
 
 
 def _tie_again(decoder: nn.Module, _: Any) -> None:

@@ -19,8 +19,8 @@ from stillhouse.models.hidden_match import HiddenMatch, HiddenPair
 def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
     """Let layers of a whole student learn the outputs of a teacher's layers, in the context `student.matching`.
 
-    pairs: negative numbers count from the last layer. Raises ValueError for a layer that a model does not have, and
-    for a student whose layers cannot be found.
+    pairs: negative numbers count from the last layer. Raises ValueError for a layer that a model does not have, for
+    a pair that is given twice, and for a student whose layers cannot be found.
     """
     layers, width = numbered_layers(student), student.config.get_text_config().hidden_size
     own = tuple(
@@ -31,11 +31,17 @@ def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: 
         )
         for pair in pairs
     )
+    names = [pair.name for pair in own]
+    if twice := next((pair for pair in own if names.count(pair.name) > 1), None):
+        raise ValueError(
+            f"layers {twice.student} of the student and {twice.teacher} of the teacher have the loss {twice.kind} "
+            "more than once: expected every pair once, with the sum of the scales"
+        )
     device = student.pretrained.device
     # the loss is computed in float32, so that rounding to the student's dtype would gain nothing
     projectors = {
-        str(number): nn.Linear(width, teacher_width, bias=False, device=device, dtype=torch.float32)
-        for number in range(len(own) if width != teacher_width else 0)
+        name: nn.Linear(width, teacher_width, bias=False, device=device, dtype=torch.float32)
+        for name in (names if width != teacher_width else ())
     }
     match = HiddenMatch(own, nn.ModuleDict(projectors))
     match.attach(layers)
@@ -47,14 +53,27 @@ def numbered_layers(decoder: Decoder) -> list[nn.Module]:
 
     Raises ValueError for a model whose layers are not in one list.
     """
+    return list(decoder.backbone.get_submodule(layers_name(decoder)))  # type: ignore[call-overload]
+
+
+def layers_name(decoder: Decoder) -> str:
+    """Return the name in the backbone of the list of a decoder's layers.
+
+    Raises ValueError for a model whose layers are not in one list.
+    """
     count = decoder.config.get_text_config().num_hidden_layers
-    lists = [each for each in decoder.layer_lists() if len(each) == count]
-    if len(lists) != 1:
+    outermost = decoder.layer_lists()
+    names = [
+        name
+        for name, module in decoder.backbone.named_modules()
+        if any(module is each for each in outermost if len(each) == count)
+    ]
+    if len(names) != 1:
         raise ValueError(
-            f"model type '{decoder.config.model_type}' has {len(lists)} lists of {count} layers: expected one, so "
+            f"model type '{decoder.config.model_type}' has {len(names)} lists of {count} layers: expected one, so "
             "that layers are found by their numbers"
         )
-    return list(lists[0])
+    return names[0]
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class HiddenPair:
 
     @property
     def name(self) -> str:
-        """The name of the pair's loss among a step's sums."""
+        """The name of the pair's loss among a step's sums, and of its projector."""
         return f"{HIDDEN}{self.student}_{self.teacher}_{self.kind}"
 
 
@@ -68,8 +68,9 @@ class HiddenMatchLoss:
 class HiddenMatch(nn.Module):
     """The projectors of a student, and the hooks of its layers.
 
-    pairs: those on this stage, with layer numbers from 0 on. all_pairs: those of all stages. projectors: by the
-    number of the pair, those between different widths.
+    pairs: those on this stage, with different names and layer numbers from 0 on. all_pairs: those of all stages.
+    projectors: by the name of the pair, those between different widths. So a checkpoint's projector is never that of
+    another pair.
     """
 
     def __init__(self, pairs: Sequence[HiddenPair], projectors: nn.ModuleDict):
@@ -80,26 +81,26 @@ class HiddenMatch(nn.Module):
 
     def attach(self, layers: Sequence[nn.Module]) -> None:
         """Register the hooks. layers: all layers of the student."""
-        for number, pair in enumerate(self.pairs):
-            layers[pair.student].register_forward_hook(partial(self._add_loss, str(number), pair))
+        for pair in self.pairs:
+            layers[pair.student].register_forward_hook(partial(self._add_loss, pair))
 
     def keep(self, layers: range) -> None:
         """Remove the pairs whose student's layers are on other stages."""
-        for number, pair in enumerate(self.pairs):
-            if pair.student not in layers and str(number) in self.projectors:
-                del self.projectors[str(number)]
+        for pair in self.pairs:
+            if pair.student not in layers and pair.name in self.projectors:
+                del self.projectors[pair.name]
         self.pairs = tuple(pair for pair in self.pairs if pair.student in layers)
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
         """Initialise the projectors on this process, with rows of a length of about 1.
 
-        Every process draws each whole matrix from the seed and the pair's number, and copies its own shard. So the
+        Every process draws each whole matrix from the seed and the pair's name, and copies its own shard. So the
         values do not depend on the layout.
         """
-        for number, projector in self.projectors.items():
+        for name, projector in self.projectors.items():
             weight = projector.get_parameter("weight")
-            digest = hashlib.sha256(f"{seed} hidden_match {number}".encode()).digest()
+            digest = hashlib.sha256(f"{seed} hidden_match {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]))
             whole_ED = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
             local(weight).copy_(whole_ED[own_slices(weight)])
@@ -109,7 +110,7 @@ class HiddenMatch(nn.Module):
         """The numbers of the teacher's layers that the pairs need."""
         return {pair.teacher for pair in self.pairs}
 
-    def _add_loss(self, number: str, pair: HiddenPair, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+    def _add_loss(self, pair: HiddenPair, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of a student's layer."""
         loss, recomputing = self.running.current
         if loss is None or not torch.is_grad_enabled():
@@ -118,8 +119,8 @@ class HiddenMatch(nn.Module):
         teacher_TE = loss.teacher_BSE[pair.teacher].flatten(0, 1)
         with torch.autocast(hidden_BSD.device.type, enabled=False):
             hidden_TE = hidden_BSD.flatten(0, 1).float()
-            if number in self.projectors:
-                hidden_TE = F.linear(hidden_TE, self.projectors[number].get_parameter("weight").float())
+            if pair.name in self.projectors:
+                hidden_TE = self.projectors[pair.name](hidden_TE)  # a call, so that FSDP gathers the weight
             value = (distance(pair.kind, hidden_TE, teacher_TE.float()) * loss.weights_T).sum()
         if not recomputing:
             loss.losses[pair.name] = value.detach()

@@ -40,6 +40,9 @@ def apply_fsdp(
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
     for layer in [*decoder.layers(), *decoder.mtp_layers()]:
         inner(layer)
+    for projector in () if decoder.hidden_match is None else decoder.hidden_match.projectors.values():
+        # a group of its own: it is float32, and FSDP needs one dtype in a group
+        shard(projector, reshard_after_forward=reshard_after_forward)
     trains = any(parameter.requires_grad for parameter in decoder.parameters())
     if not decoder.tied and decoder.has_head:
         # a tied head uses the embedding's weight, which is in the root's FSDP group

@@ -23,6 +23,7 @@ from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import base_name, is_lora
+from stillhouse.models.decoder import PROJECTORS
 from stillhouse.models.files import require_safe_files
 from stillhouse.models.head import local, own_slices
 from stillhouse.models.loading import auto_class, parse_dtype
@@ -95,7 +96,7 @@ def read_weights(
     for name, value in decoder.state_dict().items():
         # `draw_lora` sets adapters, `MtpLayers.draw` new MTP layers, and `HiddenMatch.draw` projectors
         is_new_mtp = _is_mtp(name) and decoder.mtp is not None and decoder.mtp.is_new
-        if is_lora(name) or is_new_mtp or name.startswith("hidden_match."):
+        if is_lora(name) or is_new_mtp or name.startswith(PROJECTORS):
             continue
         if not name.startswith(prefix):
             continue

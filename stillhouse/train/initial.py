@@ -15,7 +15,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder
+from stillhouse.models.decoder import HEAD_WEIGHT, PROJECTORS
 from stillhouse.models.head import local, own_slices
+from stillhouse.models.hidden_layers import layers_name
 from stillhouse.models.loading import auto_class, parse_dtype
 from stillhouse.parallel import local_folder
 from stillhouse.parallel.loading import read_weights
@@ -43,7 +45,7 @@ def initial_weights(config: RunConfig, folder: str) -> Callable[[Decoder], None]
     assert teacher.model is not None
     teacher_folder = local_folder(teacher.model, teacher.revision)
     layers = _fitting_layers(config, student.get_text_config(), _configuration(teacher_folder).get_text_config())
-    return partial(read_weights, folder=teacher_folder, renamed=partial(_name_in_teacher, layers))
+    return partial(_read_layers, folder=teacher_folder, layers=layers)
 
 
 def _configuration(folder: str) -> PreTrainedConfig:
@@ -82,17 +84,35 @@ def _fitting_layers(config: RunConfig, student: PreTrainedConfig, teacher: PreTr
     return layers
 
 
-def _name_in_teacher(layers: list[int], name: str) -> str:
-    """A tensor's name with the teacher's number of the layer: the first number in the name."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", lambda found: str(layers[int(found[0])]), name, count=1)
+def _read_layers(decoder: Decoder, folder: str, layers: list[int]) -> None:
+    try:
+        name = layers_name(decoder)
+    except ValueError as error:
+        raise ConfigError(_KEY, str(error)) from error
+    of_layer = re.compile(rf"(?<=^{re.escape(f'{decoder.pretrained.base_model_prefix}.{name}.')})\d+(?=\.)")
+    read_weights(decoder, folder, renamed=partial(_name_in_teacher, of_layer, layers))
+
+
+def _name_in_teacher(of_layer: re.Pattern[str], layers: list[int], name: str) -> str:
+    """A tensor's name with the teacher's number of the layer. Layers of other parts, such as a vision tower, keep
+    theirs.
+    """
+    return of_layer.sub(lambda found: str(layers[int(found[0])]), name)
 
 
 @torch.no_grad()
 def _fill_at_random(decoder: Decoder, config: PreTrainedConfig, dtype: Any, seed: int) -> None:
-    """Draw the whole model in host memory, as its family does, and copy this process's part of it."""
+    """Draw the whole model in host memory, as its family does, and copy this process's part of it. The projectors of
+    hidden states, which are not of the model, are left out.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-    whole = Decoder(model, verify=False).state_dict()
+    of_model = Decoder(model, verify=False)
+    whole = of_model.state_dict()
     for name, value in decoder.state_dict().items():
-        local(value).copy_(whole[name][own_slices(value)])
+        if name.startswith(PROJECTORS):
+            continue
+        # the last stage of a pipeline has a head of its own, although it is tied to the embedding
+        source = whole[of_model.embedding_name if of_model.tied and name == HEAD_WEIGHT else name]
+        local(value).copy_(source[own_slices(value)])

@@ -174,6 +174,8 @@ def student_source(config: RunConfig, device: torch.device, offload: bool) -> Mo
     def weights(decoder: Decoder) -> None:
         allocate(decoder, device, offload=offload)
         fill(decoder)
+        if decoder.hidden_match is not None:
+            decoder.hidden_match.draw(config.seed)
         check_finite_weights(decoder, "student")
 
     return replace(source, load_weights=weights)
