@@ -7,6 +7,8 @@ from ranks import Ranks
 from runs import run, write_run
 from safetensors.torch import load_file
 
+from stillhouse.libraries import is_supported
+
 SETTINGS = {
     "train.steps": 3,
     "train.activation_checkpointing": True,
@@ -16,6 +18,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
 @pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2", "context=2"])
 def test_a_layout_gives_the_student_of_one_process(tmp_path: Path, layout: str) -> None:
     write_run(tmp_path, family="qwen3", **SETTINGS)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from runs import session_of, write_run
 
+from stillhouse.libraries import is_supported
 from stillhouse.train.check import _forward_backward, _single_terms, check
 from stillhouse.train.session import Session
 
 LOSS = "0.3*cross_entropy + 0.1*z_loss + 0.7*jsd(0.5) + 0.01*entropy"
+needs_mtp = pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
 HIDDEN = [{"student": 1, "teacher": 1, "loss": "mse", "scale": 0.1}]
 
 
@@ -28,8 +30,12 @@ def gradient(session: Session, engine: Any) -> torch.Tensor:
     [
         ("qwen3_moe", {"objective.router_aux_loss": 0.1}, ["router_aux"]),
         ("llama", {"objective.hidden": HIDDEN}, ["objective.hidden"]),
-        ("qwen3", {"student.mtp": {"depths": 1, "scale": 0.3}}, ["student.mtp"]),
-        ("qwen3", {"student.mtp": {"depths": 1}, "objective.hidden": HIDDEN}, ["student.mtp", "objective.hidden"]),
+        pytest.param("qwen3", {"student.mtp": {"depths": 1, "scale": 0.3}}, ["student.mtp"], marks=needs_mtp),
+        pytest.param(
+            *("qwen3", {"student.mtp": {"depths": 1}, "objective.hidden": HIDDEN}),
+            ["student.mtp", "objective.hidden"],
+            marks=needs_mtp,
+        ),
         ("llama", {}, []),
     ],
 )

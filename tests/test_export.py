@@ -16,6 +16,7 @@ from test_train_layouts import distill
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stillhouse.libraries import is_supported
 from stillhouse.train.checkpoint import save_checkpoint
 from stillhouse.train.export_run import ExportSettings, export_run
 from stillhouse.train.progress import Progress
@@ -330,6 +331,7 @@ def test_a_checkpoint_of_any_layout(tmp_path: Path, layout: str) -> None:
     assert logits(model).isfinite().all()
 
 
+@pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
 def test_a_student_with_mtp_layers_is_exported_with_or_without_them(tmp_path: Path) -> None:
     """Servers refuse weights of layers that they do not know in the student's family."""
     write_run(tmp_path, family="qwen3", **{"train.steps": 2, "student.mtp": {"depths": 2}})

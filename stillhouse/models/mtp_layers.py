@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from stillhouse.libraries import require_feature
 from stillhouse.models.head import local, own_slices
+from stillhouse.models.mtp_names import mtp_prefixes
 from stillhouse.models.structure import describe
 
 require_feature("multi-token prediction")
@@ -148,23 +149,7 @@ def find_layers(model: PreTrainedModel) -> None:
 
 def checkpoint_prefixes(model: PreTrainedModel) -> list[str]:
     """Return, for each depth, the prefix of its layer's names in a checkpoint."""
-    return _prefixes(model.config)
-
-
-def without_layers(config: PreTrainedConfig) -> list[str]:
-    """Take the MTP layers out of a configuration; returns the prefixes of their names in its checkpoint."""
-    prefixes, own = _prefixes(config), config.get_text_config(decoder=True)
-    if prefixes:
-        own.num_mtp_layers = 0
-    for kinds in ("mtp_layer_types", "mtp_mlp_layer_types"):
-        own.__dict__.pop(kinds, None)
-    return prefixes
-
-
-def _prefixes(config: PreTrainedConfig) -> list[str]:
-    own = config.get_text_config(decoder=True)
-    depths = getattr(own, "num_mtp_layers", None) or 0
-    return [f"model.layers.{own.num_hidden_layers + depth}." for depth in range(depths)]
+    return mtp_prefixes(model.config)
 
 
 def _require_structure(model: PreTrainedModel) -> Any:

@@ -23,7 +23,7 @@ from stillhouse.config import RunConfig, load_config
 from stillhouse.libraries import reading
 from stillhouse.models.adapter import merged
 from stillhouse.models.loading import auto_class, load_causal_lm, parse_dtype
-from stillhouse.models.mtp_layers import without_layers
+from stillhouse.models.mtp_names import without_mtp
 from stillhouse.train.checkpoint_folder import best_checkpoint, checkpoints
 from stillhouse.train.export import write_weights
 from stillhouse.train.files import atomic_folder, file_names
@@ -176,7 +176,7 @@ def _mtp_prefixes(source: Path) -> tuple[str, ...]:
     if not (source / CONFIG_NAME).is_file():
         return ()
     with reading(f"{source}: its configuration cannot be read"):
-        return tuple(without_layers(AutoConfig.from_pretrained(source, trust_remote_code=False)))
+        return tuple(without_mtp(AutoConfig.from_pretrained(source, trust_remote_code=False)))
 
 
 def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, settings: ExportSettings) -> None:
@@ -203,7 +203,7 @@ def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, s
         write_weights(target, shapes, read, settings.shard_bytes)
     if left_out:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        without_layers(config)
+        without_mtp(config)
         config.save_pretrained(target)
     _copy_others(source, names, target)
     if dtype is not None and (target / CONFIG_NAME).is_file():

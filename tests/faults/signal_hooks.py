@@ -46,10 +46,10 @@ def interrupt_in(name: str, call: int) -> None:
     original, calls = getattr(training, name), itertools.count()
 
     @functools.wraps(original)
-    def wrapped(*arguments: Any) -> Any:
+    def wrapped(*arguments: Any, **options: Any) -> Any:
         if next(calls) == call:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     setattr(training, name, wrapped)
 
