@@ -31,12 +31,19 @@ def signal_when(module: str, name: str, number: signal.Signals) -> None:
 
 
 def interrupt_main_thread() -> None:
-    """Interrupt the main thread from another thread right after the start of the command."""
+    """Interrupt the main thread from another thread as soon as the command handles signals."""
     original = preemption._Listener
 
     def wrapped(*arguments: Any) -> Any:
-        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return original(*arguments)
+        listener = original(*arguments)
+
+        def interrupt() -> None:
+            while signal.getsignal(signal.SIGINT) != listener.arrive:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        return listener
 
     preemption._Listener = wrapped  # type: ignore[assignment, misc]
 
