@@ -9,8 +9,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
+from torch.distributed import DeviceMesh, ProcessGroup, distributed_c10d, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group
+
+# torch 2.15 has made this function public and warns about the old name
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Mesh:
         grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if grid.get_coordinate() is not None:
             for group in grid.get_all_groups():
-                _set_pg_timeout(_group_timeout(self.device), group)
+                _set_timeout(_group_timeout(self.device), group)
         return grid
 
 
