@@ -32,8 +32,8 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit"] = Field(
         default="adamw",
         description="muon: Muon for the matrices inside the layers (MTP layers and projectors too), AdamW for all"
-        " other weights. adafactor: half of AdamW's memory or less. adamw_8bit: AdamW with moments of 8 bits (needs stillhouse[low-bit]). The last two"
-        " work in one process and under pipeline stages.",
+        " other weights. adafactor: half of AdamW's memory or less. adamw_8bit: AdamW with moments of 8 bits (needs"
+        " stillhouse[low-bit]). The last two work in one process and under pipeline stages.",
     )
     learning_rate: float = Field(default=2e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
