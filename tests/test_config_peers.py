@@ -10,7 +10,8 @@ from ruamel.yaml import YAML
 from stillhouse.config import RunConfig, load_config, override_hint
 from stillhouse.config.document import with_names
 from stillhouse.config.keys import nearest, value_fields
-from stillhouse.config.peer_names import PEERS, TABLE, peer_hint
+from stillhouse.config.peer_hints import peer_hint
+from stillhouse.config.peer_names import PEERS, TABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}

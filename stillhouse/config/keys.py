@@ -8,7 +8,7 @@ from typing import get_args, get_origin, get_type_hints
 from pydantic.fields import FieldInfo
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.config.peer_names import peer_hint
+from stillhouse.config.peer_hints import peer_hint
 from stillhouse.config.section import Section
 
 #: the least similarity of a misspelled key and the right one
