@@ -1,7 +1,7 @@
 """What the keys of a run are called in TRL, verl, NeMo Automodel, ms-swift and axolotl.
 
-One table serves the error for an unknown key or option (`peer_hints.py`) and the page docs/coming_from.md. The names are those of TRL
-1.16 (with transformers' TrainingArguments), verl 0.9, Automodel 0.7, ms-swift 4.6 and axolotl 0.19.
+One table serves the error for an unknown key or option (`peer_hints.py`) and the page docs/coming_from.md. The names
+are those of TRL 1.16 (with transformers' TrainingArguments), verl 0.9, Automodel 0.7, ms-swift 4.6 and axolotl 0.19.
 """
 
 from collections.abc import Iterator
