@@ -292,6 +292,12 @@ TABLE = (
         note="in steps",
     ),
     PeerKey(
+        ("eval.samples",),
+        verl="trainer.log_val_generations", axolotl="eval_table_size",
+        also="log_completions num_completions_to_print",
+        note="of held-out prompts; an on-policy run always writes some completions of its steps to samples.jsonl",
+    ),
+    PeerKey(
         ("eval.micro_batch_tokens",),
         trl="per_device_eval_batch_size", swift="per_device_eval_batch_size", axolotl="eval_batch_size",
         note="in tokens, for memory alone",
