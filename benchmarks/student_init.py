@@ -33,7 +33,7 @@ KEYS = ("eval/cross_entropy", "eval/forward_kl", "eval/agreement")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=1e-3)
     arguments = parser.parse_args()
     settings = {"layers": LAYERS, "steps": arguments.steps, "tokens_per_step": TOKENS, "loss": "forward_kl"}
