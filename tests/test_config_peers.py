@@ -11,7 +11,8 @@ from stillhouse.config import RunConfig, load_config, override_hint
 from stillhouse.config.document import with_names
 from stillhouse.config.keys import nearest, value_fields
 from stillhouse.config.peer_hints import peer_hint
-from stillhouse.config.peer_names import PEERS, TABLE
+from stillhouse.config.peer_key import PEERS
+from stillhouse.config.peer_names import TABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}
@@ -43,7 +44,7 @@ def test_every_name_leads_to_its_key(peer: str) -> None:
         ("objective.beta", "beta of TRL and ms-swift is objective.loss here (beta=0 is forward_kl"),
         ("teacher.torch_dtype", "torch_dtype of ms-swift is teacher.dtype here"),
         ("student.torch_dtype", "torch_dtype of ms-swift is student.dtype here"),
-        ("output_dir", "output_dir of TRL, ms-swift and axolotl is out here"),
+        ("output_dir", "output_dir of TRL, ms-swift and axolotl is the key out here"),
         ("lmbda", "lmbda of TRL and ms-swift is rollout.share here"),
         ("training_args.lmbda", "lmbda of TRL and ms-swift is rollout.share here"),
         (
@@ -74,7 +75,7 @@ def test_a_name_of_another_tool_is_translated(key: str, words: str) -> None:
         ("--train.steps", "; an override has no dashes: train.steps=..."),
         ("--lr", "; lr is train.learning_rate here; write key=value, without dashes"),
         ("--micro-batch", "; did you mean the override train.micro_batch_tokens=..."),
-        ("--output_dir", "; output_dir of TRL, ms-swift and axolotl is out here"),
+        ("--output_dir", "; output_dir of TRL, ms-swift and axolotl is the key out here"),
         ("--foo", ""),
         ("--verbose", ""),
     ],

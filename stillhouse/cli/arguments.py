@@ -21,7 +21,9 @@ FLAGS = {
     "objective.loss": "--loss",
     "out": "--out",
 }
-EXAMPLE = "stillhouse distill --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
+EXAMPLE = "--teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data train.jsonl --out runs/a"
+#: suffixes of data, which is never a configuration
+_OF_DATA = (".jsonl", ".csv", ".parquet", ".gz", ".zst", ".arrow", ".txt")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -52,10 +54,15 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
     """The configuration from a command's file, options and overrides."""
     given = {name: value for name, value in flags.items() if value is not None}
     if not arguments and not given:
-        raise misused(f"a configuration file or options are needed, for example\n  {EXAMPLE}")
+        name = click.get_current_context().info_name
+        raise misused(f"a configuration file or options are needed, for example\n  stillhouse {name} {EXAMPLE}")
     files = [argument for argument in arguments if not _is_override(argument)]
+    if any(each.startswith("=") for each in arguments):
+        raise misused("an override has no spaces: train.learning_rate=2e-5")
     if len(files) > 1:
         raise misused(f"got {len(files)} configuration files, expected one: {', '.join(files)}")
+    if files and Path(files[0]).suffix in _OF_DATA:
+        raise misused(f"{files[0]} is data, not a configuration: write --data {files[0]}")
     if files and not Path(files[0]).exists():
         raise misused(f"{files[0]!r} is neither a file nor an override: expected a YAML file or key=value")
     from stillhouse.config import load_config

@@ -51,6 +51,7 @@ class CheckpointConfig(Section):
     )
     resume: PathText = Field(
         default="auto",
+        examples=["auto", "never", "runs/a/checkpoints/step-500"],
         description="auto: resume from the latest checkpoint in out, or start anew if there is none; never: start"
         " anew; a path: start from that checkpoint.",
     )

@@ -13,7 +13,8 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from stillhouse.config.keys import ANY_NAME, named_sections, section_of
-from stillhouse.config.peer_names import PEERS, TABLE
+from stillhouse.config.peer_key import PEERS
+from stillhouse.config.peer_names import TABLE
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
 from stillhouse.config.words import describe

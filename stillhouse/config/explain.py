@@ -2,7 +2,7 @@
 
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,10 +27,15 @@ def explain(error: ValidationError, given: Mapping[str, Any], model: type[Sectio
     for detail in error.errors()[:MOST]:
         for problem in _problems(detail, given, model):
             found.setdefault(problem.key, problem)
-    problems = list(found.values())[:MOST_LINES]
-    if more := max(0, error.error_count() - MOST) + len(found) - len(problems):
-        problems.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
-    return problems[0] if len(problems) == 1 else ConfigError.joined(problems)
+    return listed(list(found.values()), more=max(0, error.error_count() - MOST))
+
+
+def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
+    """One error with the first mistakes, and the number of all others. more: mistakes that are not in the list."""
+    shown = list(mistakes[:MOST_LINES])
+    if more := more + len(mistakes) - len(shown):
+        shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
+    return shown[0] if len(shown) == 1 else ConfigError.joined(shown)
 
 
 def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
@@ -46,7 +51,10 @@ def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Sectio
         if detail["type"] == "missing" and len(detail["loc"]) == key.count(".") + 1:
             yield from _missing(key, owner, name)
         else:
-            yield ConfigError(key, f"got {_shown(_value(given, key))}; expected: {_expected(owner, name)}")
+            expected = _expected(owner, name)
+            if expected == "text" and (examples := owner.model_fields[name].examples):
+                expected = f"text, such as {' or '.join(map(str, examples))}"
+            yield ConfigError(key, f"got {_shown(_value(given, key))}; expected: {expected}")
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.config.explain import explain
+from stillhouse.config.explain import explain, listed
 from stillhouse.config.keys import inner_section, named_sections, section_of, unknown_key, value_fields
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
@@ -74,18 +74,28 @@ def _read_file(path: str | os.PathLike[str] | None) -> Layer:
 
 def _read_overrides(overrides: Sequence[str]) -> Layer:
     layer: Layer = {}
+    mistakes: list[ConfigError] = []
     for override in overrides:
-        key, sign, text = override.partition("=")
-        if not sign:
-            raise ConfigError(None, f"override {override!r}: expected key=value, such as train.learning_rate=2e-5")
-        _check_key(key)
-        nested: Any = text  # a glob: an alias, which YAML would read, has nothing to refer to here
-        if not text.startswith("*"):
-            nested = read_yaml(text, f"override {override!r}", numbered=False)
-        for name in reversed(key.split(".")):
-            nested = {name: nested}
-        layer = _merge(layer, nested)
+        try:
+            layer = _merge(layer, _read_override(override))
+        except ConfigError as error:
+            mistakes.append(error)
+    if mistakes:
+        raise listed(mistakes)
     return layer
+
+
+def _read_override(override: str) -> Layer:
+    key, sign, text = override.partition("=")
+    if not sign:
+        raise ConfigError(None, f"override {override!r}: expected key=value, such as train.learning_rate=2e-5")
+    _check_key(key)
+    nested: Any = text  # a glob: an alias, which YAML would read, has nothing to refer to here
+    if not text.startswith("*"):
+        nested = read_yaml(text, f"override {override!r}", numbered=False)
+    for name in reversed(key.split(".")):
+        nested = {name: nested}
+    return nested
 
 
 def _check_key(key: str) -> None:

@@ -1,6 +1,7 @@
 """What a key of another tool is called here, in words: for the errors about unknown keys and options."""
 
-from stillhouse.config.peer_names import PEERS, TABLE
+from stillhouse.config.peer_key import PEERS
+from stillhouse.config.peer_names import TABLE
 
 
 def peer_hint(key: str, *, whole: bool = False) -> str | None:
@@ -24,7 +25,8 @@ def peer_hint(key: str, *, whole: bool = False) -> str | None:
     if not row.keys:
         return f"{subject} has no key here: {row.note}"
     note = f" ({row.note})" if row.note else ""
-    return f"{subject} is {_listed(_fitting(row.keys, wanted), 'or')} here{note}"
+    keys = [key if "." in key else f"the key {key}" for key in _fitting(row.keys, wanted)]
+    return f"{subject} is {_listed(keys, 'or')} here{note}"
 
 
 def _same(wanted: str, name: str) -> bool:

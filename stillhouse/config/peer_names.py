@@ -4,36 +4,8 @@ One table serves the error for an unknown key or option (`peer_hints.py`) and th
 are those of TRL 1.16 (with transformers' TrainingArguments), verl 0.9, Automodel 0.7, ms-swift 4.6 and axolotl 0.19.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-
-PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
-
-
-@dataclass(frozen=True)
-class PeerKey:
-    """Keys of ours, and the names of the same in other tools, separated by spaces; "" if they have none.
-
-    also: names that are written as often: abbreviations, and names of older versions. note: what differs in meaning,
-    or what to write if no key of ours has a value of the same form.
-    """
-
-    keys: tuple[str, ...]
-    trl: str = ""
-    verl: str = ""
-    automodel: str = ""
-    swift: str = ""
-    axolotl: str = ""
-    also: str = ""
-    note: str = ""
-
-    def names(self) -> Iterator[tuple[str, str]]:
-        """Each name with the tool that has it; "" for the names in `also`."""
-        for field in fields(self):
-            if field.name in PEERS or field.name == "also":
-                for name in getattr(self, field.name).split():
-                    yield name, PEERS.get(field.name, "")
-
+from stillhouse.config.peer_absent import ABSENT
+from stillhouse.config.peer_key import PeerKey
 
 TABLE = (
     PeerKey(
@@ -376,20 +348,5 @@ TABLE = (
     ),
     PeerKey(("seed",), trl="seed data_seed", verl="data.seed", automodel="seed", swift="seed", axolotl="seed"),
     PeerKey(("device",), trl="use_cpu", verl="trainer.device", also="device_map", note="auto, cpu, cuda or mps"),
-    PeerKey(
-        (),
-        trl="logging_steps logging_strategy", swift="logging_steps", axolotl="logging_steps",
-        also="log_every_n_steps",
-        note="every step is logged: leave it out",
-    ),
-    PeerKey(
-        (),
-        trl="packing padding_free", swift="packing padding_free", axolotl="sample_packing pad_to_sequence_len",
-        note="documents are always packed, and do not see each other: leave it out",
-    ),
-    PeerKey(
-        (),
-        trl="torch_compile use_liger_kernel", swift="use_liger_kernel", axolotl="torch_compile",
-        note="the objective never makes the logits of all tokens, and compiles itself: leave it out",
-    ),
+    *ABSENT,
 )  # fmt: skip

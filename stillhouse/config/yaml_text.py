@@ -5,7 +5,7 @@ import itertools
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
@@ -43,7 +43,7 @@ def read_yaml(text: str, source: str, *, numbered: bool = True) -> Any:
     Raises ConfigError, which names `source` (the file or the override) and, if `numbered`, the line.
     """
     if len(text) > MOST_CHARACTERS:
-        raise ConfigError(None, f"{source}: {len(text):,} characters; expected at most {MOST_CHARACTERS:,}")
+        raise ConfigError(None, f"{source}: {len(text):,} characters; expected at most {MOST_CHARACTERS:,} of YAML")
     if _depth(text) > DEEPEST:
         raise ConfigError(None, f"{source}: not valid YAML: more than {DEEPEST} nested brackets")
     yaml = YAML(typ="safe", pure=True)
@@ -82,6 +82,8 @@ def _line(error: Exception, text: str) -> str:
 
 
 def _problem(error: Exception) -> str:
+    if isinstance(error, DuplicateKeyError):
+        return str(error.problem).partition(" with value ")[0]  # without the values, which are not read yet
     if isinstance(error, MarkedYAMLError):
         return ", ".join(part for part in (error.context, error.problem) if part)
     return str(error).partition("\n")[0]

@@ -1,0 +1,78 @@
+"""Names of other tools for which there is no key here, with what to do instead: the last rows of `peer_names.py`."""
+
+from stillhouse.config.peer_key import PeerKey
+
+ABSENT = (
+    PeerKey(
+        trl="logging_steps logging_strategy", swift="logging_steps", axolotl="logging_steps",
+        also="log_every_n_steps logging_first_step log_freq log_every_steps",
+        note="every step is logged: leave it out",
+    ),
+    PeerKey(
+        trl="packing padding_free", swift="packing padding_free", axolotl="sample_packing pad_to_sequence_len",
+        also="packing_strategy eval_packing pad_to_multiple_of use_remove_padding",
+        note="documents are always packed, and do not see each other: leave it out",
+    ),
+    PeerKey(
+        trl="torch_compile use_liger_kernel", swift="use_liger_kernel", axolotl="torch_compile",
+        also="torch_compile_backend torch_compile_mode liger_kernel_config use_fused_kernels",
+        note="the objective never makes the logits of all tokens, and compiles itself: leave it out",
+    ),
+    PeerKey(
+        trl="dataset_text_field remove_unused_columns", swift="columns remove_unused_columns",
+        verl="data.prompt_key", axolotl="field_messages", also="text_column column_mapping label_names dataset_kwargs",
+        note="columns are recognised by their names, which docs/data.md lists; rename yours",
+    ),
+    PeerKey(
+        trl="dataset_num_proc dataloader_num_workers", swift="dataset_num_proc dataloader_num_workers",
+        axolotl="dataset_num_proc dataloader_num_workers", verl="data.dataloader_num_workers",
+        also="dataset_processes num_workers dataloader_pin_memory dataloader_drop_last dataloader_prefetch_factor"
+        " dataloader_persistent_workers preprocessing_num_workers",
+        note="text is tokenised once, before training, and data.cache keeps it: leave it out",
+    ),
+    PeerKey(
+        trl="shuffle_dataset", verl="data.shuffle", automodel="dataloader.shuffle", swift="dataset_shuffle",
+        axolotl="shuffle_merged_datasets",
+        note="each epoch has an order of its own, which the seed decides: leave it out",
+    ),
+    PeerKey(
+        trl="disable_dropout",
+        note="dropout is what the student's config.json says, which is none in most language models, and an adapter has"
+        " student.adapter.dropout; the teacher has none",
+    ),
+    PeerKey(
+        trl="max_prompt_length", verl="data.max_prompt_length", also="truncation_side max_prompt_tokens",
+        note="data.max_tokens is for prompt and completion together",
+    ),
+    PeerKey(
+        trl="model_init_kwargs teacher_model_init_kwargs", also="model_kwargs",
+        note="write its parts as student.dtype, student.attention, student.revision, and the same for the teacher",
+    ),
+    PeerKey(
+        trl="label_smoothing_factor neftune_noise_alpha", swift="neftune_noise_alpha", axolotl="neftune_noise_alpha",
+        note="the objective is exact, without smoothing or noise: leave it out",
+    ),
+    PeerKey(
+        trl="gradient_checkpointing_kwargs", also="activation_checkpointing_kwargs",
+        note="train.activation_checkpointing is true or false: leave it out",
+    ),
+    PeerKey(
+        trl="push_to_hub hub_model_id", swift="push_to_hub hub_model_id", axolotl="hub_model_id",
+        also="hub_strategy hub_token hub_private_repo",
+        note="nothing is uploaded. `stillhouse export` writes a folder that `hf upload` takes",
+    ),
+    PeerKey(
+        trl="do_train do_eval", also="do_predict",
+        note="these are commands: stillhouse distill, stillhouse eval",
+    ),
+    PeerKey(
+        trl="eval_on_start", verl="trainer.val_before_train", also="eval_delay",
+        note="the first evaluation is always before the first step: leave it out",
+    ),
+    PeerKey(
+        trl="vllm_gpu_memory_utilization", verl="actor_rollout_ref.rollout.gpu_memory_utilization",
+        swift="vllm_gpu_memory_utilization", also="vllm_tensor_parallel_size vllm_max_model_length",
+        note="vLLM is a server of its own and takes these as options when you start it; rollout.url or teacher.url is"
+        " its address",
+    ),
+)  # fmt: skip
