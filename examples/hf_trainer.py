@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from datasets import load_dataset
 from torch import Tensor, nn
-from transformers import AutoTokenizer, DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments
 
 from stillhouse import Decoder
+from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
 from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective.spec import parse_objective
@@ -71,7 +72,8 @@ class Options:
 
 def make_trainer(options: Options, arguments: TrainingArguments, **more: Any) -> Trainer:
     """Return the trainer; `more` are further arguments of Trainer."""
-    tokenizer = AutoTokenizer.from_pretrained(options.student, trust_remote_code=False)
+    tokenizer = load_tokenizer(options.student)
+    check_same_tokenizer(tokenizer, load_tokenizer(options.teacher))
     student = Decoder.from_pretrained(options.student, dtype=torch.float32)
     teacher = Decoder.from_pretrained(options.teacher, device=arguments.device).requires_grad_(False)
 
@@ -80,6 +82,8 @@ def make_trainer(options: Options, arguments: TrainingArguments, **more: Any) ->
         return {"input_ids": [*ids, tokenizer.eos_token_id]}
 
     texts = load_dataset("json", data_files=options.data, split="train")
+    if "text" not in texts.column_names:
+        raise ValueError(f"{options.data} has the columns {texts.column_names}: expected a column `text`")
     return Trainer(
         Distillation(student, teacher, options.objective),
         arguments,
@@ -97,7 +101,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     # Trainer's own checkpoints have the names of `Distillation`; this is the student for transformers
     if trainer.is_world_process_zero():
         trainer.model.student.save_pretrained(arguments.output_dir)
-        AutoTokenizer.from_pretrained(options.student, trust_remote_code=False).save_pretrained(arguments.output_dir)
+        load_tokenizer(options.student).save_pretrained(arguments.output_dir)
 
 
 if __name__ == "__main__":

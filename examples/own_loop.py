@@ -9,13 +9,14 @@ divergence over the full vocabulary is computed from them and the two heads, one
 import sys
 
 import torch
-from transformers import AutoTokenizer
 
 from stillhouse import CrossEntropy, Decoder, Distill, jsd, linear_objective
+from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
 
 
 def main(teacher_name: str, student_name: str, text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(student_name, trust_remote_code=False)
+    tokenizer = load_tokenizer(student_name)
+    check_same_tokenizer(tokenizer, load_tokenizer(teacher_name))  # the same ids mean the same text
     teacher = Decoder.from_pretrained(teacher_name).requires_grad_(False)
     student = Decoder.from_pretrained(student_name, dtype="float32").train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)

@@ -2,8 +2,9 @@
 
     python examples/trl_sft.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data a.jsonl --output_dir out
 
-All other options are those of TRL's SFTConfig, for example `--packing true`. The data have the columns `text`,
-`prompt` and `completion`, or `messages`. The file is not called trl.py, because `import trl` would then import it.
+All other options are those of TRL's SFTConfig, such as `--packing true`. A CPU needs `--use_cpu true --bf16 false`.
+The data have the columns `text`, `prompt` and `completion`, or `messages`. The file is not called trl.py, because
+`import trl` would then import it.
 
 Tested with TRL 1.16, in one process and under torchrun (DDP).
 
@@ -19,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from datasets import load_dataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
 from trl import SFTConfig, SFTTrainer
 from trl.models.utils import _ForwardRedirection
 
 from stillhouse import Decoder
+from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
 from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective.spec import parse_objective
@@ -71,13 +73,15 @@ class Options:
 
 def make_trainer(options: Options, arguments: SFTConfig, **more: Any) -> DistillTrainer:
     """Return the trainer; `more` are further arguments of SFTTrainer."""
+    tokenizer = load_tokenizer(options.student)
+    check_same_tokenizer(tokenizer, load_tokenizer(options.teacher))
     return DistillTrainer(
         AutoModelForCausalLM.from_pretrained(options.student, dtype=torch.float32, trust_remote_code=False),
         teacher=Decoder.from_pretrained(options.teacher, device=arguments.device).requires_grad_(False),
         objective=options.objective,
         args=arguments,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
-        processing_class=AutoTokenizer.from_pretrained(options.student, trust_remote_code=False),
+        processing_class=tokenizer,
         **more,
     )
 

@@ -95,7 +95,9 @@ def test_the_module_runs_as_the_command_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "error: a configuration file or options are needed, for example\n  stillhouse distill --teacher"),
+        ([], "error: a configuration file or options are needed, for example\n  stillhouse COMMAND --teacher"),
+        (["train.jsonl"], "error: train.jsonl is data, not a configuration: write --data train.jsonl"),
+        (["a.yaml", "train.steps", "=", "3"], "error: an override has no spaces: train.learning_rate=2e-5"),
         (["run.yml"], "error: 'run.yml' is neither a file nor an override: expected a YAML file or key=value"),
         (["train.steps"], "error: 'train.steps' is neither a file nor an override"),
         (["runs/lr=2/none.yaml"], "error: 'runs/lr=2/none.yaml' is neither a file"),
@@ -124,7 +126,7 @@ def test_a_wrong_call_exits_with_2(
     monkeypatch.chdir(tmp_path)
     assert cli.run([command, *arguments]) == 2
     captured = capsys.readouterr()
-    assert message in captured.err
+    assert message.replace("COMMAND", command) in captured.err
     assert captured.err.startswith("error: ")
     assert "Traceback" not in captured.err
     assert captured.out == ""

@@ -163,7 +163,7 @@ def test_weights_are_gathered_in_the_computed_dtype() -> None:
     [
         (
             "seed: 1\nout: a\nseed: 2\n",
-            ':3: not valid YAML: while constructing a mapping, found duplicate key "seed"',
+            ':3: not valid YAML: found duplicate key "seed"',
         ),
         ("out: a\ntrain: {steps: 1\nseed: 1\n", ":3: not valid YAML: while parsing a flow mapping"),
         ("out: a\nseed: b: c\n", ":2: not valid YAML: mapping values are not allowed here"),

@@ -67,7 +67,9 @@ def test_metrics_of_a_later_version_are_drawn_under_their_key(run_dir):
 def test_compared_runs_share_the_charts(tmp_path):
     distilled = make_run(tmp_path / "distilled")
     control = make_run(tmp_path / "cross_entropy_only", terms=("cross_entropy",), seed=1)
-    page = Page(write_report(distilled, compare=[control]))
+    path = write_report(distilled, compare=[control])
+    assert path == distilled / "compare.html"  # the run's own page stays
+    page = Page(path)
     assert page.data["runs"] == ["distilled", "cross_entropy_only"]
     assert [series["run"] for series in page.data["charts"][0]["series"]] == [0, 1]
     last = json.loads((control / "metrics.jsonl").read_text().splitlines()[-1])

@@ -242,6 +242,15 @@ def test_without_arguments_an_example_explains_itself(
     assert "--teacher, --student, --data" in problem
 
 
+@pytest.mark.parametrize("example", ["hf_trainer", "trl_sft"])
+def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path, example: str) -> None:
+    other = save_model(tmp_path / "other", text=["other words, so that the ids mean something else"])
+    main = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))["main"]
+    options = ["--teacher", str(other), "--student", str(folder / "student"), "--data", str(folder / "train.jsonl")]
+    with pytest.raises(ValueError, match="student and teacher have different tokenizers"):
+        main([*options, "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false"])
+
+
 def hf(example: dict[str, Any], folder: Path, out: Path, **options: Any) -> Any:
     names = {name: str(folder / name) for name in ("teacher", "student")}
     given = example["Options"](**names, data=str(folder / "train.jsonl"))

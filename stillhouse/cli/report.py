@@ -16,8 +16,9 @@ RUN_DIR = click.Path(exists=True, file_okay=False, path_type=Path)
     help="Other runs to draw into the same curves; their configurations' differences are a table.",
 )  # fmt: skip
 @click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), help="File to write instead of RUN_DIR/report.html."
-)
+    "--out", type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write instead of RUN_DIR/report.html, or RUN_DIR/compare.html with --compare.",
+)  # fmt: skip
 @click.option("--watch", is_flag=True, help="Serve the page on 127.0.0.1 and renew it while the run goes on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --watch; 0 for a free one.")
 def report(run_dirs: tuple[Path, ...], compare: tuple[Path, ...], out: Path | None, watch: bool, port: int) -> None:

@@ -20,7 +20,7 @@ ABSENT = (
     ),
     PeerKey(
         trl="dataset_text_field remove_unused_columns", swift="columns remove_unused_columns",
-        verl="data.prompt_key", axolotl="field_messages", also="text_column column_mapping label_names dataset_kwargs",
+        verl="data.prompt_key", axolotl="field_messages", also="text_column column_mapping label_names",
         note="columns are recognised by their names, which docs/data.md lists; rename yours",
     ),
     PeerKey(
@@ -37,8 +37,8 @@ ABSENT = (
     ),
     PeerKey(
         trl="disable_dropout",
-        note="dropout is what the student's config.json says, which is none in most language models, and an adapter has"
-        " student.adapter.dropout; the teacher has none",
+        note="the student has the dropout of its config.json, which is none in most language models, an adapter has"
+        " student.adapter.dropout, and the teacher has none",
     ),
     PeerKey(
         trl="max_prompt_length", verl="data.max_prompt_length", also="truncation_side max_prompt_tokens",

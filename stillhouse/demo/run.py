@@ -47,7 +47,8 @@ def demo(out: Path, *, seed: int = 0, steps: int = STEPS, learning_rate: float =
     rows = [_teacher_row(configs["distilled"])]
     rows += [_student_row(name, Path(config.out)) for name, config in configs.items()]
     print("\n" + table(rows))
-    report = write_report(Path(configs["distilled"].out), compare=[Path(configs["cross_entropy"].out)])
+    distilled, text_only = (Path(configs[name].out) for name in ("distilled", "cross_entropy"))
+    report = write_report(distilled, compare=[text_only], out=distilled / "report.html")
     print(f"\nreport: {report}")
     return rows
 

@@ -52,9 +52,11 @@ def require_model_folder(name: str | os.PathLike[str]) -> None:
     if _ADAPTER in files:
         _require_safetensors(escaped(os.fspath(name)), files)
     if CONFIG_NAME not in files:
+        within = [each for each in sorted(files) if os.path.isfile(os.path.join(name, each, CONFIG_NAME))]
+        hint = f". There is a {CONFIG_NAME} in {name_list([os.path.join(name, each) for each in within])}"
         raise ValueError(
             f"{escaped(os.fspath(name))} is a folder without {CONFIG_NAME}: expected a model's folder, with "
-            f"{CONFIG_NAME}, safetensors and a tokenizer"
+            f"{CONFIG_NAME}, safetensors and a tokenizer{hint if within else ''}"
         )
 
 

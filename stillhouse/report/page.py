@@ -49,13 +49,13 @@ def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None =
     Args:
         run_dir: the folder of a run, finished or not.
         compare: folders of other runs, drawn into the same charts under their folders' names; at most 7.
-        out: the file to write, so that no file of a run is touched; None: `run_dir/report.html`.
+        out: the file to write; None: `run_dir/report.html`, and `run_dir/compare.html` for several runs.
 
     Raises:
         ValueError: a folder contains no run, a file is malformed, there are too many runs, or a run is given twice.
     """
     page = render(read_runs([Path(run_dir), *map(Path, compare)]))
-    target = Path(run_dir) / "report.html" if out is None else Path(out)
+    target = Path(run_dir) / ("compare.html" if compare else "report.html") if out is None else Path(out)
     partial = target.with_name(target.name + ".partial")
     # A token's text may hold half of a surrogate pair, which UTF-8 cannot encode; a browser then shows U+FFFD.
     try:
