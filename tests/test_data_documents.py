@@ -76,6 +76,19 @@ def test_long_texts_are_cut_into_pieces_and_lose_nothing(tmp_path: Path, max_tok
     assert report.split_documents == (len(sizes) > 1)
     if len(sizes) > 1:
         assert pieces.sources[1] == f"{tmp_path}/train.jsonl:1 (piece 2 of {len(sizes)})"
+        assert report.summary().startswith(f"{tmp_path}/train.jsonl: 1 documents in {len(sizes)} pieces, 25 tokens")
+    assert report.records == pieces.select([0]).report.records == 1
+
+
+def test_a_turn_that_begins_within_a_token_of_its_prompt_is_counted(tmp_path: Path) -> None:
+    # the template ends the prompt with a line break, which the tokenizer joins with the spaces of the answer
+    records = [
+        {"messages": [{"role": "user", "content": "kl?"}, {"role": "assistant", "content": f"{indent}return sum"}]}
+        for indent in ("    ", "")
+    ]
+    report = load(tmp_path, records, tokenizer=toy_tokenizer(chat="plain")).report
+    assert report.joined_turns == 1
+    assert report.summary().endswith(", 1 turns begin within a token of their prompt")
 
 
 def test_long_completions_are_cut_and_counted(tmp_path: Path) -> None:

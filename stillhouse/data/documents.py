@@ -5,7 +5,8 @@ D documents; N tokens of all documents, concatenated.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,19 @@ import numpy as np
 from stillhouse.data.prefixes import Prefixes, chosen_tokens, offsets_of
 from stillhouse.data.reading import DataError
 from stillhouse.display import escaped
+
+
+_PIECE = re.compile(r" \(piece \d+ of \d+\)$")
+
+
+def piece_source(where: str, number: int, count: int) -> str:
+    """The source of piece `number` (from 0) of the record at `where`, which has `count` pieces."""
+    return f"{where} (piece {number + 1} of {count})" if count > 1 else where
+
+
+def count_records(sources: Iterable[str]) -> int:
+    """The number of different records. sources: of documents, which may be pieces of records."""
+    return len({_PIECE.sub("", source) for source in sources})
 
 
 @dataclass
@@ -33,6 +47,7 @@ class DataReport:
     records: int = 0  # each record counts once, however many pieces it has
     tokens: int = 0
     target_tokens: int = 0
+    joined_turns: int = 0  # turns whose first token begins in the prompt, as the tokenizer joins the two
     trained_share: float | None = None  # of a source in a mixture: its part of all tokens that the run trains on
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -64,6 +79,8 @@ class DataReport:
             parts.append(f"{self.cut_documents:,} cut at the limit ({self.cut_tokens:,} tokens lost)")
         if self.without_target:
             parts.append(f"{self.without_target:,} dropped with nothing to predict")
+        if self.joined_turns:
+            parts.append(f"{self.joined_turns:,} turns begin within a token of their prompt")
         if self.trained_share is not None:
             parts.append(f"{self.trained_share:.1%} of the tokens to train on")
         if self.form:
@@ -197,7 +214,7 @@ class Documents:
         report = replace(
             self.report,
             documents=len(sources),
-            records=len(set(sources)),
+            records=count_records(sources),
             tokens=len(index_N),
             target_tokens=int(targets_N.sum()),
         )
@@ -232,7 +249,9 @@ class Documents:
             np.bincount(set_N[targets_N], minlength=count).tolist(),
             strict=True,
         )
-        records = [len({sources[document] for document in np.flatnonzero(set_D == each)}) for each in range(count)]
+        records = [
+            count_records(sources[document] for document in np.flatnonzero(set_D == each)) for each in range(count)
+        ]
         return {
             name: replace(report, documents=documents, records=own, tokens=tokens, target_tokens=targets)
             for (name, report), own, (documents, tokens, targets) in zip(

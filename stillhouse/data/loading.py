@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.columns import ForeignColumns, foreign_columns
-from stillhouse.data.documents import DataReport, Documents
+from stillhouse.data.documents import DataReport, Documents, count_records, piece_source
 from stillhouse.data.prefixes import EncodedPrefix, Prefixes, PrefixTemplate, offsets_of
 from stillhouse.data.prompt_templates import prompt_template_for
 from stillhouse.data.reading import DataError, Record, describe, local_files, read_records
@@ -198,7 +198,7 @@ class _Loader:
         if not self.lengths:
             raise ValueError(self._why_empty())
         tokens_N, targets_N = self._array(0, np.int32), self._array(1, np.bool_)
-        self.report.documents, self.report.records = len(self.lengths), len(set(self.sources))
+        self.report.documents, self.report.records = len(self.lengths), count_records(self.sources)
         self.report.tokens = len(tokens_N)
         self.report.target_tokens = int(targets_N.sum())
         if self.targets_are is not None:
@@ -315,13 +315,13 @@ class _Loader:
             self.report.without_target += 1
             return
         self.report.kept += 1
+        self.report.joined_turns += encoded.joined_turns
         for number, piece in enumerate(pieces):
             self.lengths.append(len(piece.ids))
             for file, values in zip(self.files, (piece.ids, piece.targets), strict=True):
                 file.write(values.tobytes())
             self.keys.append(waiting.key)
-            at = f" (piece {number + 1} of {len(pieces)})" if len(pieces) > 1 else ""
-            self.sources.append(waiting.where + at)
+            self.sources.append(piece_source(waiting.where, number, len(pieces)))
             self.values.append(waiting.values)
             self.prefixes.append([prefix.for_piece(number) for prefix in prefixes])
             if waiting.record is not None:

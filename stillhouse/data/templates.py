@@ -63,10 +63,14 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Encoded:
-    """ids: token ids, [n] int32. targets: which of them are to be predicted, [n] bool; never the first one."""
+    """ids: token ids, [n] int32. targets: which of them are to be predicted, [n] bool; never the first one.
+
+    joined_turns: the number of turns whose first token begins in the prompt.
+    """
 
     ids: np.ndarray
     targets: np.ndarray
+    joined_turns: int = 0
 
 
 class Template(Protocol):
@@ -255,10 +259,12 @@ class ChatTemplate:
 def _chat_encoded(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:
     begins_T, ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     targets_T = np.zeros(len(ids), dtype=bool)
+    joined = 0
     for begin, end in spans:
         targets_T |= (begins_T < end) & (ends_T > begin)
+        joined += bool(((begins_T < begin) & (ends_T > begin)).any())
     targets_T[:1] = False
-    return Encoded(np.asarray(ids, dtype=np.int32), targets_T)
+    return Encoded(np.asarray(ids, dtype=np.int32), targets_T, joined)
 
 
 def _encoded(prompt: list[int], completion: list[int], every: bool) -> Encoded:

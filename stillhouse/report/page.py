@@ -31,6 +31,7 @@ _DATA_LABELS = {
     "cut_documents": "cut to the length limit",
     "cut_tokens": "tokens cut off",
     "target_tokens": "tokens to predict",
+    "joined_turns": "turns that begin within a token of their prompt",
 }
 
 
