@@ -2,10 +2,11 @@
 
     python examples/hf_trainer.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data a.jsonl --output_dir out
 
-All other options are those of transformers' TrainingArguments. The data have a column `text`. Documents of a batch
-follow one another in one row, without padding. Trainer passes the number of tokens to predict in the whole step, on
-all processes and in all accumulated batches, and the loss is divided by it once. Tested in one process and under
-torchrun (DDP). For gradient checkpointing, call `student.gradient_checkpointing_enable()`; the option fails.
+It needs `pip install accelerate`. All other options are those of transformers' TrainingArguments. The data have a
+column `text`. Documents of a batch follow one another in one row, without padding. Trainer passes the number of
+tokens to predict in the whole step, on all processes and in all accumulated batches, and the loss is divided by it
+once. Tested in one process and under torchrun (DDP). For gradient checkpointing, call
+`student.gradient_checkpointing_enable()`; the option fails.
 
 B rows of S tokens, V vocabulary.
 """

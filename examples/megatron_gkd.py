@@ -5,8 +5,8 @@
 The teacher is a second GPTModel in the same pipeline stages. Megatron's own schedule runs its forward, and its hidden
 states stay on the last stage, where the student's output processor compares teacher and student. Instead of a teacher
 model, a file can give the teacher's top-k log-probabilities. The section `objective` has Stillhouse's keys. The
-weights of both models are random: load yours where `build` is called. Megatron-Core needs CUDA devices
-(tests/cuda_is_cpu.py replaces them in this repository's tests).
+weights of both models are random: load yours where `build` is called. It needs `pip install megatron-core` and
+CUDA devices (tests/cuda_is_cpu.py replaces them in this repository's tests).
 
 `data` and `teacher.top_k` are safetensors files of the same N rows: input_ids [N, S + 1]; ids and log_probs
 [N, S, K], tail_log_prob [N, S]. B rows of a micro-batch, S tokens, K entries.

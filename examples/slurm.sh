@@ -22,6 +22,7 @@ set -euo pipefail
 
 # without this, restarted processes get the addresses of dead ones from the store (pytorch#135712)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+: "${SLURM_JOB_NODELIST:?start it with sbatch}"
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # seconds for the ranks to finish their step and write a checkpoint; torchrun's default is 30
 shutdown_timeout=280

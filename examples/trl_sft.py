@@ -2,9 +2,9 @@
 
     python examples/trl_sft.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data a.jsonl --output_dir out
 
-All other options are those of TRL's SFTConfig, such as `--packing true`. A CPU needs `--use_cpu true --bf16 false`.
-The data have the columns `text`, `prompt` and `completion`, or `messages`. The file is not called trl.py, because
-`import trl` would then import it.
+It needs `pip install trl`. All other options are those of TRL's SFTConfig, such as `--packing true`. A CPU needs
+`--use_cpu true --bf16 false`. The data have the columns `text`, `prompt` and `completion`, or `messages`. The file is
+not called trl.py, because `import trl` would then import it.
 
 Tested with TRL 1.16, in one process and under torchrun (DDP).
 

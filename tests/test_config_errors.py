@@ -119,7 +119,10 @@ def test_a_section_of_another_tool_has_a_line_for_each_key_that_is_known(tmp_pat
     text = "trainer: {total_epochs: 3, default_local_dir: a, nnodes: {x: 1}}\noptim: {}\n"
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, text), LEAST)
-    assert [part.key for part in caught.value.parts] == ["trainer.total_epochs", "trainer.default_local_dir", "optim"]
+    assert [part.key for part in caught.value.parts] == [
+        *("trainer.total_epochs", "trainer.default_local_dir", "trainer", "optim"),
+    ]
+    assert "nothing is known here of its nnodes.x" in str(caught.value)
     names = ["model_name_or_path", "learning_rate", "num_train_epochs", "output_dir", "lmbda", "beta", "seed_", "lr"]
     many = {f"{name}{'_' * number}": 1 for number in range(4) for name in names}
     with pytest.raises(ConfigError) as caught:

@@ -330,7 +330,7 @@ def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
     ("columns", "message"),
     [
         (["id", "body"], "no usable columns: found body, id; expected 'messages', 'prompt' and 'completion'"),
-        (["prompt"], "no usable columns: found prompt"),
+        (["prompt"], "prompts without completions: found prompt"),
         ([], "no usable columns: found none"),
         (["text", "messages"], "ambiguous columns: found messages, text; expected only one"),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import build
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from toy_tokenizer import save_toy_tokenizer, toy_backend, toy_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -152,5 +153,9 @@ def test_an_added_token_beyond_the_head_is_a_warning() -> None:
 
 
 def test_no_tokenizer_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot be read [(]expected tokenizer[.]json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer: expected tokenizer[.]json"):
+        load_tokenizer(str(tmp_path))
+    # transformers makes an empty tokenizer of a model's folder without one
+    build("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no tokenizer: expected tokenizer[.]json"):
         load_tokenizer(str(tmp_path))

@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from stillhouse.models import Decoder, check_document_length, check_finite_weights
+from stillhouse.models import Decoder, check_document_length, check_finite_weights, warn_of_positions
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60,
@@ -182,6 +182,13 @@ def test_documents_longer_than_the_positions_reach() -> None:
     check_document_length(learned.pretrained, 128, "student")
     with pytest.raises(ValueError, match=r"student has learned positions for 128 tokens: .* got 129"):
         check_document_length(learned.pretrained, 129, "student")
+
+
+def test_positions_that_the_model_does_not_name_are_warned_of() -> None:
+    model = build("llama")
+    assert warn_of_positions(model, 128, "student") == []
+    (warning,) = warn_of_positions(model, 129, "student")
+    assert warning.startswith("student has max_position_embeddings 128, and the longest document has 129 tokens")
 
 
 def test_documents_beyond_a_switch_of_rotary_angles() -> None:

@@ -150,6 +150,18 @@ ERRORS: dict[str, tuple[Any, str]] = {
         lambda: objective([Distill(DenseLogits(torch.zeros(T, 256)), forward_kl())]),
         "teacher logits over 256 tokens, student over 251",
     ),
+    "a module as the head": (
+        lambda: linear_objective(torch.zeros(T, 8), torch.nn.Linear(8, V), CE),  # type: ignore[arg-type]
+        "head is of type Linear: expected OutputHead(lm_head.weight, lm_head.bias)",
+    ),
+    "logits as the signal": (
+        lambda: Distill(torch.zeros(T, V), forward_kl()),  # type: ignore[arg-type]
+        "signal is of type Tensor: expected what a teacher's `signal(ids)` returns",
+    ),
+    "a divergence that was not called": (
+        lambda: Distill(make_full(), forward_kl),  # type: ignore[arg-type]
+        "expected one such as forward_kl() or jsd(0.5)",
+    ),
     "teacher's dims": (lambda: DenseLogits(torch.zeros(2, T, V)), "logits_TV of shape (2, 37, 251)"),
     "two vocabularies": (
         lambda: objective([Distill(make_full(vocab_size=240), forward_kl())], vocab_size=250),

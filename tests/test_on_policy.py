@@ -292,9 +292,17 @@ def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
     write(tmp_path, **{"objective.loss": "reverse_kl + sampled_kl(k2)"})
     command = Command("check", tmp_path / "run.yaml")
     assert command.wait() == 0, command.err
-    for expected in ("6 of 4 prompts with 2 completions each", "one step", "sampled_kl(k2)", "reverse_kl"):
+    for expected in ("6 of 8 completions, 2 of each prompt; 100%", "one step", "sampled_kl(k2)", "reverse_kl"):
         assert expected in command.out
     assert not (tmp_path / "out").exists()
+
+
+def test_check_says_how_often_the_dataset_is_passed(tmp_path: Path) -> None:
+    write(tmp_path, **{"rollout.share": 0.5, "objective.loss": "cross_entropy + reverse_kl"})
+    command = Command("check", tmp_path / "run.yaml")
+    assert command.wait() == 0, command.err
+    # 6 steps with 4 of 8 completions each, and 15 documents
+    assert "24 of the completions are the dataset's, which has 15: 1.60 passes over it" in command.out
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])

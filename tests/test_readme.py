@@ -69,10 +69,10 @@ def test_before_and_after_are_the_same_loss_and_gradients() -> None:
     theirs["loss"].backward()
 
     student = Decoder(build("llama", seed=1))
-    ours = {"teacher": Decoder(teacher), "ids": ids, "mask": mask.flatten().float()}
+    ours = {"teacher": Decoder(teacher), "student": student.pretrained, "ids": ids, "mask": mask.flatten().float()}
 
     def processor(*, hidden_states, head, context, depth=0):
-        ours.update(hidden=hidden_states.flatten(0, 1), head=head)
+        ours.update(hidden=hidden_states.flatten(0, 1))
         exec(after, ours)
         return ours["loss"]
 

@@ -301,3 +301,25 @@ def test_another_model_than_the_named_one_is_refused(folder: Path, tmp_path: Pat
         with pytest.raises(ConfigError, match="and the model in this process give different signals"):
             session_of(folder, cached=True, **settings)
         session_of(folder, cached=True, **settings, **{"teacher.prove": "never"}).close()
+
+
+@pytest.mark.parametrize("sharpness", [0.01, 3.0])
+def test_the_cross_entropy_of_a_few_ids_is_near_that_of_all(sharpness: float) -> None:
+    """A teacher that knows nothing must not look like one that knows everything, because its ids miss the tokens."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(251, (400,), generator=draw)
+    log_probs_NV = (sharpness * torch.randn(399, 251, generator=draw)).log_softmax(-1)
+    top = log_probs_NV.topk(8)
+    tail_N = torch.log1p(-top.values.exp().sum(-1))
+    found = [{"ids": top.indices, "log_probs": top.values, "tail_log_prob": tail_N}]
+    probes = [DocumentRows(tokens.numpy(), range(399))]
+    exact = -float(log_probs_NV.gather(1, tokens[1:, None]).mean())
+    (words,) = proof._cross_entropy(probes, found, None, 251)
+    assert words.startswith("cross-entropy about ")
+    assert words.endswith(" nats per token, 5.53 if it knew nothing")
+    estimate = float(words.split()[2])
+    # the mean of log p over the other tokens is at most the log of their mean
+    assert exact - 5 < estimate < exact + 0.01
+    assert estimate == pytest.approx(exact, abs=0.01) or sharpness > 1
+    (words,) = proof._cross_entropy(probes, found, None, None)
+    assert words.startswith("cross-entropy at least ")

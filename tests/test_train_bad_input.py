@@ -199,9 +199,8 @@ def test_an_out_that_holds_another_run(here: Path) -> None:
     run("distill", here / "run.yaml")
     for command in ("distill", "check"):
         error = fails(here, "seed=5", "objective.loss=reverse_kl", code=FAILED, command=command)
-        assert error.startswith(
-            f"out: {here}/out contains another run, with a different objective.loss, seed; choose another folder"
-        )
+        values = 'objective.loss ("forward_kl" there, "reverse_kl" here), seed (0 there, 5 here)'
+        assert error.startswith(f"out: {here}/out contains another run, with a different {values}; choose another")
 
 
 def test_an_empty_folder_is_fine(here: Path) -> None:

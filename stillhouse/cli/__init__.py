@@ -290,5 +290,7 @@ def _tell_torchrun(line: str, code: int) -> None:
     if path is not None:
         extra = {"timestamp": str(int(time.time()))}
         content = {"message": {"message": line, "errorCode": code, "extraInfo": extra}}
+        partial = Path(f"{path}.partial")  # torchrun itself fails if it reads a file that is not whole
         with suppress(OSError):  # the line has been printed already
-            Path(path).write_text(json.dumps(content), encoding="utf-8")
+            partial.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(partial, path)

@@ -1,5 +1,6 @@
 """Turns pydantic's errors into one line each: the key, the given value, the expected values."""
 
+import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from stillhouse.config.peer_hints import peer_hint
 from stillhouse.config.section import Section
 from stillhouse.config.teachers import NamedTeacherConfig
 from stillhouse.config.words import describe
+from stillhouse.display import name_list
 
 #: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
 MOST = 20
@@ -44,8 +46,11 @@ def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Sectio
         yield _of_named_teacher(written, detail["loc"])
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
         key = ".".join(map(str, detail["loc"]))
-        of_peers = [each for each in _leaves(key, detail["input"]) if each != key and peer_hint(each)]
+        within = [each for each in _leaves(key, detail["input"]) if each != key]
+        of_peers = [each for each in within if peer_hint(each)]
         yield from (unknown_key(each, model) for each in of_peers or [key])
+        if of_peers and (others := [each.removeprefix(f"{key}.") for each in within if each not in of_peers]):
+            yield ConfigError(key, f"unknown section; nothing is known here of its {name_list(others)}")
     else:
         key, owner, name = _field(detail["loc"], model)
         if detail["type"] == "missing" and len(detail["loc"]) == key.count(".") + 1:
@@ -54,7 +59,9 @@ def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Sectio
             expected = _expected(owner, name)
             if expected == "text" and (examples := owner.model_fields[name].examples):
                 expected = f"text, such as {' or '.join(map(str, examples))}"
-            yield ConfigError(key, f"got {_shown(_value(given, key))}; expected: {expected}")
+            value = _value(given, key)
+            near = _nearest_choice(value, owner, name)
+            yield ConfigError(key, f"got {_shown(value)}; expected: {expected}{near}")
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
@@ -113,6 +120,16 @@ def _expected(owner: type[Section], name: str) -> str:
     if name in owner.model_fields and (item := item_section(owner.model_fields[name])):
         return f"a list of sections with the keys {', '.join(item.model_fields)}"
     return describe(owner.model_json_schema()["properties"][name])
+
+
+def _nearest_choice(value: Any, owner: type[Section], name: str) -> str:
+    """A hint at the choice that is most similar to a misspelled one, for a key that has choices."""
+    if not isinstance(value, str) or name not in owner.model_fields:
+        return ""
+    schema = owner.model_json_schema()["properties"][name]
+    choices = [each for part in schema.get("anyOf", [schema]) for each in part.get("enum", [])]
+    near = difflib.get_close_matches(value.lower(), [each for each in choices if isinstance(each, str)], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _value(given: Mapping[str, Any], key: str) -> Any:

@@ -100,6 +100,8 @@ def _read_override(override: str) -> Layer:
 
 def _check_key(key: str) -> None:
     """Raise ConfigError, naming the whole key, unless `key` is the name of a section or a value."""
+    if bare := key.lstrip("+~") if key.startswith(("+", "~")) else "":
+        raise ConfigError(key, f"Hydra's signs + and ~ have no meaning here: write {bare}=...")
     model: type[Section] | None = RunConfig
     parents: list[str] = []
     for name in key.split("."):

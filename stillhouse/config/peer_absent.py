@@ -41,10 +41,6 @@ ABSENT = (
         " student.adapter.dropout, and the teacher has none",
     ),
     PeerKey(
-        trl="max_prompt_length", verl="data.max_prompt_length", also="truncation_side max_prompt_tokens",
-        note="data.max_tokens is for prompt and completion together",
-    ),
-    PeerKey(
         trl="model_init_kwargs teacher_model_init_kwargs", also="model_kwargs",
         note="write its parts as student.dtype, student.attention, student.revision, and the same for the teacher",
     ),
@@ -70,9 +66,27 @@ ABSENT = (
         note="the first evaluation is always before the first step: leave it out",
     ),
     PeerKey(
-        trl="vllm_gpu_memory_utilization", verl="actor_rollout_ref.rollout.gpu_memory_utilization",
-        swift="vllm_gpu_memory_utilization", also="vllm_tensor_parallel_size vllm_max_model_length",
+        trl="vllm_gpu_memory_utilization", swift="vllm_gpu_memory_utilization",
+        verl="actor_rollout_ref.rollout.gpu_memory_utilization"
+        " actor_rollout_ref.rollout.tensor_model_parallel_size",
+        also="vllm_tensor_parallel_size vllm_max_model_length gpu_memory_utilization"
+        " inference.tensor_model_parallel_size",
         note="vLLM is a server of its own and takes these as options when you start it; rollout.url or teacher.url is"
         " its address",
+    ),
+    PeerKey(
+        verl="trainer.nnodes trainer.n_gpus_per_node", also="num_nodes nproc_per_node n_gpus num_gpus world_size",
+        note="torchrun starts the processes: torchrun --nproc-per-node 8 -m stillhouse distill run.yaml",
+    ),
+    PeerKey(
+        verl="trainer.project_name trainer.experiment_name", automodel="wandb.project wandb.name",
+        axolotl="wandb_project wandb_name", also="wandb.entity wandb.dir mlflow_experiment_name",
+        note="trackers read their own environment variables, such as WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME; a run"
+        " is called as its folder is",
+    ),
+    PeerKey(
+        verl="actor_rollout_ref.actor.strategy", automodel="distributed.strategy dist_env.backend",
+        note="the sizes in the section parallel decide (fsdp, tensor, pipeline, context, expert, replicate), and the"
+        " backend is nccl or gloo, as the device is",
     ),
 )  # fmt: skip

@@ -65,7 +65,8 @@ TABLE = (
     PeerKey(
         ("teacher.url",),
         trl="teacher_model_server_url", swift="teacher_model_server", axolotl="kd_online_server_base_url",
-        also="teacher_server_url",
+        verl="actor_rollout_ref.teacher.server_ip actor_rollout_ref.teacher.server_port",
+        also="teacher_server_url server_ip server_port teacher_server_port",
         note="the teacher of a server; a server of vLLM also needs teacher.model for exact signals",
     ),
     PeerKey(
@@ -97,9 +98,10 @@ TABLE = (
     ),
     PeerKey(
         ("data.eval",),
-        trl="dataset_test_split", verl="data.val_files", automodel="validation_dataset",
+        trl="dataset_test_split", verl="data.val_files",
+        automodel="validation_dataset validation_dataset.dataset_name",
         swift="val_dataset split_dataset_ratio", axolotl="val_set_size test_datasets",
-        also="eval_dataset validation_file test_size eval_file",
+        also="eval_dataset validation_file test_size eval_file validation_dataset.path_or_dataset",
         note="a source of the same kinds, or a share such as 0.02",
     ),
     PeerKey(
@@ -110,10 +112,15 @@ TABLE = (
     ),
     PeerKey(
         ("data.max_tokens",),
-        trl="max_length", verl="data.max_length data.max_prompt_length",
+        trl="max_length", verl="data.max_length",
         automodel="packed_sequence.packed_sequence_size", swift="max_length", axolotl="sequence_len",
         also="max_len max_seq_length max_seq_len seq_length sequence_length cutoff_len model_max_length block_size",
         note="the length of a packed sequence; all sequences are packed",
+    ),
+    PeerKey(
+        ("data.max_tokens",),
+        trl="max_prompt_length", verl="data.max_prompt_length",
+        note="the length of prompt and completion together",
     ),
     PeerKey(
         ("objective.loss",),
@@ -125,12 +132,12 @@ TABLE = (
         ("objective.loss",),
         verl="distillation.distillation_loss.loss_mode distillation.distillation_loss.distillation_loss_coef",
         automodel="kd_loss_fn", swift="sft_alpha", axolotl="kd_alpha kd_ce_alpha",
-        also="loss alpha kd_loss_weight kd_weight distill_alpha loss_type",
+        also="actor_rollout_ref.actor.kl_loss_coef loss alpha kd_loss_weight kd_weight distill_alpha loss_type",
         note="one sum with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5)",
     ),
     PeerKey(
         ("objective.temperature",),
-        trl="temperature", automodel="kd_loss_fn.temperature", swift="temperature", axolotl="kd_temperature",
+        automodel="kd_loss_fn.temperature", axolotl="kd_temperature",
         also="kd_temp distill_temperature",
         note="of the divergence on both sides; rollout.temperature is that of drawn tokens",
     ),
@@ -148,6 +155,13 @@ TABLE = (
         note="with the section rollout, the student writes this share of the completions; without the section, the"
         " run is off-policy (lmbda=0)",
     ),
+    PeerKey(
+        ("rollout.temperature", "objective.temperature"),
+        trl="temperature", swift="temperature",
+        note="the first is that of drawn tokens, the second that of the divergence; TRL's GKDTrainer has only the"
+        " first, and its divergence is at temperature 1",
+    ),
+    PeerKey(("rollout.temperature",), verl="actor_rollout_ref.rollout.temperature"),
     PeerKey(
         ("rollout.writer",), trl="seq_kd", swift="seq_kd", note="seq_kd=True is rollout.writer=teacher",
     ),
@@ -168,6 +182,14 @@ TABLE = (
     PeerKey(
         ("rollout.url",), trl="vllm_server_base_url vllm_server_host", swift="vllm_server_host vllm_server_base_url",
     ),
+    PeerKey(
+        ("rollout.schedule",), verl="trainer.scheduler", note="sync, one_step_off, two_step_off or async",
+    ),
+    PeerKey(
+        ("rollout.reward",), verl="custom_reward_function.path", trl="reward_funcs", swift="reward_funcs",
+        note="a Python function, package.module:name",
+    ),
+    PeerKey(("rollout.advantage",), verl="algorithm.adv_estimator", note="normalized (GRPO) or centered"),
     PeerKey(
         ("rollout.prompts_per_step",), verl="data.train_batch_size", also="gen_batch_size",
         note="off-policy, the batch is train.tokens_per_step",
@@ -212,14 +234,14 @@ TABLE = (
         ("train.schedule",),
         trl="lr_scheduler_type", verl="actor_rollout_ref.actor.optim.lr_scheduler_type",
         automodel="lr_scheduler.lr_decay_style", swift="lr_scheduler_type", axolotl="lr_scheduler",
-        also="scheduler lr_schedule",
+        also="lr_schedule lr_decay_style",
         note="constant, linear, cosine or wsd",
     ),
     PeerKey(
         ("train.warmup",),
         trl="warmup_steps", verl="actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
         automodel="lr_scheduler.lr_warmup_steps", swift="warmup_ratio warmup_steps",
-        axolotl="warmup_ratio warmup_steps", also="warmup_ratio num_warmup_steps",
+        axolotl="warmup_ratio warmup_steps", also="warmup_ratio num_warmup_steps lr_warmup_steps",
         note="below 1 a share of all steps, from 1 on a number of steps",
     ),
     PeerKey(
@@ -316,8 +338,17 @@ TABLE = (
         swift="pipeline_model_parallel_size", also="pp pp_size pipeline_parallel_size",
     ),
     PeerKey(
+        ("parallel.schedule",),
+        automodel="distributed.pipeline.pp_schedule",
+        verl="actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
+        also="pp_schedule pipeline_schedule virtual_pipeline_model_parallel_size",
+        note="gpipe, 1f1b, interleaved (two stages on each rank), zero_bubble or zbv",
+    ),
+    PeerKey(
         ("parallel.context",),
-        verl="actor_rollout_ref.actor.ulysses_sequence_parallel_size", automodel="distributed.cp_size",
+        verl="actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+        " actor_rollout_ref.actor.megatron.context_parallel_size",
+        automodel="distributed.cp_size",
         swift="context_parallel_size sequence_parallel_size", axolotl="context_parallel_size",
         also="cp cp_size sp_size",
     ),
@@ -327,12 +358,18 @@ TABLE = (
         swift="expert_model_parallel_size", also="ep ep_size expert_parallel_size",
     ),
     PeerKey(
+        ("train.timeout",),
+        trl="ddp_timeout", automodel="dist_env.timeout_minutes", swift="ddp_timeout", also="timeout_minutes",
+        note="in seconds",
+    ),
+    PeerKey(
         ("parallel.replicate",),
         automodel="distributed.dp_replicate_size", axolotl="dp_replicate_size", also="ddp",
     ),
     PeerKey(
         ("parallel.offload",),
-        verl="actor_rollout_ref.actor.fsdp_config.param_offload", also="cpu_offload offload_params",
+        verl="actor_rollout_ref.actor.fsdp_config.param_offload",
+        also="cpu_offload offload_params megatron.param_offload optimizer_offload grad_offload",
     ),
     PeerKey(
         ("track",),

@@ -16,7 +16,6 @@ from stillhouse.data.prefixes import Prefixes, chosen_tokens, offsets_of
 from stillhouse.data.reading import DataError
 from stillhouse.display import escaped
 
-
 _PIECE = re.compile(r" \(piece \d+ of \d+\)$")
 
 

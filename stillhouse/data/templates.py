@@ -40,6 +40,8 @@ EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"  # `column
 MOST_CHARACTERS = 4_000_000
 #: what other projects call the weight of a turn, or whether it counts
 MASKS = ("weight", "train", "loss")
+#: roles as ShareGPT calls them, which chat templates do not know, so that no turn would be a target
+OTHER_ROLES = {"human": "user", "gpt": "assistant"}
 #: limits of a chat template for one conversation: processor time and memory
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
 
@@ -107,6 +109,9 @@ def template_for(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tok
     """
     complete = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if set(form) <= set(fields)]
     found = name_list(fields)
+    if not complete and "prompt" in fields:
+        only = "only a run whose student writes all completions needs none (section rollout, with share=1)"
+        raise ValueError(f"prompts without completions: found {found}; expected a column 'completion'; {only}")
     if not complete:
         raise ValueError(f"no usable columns: found {found}; expected {EXPECTED_COLUMNS} (or ShareGPT's or Alpaca's)")
     if len(complete) > 1:
@@ -350,6 +355,8 @@ def _message(message: Any, name: str) -> Message:
             raise RecordError(f"{name} has no '{key}' (found {name_list(message)})")
         if not isinstance(message[key], str):
             raise RecordError(f"'{key}' of {name} must be a string, got {describe(message[key])}")
+    if (role := message["role"]) in OTHER_ROLES:
+        raise RecordError(f"'role' of {name} is {role!r}: expected {OTHER_ROLES[role]!r} (system, user, assistant)")
     return message
 
 

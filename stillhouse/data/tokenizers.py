@@ -10,6 +10,7 @@ the student's are used. A head may have more rows than there are tokens (padding
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from tempfile import TemporaryDirectory
@@ -22,6 +23,8 @@ from stillhouse.libraries import reading
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _NO_SETTING = ("vocab", "merges", "dropout")
+#: the files in which tokenizers have their vocabulary
+_OF_TOKENIZER = re.compile(r"(?i)token|vocab|merges|spiece|sentencepiece|.*\.(model|tiktoken|spm)$")
 #: the largest id that a token may have; the largest vocabularies have a million tokens
 MOST_IDS = 10_000_000
 
@@ -40,6 +43,12 @@ def load_tokenizer(
         if os.path.isdir(name_or_path)
         else "cannot be loaded: there is no such folder, and it could not be loaded from the hub"
     )
+    if os.path.isdir(name_or_path) and not any(_OF_TOKENIZER.match(each) for each in os.listdir(name_or_path)):
+        # transformers would make an empty one of the model's type
+        raise ValueError(
+            f"{name_or_path} has no tokenizer: expected tokenizer.json beside the model, as "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(folder) writes it"
+        )
     with reading(f"{what} {where}"):
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, revision=revision, trust_remote_code=trust_remote_code

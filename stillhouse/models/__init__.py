@@ -1,7 +1,7 @@
 """Causal language models as backbone and head (see `decoder.py`)."""
 
 from stillhouse.models.adapter import add_lora, draw_lora, without_lora
-from stillhouse.models.checks import check_document_length, check_finite_weights, check_saving
+from stillhouse.models.checks import check_document_length, check_finite_weights, check_saving, warn_of_positions
 from stillhouse.models.decoder import Decoder, evaluating
 from stillhouse.models.experts import balance_routers
 from stillhouse.models.fingerprint import model_fingerprint
@@ -28,5 +28,6 @@ __all__ = [
     "model_fingerprint",
     "quantized_identity",
     "recorded",
+    "warn_of_positions",
     "without_lora",
 ]

@@ -59,6 +59,17 @@ def check_document_length(model: PreTrainedModel, max_tokens: int, which: str) -
             )
 
 
+def warn_of_positions(model: PreTrainedModel, longest: int, which: str) -> list[str]:
+    """A warning if a document of `longest` tokens has positions beyond those that the model's configuration names."""
+    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if reach is None or longest <= reach:
+        return []
+    return [
+        f"{which} has max_position_embeddings {reach:,}, and the longest document has {longest:,} tokens: what is "
+        "beyond may be new to the model; lower data.max_tokens, or extend the model's positions (rope_scaling)"
+    ]
+
+
 def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return (

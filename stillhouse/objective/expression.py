@@ -26,6 +26,14 @@ EXAMPLES = {
     "skew_reverse_kl": "skew_reverse_kl(0.1)",
     "alpha_beta": "alpha_beta(0.2, 0.7)",
 }
+#: what others call them
+USUAL_NAMES = {
+    **dict.fromkeys(("ce", "nll", "sft", "xent", "hard_loss"), "cross_entropy"),
+    **dict.fromkeys(("kl", "fkl", "kld", "kl_div", "soft_loss"), "forward_kl"),
+    **dict.fromkeys(("rkl", "mode_seeking"), "reverse_kl"),
+    **dict.fromkeys(("js", "gkd"), "jsd"),
+    **dict.fromkeys(("k1", "k2", "k3"), "sampled_kl"),
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ def parse_sum(text: str, take_words: Collection[str] = ()) -> list[Part]:
 def unknown_name(name: str, known: Iterable[str]) -> ValueError:
     """Return the error for an unknown name; its message has the nearest known name."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
+    usual = USUAL_NAMES.get(name.lower())
+    near = [usual] if usual in known else difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return ValueError(f"unknown name {name!r}{hint} (known: {', '.join(known)})")
 

@@ -25,7 +25,7 @@ from torch._compile import _disable_dynamo
 
 from stillhouse.objective.checks import check_index, check_leaves, check_normalizer, check_terms, check_weights
 from stillhouse.objective.chunks import chunks, tile_rows
-from stillhouse.objective.head import OutputHead
+from stillhouse.objective.head import OutputHead, require_head
 from stillhouse.objective.keys import CHUNK_TOKENS, StatisticKeys, unique_names
 from stillhouse.objective.plan import Plan, PlanBuilder
 from stillhouse.objective.signals import RowIndex
@@ -91,6 +91,7 @@ def linear_objective(
     tangents, and for weights or a normalizer that require grad. For numbers and for tensors on a CPU it also raises
     ValueError for a normalizer that is not positive, weights that are not finite, and repeated rows in valid_index.
     """
+    require_head(head)
     leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
     check_leaves(leaves)
     if hidden_TD.dim() != 2 or hidden_TD.shape[1] != head.weight_VD.shape[1]:
@@ -121,6 +122,7 @@ def routed_objective(
 
     Raises ValueError without a group, and for what `linear_objective` refuses.
     """
+    require_head(head)
     leaves = {"hidden_TD": hidden_TD, "head.weight_VD": head.weight_VD, "head.bias": head.bias}
     check_leaves(leaves)
 

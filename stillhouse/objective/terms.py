@@ -156,6 +156,13 @@ class Distill(Term):
     label: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.signal, Signal):
+            raise ValueError(
+                f"signal is of type {type(self.signal).__name__}: expected what a teacher's `signal(ids)` returns, or"
+                " FullVocab(hidden, head), DenseLogits(logits), TopK(…)"
+            )
+        if not isinstance(self.divergence, Divergence):
+            raise ValueError(f"divergence={self.divergence!r}: expected one such as forward_kl() or jsd(0.5)")
         check_temperature(self.temperature)
         check_scale(self.scale)
         if self.label is not None and (not self.label or "#" in self.label):

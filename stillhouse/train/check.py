@@ -96,9 +96,14 @@ def _lines(session: Session, state: str) -> Iterator[str]:
         plan = session.plan
         yield _row(
             "steps",
-            f"{step_schedule.steps:,} of {plan.prompts_per_step} prompts with {plan.samples_per_prompt} completions "
-            f"each, {plan.share:.0%} of them written by the {config.rollout.writer if config.rollout else 'student'}",
+            f"{step_schedule.steps:,} of {plan.prompts_per_step * plan.samples_per_prompt} completions, "
+            f"{plan.samples_per_prompt} of each prompt; {plan.share:.0%} of them written by the "
+            f"{config.rollout.writer if config.rollout else 'student'}",
         )
+        if plan.dataset:
+            written = sum(len(plan.from_dataset(step)) for step in range(step_schedule.steps))
+            of_it = f"the dataset's, which has {plan.dataset:,}: {written / plan.dataset:.2f} passes over it"
+            yield _row("dataset", f"{written:,} of the completions are {of_it}")
     yield _row("device", f"{session.device}, {config.train.precision}")
     yield _row("run folder", f"{config.out}: {state}")
     if session.plan is None:

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 import stillhouse
 from stillhouse.config import RunConfig, dump_config
-from stillhouse.train.files import explained_write_errors, hashes, remove_unfinished, replace_text
+from stillhouse.train.files import hashes, remove_unfinished, replace_text
 
 LOCK = ".lock"
 #: the file that contains a hash of every file of the final model
@@ -95,15 +95,21 @@ def init_run_dir(folder: RunFolder, config: RunConfig) -> None:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process until the block ends. Raises ValueError if another process has locked it."""
-    with explained_write_errors(folder):
+    """Lock a folder for this process until the block ends.
+
+    Raises ValueError if another process has locked it, and if it cannot be made or written to.
+    """
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = FileLock(folder / LOCK).acquire(timeout=0)
-        except Timeout as error:
-            raise ValueError(
-                f"out: another process is writing to {folder}; wait until it ends, or choose another folder"
-            ) from error
+        lock = FileLock(folder / LOCK).acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"out: another process is writing to {folder}; wait until it ends, or choose another folder"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"out: {folder} cannot be written: {error.strerror or error}; choose another folder"
+        ) from error
     with lock:
         yield
 

@@ -154,13 +154,15 @@ def _results(run: Path, progress: Progress) -> str:
     if not progress.metrics:
         return "The run had no held-out data."
     before = _first_evaluation(run, progress)
-    rows = [
-        f"| {name} | {f'{before[name]:.4f}' if name in before else ''} | {value:.4f} |"
-        for name, value in sorted(progress.metrics.items())
-        if not name.endswith("/tokens")
-    ]
-    head = [f"| held-out metric | step 0 | step {progress.step} |", "| --- | --- | --- |"]
-    return "\n".join(head + rows) + "\n\nCross-entropies, divergences and entropies are in nats per token."
+    columns = {"step 0": before} if before else {}  # a run that began with a checkpoint has not evaluated before it
+    columns |= {f"step {progress.step}": progress.metrics}
+    names = [name for name in sorted(progress.metrics) if not name.endswith("/tokens")]
+    rows = [["held-out metric", *columns], ["---"] * (1 + len(columns))]
+    rows += [[name, *(f"{each[name]:.4f}" if name in each else "" for each in columns.values())] for name in names]
+    return (
+        "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        + "\n\nCross-entropies, divergences and entropies are in nats per token."
+    )
 
 
 def _first_evaluation(run: Path, progress: Progress) -> Mapping[str, float]:

@@ -1,8 +1,10 @@
 """Chooses the checkpoint that a run resumes from; checks that it is intact and that run, data and models match it."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stillhouse.config import ConfigError, RunConfig, load_config
 from stillhouse.display import first_line
@@ -14,6 +16,9 @@ from stillhouse.train.identity import configuration_hash, decisive_values
 from stillhouse.train.integrity import IntactCheckpoint, verified
 from stillhouse.train.progress import STATE, DamagedCheckpointError, Progress, read_state
 from stillhouse.train.session import Session
+
+#: characters of a value that an error shows
+SHORT = 40
 
 
 def candidates(config: RunConfig) -> list[Path]:
@@ -145,14 +150,21 @@ def _require_same_run(folder: Path, config: RunConfig) -> None:
     if different:
         raise ValueError(
             f"out: {folder} contains another run, with a different {', '.join(different)}; choose another folder, "
-            "or use the same configuration to continue that run"
+            "or use the same configuration to continue that run. To train on from its weights, set another out and "
+            "checkpoint.resume to one of its checkpoints"
         )
 
 
 def _differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """The dotted keys that affect the weights and whose values differ."""
+    """The dotted keys that affect the weights and whose values differ, with both values if these are short."""
     before, after = decisive_values(old), decisive_values(new)
-    return [key for key in before | after if before.get(key) != after.get(key)]
+    keys = [key for key in before | after if before.get(key) != after.get(key)]
+    return [f"{key}{_both(before.get(key), after.get(key))}" for key in keys]
+
+
+def _both(before: Any, after: Any) -> str:
+    texts = [json.dumps(each) for each in (before, after)]
+    return "" if max(map(len, texts)) > SHORT else " ({} there, {} here)".format(*texts)
 
 
 def _given_checkpoint(path: Path, own: list[Path]) -> list[Path]:

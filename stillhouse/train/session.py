@@ -4,6 +4,7 @@
 divergence is reported within a second, and a teacher with another tokenizer before any weight is read.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +21,7 @@ from stillhouse.data import (
     tokenizer_fingerprint,
 )
 from stillhouse.display import escaped
-from stillhouse.models import Decoder, check_document_length, check_saving
+from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.objective.correction import Correction
 from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objective
 from stillhouse.parallel import (
@@ -63,6 +64,11 @@ from stillhouse.train.optimizer import require_optimizer
 from stillhouse.train.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
 from stillhouse.train.stores import open_stores, require_signals
 from stillhouse.train.trackers import require_trackers
+
+#: runs of fewer steps are warned of, unless train.steps asks for them
+FEW_STEPS = 10
+#: shares of the peak learning rate up to this are warned of, since other tools have the learning rate itself there
+SMALL_FLOOR = 1e-4
 
 
 @dataclass
@@ -187,7 +193,11 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         plan=plan,
         dataset=data.dataset,
     )
-    warnings += [*data.warnings, *check_models(session)]
+    warnings += [
+        *data.warnings,
+        *check_models(session),
+        *_schedule_warnings(config, schedule, data),
+    ]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
 
@@ -198,6 +208,22 @@ def _schedule(config: RunConfig, data: RunData, layout: Layout) -> tuple[StepSch
         return make_step_schedule(config.train, len(data.train), *sizes), None
     prompts, dataset = len(data.train.documents), 0 if data.dataset is None else len(data.dataset)
     return make_rollout_schedule(config.train, config.rollout, prompts, dataset, config.data.max_tokens, config.seed)
+
+
+def _schedule_warnings(config: RunConfig, schedule: StepSchedule, data: RunData) -> Iterator[str]:
+    """Warnings of epochs that are too few steps, and of a share of the peak that may be meant as a learning rate."""
+    train, steps, tokens = config.train, schedule.steps, len(data.train.documents.tokens_N)
+    if train.steps is None and config.rollout is None and steps < FEW_STEPS:
+        yield (
+            f"the run has only {steps} optimizer step{'s' * (steps > 1)}, because train.tokens_per_step is "
+            f"{train.tokens_per_step:,} and the data have {tokens:,} tokens; lower train.tokens_per_step, or raise "
+            "train.epochs"
+        )
+    if 0 < train.min_learning_rate <= SMALL_FLOOR:
+        yield (
+            f"train.min_learning_rate={train.min_learning_rate:g} is a share of the peak, so that the learning rate "
+            f"ends at {train.min_learning_rate * train.learning_rate:g}"
+        )
 
 
 def check_models(session: Session) -> list[str]:
@@ -211,10 +237,11 @@ def check_models(session: Session) -> list[str]:
         except ValueError as error:
             raise ConfigError("data.max_tokens", str(error)) from error
         evaluation = None if session.evaluation is None else session.evaluation.documents
-        for documents in (session.train.documents, evaluation, session.dataset):
-            if documents is not None:
-                readers = of_student if which == "student" else [which.partition(".")[2]]
-                documents.check_ids(decoder.vocabulary_rows, which, readers)
+        read = [each for each in (session.train.documents, evaluation, session.dataset) if each is not None]
+        warnings += warn_of_positions(decoder.pretrained, max(int(each.lengths_D.max()) for each in read), which)
+        for documents in read:
+            readers = of_student if which == "student" else [which.partition(".")[2]]
+            documents.check_ids(decoder.vocabulary_rows, which, readers)
     check_saving(session.student.pretrained)
     return warnings
 

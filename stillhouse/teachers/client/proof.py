@@ -272,6 +272,7 @@ def _cross_entropy(
 ) -> Iterator[str]:
     """The mean cross-entropy of the next tokens in words: a teacher that knows nothing of the data is seen here."""
     losses: list[Tensor] = []
+    about = ""
     for document, tensors in zip(probes, found, strict=True):
         next_N = torch.from_numpy(document.tokens[1:].astype(np.int64))
         if head is not None and "hidden" in tensors:
@@ -279,12 +280,16 @@ def _cross_entropy(
         elif "ids" in tensors:
             is_next_NK = tensors["ids"] == next_N[:, None]
             outside_N = tensors["tail_log_prob"].double()
+            if vocabulary is None:
+                about = "at least "
+            else:  # as if the mass outside the ids were the same for each of the other tokens
+                about, outside_N = "about ", outside_N - math.log(max(1, vocabulary - is_next_NK.shape[1]))
             of_next_N = tensors["log_probs"].double().masked_fill(~is_next_NK, -math.inf).amax(1)
             losses.append(-torch.where(is_next_NK.any(1), of_next_N, outside_N))
     if losses:
         mean = float(torch.cat(losses).detach().mean())
         uniform = "" if vocabulary is None else f", {math.log(vocabulary):.2f} if it knew nothing"
-        yield f"cross-entropy {mean:.2f} nats per token{uniform}"
+        yield f"cross-entropy {about}{mean:.2f} nats per token{uniform}"
 
 
 def _prove_local(
