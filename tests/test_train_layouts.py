@@ -173,6 +173,8 @@ def test_a_teacher_in_a_layout_of_its_own(workspace: Path, layouts: list[str]) -
         for out, processes, more in zip(names, (1, 2), ([], layouts), strict=True):
             run = distill(workspace, out, processes, *overrides, *more)
             assert run.returncode == 0, run.stderr
+        (line,) = (each for each in run.stdout.splitlines() if each.startswith("layout: "))
+        assert re.fullmatch(r"layout: (fsdp|pipeline|tensor) 2.*; teacher: (tensor|context|pipeline) 2.*", line)
         assert_same_model(*(workspace / name for name in names))
         expected, found = (json.loads(last_evaluation(workspace / name)) for name in names)
         assert found["eval/forward_kl"] == pytest.approx(expected["eval/forward_kl"], rel=1e-4)

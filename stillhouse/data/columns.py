@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.reading import describe
-from stillhouse.data.templates import MASKS, RecordError
+from stillhouse.data.templates import MASKS, OTHER_ROLES, RecordError
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
 #: the role of each `from` of ShareGPT
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = OTHER_ROLES | {each: each for each in ("system", "user", "assistant")}
 OURS = (("messages",), ("prompt", "completion"), ("text",))
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "

@@ -24,7 +24,7 @@ from stillhouse.train.folder import (
 from stillhouse.train.held_out import held_out_tokens
 from stillhouse.train.in_words import in_words
 from stillhouse.train.integrity import RESUME, IntactCheckpoint
-from stillhouse.train.models import model_fingerprints
+from stillhouse.train.models import model_fingerprints, teacher_layout
 from stillhouse.train.progress import Progress, folder_name
 from stillhouse.train.resume import candidates, open_checkpoint
 from stillhouse.train.session import (
@@ -130,7 +130,9 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
     for warning in session.warnings:
         log_rank0(f"warning: {warning}")
     if session.runner.mesh is not None:
-        log_rank0(f"layout: {session.runner.layout}")
+        own = {section: teacher_layout(config, section) for section in config.teacher_sections}
+        teachers = [f"{section}: {layout}" for section, layout in own.items() if layout is not None]
+        log_rank0(f"layout: {'; '.join([str(session.runner.layout), *teachers])}")
     if session.student.lora is not None:
         log_rank0(f"adapter: {adapter_in_words(session)}")
     if checkpoint is not None:
