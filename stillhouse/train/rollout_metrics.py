@@ -118,7 +118,7 @@ class RolloutMetrics:
             )
         elif ratio > MOST_STALE_LOG_RATIO or math.isnan(ratio):
             self._warn(
-                "ratio",
+                "stale ratio",  # it must not hide the warning above, which is surer, in a later step
                 f"the engine's log-probabilities, by weights that are at most {metrics['rollout/staleness_max']:.0f} "
                 f"steps older, differ by {ratio:.3g} nats on average from those in training: train.learning_rate is "
                 "too high, or the engine computes another model, another temperature or in another precision",
