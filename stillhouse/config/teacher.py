@@ -134,7 +134,10 @@ class TeacherConfig(ModelConfig):
             )
         for name in ("cache", "student"):
             if name in named and len(named) > 1:
-                raise ConfigError(f"teacher.{name}", f"expected one source of signals, got {' and '.join(named)}")
+                without = " ".join(f"teacher.{each}=null" for each in named if each != name)
+                raise ConfigError(
+                    f"teacher.{name}", f"expected one source of signals, got {' and '.join(named)}: add {without}"
+                )
         return given
 
     @model_validator(mode="after")
