@@ -153,3 +153,14 @@ def test_the_same_run_without_the_odd_line_ends_well(tmp_path: Path) -> None:
     write_records(tmp_path / "train.jsonl", [{"text": f"{number} the still"} for number in range(40)])
     write_run(tmp_path)
     run("distill", tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "0.5*cross_entropy + 0.5*forward_kl"])
+def test_a_first_step_without_a_gradient_is_warned_of(tmp_path: Path, loss: str) -> None:
+    """A student with an adapter that is not trained is its own teacher."""
+    student = str(tmp_path / "student")
+    settings = {"objective.loss": loss, "student.adapter": {"r": 2}, "teacher.model": student, "train.steps": 2}
+    write_run(tmp_path, **settings)
+    shown = run("distill", tmp_path / "run.yaml").out
+    first = next(line for line in metrics(tmp_path / "out") if line["step"] == 1)
+    assert ("the gradient of step 1 is 0" in shown) == (loss == "forward_kl") == (first["train/gradient_norm"] == 0)

@@ -60,6 +60,11 @@ _KEYS = {
 #: how the keys of the teacher's own cross-entropy end, also on one of several evaluation sets
 _TEACHER = "/teacher_cross_entropy"
 
+#: printed after a first step that has taught nothing
+_NO_GRADIENT = (
+    "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also with an adapter on it "
+    "that has not been trained), and a policy gradient is 0 where all completions of a prompt have the same reward"
+)
 #: sums over drawn tokens, which `rollout_metrics.py` reports
 _OF_DRAWS = ("log_ratio", "sampled", "ratio", "clipped")
 
@@ -119,6 +124,8 @@ class Training:
         speed = micro_batches.whole.tokens / self.seconds
         metrics = _train_metrics(output.sums, session.spec, self._rate, self._norm, speed)
         self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
+        if progress.step == 1 and self._norm == 0.0:
+            self.log.print_line(_NO_GRADIENT)
         last = progress.step == self.last_step
         saving = _due(progress.step, config.checkpoint.every) or last
         progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
