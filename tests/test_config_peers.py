@@ -7,6 +7,7 @@ import pytest
 from config_cases import failure
 from ruamel.yaml import YAML
 
+from stillhouse.cli import cli
 from stillhouse.config import RunConfig, load_config, override_hint
 from stillhouse.config.document import with_names
 from stillhouse.config.keys import nearest, value_fields
@@ -20,6 +21,11 @@ KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}
 
 def test_every_key_of_the_table_exists() -> None:
     assert [key for row in TABLE for key in row.keys if key not in KNOWN and f"{key}.r" not in KNOWN] == []
+
+
+def test_every_command_of_the_table_exists() -> None:
+    named = [name for row in TABLE for name in re.findall(r"stillhouse (\w+)", row.note)]
+    assert {"distill", "evaluate", "export"} <= set(named) <= set(cli.commands)
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -57,6 +63,10 @@ def test_every_name_leads_to_its_key(peer: str) -> None:
         ("max_length", "is data.max_tokens here"),
         ("num_train_epochs", "is train.epochs here"),
         ("optim.lr", "actor_rollout_ref.actor.optim.lr of verl is train.learning_rate here"),
+        ("dataset_prepared_path", "dataset_prepared_path of axolotl is data.cache here"),
+        ("liger_rope", "liger_rope has no key here: the objective never makes the logits of all tokens"),
+        ("checkpoint.model_save_format", "checkpoint.model_save_format of Automodel has no key here: checkpoints"),
+        ("algorithm.kl_ctrl.kl_coef", "is objective.loss here (one sum with coefficients"),
         ("eval.steps", "eval_steps of TRL, ms-swift and axolotl is eval.every here"),
         ("logging_steps", "logging_steps of TRL, ms-swift and axolotl has no key here: every step is logged"),
     ],
@@ -114,7 +124,8 @@ def test_a_misspelled_key_gets_the_right_one(written: str, expected: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "word", ["zzz", "verbose", "train.cuda_graphs", "data.streaming", "fp8", "teacher.name", "model_class"]
+    "word",
+    ["zzz", "verbose", "train.cuda_graphs", "data.streaming", "fp8", "teacher.name", "model_class", "model._target_"],
 )
 def test_a_foreign_word_gets_no_near_name(word: str) -> None:
     assert nearest(word, KNOWN) == []

@@ -199,6 +199,7 @@ def verify(run_dir: Path) -> None:
     \b
     stillhouse verify runs/a
     """
+    quiet_libraries()
     from stillhouse.verify import verify
 
     findings = []

@@ -89,6 +89,7 @@ def write(
 @click.argument("folder", type=FOLDER)
 def info(folder: Path) -> None:
     """What a cache holds."""
+    quiet_libraries()
     from stillhouse.teachers import SignalCache
 
     click.echo(SignalCache(folder).manifest.summary(folder))
@@ -98,6 +99,7 @@ def info(folder: Path) -> None:
 @click.argument("folder", type=FOLDER)
 def verify(folder: Path) -> None:
     """Compare every shard with its hash, and check all rows."""
+    quiet_libraries()
     from stillhouse.teachers import SignalCache
 
     opened = SignalCache(folder)
@@ -114,6 +116,7 @@ def merge(folders: tuple[Path, ...], out: Path) -> None:
     \b
     stillhouse cache merge caches/a caches/b --out caches/c
     """
+    quiet_libraries()
     from stillhouse.train.merge_caches import merge_caches
 
     click.echo(merge_caches(folders, out).summary(out))

@@ -104,6 +104,8 @@ def _overrides(keys: Iterable[str]) -> str:
 
 def nearest(key: str, known: Iterable[str]) -> list[str]:
     """At most three known keys that are most similar to `key`: the same name in another section, or a misspelling."""
+    if key.rpartition(".")[2].startswith("_"):  # no key begins so: Hydra's _target_ is not a misspelling
+        return []
     similarity = {candidate: _similarity(key, candidate) for candidate in known}
     best = max(similarity.values())
     return (

@@ -15,7 +15,8 @@ ABSENT = (
     ),
     PeerKey(
         trl="torch_compile use_liger_kernel", swift="use_liger_kernel", axolotl="torch_compile",
-        also="torch_compile_backend torch_compile_mode liger_kernel_config use_fused_kernels",
+        also="liger_rms_norm liger_rope liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy"
+        " torch_compile_backend torch_compile_mode liger_kernel_config use_fused_kernels",
         note="the objective never makes the logits of all tokens, and compiles itself: leave it out",
     ),
     PeerKey(
@@ -59,7 +60,8 @@ ABSENT = (
     ),
     PeerKey(
         trl="do_train do_eval", also="do_predict",
-        note="these are commands: stillhouse distill, stillhouse eval",
+        note="these are commands: stillhouse distill, and stillhouse evaluate for a finished model; the section eval"
+        " is about evaluation in a run",
     ),
     PeerKey(
         trl="eval_on_start", verl="trainer.val_before_train", also="eval_delay",
@@ -80,9 +82,22 @@ ABSENT = (
     ),
     PeerKey(
         verl="trainer.project_name trainer.experiment_name", automodel="wandb.project wandb.name",
-        axolotl="wandb_project wandb_name", also="wandb.entity wandb.dir mlflow_experiment_name",
+        axolotl="wandb_project wandb_name", also="wandb_entity wandb.entity wandb.dir mlflow_experiment_name",
         note="trackers read their own environment variables, such as WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME; a run"
         " is called as its folder is",
+    ),
+    PeerKey(
+        axolotl="plugins kd_trainer strict",
+        note="distillation is what this program does, and unknown keys are always refused: leave it out",
+    ),
+    PeerKey(
+        trl="save_safetensors", automodel="checkpoint.enabled checkpoint.model_save_format",
+        axolotl="save_safetensors", also="save_only_model",
+        note="checkpoints are always written, as safetensors, with all that a run needs to continue: leave it out",
+    ),
+    PeerKey(
+        trl="tf32", axolotl="tf32",
+        note="products of float32 are in full precision; train.precision=bf16 is the fast one",
     ),
     PeerKey(
         verl="actor_rollout_ref.actor.strategy", automodel="distributed.strategy dist_env.backend",

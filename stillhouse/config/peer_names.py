@@ -118,6 +118,11 @@ TABLE = (
         note="the length of a packed sequence; all sequences are packed",
     ),
     PeerKey(
+        ("data.cache",),
+        axolotl="dataset_prepared_path",
+        note="a folder for tokenised text, which later runs read",
+    ),
+    PeerKey(
         ("data.max_tokens",),
         trl="max_prompt_length", verl="data.max_prompt_length",
         note="the length of prompt and completion together",
@@ -132,7 +137,8 @@ TABLE = (
         ("objective.loss",),
         verl="distillation.distillation_loss.loss_mode distillation.distillation_loss.distillation_loss_coef",
         automodel="kd_loss_fn", swift="sft_alpha", axolotl="kd_alpha kd_ce_alpha",
-        also="actor_rollout_ref.actor.kl_loss_coef loss alpha kd_loss_weight kd_weight distill_alpha loss_type",
+        also="actor_rollout_ref.actor.kl_loss_coef algorithm.kl_ctrl.kl_coef"
+        " loss alpha kd_loss_weight kd_weight distill_alpha loss_type",
         note="one sum with coefficients, such as 0.3*cross_entropy + 0.7*jsd(0.5)",
     ),
     PeerKey(
