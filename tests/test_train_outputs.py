@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path
     assert models[0] != models[2]
 
 
-def test_a_short_schedule_and_a_tiny_floor_are_warned_of(tmp_path: Path) -> None:
+def test_a_short_schedule_a_long_warm_up_and_a_tiny_floor_are_warned_of(tmp_path: Path) -> None:
     few = {"train.steps": None, "train.epochs": 1, "train.tokens_per_step": 2048}
     (warning,) = session_of(tmp_path, **few).warnings
     assert warning.startswith("the run has only 1 optimizer step, because train.tokens_per_step is 2,048 and ")
@@ -108,6 +108,9 @@ def test_a_short_schedule_and_a_tiny_floor_are_warned_of(tmp_path: Path) -> None
     assert warning.startswith("train.min_learning_rate=1e-06 is a share of the peak")
     assert warning.endswith("ends at 1e-09")
     assert session_of(tmp_path, **{"train.min_learning_rate": 0.1}).warnings == []
+    (warning,) = session_of(tmp_path, **{"train.warmup": 6}).warnings
+    assert warning.startswith("train.warmup=6 is not shorter than the run (6 steps), so that")
+    assert session_of(tmp_path, **{"train.warmup": 5}).warnings == []
 
 
 def test_warnings_about_the_data_are_shown(tmp_path: Path) -> None:

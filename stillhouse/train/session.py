@@ -211,13 +211,20 @@ def _schedule(config: RunConfig, data: RunData, layout: Layout) -> tuple[StepSch
 
 
 def _schedule_warnings(config: RunConfig, schedule: StepSchedule, data: RunData) -> Iterator[str]:
-    """Warnings of epochs that are too few steps, and of a share of the peak that may be meant as a learning rate."""
+    """Warnings of epochs that are too few steps, a warm-up that does not end, and a share of the peak that may be
+    meant as a learning rate.
+    """
     train, steps, tokens = config.train, schedule.steps, len(data.train.documents.tokens_N)
     if train.steps is None and config.rollout is None and steps < FEW_STEPS:
         yield (
             f"the run has only {steps} optimizer step{'s' * (steps > 1)}, because train.tokens_per_step is "
             f"{train.tokens_per_step:,} and the data have {tokens:,} tokens; lower train.tokens_per_step, or raise "
             "train.epochs"
+        )
+    if train.warmup >= max(steps, 2):
+        yield (
+            f"train.warmup={train.warmup:g} is not shorter than the run ({steps} steps), so that the learning rate "
+            "only rises; below 1, it is a share of all steps"
         )
     if 0 < train.min_learning_rate <= SMALL_FLOOR:
         yield (
