@@ -2,12 +2,14 @@
 
 from stillhouse.models.adapter import add_lora, draw_lora, without_lora
 from stillhouse.models.checks import check_document_length, check_finite_weights, check_saving, warn_of_positions
-from stillhouse.models.decoder import Decoder, evaluating
+from stillhouse.models.decoder import Decoder
 from stillhouse.models.experts import balance_routers
 from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.head import OutputProcessor
 from stillhouse.models.hidden_layers import match_hidden, recorded
 from stillhouse.models.hidden_match import HiddenMatchLoss, HiddenPair
+from stillhouse.models.modes import evaluating
+from stillhouse.models.proof import ProofError, prove_decoder
 from stillhouse.models.quantized import quantized_identity
 from stillhouse.models.router_balance import RouterAuxLoss
 
@@ -16,6 +18,7 @@ __all__ = [
     "HiddenMatchLoss",
     "HiddenPair",
     "OutputProcessor",
+    "ProofError",
     "RouterAuxLoss",
     "add_lora",
     "balance_routers",
@@ -26,6 +29,7 @@ __all__ = [
     "evaluating",
     "match_hidden",
     "model_fingerprint",
+    "prove_decoder",
     "quantized_identity",
     "recorded",
     "warn_of_positions",

@@ -16,7 +16,7 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stillhouse.display import escaped
-from stillhouse.libraries import reading
 from stillhouse.models.head import Head, LogitRule, NoHead, OutputProcessor
 from stillhouse.models.hidden_match import HiddenMatch, HiddenMatchLoss
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.lora import Lora
+from stillhouse.models.modes import evaluating
 from stillhouse.models.processors import full_vocab
+from stillhouse.models.proof import packs_one_row, prove_decoder, require_runnable
 from stillhouse.models.router_balance import RouterAuxLoss, RouterBalance
 from stillhouse.models.running import checkpoint_contexts
 from stillhouse.models.structure import require_decoder
-from stillhouse.models.verify import verify_wrapping
 from stillhouse.objective import FullVocab, OutputHead
 
 if TYPE_CHECKING:  # it needs a later version of transformers than the rest
@@ -83,8 +83,7 @@ class Decoder(nn.Module):
         self.register_load_state_dict_pre_hook(_find_tied_weight)
         self.register_load_state_dict_post_hook(_tie_again)
         if verify:
-            with evaluating(self), evaluating(model):
-                verify_wrapping(model, self)
+            prove_decoder(self)
 
     @classmethod
     def from_pretrained(
@@ -117,9 +116,9 @@ class Decoder(nn.Module):
             quantize=quantize,
             device=device,
         )
-        # some damaged configurations fail only when the model runs
-        with reading(f"model '{escaped(os.fspath(name_or_path))}' cannot be run", passes=ValueError):
-            return cls(model, verify=verify)
+        if verify:
+            require_runnable(model, f"model '{escaped(os.fspath(name_or_path))}'")
+        return cls(model, verify=verify)
 
     def forward(
         self,
@@ -145,6 +144,11 @@ class Decoder(nn.Module):
         if position_ids is not None:
             if attention_mask is not None:
                 _refuse_masked_packing(position_ids, attention_mask)
+            elif len(position_ids) > 1 and packs_one_row(self.pretrained):
+                raise ValueError(
+                    f"attention '{self.config._attn_implementation}' separates packed documents only in a batch of "
+                    f"one row, and position_ids has {len(position_ids)}: expected one row, or another attention"
+                )
             backbone_kwargs["position_ids"] = position_ids
         outputs = self.backbone(
             input_ids=input_ids,
@@ -300,19 +304,6 @@ class Decoder(nn.Module):
         self.pretrained.save_pretrained(
             folder, state_dict=self.pretrained.state_dict() | self.mtp.checkpoint_tensors(self.pretrained)
         )
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set all submodules to eval mode; afterwards each gets its previous mode back."""
-    training = [each for each in module.modules() if each.training]
-    for each in training:
-        each.training = False
-    try:
-        yield
-    finally:
-        for each in training:
-            each.training = True
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:

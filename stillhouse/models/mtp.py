@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
-from stillhouse.models.decoder import Decoder, evaluating
+from stillhouse.models.decoder import Decoder
 from stillhouse.models.head import OutputProcessor
 from stillhouse.models.mtp_layers import (
     MtpLayers,
@@ -27,7 +27,7 @@ from stillhouse.models.mtp_layers import (
     find_layers,
     new_layers,
 )
-from stillhouse.models.verify import verify_depths
+from stillhouse.models.proof import prove_decoder
 from stillhouse.objective import OutputHead
 
 __all__ = ["MultiTokenDecoder", "add_mtp", "declared_depths", "find_layers", "freeze_main"]
@@ -51,8 +51,7 @@ class MultiTokenDecoder(nn.Module):
             freeze_main(main)
         self.training = main.training
         if verify:
-            with evaluating(self):
-                verify_depths(main)
+            prove_decoder(main)
 
     @classmethod
     def new(cls, main: Decoder, depths: int, *, train_main: bool = True, verify: bool = True) -> "MultiTokenDecoder":

@@ -39,6 +39,7 @@ from stillhouse.parallel.processes import (
     start,
     wait_for_all,
 )
+from stillhouse.parallel.proof import ModelNames, prove_heads, prove_runner
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
 from stillhouse.parallel.waiting_weights import WaitingWeights
@@ -50,6 +51,7 @@ __all__ = [
     "Degrees",
     "Layout",
     "Mesh",
+    "ModelNames",
     "ModelSource",
     "NamedSignals",
     "NextTokens",
@@ -81,6 +83,8 @@ __all__ = [
     "padded_shapes",
     "process_count",
     "process_rank",
+    "prove_heads",
+    "prove_runner",
     "require_own_teacher",
     "shard_micro_batches",
     "single_process_runner",

@@ -15,6 +15,7 @@ from stillhouse.parallel.layout import Layout, ModelSource
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
+from stillhouse.parallel.proof import ModelNames, prove_runner
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.stages import (
     Stage,
@@ -58,13 +59,33 @@ def build_runner(
     teacher_source: ModelSource | None,
     *,
     teacher_head_only: bool = False,
+    prove: bool = True,
 ) -> Runner:
     """Build this process's runner.
 
     mesh: None for a single process. teacher_head_only: build only the teacher's head, because its layers have a
-    separate layout.
-    Raises ValueError for a model that the layout does not fit.
+    separate layout. prove: prove the models under the layout (`prove_runner`), unless this process has loaded them
+    whole, which `Decoder` proves.
+    Raises ValueError for a model that the layout does not fit, and ProofError for one that computes the wrong thing.
     """
+    runner = _build_runner(layout, mesh, student_source, teacher_source, teacher_head_only=teacher_head_only)
+    sources = [source for source in (student_source, teacher_source) if source is not None]
+    if prove and (mesh is not None or any(source.load_weights is not None for source in sources)):
+        names = ModelNames(student_source.name, "teacher" if teacher_source is None else teacher_source.name)
+        is_base = student_source.teacher_is_base
+        in_stages = is_base or (teacher_source is not None and not teacher_head_only)
+        prove_runner(runner, names, teacher_in_stages=in_stages)
+    return runner
+
+
+def _build_runner(
+    layout: Layout,
+    mesh: Mesh | None,
+    student_source: ModelSource,
+    teacher_source: ModelSource | None,
+    *,
+    teacher_head_only: bool,
+) -> Runner:
     require_own_teacher(layout, student_source, teacher_head_only=teacher_head_only)
     if teacher_source is not None and teacher_head_only:
         teacher_source = replace(teacher_source, build=only_head(teacher_source.build))

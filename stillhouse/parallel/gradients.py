@@ -28,6 +28,21 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Paramete
     return held
 
 
+def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device: torch.device) -> None:
+    """Replace the gradients of parameters by their sums over a group: one all-reduce of all of them, in float32.
+
+    The processes of the group have the same parameters, with gradients of the same shapes. device: that of the
+    group's all-reduce; the gradients may be in host memory.
+    """
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    total = torch.cat([gradient.flatten().to(device, torch.float32) for gradient in gradients])
+    dist.all_reduce(total, group=group)
+    for gradient, part in zip(gradients, total.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
 def gradient_norm(
     held: Iterable[nn.Parameter],
     processes: int = 1,

@@ -21,12 +21,14 @@ class ModelSource:
     stages and distributed; None if `build` returns the weights.
     teacher_is_base: for a student with an adapter: the student without the adapter is the teacher.
     offload: keep FSDP's shards of this model in host memory between uses, whatever the layout says.
+    name: how errors name the model.
     """
 
     build: Callable[[], Decoder]
     load_weights: Callable[[Decoder], object] | None = None
     teacher_is_base: bool = False
     offload: bool = False
+    name: str = "model"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -105,6 +107,22 @@ def gathered(value: Any, group: ProcessGroup | None, device: torch.device) -> li
         json.loads(bytes(text[:length].tolist()).decode())
         for text, length in zip(texts, lengths.tolist(), strict=True)
     ]
+
+
+@contextmanager
+def raised_on_all(kind: type[ValueError], group: ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """If the block raises an error of this kind on any process of a group, raise the first of them on all processes.
+
+    Otherwise the other processes would wait for the one that failed. Leaving the block is a collective of the group.
+    """
+    problem = ""
+    try:
+        yield
+    except kind as error:
+        problem = str(error)
+    for raised in gathered(problem, group, device):
+        if raised:
+            raise kind(raised)
 
 
 def from_first(value: Any, group: ProcessGroup | None, device: torch.device) -> Any:

@@ -7,6 +7,7 @@ norm = runner.clip(1.0)
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
-from stillhouse.parallel.gradients import gradient_norm, reduce_partial_grads, scale_gradients
+from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
 from stillhouse.parallel.layout import Layout
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import Computation, PairSignal, TeacherStudentPair
@@ -38,6 +39,13 @@ class Runner:
     ):
         self.layout, self.pairs, self.pipeline, self.mesh, self.tied = layout, pairs, pipeline, mesh, tied
         self.copies_embedding = copies_embedding
+        self._summed: list[nn.Parameter] = []
+
+    def sum_over_tensor_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of these parameters over the tensor ranks after every backward, since each of the ranks
+        has a copy of the parameter and a part of its gradient.
+        """
+        self._summed = list(parameters)
 
     def forward_backward(
         self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
@@ -48,10 +56,11 @@ class Runner:
         results; the others return an empty list. Raises ValueError unless there is one signal for each micro-batch.
         """
         _require_signals(micro_batches, signals)
-        if self.pipeline is not None:
-            results = self.pipeline.forward_backward(computation, micro_batches, signals)
-        else:
-            results = self._one_by_one(computation, micro_batches, signals)
+        with self._gradients_summed():
+            if self.pipeline is not None:
+                results = self.pipeline.forward_backward(computation, micro_batches, signals)
+            else:
+                results = self._one_by_one(computation, micro_batches, signals)
         for each in results:
             each.loss.detach_()
         return results
@@ -67,9 +76,8 @@ class Runner:
             else:
                 pair = self.pairs[0]
                 results = [pair(computation, *each) for each in zip(micro_batches, signals, strict=True)]
-        for module in (module for pair in self.pairs.values() for module in pair.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()  # no backward follows that would reshard it
+        for pair in self.pairs.values():
+            reshard(pair)  # no backward follows that would do it
         return results
 
     def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -88,6 +96,15 @@ class Runner:
     def teacher(self) -> Decoder | None:
         """The teacher, or its part on this rank's first stage."""
         return next(iter(self.pairs.values())).teacher
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """All processes of the runner; None for a single one."""
+        return None if self.mesh is None else self.mesh.everyone
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.students()[0].parameters()).device if self.mesh is None else self.mesh.device
 
     @property
     def context_group(self) -> ProcessGroup | None:
@@ -148,6 +165,20 @@ class Runner:
             scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    @contextmanager
+    def _gradients_summed(self) -> Iterator[None]:
+        """Sum the gradients that the block adds to the parameters of `sum_over_tensor_ranks`."""
+        before = [parameter.grad for parameter in self._summed]
+        for parameter in self._summed:
+            parameter.grad = None
+        yield
+        if self._summed:
+            assert self.mesh is not None
+            add_up_gradients(self._summed, self.mesh.weights.get_group("tensor"), self.mesh.device)
+        for parameter, gradient in zip(self._summed, before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
     def _embedding_copy(self) -> Tensor | None:
         """Return the last stage's copy of the embedding of the first stage: the norm counts only one of them."""
         last = self.layout.stages - 1
@@ -166,6 +197,13 @@ class Runner:
             results.append(pair(computation, *each))
             results[-1].loss.backward()
         return results
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the weights that FSDP has gathered for a forward pass."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _require_signals(micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]) -> None:

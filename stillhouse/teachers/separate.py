@@ -9,7 +9,7 @@ B rows, S tokens per row of a micro-batch, E the teacher's width.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +24,14 @@ from stillhouse.parallel import (
     Computation,
     Layout,
     Mesh,
+    ModelNames,
     ModelSource,
     ShardedMicroBatches,
     TeacherHidden,
     WaitingWeights,
     build_runner,
     only_layers,
+    prove_runner,
     shard_micro_batches,
 )
 from stillhouse.teachers.routing import LastStage, MicroBatchShape, columns, empty_part, route, shapes_of
@@ -61,12 +63,15 @@ class SeparateTeacher:
         keep_head: bool = False,
     ):
         own = source if keep_head else replace(source, build=only_layers(source.build))
-        self._runner = build_runner(layout, mesh, own, None)
+        self._runner = build_runner(layout, mesh, own, None, prove=False)
         self._device, self._width = device, self.decoder.config.get_text_config().hidden_size
         self._dtype = next(self.decoder.parameters()).dtype
         self._weights: WaitingWeights | None = None
         if layout.offload and mesh is None:
             self._weights = WaitingWeights(self.decoder, device)
+        if mesh is not None or own.load_weights is not None:
+            with self._on_device():
+                prove_runner(self._runner, ModelNames(source.name, source.name), teacher_in_stages=False)
         self._exchange: _Exchange | None = None
         if mesh is not None:
             assert student_mesh is not None
@@ -90,7 +95,7 @@ class SeparateTeacher:
         """The same, but the teacher runs only on the chosen micro-batches of the whole step; the others get zeros."""
         exchange, own = self._exchange, self._own(micro_batches, chosen)
         own = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in own]
-        with nullcontext() if self._weights is None else self._weights.on_device():
+        with self._on_device():
             hidden = self._runner.forward(_HIDDEN_STATES, own, [None] * len(own)) if own else []
         if exchange is not None:
             return ReadySignals(exchange(hidden, chosen, micro_batches))
@@ -102,6 +107,9 @@ class SeparateTeacher:
                 for number, each in enumerate(micro_batches)
             ]
         )
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._weights is None else self._weights.on_device()
 
     def _own(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
         """This process's part of the chosen micro-batches in the teacher's layout."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from stillhouse.config import ConfigError, RunConfig
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, ProofError
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import (
     Layout,
@@ -82,6 +82,8 @@ def _with_offloaded_teacher(
     try:
         runner = build_runner(layout, None, ModelSource(lambda: student), head, teacher_head_only=True)
         source = SeparateTeacher(layers, replace(layout, offload=True), None, layout, None, device)
+    except ProofError:
+        raise
     except ValueError as error:
         raise ConfigError("teacher.offload", str(error)) from error
     return _engine(config, objective, runner, device), source
@@ -113,7 +115,7 @@ def distributed_engine(
             teacher = _teacher(config, device, offload=layout.offload)  # its head is distributed like the student's
         head_only = separate is not None or bool(stores) or config.teachers is not None
         runner = build_runner(layout, mesh, student, teacher, teacher_head_only=head_only)
-    except ConfigError:
+    except (ConfigError, ProofError):
         raise
     except ValueError as error:
         raise ConfigError("parallel", str(error)) from error

@@ -23,12 +23,11 @@ from stillhouse.models import (
     balance_routers,
     check_finite_weights,
     draw_lora,
-    evaluating,
     match_hidden,
     model_fingerprint,
+    prove_decoder,
     quantized_identity,
 )
-from stillhouse.models.verify import verify_depths
 from stillhouse.parallel import Layout, ModelSource, empty_decoder, load_weights, local_folder, process_count
 from stillhouse.parallel.loading import allocate, read_weights
 from stillhouse.teachers import SignalStore
@@ -112,8 +111,7 @@ def load_student(config: RunConfig, device: torch.device) -> Decoder:
         else:
             read_weights(student, local_folder(name, revision), "mtp.")
         check_finite_weights(student, "student")
-        with evaluating(student):
-            verify_depths(student)
+        prove_decoder(student)
     return student
 
 
@@ -203,7 +201,7 @@ def model_source(
         check_finite_weights(decoder, which)
 
     build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention)
-    return ModelSource(build, weights, offload=offload)
+    return ModelSource(build, weights, offload=offload, name=which)
 
 
 def head_source(

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from stillhouse.config import ConfigError, NamedTeacherConfig, RunConfig, TeacherConfig
 from stillhouse.libraries import reading
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, ProofError
 from stillhouse.parallel import (
     Layout,
     Mesh,
@@ -17,6 +17,7 @@ from stillhouse.parallel import (
     TeacherHeads,
     apply_parallelism,
     only_head,
+    prove_heads,
 )
 from stillhouse.parallel.expert_parallel import dispatched_experts
 from stillhouse.parallel.stages import is_cuttable
@@ -48,7 +49,7 @@ def separate_teacher(
     """section: the key of the teacher's section."""
     try:
         return SeparateTeacher(source, layout, mesh, student_layout, student_mesh, device)
-    except ConfigError:
+    except (ConfigError, ProofError):
         raise
     except ValueError as error:
         raise ConfigError(f"{section}.parallel", str(error)) from error
@@ -104,11 +105,14 @@ def several_teachers(
             source = model_source(section, model, teacher, engine.device, waits, config.seed)
             heads[name] = model_source(section, model, teacher, head_device, offload, config.seed)
             sources[name] = _in_job(config, section, source, engine, mesh)
-    if engine.runner.has_last_stage:
-        decoders = {name: _head(source, engine.runner.layout, mesh) for name, source in heads.items()} | whole
-        teacher_heads = TeacherHeads(decoders, engine.device, is_sharded=is_sharded)
-        engine.runner.pairs[engine.runner.layout.stages - 1].heads = teacher_heads
-    return SeveralTeachers(sources, engine.runner, engine.device, config.teachers.route)
+    runner = engine.runner
+    with_heads = heads if runner.has_last_stage else {}
+    decoders = {name: _head(source, runner.layout, mesh) for name, source in with_heads.items()}
+    prove_heads(runner, {heads[name].name: decoder for name, decoder in decoders.items()})
+    if runner.has_last_stage:
+        teacher_heads = TeacherHeads(decoders | whole, engine.device, is_sharded=is_sharded)
+        runner.pairs[runner.layout.stages - 1].heads = teacher_heads
+    return SeveralTeachers(sources, runner, engine.device, config.teachers.route)
 
 
 def _self_teacher(section: str, teacher: NamedTeacherConfig, engine: Engine) -> SelfTeacher:

@@ -1,0 +1,266 @@
+"""Proves that a model computes what training assumes, by running artificial documents through it.
+
+Two rows of a pair hold two documents each. In both rows the documents begin with the same tokens and continue with
+different ones. Two forward passes differ only in that the rows of every pair change places:
+
+    A    row 0   p a | q b        B    row 0   p a'| q b'
+         row 1   p a'| q b'            row 1   p a | q b
+
+The hidden states of `p` may not change, because nothing but later tokens has: the model is causal. Nor may those of
+`q`, before which another document lies: the documents do not see each other. Both passes have the same shapes, the
+same documents and the same random numbers. So a model that separates documents gives the same bits, also in half
+precision, with dropout and with experts; a small one that leaks changes them by 0.04 % or more. The two pairs have
+different borders, since an attention could read those of one row alone. In a fifth row a document lies elsewhere.
+
+B rows, S columns, D width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from transformers import PreTrainedModel
+
+from stillhouse.libraries import reading
+from stillhouse.models.checks import check_finite_weights
+from stillhouse.models.head import local
+from stillhouse.models.modes import evaluating, in_mode
+from stillhouse.models.structure import describe
+from stillhouse.objective import OutputHead
+
+
+class ProofError(ValueError):
+    """A model that does not compute what training assumes."""
+
+
+#: the largest allowed relative change of a hidden state that must not change, in every dtype
+_UNCHANGED = 1e-4
+# Largest allowed relative error between two ways to compute the same values. Logits come from the same hidden states
+# and differ only by the rounding of the head.
+_LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Hidden states of a document at another place of a row have other roundings in every layer; the median over tokens
+# is compared, because two experts can be nearly tied for a token.
+_PLACE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.25}
+
+_COLUMNS = 16
+_PARTNERS = [1, 0, 3, 2, 4]  # the row with which a row of `ids_BS` changes places
+
+
+@dataclass(frozen=True)
+class ProbeDocuments:
+    """The documents of the proof: rows 0 and 1 are a pair, rows 2 and 3 another one.
+
+    ids_BS, position_ids_BS: of pass A. starts_B: the column at which the second document of each row begins.
+    """
+
+    ids_BS: Tensor
+    position_ids_BS: Tensor
+    starts_B: tuple[int, ...]
+
+    @classmethod
+    def of(cls, vocabulary: int, *, depths: int = 0, multiple: int = 1) -> "ProbeDocuments":
+        """Return documents of fixed token ids below `vocabulary`. The number of columns is a multiple of `multiple`.
+
+        depths: of multi-token prediction; they need longer documents.
+        """
+        columns = -(-(_COLUMNS + 4 * depths) // multiple) * multiple
+        early, late = columns * 6 // 16, columns * 9 // 16
+        starts_B = (late, late, early, early, columns - early)
+        column_S = torch.arange(columns)
+        start_B1 = torch.tensor(starts_B)[:, None]
+        position_ids_BS = torch.where(column_S < start_B1, column_S, column_S - start_B1)
+        ids_BS = (torch.arange(5 * columns).view(5, columns) * 37 + 5) % vocabulary
+        for row in (0, 2):
+            changed_S = ~cls._beginnings(starts_B[row], columns)
+            ids_BS[row + 1] = torch.where(changed_S, (ids_BS[row] + 7) % vocabulary, ids_BS[row])
+        ids_BS[4, : columns - early] = ids_BS[2, early:]
+        return cls(ids_BS, position_ids_BS, starts_B)
+
+    @property
+    def exchanged_ids_BS(self) -> Tensor:
+        """Of pass B."""
+        return self.ids_BS[_PARTNERS]
+
+    def beginnings(self, row: int, depth: int) -> tuple[slice, slice]:
+        """Return the columns of a row whose depth-`depth` hidden states are the same in both passes, by document.
+
+        A row of depth k also reads the k tokens after it.
+        """
+        start, columns = self.starts_B[row], self.ids_BS.shape[1]
+        return slice(0, start // 2 - depth), slice(start, start + (columns - start) // 2 - depth)
+
+    @staticmethod
+    def _beginnings(start: int, columns: int) -> Tensor:
+        column_S = torch.arange(columns)
+        return (column_S < start // 2) | ((column_S >= start) & (column_S < start + (columns - start) // 2))
+
+
+Forward = Callable[[Tensor, Tensor], Sequence[Tensor]]
+
+
+def prove_decoder(decoder: Any) -> None:
+    """Prove a `Decoder` that is whole on this process: documents, the depths of its MTP layers, and logits.
+
+    Raises ProofError, naming the cause. Changes neither weights, nor modes, nor random numbers.
+    """
+    model = decoder.pretrained
+    require_runnable(model, describe(model))
+    depths = 0 if decoder.mtp is None else decoder.mtp.depths
+    probe = ProbeDocuments.of(decoder.vocabulary_rows, depths=depths)
+
+    def forward(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
+        mtp = {} if decoder.mtp is None else {"mtp_input_ids": ids_BS}
+        hidden = decoder(ids_BS, position_ids_BS, processor=hidden_states, **mtp)
+        return hidden if decoder.mtp is not None else (hidden,)
+
+    for training in (False, True):
+        with in_mode(decoder, training=training), in_mode(model, training=training):
+            depths_hidden = run_probe(rowwise(forward, model), probe, model.device)
+            prove_documents(decoder, depths_hidden, probe)
+            if not training:
+                prove_places(decoder, depths_hidden, probe)
+    with evaluating(decoder), evaluating(model):
+        one = {"input_ids": probe.ids_BS[:1], "position_ids": probe.position_ids_BS[:1]}
+        prove_logits(decoder, {name: each.to(model.device) for name, each in one.items()})
+
+
+@torch.no_grad()
+def require_runnable(model: PreTrainedModel, what: str) -> None:
+    """Raise ValueError, with `what` as the model's name, if transformers cannot run a model here."""
+    attention = model.config._attn_implementation or ""
+    if model.device.type == "meta":
+        raise ValueError(f"{what} has no weights yet (meta device): pass verify=False")
+    if model.device.type == "cpu" and packs_one_row(model):
+        raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
+    ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    # some damaged configurations fail only when the model runs
+    with reading(f"{what} cannot be run"), evaluating(model):
+        model(ids_BS, use_cache=False, return_dict=True)
+
+
+def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return, for each depth, the hidden states [B, S, D] of pass A and of pass B; nothing where `forward` has none.
+
+    forward: returns the hidden states of each depth for ids and positions [B, S].
+    """
+    passes = []
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for ids_BS in (probe.ids_BS, probe.exchanged_ids_BS):
+            torch.manual_seed(0)  # the same dropout and noise in both passes
+            passes.append(forward(ids_BS.to(device), probe.position_ids_BS.to(device)))
+    return list(zip(*passes, strict=True))
+
+
+def rowwise(forward: Forward, model: PreTrainedModel) -> Forward:
+    """Return `forward`, or for an attention that packs only a batch of one row, a function that calls it per row."""
+    if not packs_one_row(model):
+        return forward
+
+    def by_rows(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
+        rows = [forward(ids_BS[row : row + 1], position_ids_BS[row : row + 1]) for row in range(len(ids_BS))]
+        return [torch.cat(depth) for depth in zip(*rows, strict=True)]
+
+    return by_rows
+
+
+def packs_one_row(model: PreTrainedModel) -> bool:
+    """Whether the model's attention separates packed documents only in a batch of one row.
+
+    transformers finds the documents of flash attention by their positions, and looks for them only in such a batch
+    (`_is_packed_sequence`).
+    """
+    return "flash" in (model.config._attn_implementation or "")
+
+
+def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments) -> None:
+    """Judge what `run_probe` has returned, in train or in eval mode.
+
+    Raises ProofError for a model that is not causal, or that lets documents in a row see each other.
+    """
+    model = decoder.pretrained
+    for depth, (first_BSD, second_BSD) in enumerate(depths):
+        if not bool(first_BSD.isfinite().all() & second_BSD.isfinite().all()):
+            check_finite_weights(decoder, describe(model))
+            raise ProofError(
+                f"{describe(model)}: its hidden states are not finite in {first_BSD.dtype}: try a wider dtype"
+            )
+        _prove_separation(model, first_BSD, second_BSD, probe, depth)
+
+
+def prove_places(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments) -> None:
+    """Judge what `run_probe` has returned in eval mode.
+
+    Raises ProofError if the hidden states of a document depend on its place in its row.
+    """
+    start, model = probe.starts_B[2], decoder.pretrained
+    for depth, (hidden_BSD, _) in enumerate(depths):
+        behind, alone = hidden_BSD[2, start:], hidden_BSD[4, : probe.starts_B[4]]
+        error = float(_relative_errors(behind, alone)[: len(alone) - depth].median())
+        if not error <= _PLACE_TOLERANCE[hidden_BSD.dtype]:
+            raise ProofError(
+                f"{describe(model)}: the hidden states of a document change by {error:.2%} when it lies behind "
+                "another one in its row: the model does not number tokens by position_ids, and cannot be packed"
+            )
+
+
+def _prove_separation(
+    model: PreTrainedModel, first_BSD: Tensor, second_BSD: Tensor, probe: ProbeDocuments, depth: int
+) -> None:
+    before, behind = 0.0, 0.0
+    for row in range(4):
+        beginnings = probe.beginnings(row, depth)
+        errors = [_relative_errors(second_BSD[row, part], first_BSD[row, part]).max() for part in beginnings]
+        before, behind = (
+            float(error.clamp(min=worst)) for error, worst in zip(errors, (before, behind), strict=True)
+        )
+    if not before <= _UNCHANGED:
+        raise ProofError(
+            f"{describe(model)} is not causal: its tokens attend to later tokens (their hidden states change by "
+            f"{before:.2%} with them)"
+        )
+    if not behind <= _UNCHANGED:
+        raise ProofError(
+            f"{describe(model)} with attention '{model.config._attn_implementation}' lets documents that share "
+            f"a row see each other (hidden states change by {behind:.2%} with the document before): expected a model "
+            "and an attention that separate them where position_ids restart, such as sdpa or eager"
+        )
+
+
+@torch.no_grad()
+def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
+    """Prove that a decoder's head gives the logits of the model itself, which ends with its own rule.
+
+    inputs: arguments of a forward, on the decoder's device. Under a layout, a collective of the processes that hold
+    this decoder. Raises ProofError.
+    """
+    model = decoder.pretrained
+
+    def both(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> tuple[Tensor, Tensor]:
+        # within the head's forward, where sharded weights are gathered
+        with implicit_replication():
+            expected = model(**inputs, use_cache=False, return_dict=True).logits
+        return head.logits(hidden_states), local(expected)
+
+    logits, expected = decoder(**inputs, processor=both)
+    error, largest = float((logits - expected).abs().max()), float(expected.abs().max())
+    rule = decoder.head.rule
+    if not error <= _LOGIT_TOLERANCE[logits.dtype] * largest:
+        raise ProofError(
+            f"{describe(model)}: its logits differ by up to {error:.2g} (the largest is {largest:.2g}) from "
+            f"softcap(scale · (hidden Wᵀ + bias)) with scale {rule.scale:g} and softcap {rule.softcap}, as its "
+            "configuration says. The model computes something else after its last hidden states"
+        )
+
+
+def hidden_states(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
+    """An output processor that returns the hidden states, of all depths if there are several."""
+    return hidden_states
+
+
+def _relative_errors(given_ND: Tensor, expected_ND: Tensor) -> Tensor:
+    """The relative error of each token."""
+    difference = (given_ND - expected_ND).float().norm(dim=-1)
+    return difference / expected_ND.float().norm(dim=-1).clamp_min(1e-30)

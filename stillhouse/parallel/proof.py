@@ -1,0 +1,304 @@
+"""Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
+
+What is proven of each model is in `models/proof.py`. Under tensor parallelism, one backward pass also shows which
+parameters the ranks hold alike, but use for their own heads or columns only: the gradients of these are summed.
+
+B rows, S columns of the whole sequences, D and E widths of student and teacher.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from stillhouse.data import MicroBatch
+from stillhouse.data.micro_batch import NO_LABEL
+from stillhouse.models import Decoder, ProofError, evaluating
+from stillhouse.models.head import local
+from stillhouse.models.modes import in_mode
+from stillhouse.models.proof import ProbeDocuments, prove_documents, prove_logits, prove_places, rowwise, run_probe
+from stillhouse.models.structure import describe
+from stillhouse.objective import CrossEntropy, FullVocab, ObjectiveOutput, OutputHead, Signal, linear_objective
+from stillhouse.parallel.context_parallel import NextTokens
+from stillhouse.parallel.gradients import reduce_partial_grads
+from stillhouse.parallel.pair import IN_STAGE, Computation, PairSignal
+from stillhouse.parallel.processes import gathered, raised_on_all
+from stillhouse.parallel.runner import Runner, reshard
+
+#: the largest relative difference between the gradients of ranks that should have the same one
+_SAME_GRADIENT = 1e-2
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """How errors name the models of a runner."""
+
+    student: str
+    teacher: str
+
+
+class _Hidden(NamedTuple):
+    """What the probe's output processor returns: hidden states of all depths, and of a teacher in the stages."""
+
+    student: tuple[Tensor, ...]
+    teacher_TE: Tensor | None
+
+
+def prove_runner(runner: Runner, names: ModelNames, *, teacher_in_stages: bool) -> None:
+    """Prove the student and the teacher of a runner. A collective of all its processes.
+
+    teacher_in_stages: whether the teacher's layers are in the student's stages; otherwise only its head is proven.
+    Raises ProofError on all processes. Changes neither weights, nor modes, nor random numbers.
+    """
+    student = runner.students()[0]
+    for training in (False, True) if student.training else (False,):
+        _prove_passes(runner, names, training=training, teacher_in_stages=teacher_in_stages)
+    for pair in runner.pairs.values():
+        for decoder, name in ((pair.student, names.student), (pair.teacher, names.teacher)):
+            with _raised(runner, name):
+                if decoder is not None and decoder.has_head:
+                    with evaluating(decoder), _precision(runner):
+                        prove_logits(decoder, _logit_inputs(runner, decoder))
+    for pair in runner.pairs.values():
+        reshard(pair)
+    if runner.layout.degrees.tensor > 1 and any(each.requires_grad for _, each in runner.named_parameters()):
+        with _raised(runner, names.student):
+            runner.sum_over_tensor_ranks(_partial_gradients(runner))
+
+
+def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
+    """Prove decoders of which only the heads are left, by name. A collective of all processes of the runner.
+
+    decoders: empty on processes without the student's last stage. Raises ProofError on all processes.
+    """
+    with raised_on_all(ProofError, runner.group, runner.device):
+        for name, decoder in decoders.items():
+            device = runner.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
+            position_ids_BS = ProbeDocuments.of(decoder.vocabulary_rows).position_ids_BS[:1].to(device)
+            with _named(name), evaluating(decoder):
+                prove_logits(decoder, _embedded(decoder, position_ids_BS))
+            reshard(decoder)
+
+
+def _prove_passes(runner: Runner, names: ModelNames, *, training: bool, teacher_in_stages: bool) -> None:
+    """Prove what the student's and the teacher's hidden states depend on."""
+    pair = runner.pairs[max(runner.pairs)]
+    student, teacher = pair.student, None
+    if teacher_in_stages:
+        teacher = pair.student if pair.teacher_is_base else pair.teacher
+    forward = _Forward(runner, [None if teacher is None else IN_STAGE])
+    probe = forward.probe
+    with ExitStack() as stack:
+        for part in runner.students():
+            stack.enter_context(in_mode(part, training=training))
+        # a forward pass is the same for all ranks, also for those without its result
+        depths = run_probe(rowwise(forward, student.pretrained), probe, forward.device)
+    count = len(depths) - (teacher is not None)
+    for decoder, name, hidden in ((student, names.student, depths[:count]), (teacher, names.teacher, depths[count:])):
+        with _raised(runner, name):
+            if decoder is not None:
+                prove_documents(decoder, hidden, probe)
+                if not training:
+                    prove_places(decoder, hidden, probe)
+
+
+class _Forward:
+    """A forward pass of the runner that returns whole hidden states [B, S, D] of the student's depths and [B, S, E]
+    of the teacher; nothing on processes without the last stage.
+    """
+
+    def __init__(self, runner: Runner, signals: Sequence[PairSignal]):
+        self.runner, self.signals = runner, signals
+        student, context = runner.students()[0], runner.layout.degrees.context
+        self.device = runner.device
+        depths = [0 if part.mtp is None else part.mtp.depths for part in runner.students()]
+        # only the last stage has the layers of multi-token prediction
+        self.depths = max(gathered(max(depths), runner.group, self.device))
+        vocabulary = min(decoder.vocabulary_rows for decoder in (student, runner.teacher) if decoder is not None)
+        self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
+
+    def __call__(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
+        micro_batch = _micro_batch(self.runner, ids_BS, position_ids_BS)
+        results = self.runner.forward(computation(self.runner, _hidden, self.depths), [micro_batch], self.signals)
+        if not results:
+            return []
+        hidden = results[0] if isinstance(results[0], _Hidden) else _Hidden((results[0],), None)
+        parts = list(hidden.student)
+        if hidden.teacher_TE is not None:
+            parts.append(hidden.teacher_TE.unflatten(0, micro_batch.shape_BS))
+        return [_whole(self.runner, part) for part in parts]
+
+
+def _hidden(*, hidden_states: Any, head: OutputHead, context: Signal | None, depth: int = 0) -> _Hidden:
+    """An output processor."""
+    depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+    return _Hidden(depths, context.hidden_TE if isinstance(context, FullVocab) else None)
+
+
+def computation(runner: Runner, processor: Any, depths: int) -> Computation:
+    """The computation of a processor whose context is the teacher's signal."""
+    mtp = NextTokens(depths, runner.context_group) if depths else None
+    return Computation(processor, lambda _, signal: signal, partial(_precision, runner), mtp=mtp)
+
+
+def _precision(runner: Runner) -> AbstractContextManager[Any]:
+    """Autocast where FSDP gathers the weights in another dtype than theirs; a training step runs under the same."""
+    dtype = runner.layout.gather_dtype
+    return nullcontext() if dtype is None else torch.autocast(runner.device.type, dtype, cache_enabled=False)
+
+
+def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:
+    """This process's columns of some documents without targets."""
+    count = ids_BS.numel()
+    whole = MicroBatch(
+        inputs={"input_ids": ids_BS.cpu(), "position_ids": position_ids_BS.cpu()},
+        labels_T=torch.full((count,), NO_LABEL),
+        weights_T=torch.zeros(count),
+        document_T=torch.full((count,), -1),
+        valid_index=torch.zeros(0, dtype=torch.int64),
+    )
+    coordinate = 0 if runner.mesh is None else runner.mesh.coordinate("context")
+    return whole.part(coordinate, runner.layout.degrees.context).to(runner.device)
+
+
+def _whole(runner: Runner, part_BSD: Tensor) -> Tensor:
+    """The whole sequences of hidden states of which this context rank has some columns."""
+    group = runner.context_group
+    if group is None:
+        return part_BSD
+    parts = [torch.empty_like(part_BSD) for _ in range(group.size())]
+    dist.all_gather(parts, part_BSD.contiguous(), group=group)
+    return torch.cat(parts, 1)
+
+
+def _logit_inputs(runner: Runner, decoder: Decoder) -> dict[str, Any]:
+    probe = ProbeDocuments.of(decoder.vocabulary_rows, multiple=runner.layout.degrees.context)
+    one = _micro_batch(runner, probe.ids_BS[:1], probe.position_ids_BS[:1])
+    if decoder.pretrained.get_input_embeddings() is None:
+        return _embedded(decoder, one.position_ids_BS)
+    return dict(one.inputs)
+
+
+def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
+    """The inputs of a decoder without an embedding: hidden states of fixed values."""
+    shape_BSD = (*position_ids_BS.shape, decoder.config.get_text_config().hidden_size)
+    place_T = torch.arange(math.prod(shape_BSD), device=position_ids_BS.device, dtype=torch.float32)
+    embeds_BSD = place_T.sin().view(shape_BSD).to(decoder.output_weight.dtype)
+    return {"input_ids": None, "inputs_embeds": embeds_BSD, "position_ids": position_ids_BS}
+
+
+def _partial_gradients(runner: Runner) -> list[nn.Parameter]:
+    """Return the parameters of which every tensor rank has a whole copy, but only a part of the gradient.
+
+    The gradient of a copy that is used for all hidden states is the same on all ranks. A copy that is used within the
+    sharded heads or columns gets the gradient of this rank's ones. The sum over the ranks is right if the module of
+    the parameter runs once in a forward pass, so that it is not used in both ways. Raises ProofError otherwise.
+    """
+    count = 2 * runner.layout.degrees.pipeline
+    forward = _Forward(runner, [])
+    micro_batch = _micro_batch(runner, forward.probe.ids_BS, forward.probe.position_ids_BS)
+    if rowwise(forward, runner.students()[0].pretrained) is not forward:
+        micro_batch = _micro_batch(runner, forward.probe.ids_BS[:1], forward.probe.position_ids_BS[:1])
+    with ExitStack() as stack:
+        runs = Counter[nn.Module]()
+        for part in runner.students():
+            stack.enter_context(evaluating(part))
+            stack.enter_context(_counted(part, runs))
+        compute = computation(runner, _cross_entropies, forward.depths)
+        runner.forward_backward(compute, [micro_batch] * count, [None] * count)
+    assert runner.mesh is not None
+    group = runner.mesh.weights.get_group("tensor")
+    reduce_partial_grads(each for _, each in runner.named_parameters())
+    named = [(name, each) for name, each in runner.named_parameters() if each.grad is not None]
+    copies = [(name, each) for name, each in named if not _is_sharded_over_tensor_ranks(each)]
+    parts = [(name, each) for name, each in copies if _differs(local(each.grad), group, runner.device)]
+    problem = next((problem for problem in (_why_not(runner, *each, runs, count) for each in parts) if problem), "")
+    runner.zero_grad()
+    if problem:
+        raise ProofError(f"{describe(runner.students()[0].pretrained)} under tensor parallelism: {problem}")
+    return [parameter for _, parameter in parts]
+
+
+def _cross_entropies(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
+    """An output processor: the sum of the depths' cross-entropies with fixed labels."""
+    depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+    labels_T = torch.arange(depths[0].shape[:-1].numel(), device=depths[0].device) % 7
+    outputs = [linear_objective(each.flatten(0, -2), head, [CrossEntropy(labels_T)]) for each in depths]
+    return ObjectiveOutput(torch.stack([output.loss for output in outputs]).sum(), {}, {})
+
+
+@contextmanager
+def _counted(module: nn.Module, runs: Counter[nn.Module]) -> Iterator[None]:
+    """Count in `runs` how often each submodule runs."""
+    hooks = [each.register_forward_pre_hook(lambda each, _: runs.update([each])) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_sharded_over_tensor_ranks(parameter: nn.Parameter) -> bool:
+    """Whether the tensor ranks, or the ranks of expert parallelism that include them, have different elements."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    return any(
+        axis in ("tensor", "expert") and not placement.is_replicate()
+        for axis, placement in zip(axes, parameter.placements, strict=True)
+    )
+
+
+def _differs(gradient: Tensor, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the ranks of a group have different gradients. A collective of the group."""
+    here = gradient.to(device, torch.float32)
+    total = here.clone()
+    dist.all_reduce(total, group=group)
+    squares = torch.stack([(here - total / group.size()).square().sum(), here.square().sum()])
+    dist.all_reduce(squares, group=group)
+    difference, size = squares.sqrt().tolist()
+    return not difference <= _SAME_GRADIENT * size
+
+
+def _why_not(runner: Runner, name: str, parameter: nn.Parameter, runs: Counter[nn.Module], count: int) -> str:
+    """Why the gradients of a parameter cannot be summed over the tensor ranks; empty if they can."""
+    axes = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+    if "tensor" in axes:
+        return f"its ranks have different gradients of '{name}', which its plan replicates: expected tensor=1"
+    owner = name.rpartition(".")[0]
+    times = sum(runs[part.get_submodule(owner)] for part in runner.students() if _has(part, owner))
+    if times != count:
+        return (
+            f"its ranks have different gradients of '{name}', whose module runs {times / count:g} times in a forward "
+            "pass, so that they cannot be summed: expected tensor=1"
+        )
+    return ""
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return any(each == name for each, _ in module.named_modules())
+
+
+@contextmanager
+def _raised(runner: Runner, name: str) -> Iterator[None]:
+    """Raise a ProofError of the block on all processes, with the model's name."""
+    with raised_on_all(ProofError, runner.group, runner.device), _named(name):
+        yield
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put the model's name before a ProofError of the block."""
+    try:
+        yield
+    except ProofError as error:
+        raise ProofError(f"{name}: {error}") from error
