@@ -123,11 +123,11 @@ PACKING: dict[str, dict[str, Any]] = LEAKING | SEPARATING
 DTYPES: dict[str, torch.dtype] = {each: getattr(torch, each) for each in ("float32", "bfloat16", "float16")}
 
 
-def build_packing(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+def build_packing(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> PreTrainedModel:
     """Return a small model of the family in eval mode. The global random state does not change."""
     config = AutoConfig.for_model(family, **{**PACKING[family], **options})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 

@@ -68,17 +68,18 @@ def by_hand() -> Documents:
     )
 
 
+# padding has the first token of the micro-batch
 STUDENT = {
-    "input_ids": [[0, 0, 0, 1, 5, 6, 2, 0, 7, 8, 2], [0, 0, 9, 2, 0, 0, 0, 0, 0, 0, 0]],
+    "input_ids": [[1, 1, 1, 1, 5, 6, 2, 1, 7, 8, 2], [1, 1, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
     "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2], [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 6]],
 }
 TEACHERS = {
     "a": {
-        "input_ids": [[0, 1, 20, 21, 5, 6, 2, 30, 7, 8, 2], [50, 51, 9, 2, 0, 0, 0, 0, 0, 0, 0]],
+        "input_ids": [[1, 1, 20, 21, 5, 6, 2, 30, 7, 8, 2], [50, 51, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
         "position_ids": [[0, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]],
     },
     "b": {
-        "input_ids": [[1, 40, 41, 42, 5, 6, 2, 0, 7, 8, 2], [0, 0, 9, 2, 0, 0, 0, 0, 0, 0, 0]],
+        "input_ids": [[1, 40, 41, 42, 5, 6, 2, 1, 7, 8, 2], [1, 1, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
         "position_ids": [[0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2], [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 6]],
     },
 }
@@ -102,7 +103,7 @@ def test_a_layout_by_hand() -> None:
     assert batch.teacher_inputs is None
     one = make_micro_batch(by_hand(), [[0, 1]], ["b"])
     assert lists(one.inputs) == {
-        "input_ids": [[0, 0, 0, 1, 5, 6, 2, 7, 8, 2]],
+        "input_ids": [[1, 1, 1, 1, 5, 6, 2, 7, 8, 2]],
         "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 1, 2]],
     }
 
@@ -110,7 +111,7 @@ def test_a_layout_by_hand() -> None:
 @pytest.mark.parametrize("gaps", [(), ("unknown",)])
 def test_without_a_prefix_there_is_no_gap(gaps: tuple[str, ...]) -> None:
     batch = make_micro_batch(by_hand(), [[0, 1], [2]], gaps)
-    assert batch.input_ids_BS.tolist() == [[1, 5, 6, 2, 7, 8, 2], [9, 2, 0, 0, 0, 0, 0]]
+    assert batch.input_ids_BS.tolist() == [[1, 5, 6, 2, 7, 8, 2], [9, 2, 1, 1, 1, 1, 1]]
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
 
 

@@ -107,7 +107,7 @@ def test_labels_are_shifted_once() -> None:
         DataReport("a"),
     )
     batch = make_micro_batch(documents, [[0], [1]])
-    assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9, 2], [10, 11, 2, 0, 0, 0]]
+    assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9, 2], [10, 11, 2, 5, 5, 5]]  # padding: the first token
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
     assert batch.labels_T.tolist() == [-1, -1, 8, 9, 2, -1, 11, 2, -1, -1, -1, -1]
     assert batch.weights_T.tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0]

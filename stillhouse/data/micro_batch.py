@@ -142,7 +142,8 @@ class MicroBatch:
         chosen = dict(inputs)
         for name, value in inputs.items():
             if tuple(value.shape[:2]) == self.shape_BS:
-                chosen[name] = take(value.flatten(0, 1), index_BS.flatten()).unflatten(0, index_BS.shape)
+                padding = int(value[0, 0]) if name == "input_ids" else 0
+                chosen[name] = take(value.flatten(0, 1), index_BS.flatten(), padding).unflatten(0, index_BS.shape)
         chosen["position_ids"] = _with_padding_positions(chosen["position_ids"], index_BS)
         return chosen
 
@@ -281,7 +282,8 @@ def _placed(
 def _packed_inputs(placed: Sequence[tuple[int, int, int]], ids: Sequence[np.ndarray]) -> dict[str, Tensor]:
     """The tokens `ids` of each placed document, which end where it ends, and between them padding of its own."""
     shape_BS = placed[-1][0] + 1, max(stop for _, _, stop in placed)
-    input_ids_BS = np.zeros(shape_BS, dtype=np.int64)
+    # padding is a token of the data: the gradient of a family with a zero embedding (Gemma 3n, id 0) is not finite
+    input_ids_BS = np.full(shape_BS, ids[0][0], dtype=np.int64)
     position_ids_BS = np.zeros(shape_BS, dtype=np.int64)
     ends_B = [0] * shape_BS[0]
     for (row, _, stop), its_ids in zip(placed, ids, strict=True):

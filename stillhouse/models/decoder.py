@@ -15,7 +15,7 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from stillhouse.models.processors import full_vocab
 from stillhouse.models.proof import packs_one_row, prove_decoder, require_runnable
 from stillhouse.models.router_balance import RouterAuxLoss, RouterBalance
 from stillhouse.models.running import checkpoint_contexts
-from stillhouse.models.structure import require_decoder
+from stillhouse.models.structure import layer_list, outermost_lists, require_decoder
 from stillhouse.objective import FullVocab, OutputHead
 
 if TYPE_CHECKING:  # it needs a later version of transformers than the rest
@@ -183,13 +183,13 @@ class Decoder(nn.Module):
         return isinstance(self.head, Head)
 
     def layers(self) -> list[nn.Module]:
-        """The backbone's layers on this process, in order; if the backbone has several parts, the layers of all."""
-        layers = (layer for each in _outermost_lists(self.backbone) for layer in each)
-        return [layer for layer in layers if next(layer.parameters(), None) is not None]
+        """The language model's layers on this process, in order."""
+        numbered = layer_list(self.pretrained)
+        return _with_parameters(outermost_lists(self.backbone) if numbered is None else [numbered])
 
-    def layer_lists(self) -> list[nn.ModuleList]:
-        """The lists of layers of the backbone; on a stage of a pipeline, with empty modules for absent layers."""
-        return list(_outermost_lists(self.backbone))
+    def blocks(self) -> list[nn.Module]:
+        """The modules on this process that the backbone repeats: its layers, and those of a vision tower, if any."""
+        return _with_parameters(outermost_lists(self.backbone))
 
     def mtp_layers(self) -> list[nn.Module]:
         """The layers of multi-token prediction on this process."""
@@ -306,12 +306,9 @@ class Decoder(nn.Module):
         )
 
 
-def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield child
-        else:
-            yield from _outermost_lists(child)
+def _with_parameters(lists: Iterable[nn.ModuleList]) -> list[nn.Module]:
+    """The members of some lists, without those that a stage of a pipeline has in place of absent layers."""
+    return [layer for layers in lists for layer in layers if next(layer.parameters(), None) is not None]
 
 
 def _refuse_masked_packing(position_ids: Tensor, attention_mask: Tensor) -> None:

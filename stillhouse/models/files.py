@@ -31,7 +31,7 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
         _require_safetensors(folder, os.listdir(name))
     config = _json_object(name, CONFIG_NAME, revision)
     for key, value in config.items():
-        if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+        if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(f"{folder}/{CONFIG_NAME} has {key} {value}: expected at most {MOST_LAYERS:,}")
     indexes = [SAFE_WEIGHTS_INDEX_NAME]
     if (weights := config.get("transformers_weights")) is not None:

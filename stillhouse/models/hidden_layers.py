@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stillhouse.models.decoder import Decoder
 from stillhouse.models.hidden_match import HiddenMatch, HiddenPair
+from stillhouse.models.structure import layer_list
 
 
 def match_hidden(student: Decoder, pairs: Sequence[HiddenPair], teacher_layers: int, teacher_width: int) -> None:
@@ -61,19 +62,14 @@ def layers_name(decoder: Decoder) -> str:
 
     Raises ValueError for a model whose layers are not in one list.
     """
-    count = decoder.config.get_text_config().num_hidden_layers
-    outermost = decoder.layer_lists()
-    names = [
-        name
-        for name, module in decoder.backbone.named_modules()
-        if any(module is each for each in outermost if len(each) == count)
-    ]
-    if len(names) != 1:
+    layers = layer_list(decoder.pretrained)
+    if layers is None:
         raise ValueError(
-            f"model type '{decoder.config.model_type}' has {len(names)} lists of {count} layers: expected one, so "
-            "that layers are found by their numbers"
+            f"model type '{decoder.config.model_type}' has not exactly one list of "
+            f"{decoder.config.get_text_config().num_hidden_layers} layers: expected one, so that layers are found by "
+            "their numbers"
         )
-    return names[0]
+    return next(name for name, module in decoder.backbone.named_modules() if module is layers)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def prove_decoder(decoder: Any) -> None:
     Raises ProofError, naming the cause. Changes neither weights, nor modes, nor random numbers.
     """
     model = decoder.pretrained
-    require_runnable(model, describe(model))
+    _require_placed(model)
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
     probe = ProbeDocuments.of(decoder.vocabulary_rows, depths=depths)
 
@@ -128,16 +128,11 @@ def prove_decoder(decoder: Any) -> None:
 
 
 @torch.no_grad()
-def require_runnable(model: PreTrainedModel, what: str) -> None:
-    """Raise ValueError, with `what` as the model's name, if transformers cannot run a model here."""
-    attention = model.config._attn_implementation or ""
-    if model.device.type == "meta":
-        raise ValueError(f"{what} has no weights yet (meta device): pass verify=False")
-    if model.device.type == "cpu" and packs_one_row(model):
-        raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
+def require_runnable(model: PreTrainedModel, name: str) -> None:
+    """Raise ValueError, with the model's name, if transformers cannot run it, as with some damaged configurations."""
+    _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    # some damaged configurations fail only when the model runs
-    with reading(f"{what} cannot be run"), evaluating(model):
+    with reading(f"{name} cannot be run"), evaluating(model):
         model(ids_BS, use_cache=False, return_dict=True)
 
 
@@ -258,6 +253,14 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
 def hidden_states(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
     """An output processor that returns the hidden states, of all depths if there are several."""
     return hidden_states
+
+
+def _require_placed(model: PreTrainedModel) -> None:
+    if model.device.type == "meta":
+        raise ValueError(f"{describe(model)} has no weights yet (meta device): pass verify=False")
+    if model.device.type == "cpu" and packs_one_row(model):
+        attention = model.config._attn_implementation
+        raise ValueError(f"attention '{attention}' runs on GPUs only: pass device='cuda', or verify=False")
 
 
 def _relative_errors(given_ND: Tensor, expected_ND: Tensor) -> Tensor:

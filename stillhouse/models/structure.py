@@ -1,6 +1,7 @@
 """Checks whether a model's structure allows wrapping it as a `Decoder`, without running the model."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,25 @@ def require_decoder(model: Any) -> nn.Linear:
             "(state-space and ALiBi models)"
         )
     return linear
+
+
+def layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of a language model's layers, also where it is a part of a larger model; None if it cannot be told.
+
+    On a stage of a pipeline the list has empty modules in place of absent layers.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    numbered = [layers for layers in outermost_lists(model.get_decoder()) if len(layers) == count]
+    return numbered[0] if len(numbered) == 1 else None
+
+
+def outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """The lists of modules within a module that are not within another list."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from outermost_lists(child)
 
 
 def describe(model: PreTrainedModel) -> str:

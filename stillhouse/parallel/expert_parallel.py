@@ -21,13 +21,14 @@ def apply_expert_parallel(decoder: Decoder, experts: DeviceMesh, tensor: DeviceM
     experts: a 1-D mesh of the processes over which the experts are distributed. tensor: those with the same tokens.
     Raises ValueError for a degree that does not divide the experts.
     """
-    config = decoder.config.get_text_config()
-    degree, count = experts.size(), config.num_local_experts
-    if count % degree:
-        raise ValueError(
-            f"expert={degree} does not divide the {count} experts of model type '{config.model_type}': "
-            f"expected a divisor of {count}"
-        )
+    degree = experts.size()
+    # families name this number in their configurations in several ways, but the modules of experts in one way
+    for count in {int(module.num_experts) for module in dispatched_experts(decoder)}:  # type: ignore[arg-type]
+        if count % degree:
+            raise ValueError(
+                f"expert={degree} does not divide the {count} experts of model type '{decoder.config.model_type}': "
+                f"expected a divisor of {count}"
+            )
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     plan = _plan(decoder)

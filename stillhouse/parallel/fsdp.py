@@ -38,7 +38,7 @@ def apply_fsdp(
     """
     shard = partial(fully_shard, mesh=mesh, offload_policy=_offload_policy(mesh, offload))
     inner = partial(shard, mp_policy=_precision(gather_dtype), reshard_after_forward=reshard_after_forward)
-    for layer in [*decoder.layers(), *decoder.mtp_layers()]:
+    for layer in [*decoder.blocks(), *decoder.mtp_layers()]:
         inner(layer)
     for projector in () if decoder.hidden_match is None else decoder.hidden_match.projectors.values():
         # a group of its own: it is float32, and FSDP needs one dtype in a group

@@ -5,9 +5,10 @@ decoder = empty_decoder(folder)             the whole model on the meta device: 
 load_weights(decoder, folder, device)       allocate memory for this process's part, read its slices from the files
 """
 
+import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from stillhouse.display import escaped
@@ -27,6 +28,7 @@ from stillhouse.models.decoder import PROJECTORS
 from stillhouse.models.files import require_safe_files
 from stillhouse.models.head import local, own_slices
 from stillhouse.models.loading import auto_class, parse_dtype
+from stillhouse.models.structure import describe
 from stillhouse.parallel.stacked_experts import parts_of_stack, read_stack
 
 
@@ -183,7 +185,53 @@ def _is_mtp(name: str) -> bool:
 
 @torch.no_grad()
 def make_buffers(decoder: Decoder) -> None:
-    """Compute the buffers that no file holds, such as rotary frequencies, with the family's own initialisation."""
-    for module in decoder.modules():
-        if module._non_persistent_buffers_set:
-            decoder.pretrained._init_weights(module)
+    """Compute the buffers that no file holds, such as rotary frequencies, with the family's own initialisation.
+
+    A family may set a module's buffer when it initialises the model around it. So all modules are initialised, each
+    by the model to which it belongs. Meanwhile other tensors have the mark with which transformers protects them.
+    Raises ValueError for a buffer that the family does not initialise.
+    """
+    model, names = decoder.pretrained, _unsaved_buffers(decoder)
+    for name in names:
+        buffer = decoder.get_buffer(name)
+        buffer.fill_(_uninitialised(buffer))
+    unsaved = {id(decoder.get_buffer(name)) for name in names}
+    others: list[Any] = [each for each in (*decoder.parameters(), *decoder.buffers()) if id(each) not in unsaved]
+    for tensor in others:
+        tensor._is_hf_initialized = True
+    with torch.random.fork_rng(devices=[]), reading(f"{describe(model)}: its buffers cannot be computed"):
+        for owner, module in _owners(model, model):
+            owner._init_weights(module)
+        for module in (module for layer in decoder.mtp_layers() for module in layer.modules()):
+            model._init_weights(module)
+    for tensor in others:
+        del tensor._is_hf_initialized
+    for name in names:
+        buffer = decoder.get_buffer(name)
+        if bool((buffer.isnan() | (buffer == _uninitialised(buffer))).any()):
+            raise ValueError(
+                f"{describe(model)} has no rule to initialise its buffer '{name}', which no file holds: expected one "
+                "process, which loads the model with transformers"
+            )
+
+
+def _unsaved_buffers(decoder: Decoder) -> list[str]:
+    """The names of the buffers that no file holds; without masks, which have no value for `_uninitialised`."""
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in decoder.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set and buffer.dtype != torch.bool
+    ]
+
+
+def _uninitialised(buffer: Tensor) -> float:
+    """A value that no buffer is initialised with."""
+    return math.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
+
+
+def _owners(model: PreTrainedModel, module: nn.Module) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+    """The submodules of a module from the inside out, each with the innermost model of transformers around it."""
+    for child in module.children():
+        yield from _owners(child if isinstance(child, PreTrainedModel) else model, child)
+    yield model, module

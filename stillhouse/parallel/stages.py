@@ -97,9 +97,10 @@ def cost_of(decoder: Decoder, passes: int) -> Cost:
     """
     layers, config = decoder.layers(), decoder.config.get_text_config()
     depths = 0 if decoder.mtp is None else decoder.mtp.depths
-    chosen = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     named = (each for layer in layers for each in layer.named_parameters())
-    products = sum(each.numel() * (chosen if ".experts." in name else 1.0) for name, each in named)
+    # the experts of a layer are stacked: a weight's first dim counts them
+    products = sum(each.numel() * (chosen / len(each) if ".experts." in name else 1.0) for name, each in named)
     layer, head = products / max(1, len(layers)), decoder.vocabulary_rows * config.hidden_size
     # each further depth of multi-token prediction is one more layer and one more pass of the head, on the last stage
     return Cost(len(layers), layer, head + depths * (layer + head), passes)

@@ -1,0 +1,173 @@
+"""Under every layout, a model that computes the wrong thing ends the run before its first step.
+
+The leaking models are a Llama and a Qwen3 whose attention has no mask between documents, and real families of which
+one process refuses the packed documents.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packing_families import build_packing
+from ranks import Ranks
+from runs import Command, save_model, write_run
+from toy_tokenizer import toy_tokenizer
+
+LEAKS = "lets documents that share a row see each other"
+#: processes and settings by axis
+LAYOUTS = {
+    "fsdp": (2, ["parallel.fsdp=2"]),
+    "bf16 gathered": (2, ["parallel.fsdp=2", "parallel.gather_dtype=bf16", "train.precision=bf16"]),
+    "replicate": (2, ["parallel.replicate=2"]),
+    "tensor": (2, ["parallel.tensor=2"]),
+    "context": (2, ["parallel.context=2"]),
+    "pipeline": (2, ["parallel.pipeline=2"]),
+    "ahead": (2, ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead"]),
+}
+QUICK = ("fsdp", "tensor", "context", "pipeline")
+
+
+def without_masks() -> None:
+    """A hook: an attention to which transformers gives causal masks that know nothing of documents."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("without_masks", sdpa_attention_forward)
+    AttentionMaskInterface.register("without_masks", lambda *_, **__: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose models are right."""
+    folder = tmp_path_factory.mktemp("proof")
+    write_run(folder)
+    return folder
+
+
+def refusal(folder: Path, processes: int, *overrides: str) -> str:
+    """Run to the error, and return its line: the only one, whatever the number of processes."""
+    arguments = ("distill", folder / "run.yaml", f"out={folder / 'out'}", *overrides)
+    if processes == 1:
+        command = Command(*arguments, hook=without_masks)
+        codes, err = [command.wait(120)], command.err
+    else:
+        ranks = Ranks(processes, *arguments, hook=without_masks)
+        codes, err = ranks.wait(180), ranks.err
+    assert all(codes), err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert not list((folder / "out").glob("checkpoints/*"))
+    return line
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize(
+    "layout", [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
+)
+def test_a_leak_is_refused(folder: Path, layout: str, side: str) -> None:
+    processes, overrides = LAYOUTS[layout]
+    line = refusal(folder, processes, *overrides, f"{side}.attention=without_masks")
+    assert line.startswith(f"error: {side}: ")
+    assert LEAKS in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["teacher.parallel={fsdp: 1, pipeline: 2}"],
+        pytest.param(["teacher.parallel={fsdp: 2}", "parallel={fsdp: 1, tensor: 2}"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_teacher_with_a_layout_of_its_own_is_refused(folder: Path, overrides: list[str]) -> None:
+    line = refusal(folder, 2, *overrides, "teacher.attention=without_masks")
+    assert line.startswith("error: teacher: ")
+    assert LEAKS in line
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_of_several_teachers_is_refused(folder: Path, processes: int) -> None:
+    teacher = f"model: {folder / 'teacher'}"
+    several = f"teachers={{good: {{{teacher}}}, leaking: {{{teacher}, attention: without_masks}}}}"
+    line = refusal(folder, processes, several, "teacher=null")
+    assert line.startswith("error: teachers.leaking: ")
+    assert LEAKS in line
+
+
+def scale_logits(model: Path) -> None:
+    """Write a factor of the logits, which the family does not know, into a model's configuration."""
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"logit_scale": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("side", "overrides"),
+    [
+        ("student", ["parallel.fsdp=2"]),
+        ("student", ["parallel.tensor=2"]),
+        ("teacher", ["parallel.pipeline=2"]),
+        pytest.param("student", ["parallel.pipeline=2"], marks=pytest.mark.slow),
+        pytest.param("student", ["parallel.context=2"], marks=pytest.mark.slow),
+        pytest.param("teacher", ["parallel.fsdp=2"], marks=pytest.mark.slow),
+        # only its head is in the student's stages
+        ("teacher", ["parallel.fsdp=2", "teacher.parallel={fsdp: 1, pipeline: 2}"]),
+    ],
+)
+def test_another_rule_of_logits_is_refused(tmp_path: Path, side: str, overrides: list[str]) -> None:
+    write_run(tmp_path)
+    scale_logits(tmp_path / side)
+    line = refusal(tmp_path, 2, *overrides)
+    assert line.startswith(f"error: {side}: ")
+    assert "its logits differ" in line
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_head_of_one_of_several_teachers_is_proven(tmp_path: Path, processes: int) -> None:
+    write_run(tmp_path)
+    scale_logits(tmp_path / "teacher")
+    several = f"teachers={{good: {{model: {tmp_path / 'student'}}}, scaled: {{model: {tmp_path / 'teacher'}}}}}"
+    line = refusal(tmp_path, processes, several, "teacher=null")
+    assert line.startswith("error: teachers.scaled: ")
+    assert "its logits differ" in line
+
+
+def save_family(folder: Path, family: str, **options: Any) -> None:
+    tokenizer = toy_tokenizer()
+    build_packing(family, vocab_size=len(tokenizer), **options).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "axis"),
+    [
+        ("qwen3_5_text", "fsdp"),
+        ("lfm2", "context"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3_5_text", "context"),
+                ("gpt_oss", "fsdp"),
+                ("gpt_oss", "replicate"),
+                ("lfm2", "fsdp"),
+                ("jamba", "fsdp"),
+                ("falcon_h1", "fsdp"),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_real_families_are_refused(tmp_path: Path, family: str, axis: str, side: str) -> None:
+    write_run(tmp_path)
+    save_family(tmp_path / "leaking", family)
+    line = refusal(tmp_path, 2, f"parallel.{axis}=2", f"{side}.model={tmp_path / 'leaking'}")
+    assert line.startswith(f"error: {side}: ")
+    assert LEAKS in line
+
+
+def test_experts_are_proven_where_they_are(tmp_path: Path) -> None:
+    save_model(tmp_path / "student", "qwen3_moe")
+    write_run(tmp_path)
+    line = refusal(tmp_path, 2, "parallel.expert=2", "student.attention=without_masks")
+    assert line.startswith("error: student: ")
+    assert LEAKS in line
