@@ -1,13 +1,12 @@
 """Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
 
-What is proven of each model is in `models/proof.py`. Under tensor parallelism, one backward pass also shows which
-parameters the ranks hold alike, but use for their own heads or columns only: the gradients of these are summed.
+What is proven of each model is in `models/proof.py`. Under tensor parallelism, backward passes also show which
+gradients have to be summed (`partial_gradients.py`).
 
 B rows, S columns of the whole sequences, D and E widths of student and teacher.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,26 +15,28 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.data.micro_batch import NO_LABEL
-from stillhouse.models import Decoder, ProofError, evaluating
-from stillhouse.models.head import local
+from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.modes import in_mode
-from stillhouse.models.proof import ProbeDocuments, prove_documents, prove_logits, prove_places, rowwise, run_probe
-from stillhouse.models.structure import describe
-from stillhouse.objective import CrossEntropy, FullVocab, ObjectiveOutput, OutputHead, Signal, linear_objective
+from stillhouse.models.proof import (
+    ProbeDocuments,
+    packs_one_row,
+    prove_documents,
+    prove_logits,
+    prove_places,
+    rowwise,
+    run_probe,
+)
+from stillhouse.objective import FullVocab, OutputHead, Signal
 from stillhouse.parallel.context_parallel import NextTokens
-from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.pair import IN_STAGE, Computation, PairSignal
+from stillhouse.parallel.partial_gradients import partial_gradients
 from stillhouse.parallel.processes import gathered, raised_on_all
 from stillhouse.parallel.runner import Runner, reshard
-
-#: the largest relative difference between the gradients of ranks that should have the same one
-_SAME_GRADIENT = 1e-2
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def prove_runner(runner: Runner, names: ModelNames, *, teacher_in_stages: bool) 
         reshard(pair)
     if runner.layout.degrees.tensor > 1 and any(each.requires_grad for _, each in runner.named_parameters()):
         with _raised(runner, names.student):
-            runner.sum_over_tensor_ranks(_partial_gradients(runner))
+            forward = _Forward(runner, [])
+            runner.sum_over_tensor_ranks(partial_gradients(runner, forward.micro_batch(), forward.computation))
 
 
 def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
@@ -126,9 +128,19 @@ class _Forward:
         vocabulary = min(decoder.vocabulary_rows for decoder in (student, runner.teacher) if decoder is not None)
         self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
 
+    def computation(self, processor: OutputProcessor) -> Computation:
+        """The computation of a processor whose context is the teacher's signal."""
+        mtp = NextTokens(self.depths, self.runner.context_group) if self.depths else None
+        return Computation(processor, lambda _, signal: signal, partial(_precision, self.runner), mtp=mtp)
+
+    def micro_batch(self) -> MicroBatch:
+        """This process's columns of the documents: of one row for an attention that packs one row."""
+        rows = 1 if packs_one_row(self.runner.students()[0].pretrained) else len(self.probe.ids_BS)
+        return _micro_batch(self.runner, self.probe.ids_BS[:rows], self.probe.position_ids_BS[:rows])
+
     def __call__(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         micro_batch = _micro_batch(self.runner, ids_BS, position_ids_BS)
-        results = self.runner.forward(computation(self.runner, _hidden, self.depths), [micro_batch], self.signals)
+        results = self.runner.forward(self.computation(_hidden), [micro_batch], self.signals)
         if not results:
             return []
         hidden = results[0] if isinstance(results[0], _Hidden) else _Hidden((results[0],), None)
@@ -142,12 +154,6 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: Signal | None, dep
     """An output processor."""
     depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
     return _Hidden(depths, context.hidden_TE if isinstance(context, FullVocab) else None)
-
-
-def computation(runner: Runner, processor: Any, depths: int) -> Computation:
-    """The computation of a processor whose context is the teacher's signal."""
-    mtp = NextTokens(depths, runner.context_group) if depths else None
-    return Computation(processor, lambda _, signal: signal, partial(_precision, runner), mtp=mtp)
 
 
 def _precision(runner: Runner) -> AbstractContextManager[Any]:
@@ -194,98 +200,6 @@ def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
     place_T = torch.arange(math.prod(shape_BSD), device=position_ids_BS.device, dtype=torch.float32)
     embeds_BSD = place_T.sin().view(shape_BSD).to(decoder.output_weight.dtype)
     return {"input_ids": None, "inputs_embeds": embeds_BSD, "position_ids": position_ids_BS}
-
-
-def _partial_gradients(runner: Runner) -> list[nn.Parameter]:
-    """Return the parameters of which every tensor rank has a whole copy, but only a part of the gradient.
-
-    The gradient of a copy that is used for all hidden states is the same on all ranks. A copy that is used within the
-    sharded heads or columns gets the gradient of this rank's ones. The sum over the ranks is right if the module of
-    the parameter runs once in a forward pass, so that it is not used in both ways. Raises ProofError otherwise.
-    """
-    count = 2 * runner.layout.degrees.pipeline
-    forward = _Forward(runner, [])
-    micro_batch = _micro_batch(runner, forward.probe.ids_BS, forward.probe.position_ids_BS)
-    if rowwise(forward, runner.students()[0].pretrained) is not forward:
-        micro_batch = _micro_batch(runner, forward.probe.ids_BS[:1], forward.probe.position_ids_BS[:1])
-    with ExitStack() as stack:
-        runs = Counter[nn.Module]()
-        for part in runner.students():
-            stack.enter_context(evaluating(part))
-            stack.enter_context(_counted(part, runs))
-        compute = computation(runner, _cross_entropies, forward.depths)
-        runner.forward_backward(compute, [micro_batch] * count, [None] * count)
-    assert runner.mesh is not None
-    group = runner.mesh.weights.get_group("tensor")
-    reduce_partial_grads(each for _, each in runner.named_parameters())
-    named = [(name, each) for name, each in runner.named_parameters() if each.grad is not None]
-    copies = [(name, each) for name, each in named if not _is_sharded_over_tensor_ranks(each)]
-    parts = [(name, each) for name, each in copies if _differs(local(each.grad), group, runner.device)]
-    problem = next((problem for problem in (_why_not(runner, *each, runs, count) for each in parts) if problem), "")
-    runner.zero_grad()
-    if problem:
-        raise ProofError(f"{describe(runner.students()[0].pretrained)} under tensor parallelism: {problem}")
-    return [parameter for _, parameter in parts]
-
-
-def _cross_entropies(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
-    """An output processor: the sum of the depths' cross-entropies with fixed labels."""
-    depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-    labels_T = torch.arange(depths[0].shape[:-1].numel(), device=depths[0].device) % 7
-    outputs = [linear_objective(each.flatten(0, -2), head, [CrossEntropy(labels_T)]) for each in depths]
-    return ObjectiveOutput(torch.stack([output.loss for output in outputs]).sum(), {}, {})
-
-
-@contextmanager
-def _counted(module: nn.Module, runs: Counter[nn.Module]) -> Iterator[None]:
-    """Count in `runs` how often each submodule runs."""
-    hooks = [each.register_forward_pre_hook(lambda each, _: runs.update([each])) for each in module.modules()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _is_sharded_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Whether the tensor ranks, or the ranks of expert parallelism that include them, have different elements."""
-    if not isinstance(parameter, DTensor):
-        return False
-    axes = parameter.device_mesh.mesh_dim_names or ()
-    return any(
-        axis in ("tensor", "expert") and not placement.is_replicate()
-        for axis, placement in zip(axes, parameter.placements, strict=True)
-    )
-
-
-def _differs(gradient: Tensor, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks of a group have different gradients. A collective of the group."""
-    here = gradient.to(device, torch.float32)
-    total = here.clone()
-    dist.all_reduce(total, group=group)
-    squares = torch.stack([(here - total / group.size()).square().sum(), here.square().sum()])
-    dist.all_reduce(squares, group=group)
-    difference, size = squares.sqrt().tolist()
-    return not difference <= _SAME_GRADIENT * size
-
-
-def _why_not(runner: Runner, name: str, parameter: nn.Parameter, runs: Counter[nn.Module], count: int) -> str:
-    """Why the gradients of a parameter cannot be summed over the tensor ranks; empty if they can."""
-    axes = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
-    if "tensor" in axes:
-        return f"its ranks have different gradients of '{name}', which its plan replicates: expected tensor=1"
-    owner = name.rpartition(".")[0]
-    times = sum(runs[part.get_submodule(owner)] for part in runner.students() if _has(part, owner))
-    if times != count:
-        return (
-            f"its ranks have different gradients of '{name}', whose module runs {times / count:g} times in a forward "
-            "pass, so that they cannot be summed: expected tensor=1"
-        )
-    return ""
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    return any(each == name for each, _ in module.named_modules())
 
 
 @contextmanager

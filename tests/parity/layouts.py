@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from families import build
 from shard_ranks import Rank
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
@@ -52,6 +52,20 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "initializer_range": 0.2,
+}
+#: families with parameters between sharded matrices that their tensor-parallel plans do not name
+PARTIAL: dict[str, dict[str, Any]] = {
+    "apertus": {},  # the activation's alpha_p and alpha_n
+    "glm4_moe": {  # q_norm and k_norm
+        "use_qk_norm": True,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 SPEC = parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")
 LEARNING_RATE = 1e-3
@@ -285,6 +299,11 @@ def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTr
         experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
         small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
         return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
+    if family in PARTIAL:
+        small = AutoConfig.for_model(family, **SHAPE, **PARTIAL[family], hidden_size=48, num_hidden_layers=2)
+        return small, Qwen3Config(
+            **SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False
+        )
     if family != "qwen3":
         other = [build(family).config, build(family).config]
         for config in other:

@@ -7,7 +7,7 @@ layouts, `make test-all` runs all of them.
 
 import pytest
 import torch
-from layouts import Case, Difference, compare
+from layouts import PARTIAL, Case, Difference, compare
 from shard_ranks import Failure, RankPool, shared_pool
 
 from stillhouse.libraries import is_supported
@@ -36,6 +36,8 @@ QUICK = [
     Case(layout(tensor=2)),
     Case(layout(tensor=2), "llama"),
     Case(layout(tensor=4)),
+    Case(layout(tensor=2), "glm4_moe"),
+    Case(layout(tensor=2), "apertus"),
     Case(layout(context=2)),
     Case(layout(context=2), "llama"),
     Case(layout(pipeline=2)),
@@ -69,6 +71,16 @@ QUICK = [
     Case(layout(pipeline=2), "llama", optimizer="adafactor"),
 ]
 SLOW = [
+    *(
+        Case(layout(**degrees), family)
+        for family in PARTIAL
+        for degrees in (
+            {"tensor": 4},
+            {"fsdp": 2, "tensor": 2},
+            {"pipeline": 2, "tensor": 2},
+            {"context": 2, "tensor": 2},
+        )
+    ),
     *(
         Case(layout(**degrees), family, optimizer="muon")
         for degrees, family in (

@@ -1,0 +1,171 @@
+"""Finds the parameters whose gradients have to be summed over the tensor ranks, by backward passes of a probe.
+
+A tensor rank has a whole copy of every parameter that its family's plan does not name. A copy that is used for all
+hidden states has the same gradient on all ranks. A copy that is used between the sharded matrices, such as a norm of
+each head or the parameter of an activation, has only what this rank's heads or columns contribute.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stillhouse.data import MicroBatch
+from stillhouse.models import OutputProcessor, ProofError, evaluating
+from stillhouse.models.head import local
+from stillhouse.models.structure import describe
+from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
+from stillhouse.parallel.gradients import reduce_partial_grads
+from stillhouse.parallel.pair import Computation
+from stillhouse.parallel.processes import gathered
+from stillhouse.parallel.runner import Runner
+from stillhouse.parallel.tensor_parallel import generic
+
+#: relative differences between the ranks' gradients: equal up to rounding, and certainly not equal
+_EQUAL, _PARTIAL = 1e-2, 5e-2
+#: passes with other labels, because single numbers can be nearly equal by chance
+_ROUNDS = 3
+
+
+def partial_gradients(
+    runner: Runner, micro_batch: MicroBatch, computation: Callable[[OutputProcessor], Computation]
+) -> list[nn.Parameter]:
+    """Return the parameters of this process whose gradients have to be summed over the tensor ranks.
+
+    Parameters with the same name in several layers are judged together. The sum is right if a parameter's module runs
+    once in a forward pass, since its copies are then not used in both ways. A collective of all processes.
+    Raises ProofError for gradients that differ between ranks and cannot be summed. Leaves no gradients.
+    """
+    runs, squares = Counter[nn.Module](), defaultdict[str, float](float)
+    with ExitStack() as stack:
+        for student in runner.students():
+            stack.enter_context(evaluating(student))
+            stack.enter_context(_counted(student, runs))
+        count = 2 * runner.layout.degrees.pipeline  # which every schedule can run
+        for number in range(_ROUNDS):
+            runner.zero_grad()
+            compute = computation(_cross_entropies(number))
+            runner.forward_backward(compute, [micro_batch] * count, [None] * count)
+            _add(squares, _squares(runner))
+    total = defaultdict[str, float](float)
+    for of_rank in gathered(squares, runner.group, runner.device):
+        _add(total, of_rank)
+    differing = {name: math.sqrt(total[f"{name} difference"] / total[name]) for name in list(total) if total[name]}
+    parts = [(name, each) for name, each in _copies(runner) if differing.get(generic(name), 0.0) > _EQUAL]
+    problems = (
+        _problem(runner, name, parameter, differing[generic(name)], runs, count * _ROUNDS)
+        for name, parameter in parts
+    )
+    problem = next(filter(None, problems), "")
+    runner.zero_grad()
+    if problem:
+        raise ProofError(f"{describe(runner.students()[0].pretrained)} under tensor parallelism: {problem}")
+    return [parameter for _, parameter in parts]
+
+
+def _cross_entropies(number: int) -> OutputProcessor:
+    """A processor: the sum of the cross-entropies of all depths, with labels that depend on `number`."""
+
+    def process(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> ObjectiveOutput:
+        depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        place_T = torch.arange(depths[0].shape[:-1].numel(), device=depths[0].device)
+        terms = [CrossEntropy((place_T * (number + 1)) % 7)]
+        losses = [linear_objective(each.flatten(0, -2), head, terms).loss for each in depths]
+        return ObjectiveOutput(torch.stack(losses).sum(), {}, {})
+
+    return process
+
+
+def _copies(runner: Runner) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters with a gradient of which the tensor ranks hold the same elements."""
+    for name, parameter in runner.named_parameters():
+        if parameter.grad is not None and not _is_sharded_over_tensor_ranks(parameter):
+            yield name, parameter
+
+
+def _is_sharded_over_tensor_ranks(parameter: nn.Parameter) -> bool:
+    """Whether the tensor ranks, or the ranks of expert parallelism that include them, have different elements."""
+    axes = _axes(parameter)
+    return any(axis in ("tensor", "expert") and not placement.is_replicate() for axis, placement in axes)
+
+
+def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
+    """The axes of a parameter's mesh, with its placements on them."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    return zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+
+
+def _squares(runner: Runner) -> dict[str, float]:
+    """By generic name, the sum of squares of this process's gradients, and of their differences from the mean of the
+    tensor ranks. A collective of the tensor ranks.
+    """
+    assert runner.mesh is not None
+    reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
+    copies = [(generic(name), local(parameter.grad)) for name, parameter in _copies(runner)]
+    if not copies:
+        return {}
+    here = torch.cat([gradient.flatten().to(runner.device, torch.float32) for _, gradient in copies])
+    mean = here.clone()
+    group = runner.mesh.weights.get_group("tensor")
+    dist.all_reduce(mean, group=group)
+    mean /= group.size()
+    sizes = [gradient.numel() for _, gradient in copies]
+    squares = defaultdict[str, float](float)
+    for of, values in (("", here), (" difference", here - mean)):
+        for (name, _), value in zip(copies, _sums(values.square(), sizes), strict=True):
+            squares[name + of] += value
+    return squares
+
+
+def _add(total: dict[str, float], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        total[name] += value
+
+
+def _sums(values: Tensor, sizes: list[int]) -> list[float]:
+    return torch.stack([part.sum() for part in values.split(sizes)]).tolist()
+
+
+def _problem(
+    runner: Runner,
+    name: str,
+    parameter: nn.Parameter,
+    differing: dict[str, float],
+    runs: Counter[nn.Module],
+    count: int,
+) -> str:
+    """Why the gradients of a parameter, which differ between ranks, cannot be summed; empty if they can.
+
+    runs: how often each module has run in `count` forward passes.
+    """
+    if difference < _PARTIAL:
+        return f"the gradients of '{name}' differ by {difference:.1%} between ranks, which should be equal"
+    if any(axis == "tensor" for axis, _ in _axes(parameter)):
+        return f"its ranks have different gradients of '{name}', which its plan replicates: expected tensor=1"
+    owner = name.rpartition(".")[0]
+    owners = [module for part in runner.students() for path, module in part.named_modules() if path == owner]
+    times = sum(runs[module] for module in owners)
+    if times != count:
+        return (
+            f"its ranks have different gradients of '{name}', whose module runs {times / count:g} times in a forward "
+            "pass, so that they cannot be summed: expected tensor=1"
+        )
+    return ""
+
+
+@contextmanager
+def _counted(module: nn.Module, runs: Counter[nn.Module]) -> Iterator[None]:
+    """Count in `runs` how often each submodule runs."""
+    hooks = [part.register_forward_pre_hook(lambda part, _: runs.update([part])) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
