@@ -137,7 +137,7 @@ def _problem(
     runner: Runner,
     name: str,
     parameter: nn.Parameter,
-    differing: dict[str, float],
+    difference: float,
     runs: Counter[nn.Module],
     count: int,
 ) -> str:
