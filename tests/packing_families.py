@@ -38,6 +38,21 @@ _MAMBA: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+_LATENT: dict[str, Any] = {
+    **_SHAPE,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 #: model type → options of its configuration. Documents in one row see each other
 LEAKING: dict[str, dict[str, Any]] = {
@@ -91,21 +106,21 @@ LEAKING: dict[str, dict[str, Any]] = {
 }
 #: the same, of families that separate documents: earlier thresholds in half precision refused them at times
 SEPARATING: dict[str, dict[str, Any]] = {
-    "glm4_moe_lite": {
+    "glm4_moe_lite": _LATENT,
+    "gemma3n_text": {
         **_SHAPE,
-        **_EXPERTS,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "n_group": 1,
-        "topk_group": 1,
+        "intermediate_size": [48, 48],
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 251,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0, 0.0],
     },
+    "deepseek_v32": {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64},
     "gemma4_text": {
         **_SHAPE,
         "num_hidden_layers": 4,

@@ -9,9 +9,11 @@ import torch
 from families import FAMILIES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_families import build_packing
 
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences, make_micro_batch
 from stillhouse.data.packing import best_fit
+from stillhouse.models import Decoder
 
 
 def make_documents(lengths: list[int], seed: int = 0, targets: float = 0.7) -> Documents:
@@ -284,3 +286,15 @@ def test_packed_equals_separate(family: str) -> None:
             separate_SD = model.base_model(ids_1S, use_cache=False).last_hidden_state[0]
             packed_SD = together_TD[batch.document_T == document]
             assert (packed_SD - separate_SD).abs().max() <= 1e-5 * separate_SD.abs().max()
+
+
+def test_padding_has_finite_gradients() -> None:
+    """Gemma 3n's embedding of id 0 is zero, and the root of its size has an infinite derivative there."""
+    documents = make_documents([9, 4], seed=1)
+    batch = make_micro_batch(documents, [[0], [1]]).padded(3, 12)
+    assert (batch.input_ids_BS[batch.document_T.view(3, 12) < 0] == documents.tokens(0)[0]).all()
+    decoder = Decoder(build_packing("gemma3n_text")).train()
+    decoder(**batch.inputs).flatten(0, 1)[batch.document_T >= 0].logsumexp(-1).sum().backward()
+    gradients = [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
+    assert gradients
+    assert all(gradient.isfinite().all() for gradient in gradients)

@@ -261,3 +261,10 @@ def test_files_with_other_names_are_refused(family: str, tmp_path: Path) -> None
 def test_a_pipeline_is_refused(family: str) -> None:
     with pytest.raises(ValueError, match="expected pipeline=1"):
         require_cuttable(MAKERS[family]())
+
+
+def test_layers_are_those_of_the_language_model() -> None:
+    decoder = Decoder(model_of("gemma3"), verify=False)
+    language = decoder.pretrained.get_decoder()
+    assert decoder.layers() == list(language.layers)
+    assert len(decoder.blocks()) == len(decoder.layers()) + 1  # the tower has one

@@ -7,6 +7,7 @@ import loading_memory
 import pytest
 import torch
 from families import build
+from packing_families import build_packing
 from shard_ranks import RankPool
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -26,13 +27,34 @@ IDS = torch.arange(3, 40)[None]
 )
 def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool) -> None:
     build(family, tied=tied).save_pretrained(tmp_path)
-    filled = empty_decoder(tmp_path)
+    assert_filled_as_loaded(tmp_path)
+    assert empty_decoder(tmp_path).tied == tied
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "qwen3_5_text"])
+def test_buffers_of_a_filled_model(tmp_path: Path, family: str) -> None:
+    """Some are set by the model around a module, or by a model within another one."""
+    build_packing(family).save_pretrained(tmp_path)
+    assert_filled_as_loaded(tmp_path)
+
+
+def test_a_buffer_without_a_rule_is_refused(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    decoder = empty_decoder(tmp_path)
+    mlp = decoder.backbone.layers[1].mlp  # type: ignore[index,union-attr]
+    mlp.register_buffer("factor", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match=r"no rule to initialise its buffer 'backbone\.layers\.1\.mlp\.factor'"):
+        load_weights(decoder, tmp_path, torch.device("cpu"))
+
+
+def assert_filled_as_loaded(folder: Path) -> None:
+    filled = empty_decoder(folder)
     assert all(parameter.is_meta for parameter in filled.parameters())
-    load_weights(filled, tmp_path, torch.device("cpu"))
-    loaded = Decoder.from_pretrained(tmp_path)
+    load_weights(filled, folder, torch.device("cpu"))
+    loaded = Decoder.from_pretrained(folder, verify=False)
     filled.eval()
     assert filled.state_dict().keys() == loaded.state_dict().keys()
-    assert filled.tied == loaded.tied == tied
+    assert filled.tied == loaded.tied
     assert len(list(filled.parameters())) == len(list(loaded.parameters()))
     for (name, one), (_, two) in zip(filled.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(one, two), name
@@ -115,6 +137,11 @@ def test_heads_that_degrees_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])
 def test_families_that_can_be_cut(family: str) -> None:
     require_cuttable(build(family).config)
+
+
+def test_embeddings_that_a_family_reads_in_every_layer_are_not_cut() -> None:
+    with pytest.raises(ValueError, match=r"'gemma4_text' cannot run without its embeddings: expected pipeline=1"):
+        require_cuttable(build_packing("gemma4_text").config)
 
 
 def test_a_scaled_embedding_would_be_scaled_on_every_stage() -> None:

@@ -171,3 +171,11 @@ def test_experts_are_proven_where_they_are(tmp_path: Path) -> None:
     line = refusal(tmp_path, 2, "parallel.expert=2", "student.attention=without_masks")
     assert line.startswith("error: student: ")
     assert LEAKS in line
+
+
+def test_an_attention_that_selects_tokens_is_refused_under_context(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    save_family(tmp_path / "selecting", "deepseek_v32")
+    line = refusal(tmp_path, 2, "parallel.context=2", f"student.model={tmp_path / 'selecting'}")
+    assert line.startswith("error: parallel: ")
+    assert "selects tokens by scores over a whole sequence (index_topk)" in line

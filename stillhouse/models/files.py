@@ -30,7 +30,9 @@ def require_safe_files(name: str | os.PathLike[str], revision: str | None = None
     if os.path.isdir(name):
         _require_safetensors(folder, os.listdir(name))
     config = _json_object(name, CONFIG_NAME, revision)
-    for key, value in config.items():
+    parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
+    values = {prefix + key: value for prefix, part in parts.items() for key, value in part.items()}
+    for key, value in values.items():
         if key.endswith(("layer", "layers")) and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(f"{folder}/{CONFIG_NAME} has {key} {value}: expected at most {MOST_LAYERS:,}")
     indexes = [SAFE_WEIGHTS_INDEX_NAME]

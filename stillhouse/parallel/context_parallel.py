@@ -40,6 +40,11 @@ def apply_context_parallel(decoder: Decoder, group: ProcessGroup, tensor: int = 
         )
     if not isinstance(getattr(decoder.backbone, "layers", None), nn.ModuleList):
         raise ValueError(f"the backbone of model type '{config.model_type}' has no list `layers`: expected context=1")
+    if getattr(config, "index_topk", None) is not None:
+        raise ValueError(
+            f"the attention of model type '{config.model_type}' selects tokens by scores over a whole sequence "
+            "(index_topk), of which a context rank has a part: expected context=1"
+        )
     require_heads(config, ranks, tensor)
     name = f"ulysses_{inner}_{group.group_name}"
     AttentionInterface.register(name, _Ulysses(inner, group))

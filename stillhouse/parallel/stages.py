@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.models.loading import auto_class
 from stillhouse.parallel.loading import make_buffers
@@ -133,7 +134,11 @@ def require_cuttable(config: PreTrainedConfig) -> None:
     decoder.to_empty(device="cpu")
     make_buffers(decoder)
     given = torch.linspace(-1, 1, 4 * config.get_text_config().hidden_size, dtype=torch.float32).view(1, 4, -1)
-    if not torch.equal(decoder(None, torch.arange(4)[None], inputs_embeds=given), given):
+    with reading(f"model type '{config.model_type}' cannot run without its embeddings: {UNCUT}"):
+        output = decoder.backbone(
+            input_ids=None, inputs_embeds=given, position_ids=torch.arange(4)[None], use_cache=False, return_dict=True
+        )
+    if not torch.equal(output.last_hidden_state, given):
         raise ValueError(
             f"model type '{config.model_type}' changes its embeddings before its first layer, and every stage would "
             f"repeat this change: {UNCUT}"
