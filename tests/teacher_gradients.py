@@ -22,7 +22,7 @@ def gradients(folder: Path, **settings: Any) -> Gradients:
     stored = "teacher.url" in settings or "teacher.cache" in settings
     session = session_of(folder, cached=stored, **settings)
     loss = forward_backward(session).sums["loss"]
-    found = loss, _gradients(session)
+    found = loss, named_gradients(session)
     session.close()
     return found
 
@@ -32,7 +32,7 @@ def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], S
     live = session_of(folder, **settings)
     own = live.shard(live.step_schedule.micro_batches(live.train, 0))
     output = live.engine.forward_backward(own, [signal(live, each) for each in own], own.whole.normalizer)
-    return output.sums["loss"], _gradients(live)
+    return output.sums["loss"], named_gradients(live)
 
 
 def log_probs_TV(session: Session, micro_batch: MicroBatch, temperature: float) -> Tensor:
@@ -49,5 +49,5 @@ def assert_close(first: Gradients, second: Gradients, tolerance: float = 1e-5) -
         torch.testing.assert_close(gradient, second[1][name], rtol=tolerance, atol=tolerance / 10, msg=name)
 
 
-def _gradients(session: Session) -> dict[str, Tensor]:
+def named_gradients(session: Session) -> dict[str, Tensor]:
     return {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}

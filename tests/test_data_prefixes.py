@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from stillhouse.data import DataError, Documents, load_documents, templates
 
 BOS, EOS = 1, 2
+SYSTEM = {"role": "system", "content": "Be brief."}
 QUESTION = {"role": "user", "content": "two and two?"}
 ANSWER = {"role": "assistant", "content": "four"}
 CHAT = {"messages": [QUESTION, ANSWER], "answer": "four"}
@@ -70,6 +71,37 @@ def test_in_a_chat_the_prefix_is_a_system_turn_in_front(tmp_path: Path, chat: An
     assert documents.prefixes["one"].tokens(0).tolist() == turn
     whole = [{"role": "system", "content": "You know the answer: four. "}, QUESTION, ANSWER]
     assert read_by(documents, "one") == tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
+
+
+@pytest.mark.parametrize("bos", ["", "{{ bos_token }}"])
+@pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
+@pytest.mark.parametrize("record", [CHAT, LISTS, {"messages": [SYSTEM, QUESTION], "answer": "four"}])
+def test_before_a_prompt_the_prefix_begins_no_turn_of_the_assistant(
+    tmp_path: Path, chat: Any, record: dict[str, Any], bos: str
+) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    tokenizer.chat_template = bos + tokenizer.chat_template
+    documents = load(tmp_path, [record], tokenizer, max_tokens=96, prompts=True, prefixes={"one": KNOWS})
+    messages = record.get("prompt") or [each for each in record["messages"] if each["role"] != "assistant"]
+    whole = [{"role": "system", "content": "You know the answer: four. "}, *messages]
+    ids = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert read_by(documents, "one") == ids
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+def test_a_chat_template_that_drops_a_system_turn_without_a_question_is_refused(
+    tmp_path: Path, prompts: bool
+) -> None:
+    """As Llama 2's, Gemma 3's and Mistral's: the teacher would read what the student reads."""
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif %}"
+        "{% for message in messages if message.role != 'system' %}{{ message.role + ': ' }}"
+        "{{ system if loop.first else '' }}{{ message.content }}{% endfor %}"
+    )
+    reason = r"train\.jsonl:1: the prefix of teacher 'one': the chat template writes a system turn .* alone as ''"
+    with pytest.raises(DataError, match=reason):
+        load(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS}, prompts=prompts)
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

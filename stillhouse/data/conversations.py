@@ -36,8 +36,11 @@ class Conversations:
         self.most_characters = most_characters
         self.special = tuple(tokenizer.get_added_vocab())
 
-    def answer(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span], str]:
-        """The text, its target ranges from message `first` on, and a description of the error ("" if none)."""
+    def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str]:
+        """The text, its target ranges from message `first` on, and a description of the error ("" if none).
+
+        first: None for messages that others follow. They have no targets, and no turn of the assistant is begun.
+        """
         try:
             with reading("the chat template refuses the messages", passes=TurnError):
                 body, spans = self._with_spans(messages, tools, first)
@@ -59,8 +62,10 @@ class Conversations:
     def _turns(self, messages: list[Message], tools: Tools, body: str) -> Turns:
         return Turns(partial(self._text, tools), messages, body, self.special)
 
-    def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
-        """The rendered conversation, and the ranges of its characters that are targets, from message `first` on."""
+    def _with_spans(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span]]:
+        """The rendered conversation, and the ranges of its characters that are targets (see `answer`)."""
+        if first is None:
+            return self._text(tools, messages), []
         if self.prompts:
             return self._text(tools, messages, prompt=True), []
         source = self._source(tools)

@@ -20,6 +20,7 @@ It belongs to the target, but the white space after it does not.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -249,9 +250,16 @@ class ChatTemplate:
         ]
 
     def render_prefix(self, text: str) -> str:
-        return self._with_spans([{"role": "system", "content": text}], None, 0)[0]
+        rendered = self._with_spans([{"role": "system", "content": text}], None, None)[0]
+        # Some templates write a system turn as a part of the user's turn, and nothing if there is none.
+        if "".join(text.split()) not in "".join(rendered.split()):
+            raise RecordError(
+                f"the chat template writes a system turn with this text alone as {shorten(rendered, 80)!r}, without "
+                "the text: expected a template that writes it (data.chat_template), or records with strings"
+            )
+        return rendered
 
-    def _with_spans(self, messages: list[Message], tools: Tools, first: int) -> tuple[str, list[Span]]:
+    def _with_spans(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span]]:
         try:
             body, spans, problem = self.render_isolated(messages, tools, first)
         except LimitError as error:
