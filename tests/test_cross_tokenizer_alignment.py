@@ -44,10 +44,6 @@ def bytes_of(made: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[bytes]:
     return found
 
 
-def is_byte_level(made: PreTrainedTokenizerBase) -> bool:
-    return isinstance(made.backend_tokenizer.decoder, decoders.ByteLevel)
-
-
 def test_the_alphabet_is_that_of_the_tokenizers_library() -> None:
     assert set(BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
     everything = "".join(map(chr, range(0x800))) + "€😀"
@@ -130,9 +126,11 @@ def check_alignment(student: str, teacher: str, text: str) -> None:
     assert found.teacher_tokens[:first].tolist() == other("")["input_ids"]
     assert found.teacher_tokens[-1] == other.eos_token_id
     sides = [bytes_of(one, ids[start:-1]), bytes_of(other, found.teacher_tokens[first:-1])]
-    for made, pieces in zip((one, other), sides, strict=True):
-        if not is_byte_level(made) and pieces:
-            pieces[0] = pieces[0].removeprefix(b" ")
+    if student == "mistral" and text.startswith(" ") and not text.startswith("  "):
+        text = text[1:]  # both have the same ids
+    for pieces in sides:
+        if b"".join(pieces) == b" " + text.encode():
+            pieces[0] = pieces[0][1:]
         assert b"".join(pieces) == text.encode()
     borders = [[sum(map(len, pieces[:count])) for count in range(len(pieces) + 1)] for pieces in sides]
     common = sorted(set(borders[0]) & set(borders[1]))
@@ -214,11 +212,68 @@ def test_the_first_token_of_the_teachers_tokens(student: str, teacher: str) -> N
         elif found[index] >= 0:
             assert piece.startswith(own[found[index]])
             assert own[found[index]]
-    longer = [index for index, piece in plain(other).items() if piece not in own.values() and piece.isascii()]
-    assert all(found[index] >= 0 for index in longer) or student == "pieces"  # which adds a space before a text
-    assert {index for index in found if found[index] < 0} <= set(longer) | {
-        index for index, piece in plain(other).items() if not piece.isascii()
-    }
+        elif whole(piece):
+            assert found[index] >= 0
+
+
+def whole(piece: bytes) -> bool:
+    """Whether the bytes are characters."""
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def cut_within_a_text(made: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text behind a character that no token has together with another one."""
+    (border,) = made.convert_tokens_to_ids(["<0x01>"])
+    ids = made("\x01" + text, add_special_tokens=False)["input_ids"]
+    return ids[ids.index(border) + 1 :]
+
+
+@pytest.mark.parametrize("student", ["pieces", "mistral"])
+@pytest.mark.parametrize("teacher", NAMES)
+def test_the_first_token_of_a_student_that_writes_spaces(student: str, teacher: str) -> None:
+    """Within a text, the first token has no added space; at its beginning it has."""
+    one, other = tokenizer(student), tokenizer(teacher)
+    aligner, own = Aligner(one, other), plain(one)
+    by_bytes = {piece: index for index, piece in own.items()}
+    known = {index: piece for index, piece in plain(other).items() if whole(piece) and b"\xe2\x96\x81" not in piece}
+    assert len(known) > 150
+    for index, piece in known.items():
+        text = piece.decode()
+        if piece in by_bytes:
+            assert own[aligner.first_of[index]] == piece
+        else:
+            assert aligner.first_of[index] == cut_within_a_text(one, text)[0], text
+        assert aligner.first_of_text[index] == one(text, add_special_tokens=False)["input_ids"][0], text
+    without = {index for index in plain(other) if aligner.first_of[index] < 0}
+    assert not without & known.keys()
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_spaces_are_added_only_where_the_tokenizers_add_them(student: str, teacher: str) -> None:
+    """Behind a special token, and in a piece of a text that was cut, a space may be a part of the text.
+
+    The teacher's tokens are those of its own tokenizer for the whole text.
+    """
+    one, other = tokenizer(student), tokenizer(teacher)
+    aligner, ends = Aligner(one, other), (one.eos_token, other.eos_token)
+    for text in ("one two", "  one two", f"one{ends[0]} two", f"one{ends[0]}  two", f"one{ends[0]}two"):
+        (found,) = aligner.align([np.array(one(text)["input_ids"], dtype=np.int32)])
+        assert found.teacher_tokens.tolist() == other(text.replace(*ends))["input_ids"], text
+    if one.bos_token_id not in one("")["input_ids"]:
+        return  # every document is taken for a whole text
+    ids = one("one,  9 three", add_special_tokens=False)["input_ids"]
+    cut = next(at for at in range(1, len(ids)) if bytes_of(one, ids[at:])[0].startswith(b" "))
+    text = b"".join(bytes_of(one, ids[cut:])).decode()
+    (found,) = aligner.align([np.array(ids[cut:], dtype=np.int32)])
+    plain_ids = other(text, add_special_tokens=False)["input_ids"]
+    assert found.teacher_tokens.tolist() == (
+        cut_within_a_text(other, text) if teacher in ("pieces", "mistral") else plain_ids
+    )
+    assert not found.begins
 
 
 def plain(made: PreTrainedTokenizerBase) -> dict[int, bytes]:

@@ -46,32 +46,40 @@ class Span(NamedTuple):
 class AlignedDocument:
     """The teacher's tokens of a document, and the spans in ascending order. All ranges have a token or more.
 
-    A token that has no counterpart is in no span.
+    A token that has no counterpart is in no span. begins: the first student tokens of texts before which the
+    student's tokenizer puts a space.
     """
 
     teacher_tokens: np.ndarray
     spans: list[Span]
+    begins: frozenset[int] = frozenset()
 
 
 @dataclass
 class _Draft:
     """A document that is being translated. parts: each part's student tokens, and a text or the teacher's ids.
 
-    begins: whether it begins as a text does, and not in the middle of one.
+    begins: whether it begins as a text does, and not in the middle of one. behind_space: the numbers of the student
+    tokens before which its tokenizer puts a space.
     """
 
     begins: bool
     parts: "list[tuple[range, _Text | list[int]]]" = field(default_factory=list)
+    behind_space: list[int] = field(default_factory=list)
 
 
 @dataclass
 class _Text:
-    """A text without special tokens. ends: after each student token, the bytes so far. first: where `text` begins."""
+    """A text without special tokens. ends: after each student token, the bytes so far. first: where `text` begins.
+
+    is_inner: whether the teacher's tokenizer puts no space before it. ids: the teacher's.
+    """
 
     text: str
     ends: np.ndarray
     first: int
-    number: int = 0
+    is_inner: bool = True
+    ids: list[int] = field(default_factory=list)
 
 
 class Aligner:
@@ -79,7 +87,8 @@ class Aligner:
 
     teacher_of: for each id of the student, the teacher's id with the same bytes or the same role, or -1. student_of:
     the inverse; each id has at most one counterpart. first_of: for each id of the teacher, the student's token for
-    its bytes, or else the first of those into which the student's tokenizer cuts them; -1 if there is none.
+    its bytes, or else the first of those into which the student's tokenizer cuts them within a text; -1 if there is
+    none. first_of_text: the same where the student's tokenizer puts a space before a text.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -88,31 +97,45 @@ class Aligner:
         self.student, self.teacher = TokenBytes(student), TokenBytes(teacher)
         self.teacher_of = np.full(1 + max(student.get_vocab().values()), ABSENT, dtype=np.int32)
         self.student_of = np.full(1 + max(teacher.get_vocab().values()), ABSENT, dtype=np.int32)
-        self._special = {index: self._translated(index) for index in self.student.special}
+        # whether it is within a text: the translation of each special token
+        self._special = {
+            inner: {index: self._translated(index, inner=inner) for index in self.student.special}
+            for inner in (False, True)
+        }
         for content, own in self.student.id_of.items():
             if (other := self.teacher.id_of.get(content)) is not None:
                 self.teacher_of[own], self.student_of[other] = other, own
         # the end of sequence comes first: the teacher's may have the name of another token of the student
-        for own, others in sorted(self._special.items(), key=lambda pair: pair[0] != self.student.eos):
+        for own, others in sorted(self._special[True].items(), key=lambda pair: pair[0] != self.student.eos):
             if len(others) == 1 and others[0] in self.teacher.special and self.student_of[others[0]] == ABSENT:
                 self.teacher_of[own], self.student_of[others[0]] = others[0], own
 
     @cached_property
     def first_of(self) -> np.ndarray:
-        found, texts = self.student_of.copy(), dict[int, str]()
+        first_of, texts = self.student_of.copy(), dict[int, str]()
         for index, content in self.teacher.bytes_of.items():
-            if found[index] != ABSENT:
+            if first_of[index] != ABSENT:
                 continue
             if content in self.student.id_of:
-                found[index] = self.student.id_of[content]
+                first_of[index] = self.student.id_of[content]
             elif (text := _whole(content)) is not None:
-                texts[index] = text[1:] if self.student.adds_space and text.startswith(" ") else text
-        encoded = self.student.encode(list(texts.values()))
-        for index, ids in zip(texts, encoded, strict=True):
+                texts[index] = text
+        return self._with_first(first_of, texts, inner=True)
+
+    @cached_property
+    def first_of_text(self) -> np.ndarray:
+        texts = {index: text for index, content in self.teacher.bytes_of.items() if (text := _whole(content))}
+        return self._with_first(self.first_of.copy(), texts, inner=False)
+
+    def _with_first(self, first_of: np.ndarray, texts: dict[int, str], *, inner: bool) -> np.ndarray:
+        """Fill in the first of the student's tokens for the texts of some teacher's ids."""
+        encoded = self.student.encode(list(texts.values()), inner=inner)
+        for (index, text), ids in zip(texts.items(), encoded, strict=True):
             if ids and not self.student.special.keys() & set(ids):
-                is_exact = b"".join(self.student.pieces(ids)) == self.teacher.pieces([index])[0]
-                found[index] = ids[0] if is_exact else ABSENT
-        return found
+                content = b"".join(self.student.pieces(ids))
+                is_exact = content == text.encode() or (not inner and content == b" " + text.encode())
+                first_of[index] = ids[0] if is_exact else ABSENT
+        return first_of
 
     @property
     def shared(self) -> int:
@@ -123,10 +146,12 @@ class Aligner:
         """Raises ValueError for a document whose text is not exactly what the teacher's tokens stand for."""
         drafts = [self._draft(tokens) for tokens in documents]
         texts = [part for draft in drafts for _, part in draft.parts if isinstance(part, _Text)]
-        for number, each in enumerate(texts):
-            each.number = number
-        encoded = self.teacher.encode([each.text for each in texts])
-        return [self._aligned(draft, encoded) for draft in drafts]
+        for inner in (False, True):
+            chosen = [each for each in texts if each.is_inner is inner]
+            encoded = self.teacher.encode([each.text for each in chosen], inner=inner)
+            for each, ids in zip(chosen, encoded, strict=True):
+                each.ids = ids
+        return [self._aligned(draft) for draft in drafts]
 
     def translate(self, documents: Documents) -> Documents:
         """The documents in the teacher's ids, in the same order and without targets.
@@ -153,14 +178,14 @@ class Aligner:
         except ValueError as error:
             raise DataError(documents.sources[number], str(error)) from error
 
-    def _translated(self, index: int) -> list[int]:
-        """The teacher's ids of a special token of the student."""
+    def _translated(self, index: int, *, inner: bool) -> list[int]:
+        """The teacher's ids of a special token of the student. inner: not at the beginning of a text."""
         for own, other in ((self.student.eos, self.teacher.eos), (self.student.bos, self.teacher.bos)):
             if index == own and other is not None:
                 return [other]
         name = self.student.special[index]
         same = [other for other, content in self.teacher.special.items() if content == name]
-        return same or self.teacher.encode([name])[0]
+        return same or self.teacher.encode([name], inner=inner)[0]
 
     def _draft(self, tokens: np.ndarray) -> _Draft:
         ids = tokens.tolist()
@@ -171,14 +196,27 @@ class Aligner:
             if at >= begin:
                 if ids[at] == self.student.unknown:
                     raise ValueError(f"token {at} is {self.student.special[ids[at]]!r}, whose text is not known")
-                draft.parts.append((range(at, at + 1), self._special[ids[at]]))
+                is_inner = at > begin or not draft.begins
+                draft.parts.append((range(at, at + 1), self._special[is_inner][ids[at]]))
             if at + 1 < stop:
+                before = ids[at] if at >= begin else None
+                may_have_space = before is not None or draft.begins
                 pieces = self.student.pieces(ids[at + 1 : stop])
-                if self.student.adds_space and pieces[0].startswith(b" "):
-                    pieces[0] = pieces[0][1:]
+                if may_have_space and self.student.adds_space(before):
+                    draft.behind_space.append(at + 1)
+                    if self.student.has_added_space(b"".join(pieces)):
+                        pieces[0] = pieces[0][1:]
                 text = _as_text(pieces, may_begin=at + 1 == begin, may_end=stop == len(ids))
+                text.is_inner = not (may_have_space and self._teacher_adds_space(before))
                 draft.parts.append((range(at + 1, stop), text))
         return draft
+
+    def _teacher_adds_space(self, before: int | None) -> bool:
+        """Whether it puts one before a text behind this special token of the student, or at the beginning."""
+        if before is None:
+            return self.teacher.adds_space(None)
+        others = self._special[True][before]
+        return len(others) == 1 and others[0] in self.teacher.special and self.teacher.adds_space(others[0])
 
     def _begin(self, ids: list[int]) -> int:
         """How many tokens before the document's text only say that a text begins."""
@@ -187,29 +225,29 @@ class Aligner:
             return len(prefix)
         return int(bool(ids) and ids[0] == self.student.bos)
 
-    def _aligned(self, draft: _Draft, encoded: list[list[int]]) -> AlignedDocument:
+    def _aligned(self, draft: _Draft) -> AlignedDocument:
         teacher_ids, spans = list(self.teacher.prefix if draft.begins else ()), list[Span]()
         for own, part in draft.parts:
             first = len(teacher_ids)
             if isinstance(part, _Text):
-                teacher_ids += encoded[part.number]
-                spans += self._spans(own.start, first, part, encoded[part.number])
+                teacher_ids += part.ids
+                spans += self._spans(own.start, first, part)
             elif part:
                 teacher_ids += part
                 spans.append(Span(own, range(first, len(teacher_ids))))
-        return AlignedDocument(np.asarray(teacher_ids, dtype=np.int32), spans)
+        return AlignedDocument(np.asarray(teacher_ids, dtype=np.int32), spans, frozenset(draft.behind_space))
 
-    def _spans(self, own: int, other: int, part: _Text, ids: list[int]) -> list[Span]:
+    def _spans(self, own: int, other: int, part: _Text) -> list[Span]:
         """The spans of one text. own, other: the numbers of the first tokens of student and teacher."""
-        ends = np.cumsum([len(piece) for piece in self._teacher_pieces(part.text, ids)], dtype=np.int64) + part.first
+        ends = np.cumsum([len(piece) for piece in self._teacher_pieces(part)], dtype=np.int64) + part.first
         borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
         cuts = zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True)
         pairs = [(own + here, other + there) for here, there in cuts]
         spans = (Span(range(start[0], stop[0]), range(start[1], stop[1])) for start, stop in pairwise(pairs))
         return [span for span in spans if span.student and span.teacher]
 
-    def _teacher_pieces(self, text: str, ids: list[int]) -> list[bytes]:
-        pieces, expected = self.teacher.pieces(ids), text.encode()
+    def _teacher_pieces(self, part: _Text) -> list[bytes]:
+        pieces, expected = self.teacher.pieces(part.ids), part.text.encode()
         if (found := b"".join(pieces)) == b" " + expected:
             pieces[0] = pieces[0][1:]
         elif found != expected:

@@ -16,6 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: the settings with which these pre-tokenizers put no space before a text
+_NO_ADDED_SPACE: dict[str, dict[str, Any]] = {
+    "Metaspace": {"prepend_scheme": "never"},
+    "ByteLevel": {"add_prefix_space": False},
+}
 
 
 def _alphabet() -> Iterator[tuple[str, int]]:
@@ -34,8 +39,7 @@ class TokenBytes:
 
     special: the content of each special token. bytes_of: the bytes of each other one. id_of: the inverse; of several
     tokens with equal bytes the first one, and one that is written as the number of a byte last. bos, eos, unknown:
-    the ids of these roles, if there are any. prefix: the ids that the tokenizer puts before any text. adds_space:
-    whether it also puts a space before a text.
+    the ids of these roles, if there are any. prefix: the ids that the tokenizer puts before any text.
 
     Raises ValueError for a tokenizer whose tokens have no exact bytes.
     """
@@ -68,19 +72,51 @@ class TokenBytes:
         numbers = {index for token, index in vocabulary.items() if _BYTE.fullmatch(token)}
         order = sorted(self.bytes_of, key=lambda index: (index in numbers, index), reverse=True)
         self.id_of: Mapping[bytes, int] = {self.bytes_of[index]: index for index in order}
-        # a copy, because the names of special tokens in a text are text here
+        # a copy of the tokenizer
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
+        behind_special = {index: self._ids_behind(index) for index in self.special}
+        # from here on, the names of special tokens in a text are text
         self._backend.encode_special_tokens = True
-        self.adds_space = b"".join(self.pieces(self.encode(["a"])[0])) == b" a"
+        state = json.loads(self._backend.to_str())
+        state |= {part: _without_added_space(state[part]) for part in ("normalizer", "pre_tokenizer")}
+        self._inner = Tokenizer.from_str(json.dumps(state))
+        self._inner.encode_special_tokens = True
+        self._adds_space = self._bytes("a") == b" a"
+        self._adds_second_space = self._bytes(" a") == b"  a"
+        self._adds_space_after = {
+            index: self._adds_space if ids is None else b"".join(self.pieces(ids)) == b" a"
+            for index, ids in behind_special.items()
+        }
+        if (content := self._bytes("a", inner=True)) != b"a":
+            raise ValueError(
+                f"the tokenizer {name!r} reads 'a' within a text as {content!r}: expected one that puts nothing "
+                "before a text but a space, by Prepend, Metaspace or ByteLevel"
+            )
         with_prefix = self._backend.encode("a").ids
         starts = [at for at, index in enumerate(with_prefix) if index not in self.special]
         self.prefix = with_prefix[: starts[0]] if starts else []
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts, without special tokens, even where a text contains the name of one."""
-        return [each.ids for each in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+    def encode(self, texts: Sequence[str], *, inner: bool = False) -> list[list[int]]:
+        """The ids of texts, without special tokens, even where a text contains the name of one.
+
+        inner: the texts are parts of longer ones, so that no space is put before them.
+        """
+        backend = self._inner if inner else self._backend
+        return [each.ids for each in backend.encode_batch(list(texts), add_special_tokens=False)]
+
+    def adds_space(self, special: int | None) -> bool:
+        """Whether the tokenizer puts a space before a text behind this special token, or at the very beginning."""
+        return self._adds_space if special is None else self._adds_space_after[special]
+
+    def has_added_space(self, content: bytes) -> bool:
+        """Whether the first byte of a text is a space that the tokenizer has added, where it adds one.
+
+        Some tokenizers add none to a text that begins with one. So they have the same ids for a text that begins with
+        one space and for the same text without it, which is then meant.
+        """
+        return content.startswith(b" ") and (self._adds_second_space or not content.startswith(b"  "))
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token. Raises ValueError for an id that stands for no bytes."""
@@ -88,6 +124,17 @@ class TokenBytes:
         if missing is not None:
             raise ValueError(f"token id {missing} ({self.special.get(missing, 'unknown')!r}) stands for no text")
         return [self.bytes_of[index] for index in ids]
+
+    def _bytes(self, text: str, *, inner: bool = False) -> bytes:
+        return b"".join(self.pieces(self.encode([text], inner=inner)[0]))
+
+    def _ids_behind(self, index: int) -> list[int] | None:
+        """The ids of a text behind a special token; None if the tokenizer does not find the token in a text.
+
+        Then it only puts the token before whole texts.
+        """
+        ids = self._backend.encode(f"{self.special[index]}a", add_special_tokens=False).ids
+        return ids[1:] if ids[:1] == [index] else None
 
     def _content(self, token: str) -> bytes:
         if not self._is_byte_level:
@@ -106,6 +153,16 @@ def _parts(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _has(decoder: dict[str, Any] | None, kind: str) -> bool:
     return any(part["type"] == kind for part in _parts(decoder))
+
+
+def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer without what puts a space before a text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    for steps in ("normalizers", "pretokenizers"):
+        if steps in part:
+            part = part | {steps: [each for step in part[steps] if (each := _without_added_space(step)) is not None]}
+    return part | _NO_ADDED_SPACE.get(part["type"], {})
 
 
 def _writes_spaces(decoder: dict[str, Any] | None) -> bool:

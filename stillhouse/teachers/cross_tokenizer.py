@@ -15,7 +15,8 @@ teacher's next token is one of these disjoint events, and each counts for one ou
     any other id                       the tail
 
 The token for some bytes is the one with these bytes, or else the first of those into which the student's tokenizer
-cuts them: a text that begins with these bytes most likely begins with that token. Bytes that are no whole characters
+cuts them within a text: a text that begins with these bytes most likely begins with that token. Where the student's
+tokenizer puts a space before a text, it is the first token with that space (▁the). Bytes that are no whole characters
 and no token count for the tail. The probabilities of events for one token add up, and those of all outcomes are 1.
 
 N rows of a document, R rows of the teacher, K ids of the teacher per row, B = K + 2 outcomes (K ids, y_0, x_0).
@@ -144,7 +145,7 @@ class CrossTokenizerStore:
         for at, answer in zip(asked, answers, strict=True):
             teacher = _TeacherRows.of(answer, aligned[at], teacher_rows[at])
             if self.signal.method == "gold":
-                self._merge(found[at], wanted[at], spans[at], teacher)
+                self._merge(found[at], wanted[at], spans[at], teacher, aligned[at].begins)
             else:
                 _sort(found[at], wanted[at].rows, spans[at], teacher)
         return found
@@ -158,14 +159,20 @@ class CrossTokenizerStore:
         }
 
     def _merge(
-        self, into: dict[str, Tensor], wanted: DocumentRows, spans: Sequence[Span], teacher: "_TeacherRows"
+        self,
+        into: dict[str, Tensor],
+        wanted: DocumentRows,
+        spans: Sequence[Span],
+        teacher: "_TeacherRows",
+        begins: frozenset[int],
     ) -> None:
-        """Fill in the rows of a document's spans with gold's signal."""
+        """Fill in the rows of a document's spans with gold's signal. begins: see `AlignedDocument`."""
         starts_S = torch.tensor([span.student.start - 1 for span in spans]) - wanted.rows.start
         stops_S = torch.tensor([span.student.stop - 1 for span in spans]) - wanted.rows.start
         tokens_S = torch.from_numpy(wanted.tokens[[span.student.start for span in spans]].astype(np.int64))
         log_p_S = teacher.log_probs_of(spans)
-        ids_SB, log_probs_SB, tail_S = self._outcomes(teacher, teacher.starts_of(spans), tokens_S, log_p_S)
+        begins_S = torch.tensor([span.student.start in begins for span in spans])
+        ids_SB, log_probs_SB, tail_S = self._outcomes(teacher, teacher.starts_of(spans), tokens_S, log_p_S, begins_S)
         is_inside_S = (starts_S >= 0) & (starts_S < len(wanted.rows))
         places = starts_S[is_inside_S]
         into["ids"][places] = ids_SB[is_inside_S].int()
@@ -177,11 +184,12 @@ class CrossTokenizerStore:
         into["continuation"][place_N] = log_p_S[owner_N].exp().float()
 
     def _outcomes(
-        self, teacher: "_TeacherRows", starts_S: Tensor, first_S: Tensor, log_p_S: Tensor
+        self, teacher: "_TeacherRows", starts_S: Tensor, first_S: Tensor, log_p_S: Tensor, begins_S: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The student's ids, their log-probabilities and the tail for each span, in float64.
 
-        starts_S: the teacher's row that predicts x_0. first_S: y_0. log_p_S: log P.
+        starts_S: the teacher's row that predicts x_0. first_S: y_0. log_p_S: log P. begins_S: whether the student's
+        tokenizer puts a space before y_0.
         """
         x_0_S, log_x_0_S = teacher.labels_R[starts_S], teacher.log_labels_R[starts_S]
         ids_SK, log_p_SK = teacher.ids_RK[starts_S], teacher.log_probs_RK[starts_S]
@@ -189,7 +197,7 @@ class CrossTokenizerStore:
         # x_0 without its continuation: p(x_0) − P, from the probability of the continuation alone
         log_later_S = (log_p_S - log_x_0_S).masked_fill(log_p_S == -math.inf, -math.inf)
         log_rest_S = log_x_0_S + _log_one_less(log_later_S)
-        twin_SB = self._twins(torch.cat([ids_SK, x_0_S[:, None]], 1))
+        twin_SB = self._twins(torch.cat([ids_SK, x_0_S[:, None]], 1), begins_S)
         log_p_SB = torch.cat([log_p_SK, log_rest_S[:, None]], 1)
         is_y_0_SB = twin_SB == first_S[:, None]
         log_y_0_S = torch.cat([log_p_S[:, None], log_p_SB.masked_fill(~is_y_0_SB, -math.inf)], 1).logsumexp(1)
@@ -202,11 +210,13 @@ class CrossTokenizerStore:
         ids_SB = torch.cat([first_S[:, None], twin_SB], 1)
         return ids_SB, torch.cat([log_y_0_S[:, None], log_p_SB], 1), tail_S
 
-    def _twins(self, ids: Tensor) -> Tensor:
+    def _twins(self, ids_SB: Tensor, begins_S: Tensor) -> Tensor:
         """The student's first token of each id, or -1. A head may have more rows than its tokenizer has ids."""
-        first_of = torch.from_numpy(self.aligner.first_of).long()
-        is_known = (ids >= 0) & (ids < len(first_of))
-        return first_of[ids.masked_fill(~is_known, 0)].masked_fill(~is_known, ABSENT)
+        first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
+        is_known_SB = (ids_SB >= 0) & (ids_SB < first_of.shape[1])
+        return first_of[begins_S.long()[:, None], ids_SB.masked_fill(~is_known_SB, 0)].masked_fill(
+            ~is_known_SB, ABSENT
+        )
 
 
 @dataclass(frozen=True)
