@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
-from stillhouse.models import draw_lora
+from stillhouse.models import draw_lora, eos_ids
 from stillhouse.parallel import (
     SCHEMES,
     Degrees,
@@ -32,7 +32,6 @@ from stillhouse.parallel import (
 )
 from stillhouse.parallel.expert_parallel import dispatched_experts
 from stillhouse.rollouts import RolloutPlan
-from stillhouse.rollouts.generate import eos_ids
 from stillhouse.rollouts.in_process import InProcessEngine
 from stillhouse.teachers import NoTeacher, SignalSource
 from stillhouse.train.build import distributed_engine, single_process_engine

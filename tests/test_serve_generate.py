@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from serving import Server, slow_generation
 
 from stillhouse.data import load_tokenizer
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import single_process_runner
 from stillhouse.rollouts import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.generate import Generator, eos_ids
+from stillhouse.rollouts.generate import Generator
 from stillhouse.rollouts.http import ServedEngine
 from stillhouse.rollouts.stillhouse_client import StillhouseApi
 from stillhouse.rollouts.weights import publish
@@ -161,6 +161,18 @@ def test_info_describes_the_model(server: Server) -> None:
     assert server.client.get("/v1/models").json()["data"][0]["id"] == info["model"]
     assert server.client.get("/healthz").json() == {"status": "ready"}
     assert server.client.post("/v1/score", json={"token_ids": [[1]]}).status_code == 404
+
+
+@pytest.mark.parametrize("options", [(), ("--generate",)])
+@pytest.mark.parametrize(("named", "expected"), [([9, 7], [2, 7, 9]), (7, [2, 7]), (None, [2])])
+def test_both_servers_name_the_same_ends_of_sequence(
+    folder: Path, tmp_path: Path, options: tuple[str, ...], named: Any, expected: list[int]
+) -> None:
+    """Those of the tokenizer and of the model's generation_config, as everything that writes completions has them."""
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    with Server(tmp_path / "model", *options) as server:
+        assert server.info()["eos_token_ids"] == expected
 
 
 # weights

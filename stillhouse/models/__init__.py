@@ -3,6 +3,7 @@
 from stillhouse.models.adapter import add_lora, draw_lora, without_lora
 from stillhouse.models.checks import check_document_length, check_finite_weights, check_saving, warn_of_positions
 from stillhouse.models.decoder import Decoder
+from stillhouse.models.ends import eos_ids
 from stillhouse.models.experts import balance_routers
 from stillhouse.models.fingerprint import model_fingerprint
 from stillhouse.models.head import OutputProcessor
@@ -26,6 +27,7 @@ __all__ = [
     "check_finite_weights",
     "check_saving",
     "draw_lora",
+    "eos_ids",
     "evaluating",
     "match_hidden",
     "model_fingerprint",

@@ -1,8 +1,8 @@
 """Completions in this process, with transformers' own `generate`.
 
 The model generates with its key-value cache, in eval mode and without gradients; its weights are those that are
-trained. Of the model's `generation_config`, nothing has an effect: `eos_ids` reads the ends of sequence from it, and
-the caller passes them in `Sampling`.
+trained. Of the model's `generation_config`, nothing has an effect: `eos_ids` of the models reads the ends of sequence
+from it, and the caller passes them in `Sampling`.
 
 B completions, S tokens of the longest prompt.
 """
@@ -184,14 +184,6 @@ def check_generation(decoder: Decoder, device: torch.device) -> None:
                 "those of its forward pass: expected a model that supports a cache and padding on the left; let a "
                 "server write the completions (rollout.engine)"
             )
-
-
-def eos_ids(tokenizer: PreTrainedTokenizerBase, decoder: Decoder) -> tuple[int, ...]:
-    """The ends of sequence of the tokenizer and of the model's generation_config, for `Sampling`."""
-    config = decoder.pretrained.generation_config
-    named = None if config is None else config.eos_token_id
-    found = {tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])}
-    return tuple(sorted(int(each) for each in found if each is not None))
 
 
 @contextmanager

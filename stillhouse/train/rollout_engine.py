@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RolloutConfig, RunConfig
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.rollouts import RolloutEngine, Sampling
 from stillhouse.rollouts.api import EngineApi
-from stillhouse.rollouts.generate import Generator, check_generation, eos_ids
+from stillhouse.rollouts.generate import Generator, check_generation
 from stillhouse.rollouts.http import ServedEngine
 from stillhouse.rollouts.in_process import InProcessEngine
 from stillhouse.rollouts.sglang import SglangApi

@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.task import TaskSpec
 from stillhouse.data.templates import CompletionTemplate
+from stillhouse.models import eos_ids
 from stillhouse.rollouts import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.generate import eos_ids
 from stillhouse.rollouts.in_process import InProcessEngine
 from stillhouse.tasks import exact_match, problem
 from stillhouse.train.rollout_engine import in_process_engine

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse import __version__
 from stillhouse.data import check_vocabulary, load_tokenizer, tokenizer_fingerprint
-from stillhouse.models import Decoder, check_finite_weights
+from stillhouse.models import Decoder, check_finite_weights, eos_ids
 from stillhouse.parallel import choose_device, local_folder, log_rank0, process_count
 from stillhouse.preemption import finishing
 from stillhouse.rollouts.draws import stop_texts
-from stillhouse.rollouts.generate import Generator, check_generation, eos_ids
+from stillhouse.rollouts.generate import Generator, check_generation
 from stillhouse.rollouts.sample import Completion, Sampling
 from stillhouse.rollouts.server.app import GenerationService, make_app
 from stillhouse.rollouts.server.protocol import GenerationPart, Written

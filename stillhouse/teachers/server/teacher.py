@@ -15,6 +15,7 @@ from stillhouse.models import (
     Decoder,
     check_document_length,
     check_finite_weights,
+    eos_ids,
     model_fingerprint,
     quantized_identity,
 )
@@ -135,17 +136,9 @@ def _info(
         "dtype": str(next(decoder.parameters()).dtype).removeprefix("torch."),
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "chat_template": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
-        "eos_token_ids": _eos_token_ids(decoder, tokenizer),
+        "eos_token_ids": list(eos_ids(tokenizer, decoder)),
         "files": {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file()},
     }
-
-
-def _eos_token_ids(decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a sequence, as the model's generation has them; otherwise the tokenizer's."""
-    found = getattr(decoder.pretrained.generation_config, "eos_token_id", None)
-    if found is None:
-        found = tokenizer.eos_token_id
-    return [] if found is None else [int(each) for each in (found if isinstance(found, list) else [found])]
 
 
 def _source(build: Any, folder: str, device: torch.device) -> ModelSource:
