@@ -1,14 +1,18 @@
 """Reading records from every kind of source, and errors that name the file and line."""
 
 import json
+import os
+import socket
+from contextlib import chdir
 from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from runs import run, write_run
 
-from stillhouse.data.reading import read_records
+from stillhouse.data.reading import NoSourceError, local_files, read_records
 
 
 def write_lines(path: Path, *lines: str | bytes | dict) -> Path:
@@ -108,6 +112,79 @@ def test_a_folder_and_a_glob_come_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     write_lines(tmp_path / "inner" / "d.jsonl", {"text": "d"})
     assert texts(f"{tmp_path}/**/*.jsonl") == ["a", "b", "d"]
+
+
+def no_file(kind: str, path: Path) -> None:
+    """Put something at a path that is no regular file."""
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a socket":
+        with socket.socket(socket.AF_UNIX) as unix, chdir(path.parent):  # such an address has at most 107 bytes
+            unix.bind(path.name)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        target = {"a link to a device": "/dev/zero", "a link to a named pipe": "pipe"}.get(kind, "nowhere")
+        if target == "pipe":
+            os.mkfifo(path.parent / target)
+        path.symlink_to(target)
+
+
+KINDS = [
+    "a named pipe",
+    "a socket",
+    "a folder",
+    "a link to a device",
+    "a link to a named pipe",
+    r"a link to nowhere, which cannot be followed \(No such file or directory\)",
+]
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.json", "b.csv.gz", "b.jsonl.zst", "b.parquet"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str, name: str) -> None:
+    """Whoever opens a pipe waits for ever, and a device never ends."""
+    write_lines(tmp_path / "a.jsonl", {"text": "a"})
+    (tmp_path / "c.jsonl").symlink_to("a.jsonl")
+    assert texts(tmp_path) == ["a", "a"]
+    no_file(kind, tmp_path / name)
+    expected = rf"^{tmp_path}/{name} is {kind}: expected a regular file"
+    for list_or_read in (read_records, local_files):
+        with pytest.raises(ValueError, match=f"{expected}$"):
+            list_or_read(tmp_path)
+        if kind == "a folder":
+            assert texts(f"{tmp_path}/*") == ["a", "a"]  # a glob may match folders
+            continue
+        with pytest.raises(ValueError, match=f"{expected}$"):
+            list_or_read(f"{tmp_path}/*.*")
+    if kind != "a folder":
+        with pytest.raises(NoSourceError, match=f"{expected} or a folder$"):
+            read_records(tmp_path / name)
+
+
+@pytest.mark.parametrize("file", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow", "more"])
+@pytest.mark.parametrize("split", ["", "train"])
+def test_a_saved_dataset_with_a_pipe_is_refused(tmp_path: Path, file: str, split: str) -> None:
+    dataset = datasets.Dataset.from_list([{"text": "one"}])
+    (datasets.DatasetDict(train=dataset) if split else dataset).save_to_disk(str(tmp_path))
+    path = tmp_path / split / file
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    for list_or_read in (read_records, local_files):
+        with pytest.raises(ValueError, match=f"^{path} is a named pipe: expected a regular file$"):
+            list_or_read(tmp_path)
+
+
+def test_a_run_on_a_folder_with_a_pipe_says_its_name(tmp_path: Path) -> None:
+    write_run(tmp_path, teacher=False)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.jsonl").symlink_to(tmp_path / "train.jsonl")
+    os.mkfifo(data / "b.jsonl")
+    assert f"{data}/b.jsonl is a named pipe" in run("check", tmp_path / "run.yaml", f"data.train={data}", code=1).err
+    pipe = data / "b.jsonl"
+    found = run("check", tmp_path / "run.yaml", f"data.train={pipe}", code=2).err
+    assert f"data.train: {pipe} is a named pipe: expected a regular file or a folder" in found
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from stillhouse.data.compressed import COMPRESSED, format_of, open_bytes
 from stillhouse.data.csv_files import CSV, CsvDamageError, read_csv
+from stillhouse.data.file_kinds import kind_of, require_regular
 from stillhouse.display import escaped, first_line, name_list
 from stillhouse.libraries import reading
 
@@ -56,10 +57,11 @@ class Record:
 def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
     """The records of a file, a folder of files, a glob, a saved `datasets` folder or a hub id, in a fixed order.
 
-    Files of a folder or a glob are read in the order of their names. A name that exists on this machine is read
-    locally. Any other name is a hub id, unless it looks like a path, which is then reported as missing. The hub id is
-    passed unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it, as in
-    `allenai/c4:en@validation`; the default split is "train".
+    Files of a folder or a glob are read in the order of their names. Only regular files and links to them are opened;
+    other things with the name of a data file are refused, but for folders that a glob matches. A name that exists on
+    this machine is read locally. Any other name is a hub id, unless it looks like a path, which is then reported as
+    missing. The hub id is passed unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it,
+    as in `allenai/c4:en@validation`; the default split is "train".
 
     Raises NoSourceError if there is nothing under that name, and ValueError if it cannot be read.
     """
@@ -69,6 +71,8 @@ def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
         return _read_file(path)
     if path.is_dir():
         return _read_folder(path)
+    if os.path.lexists(path):
+        raise NoSourceError(f"{name} is {kind_of(path)}: expected a regular file or a folder")
     if glob.has_magic(name):
         return _read_files(_matches(name))
     hub = _parse_hub_id(name)
@@ -101,9 +105,11 @@ def _parse_hub_id(given: str) -> tuple[str, str | None, str] | None:
 
 def _matches(pattern: str) -> list[Path]:
     paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-    files = [path for path in paths if path.is_file()]
+    files = [path for path in paths if not path.is_dir()]
     if not files:
         raise NoSourceError(f"no file matches {pattern}")
+    for path in files:
+        require_regular(path)
     return files
 
 
@@ -120,7 +126,10 @@ def _is_saved(folder: Path) -> bool:
 def _saved_files(folder: Path) -> list[Path]:
     """All files of a saved dataset, which has each split in a subfolder, or is one split itself."""
     parts = [folder, *(state.parent for state in folder.glob("*/state.json"))]
-    return sorted(each for part in parts for each in part.iterdir() if each.is_file())
+    files = sorted(each for part in parts for each in part.iterdir() if not each.is_dir())
+    for path in files:
+        require_regular(path)
+    return files
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -135,6 +144,8 @@ def _files_of(folder: Path) -> list[Path]:
     twice = next((path for path in files if path.suffix in COMPRESSED and path.with_suffix("") in files), None)
     if twice is not None:
         raise ValueError(f"{folder} has both {twice.name} and {twice.stem}: expected one of them, or a glob")
+    for path in files:
+        require_regular(path)
     return files
 
 
@@ -284,6 +295,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 def _load_saved(folder: Path) -> Any:
     import datasets
 
+    _saved_files(folder)  # each of them is a regular file, which `datasets` does not check
     for state in (folder / "state.json", *sorted(folder.glob("*/state.json"))):
         if state.is_file():
             with reading(f"{folder}: not a readable saved dataset"):
