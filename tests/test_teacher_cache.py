@@ -232,6 +232,31 @@ def test_nan_of_the_teacher_is_refused_by_the_writer(
     assert not list((tmp_path / "out" / "shards").iterdir())
 
 
+def test_without_a_configuration_the_teacher_stands_for_the_student(folder: Path, tmp_path: Path) -> None:
+    """With and without overrides, and where the teacher is one of them; the later one of two students counts."""
+    write_run(folder)
+    teacher, data, sizes = str(folder / "teacher"), str(folder / "train.jsonl"), ("data.max_tokens=24", "data.eval=0")
+    plain = run("cache", "--teacher", teacher, "--data", data, "--out", tmp_path / "plain", *sizes).out
+    assert "for 43 documents" in plain  # some texts have more than 24 tokens
+    (tmp_path / "run.yaml").write_text(
+        f"student: {{model: {folder / 'student'}}}\nteacher: {{model: {teacher}}}\n"
+        f"data: {{train: {data}, max_tokens: 24, eval: 0}}\n"
+    )
+    commands: list[list[str | Path]] = [
+        [tmp_path / "run.yaml"],
+        [f"teacher.model={teacher}", f"data.train={data}", *sizes],
+        ["--teacher", teacher, "--data", data, "--student", str(folder / "student"), *sizes],
+        ["--teacher", teacher, "--data", data, f"student.model={folder / 'student'}", *sizes],
+    ]
+    for number, command in enumerate(commands):
+        out = tmp_path / str(number)
+        run("cache", *command, "--out", out)
+        for name in ("index.json", "shards/00000.safetensors"):
+            assert (out / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), command
+    missing = run("cache", "--data", data, "--out", tmp_path / "x", *sizes, code=2).err
+    assert "student.model" in missing
+
+
 def test_the_command_and_a_run_from_it(folder: Path, tmp_path: Path) -> None:
     write_run(folder)
     run("cache", folder / "run.yaml", "--out", tmp_path / "cache")

@@ -56,7 +56,7 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
     if not arguments and not given:
         name = click.get_current_context().info_name
         raise misused(f"a configuration file or options are needed, for example\n  stillhouse {name} {EXAMPLE}")
-    files = [argument for argument in arguments if not _is_override(argument)]
+    files = [argument for argument in arguments if not is_override(argument)]
     if any(each.startswith("=") for each in arguments):
         raise misused("an override has no spaces: train.learning_rate=2e-5")
     if len(files) > 1:
@@ -67,14 +67,14 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
         raise misused(f"{files[0]!r} is neither a file nor an override: expected a YAML file or key=value")
     from stillhouse.config import load_config
 
-    overrides = [argument for argument in arguments if _is_override(argument)]
+    overrides = [argument for argument in arguments if is_override(argument)]
     config = load_config(files[0] if files else None, overrides, settings=settings_layer(given))
     teachers = [each.model for each in config.teacher_sections.values()]
     settle_offline([config.student.model, config.data.chat_template, *teachers])
     return config
 
 
-def _is_override(argument: str) -> bool:
+def is_override(argument: str) -> bool:
     """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path."""
     key, sign, _ = argument.partition("=")
     return bool(sign) and "/" not in key and os.sep not in key

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stillhouse.cli.arguments import configured, load, misused, quiet_libraries
+from stillhouse.cli.arguments import configured, is_override, load, misused, quiet_libraries
 
 if TYPE_CHECKING:
     from stillhouse.teachers.spec import SignalKind
@@ -62,7 +62,7 @@ def write(
     if flags["out"] is None:
         raise misused("--out is missing: expected the folder of the cache")
     out = Path(flags["out"])
-    given = {**flags, "student": flags["student"] or flags["teacher"]} if not arguments else flags
+    arguments, given = _with_student(arguments, flags)
     config = load(arguments, given)
     quiet_libraries()
     from stillhouse.parallel import destroy_process_group, is_first
@@ -83,6 +83,20 @@ def write(
     if is_first():
         click.echo(manifest.summary(out))
     destroy_process_group()
+
+
+def _with_student(
+    arguments: tuple[str, ...], flags: dict[str, str | None]
+) -> tuple[tuple[str, ...], dict[str, str | None]]:
+    """The arguments of a run whose student is the teacher, if neither a file nor an option names a student.
+
+    Only the student's tokenizer is used, and it must be the teacher's.
+    """
+    if flags["student"] is not None or not all(map(is_override, arguments)):
+        return arguments, flags
+    keys = ("teacher.model=", "teacher.revision=", "teacher.trust_remote_code=")
+    same = (each.replace("teacher", "student", 1) for each in arguments if each.startswith(keys))
+    return (*same, *arguments), {**flags, "student": flags["teacher"]}
 
 
 @cache.command()
