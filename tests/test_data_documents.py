@@ -60,23 +60,33 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
     assert parquet.keys_D.tolist() == lines.keys_D.tolist()
 
 
-@pytest.mark.parametrize(("max_tokens", "sizes"), [(10, [10, 10, 5]), (8, [8, 8, 7, 2]), (25, [25])])
-def test_long_texts_are_cut_into_pieces_and_lose_nothing(tmp_path: Path, max_tokens: int, sizes: list[int]) -> None:
-    text = "0" * 23  # one token per digit, with bos and eos 25 tokens
+@pytest.mark.parametrize(
+    ("max_tokens", "sizes"),
+    [(10, [10, 10, 7]), (9, [9, 9, 9]), (8, [8, 8, 8, 4]), (24, [24, 2]), (25, [25]), (2, [2] * 24)],
+)
+def test_long_texts_are_cut_into_pieces_and_lose_no_prediction(
+    tmp_path: Path, max_tokens: int, sizes: list[int]
+) -> None:
+    text = "0123456789" * 2 + "012"  # one token per digit, with bos and eos 25 tokens
     whole = load(tmp_path, [{"text": text}])
     pieces = load(tmp_path, [{"text": text}], max_tokens)
     assert pieces.lengths_D.tolist() == sizes
-    assert pieces.tokens_N.tolist() == whole.tokens_N.tolist()
+    predicted = np.concatenate([pieces.tokens(piece)[pieces.targets(piece)] for piece in range(len(pieces))])
+    assert predicted.tolist() == whole.tokens_N[1:].tolist()
     assert [pieces.targets(piece).tolist() for piece in range(len(pieces))] == [
         [False] + [True] * (size - 1) for size in sizes
     ]
+    for piece in range(1, len(pieces)):
+        assert pieces.tokens(piece)[0] == pieces.tokens(piece - 1)[-1]
     assert len(set(pieces.keys_D.tolist())) == 1
     report = pieces.report
     assert (report.kept, report.documents, report.cut_tokens) == (1, len(sizes), 0)
     assert report.split_documents == (len(sizes) > 1)
     if len(sizes) > 1:
         assert pieces.sources[1] == f"{tmp_path}/train.jsonl:1 (piece 2 of {len(sizes)})"
-        assert report.summary().startswith(f"{tmp_path}/train.jsonl: 1 documents in {len(sizes)} pieces, 25 tokens")
+        assert report.summary().startswith(
+            f"{tmp_path}/train.jsonl: 1 documents in {len(sizes)} pieces, {sum(sizes)} tokens"
+        )
     assert report.records == pieces.select([0]).report.records == 1
 
 

@@ -1,6 +1,7 @@
 """Makes documents from records: reads, tokenizes, cuts and counts them.
 
-A text longer than the limit is cut into consecutive pieces, which are separate documents. A prompt with completion or
+A text longer than the limit is cut into pieces, which are separate documents; each begins with the last token of the
+one before it, so that no prediction is lost. A prompt with completion or
 a conversation is cut at its end. The report counts both, and every record that was skipped or has no target token.
 What a teacher reads, a document and its prefix, has the same limit.
 """
@@ -371,16 +372,16 @@ class _Loader:
 
 
 def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:
-    """Consecutive pieces of `max_tokens`. The last one may be shorter, but has at least 2 tokens if possible."""
-    length = len(encoded.ids)
-    starts = list(range(0, length, max_tokens))
-    if length - starts[-1] == 1 and max_tokens > 2:
-        starts[-1] -= 1
+    """Pieces of at most `max_tokens`, each of which begins with the last token of the piece before it.
+
+    So that token is read, not predicted, in the later piece, and every token behind the text's first one is predicted
+    once.
+    """
     pieces = []
-    for start, stop in zip(starts, starts[1:] + [length], strict=True):
-        targets = encoded.targets[start:stop].copy()
-        targets[:1] = False  # nothing precedes it within the piece
-        pieces.append(Encoded(encoded.ids[start:stop], targets))
+    for start in range(0, len(encoded.ids) - 1, max_tokens - 1):
+        targets = encoded.targets[start : start + max_tokens].copy()
+        targets[:1] = False
+        pieces.append(Encoded(encoded.ids[start : start + max_tokens], targets))
     return pieces
 
 
