@@ -220,6 +220,25 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _flash_packs_one_row(self) -> "RunConfig":
+        """transformers separates packed documents under flash attention only in a batch of one row."""
+        sections = {"student": self.student, **self.teacher_sections}
+        flash = [name for name, section in sections.items() if "flash" in (section.attention or "")]
+        for key, tokens in {
+            "train.micro_batch_tokens": self.train.micro_batch_tokens,
+            "eval.micro_batch_tokens": self.eval.micro_batch_tokens,
+        }.items():
+            if flash and tokens is not None and tokens >= 2 * self.data.max_tokens:
+                raise ConfigError(
+                    key,
+                    f"got {tokens}, which are {tokens // self.data.max_tokens} packed sequences of "
+                    f"data.max_tokens={self.data.max_tokens}: {flash[0]}.attention={sections[flash[0]].attention} "
+                    "keeps the documents of one sequence apart, not of several; expected less than twice "
+                    "data.max_tokens (raise data.max_tokens), or attention sdpa",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _gathered_as_computed(self) -> "RunConfig":
         self.require_gather_dtype()
         return self

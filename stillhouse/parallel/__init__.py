@@ -36,6 +36,7 @@ from stillhouse.parallel.processes import (
     log_rank0,
     process_count,
     process_rank,
+    raised_on_all,
     start,
     wait_for_all,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "process_rank",
     "prove_heads",
     "prove_runner",
+    "raised_on_all",
     "require_own_teacher",
     "shard_micro_batches",
     "single_process_runner",

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stillhouse.models import Decoder
-from stillhouse.parallel import Runner, gathered
+from stillhouse.models import Decoder, ProofError, prove_decoder
+from stillhouse.parallel import Runner, gathered, raised_on_all
 from stillhouse.parallel.loading import allocate
 
 
@@ -21,7 +21,7 @@ class StudentCopy:
 
     build: returns the whole student, as `ModelSource.build` does: with any weights, or on the meta device.
 
-    Raises ValueError if the copy has a tensor that no rank holds.
+    Raises ValueError if the copy has a tensor that no rank holds, and ProofError if it computes the wrong thing.
     """
 
     def __init__(self, runner: Runner, build: Callable[[], Decoder]):
@@ -39,6 +39,8 @@ class StudentCopy:
         self._trained = {name for names in everyone for name in names}
         self.decoder.requires_grad_(False)
         self._copy(self._owners)
+        with raised_on_all(ProofError, self.mesh.everyone, self.mesh.device):
+            prove_decoder(self.decoder)
 
     def refresh(self) -> None:
         """Copy the student's present weights, one tensor at a time; a collective of all ranks.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.data import DataReport, Documents, PackedSequences
+from stillhouse.models.proof import packs_one_row
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Computation, Runner
 from stillhouse.teachers.cache.format import document_id
@@ -82,7 +83,9 @@ class Scorer:
         Raises RuntimeError where the forward pass fails, as with too little memory.
         """
         documents = _documents([part.document.tokens for part in parts])
-        sequences = PackedSequences(documents, max_tokens=int(documents.lengths_D.max()), seed=0, shuffle=False)
+        one_row = packs_one_row(self._runner.students()[0].pretrained)
+        tokens = len(documents.tokens_N) if one_row else int(documents.lengths_D.max())
+        sequences = PackedSequences(documents, max_tokens=tokens, seed=0, shuffle=False)
         micro_batch = sequences.micro_batch(range(len(sequences)))
         is_first_T = (micro_batch.position_ids_BS.flatten() == 0) & (micro_batch.document_T >= 0)
         starts_D = torch.empty(len(parts), dtype=torch.int64)

@@ -193,9 +193,7 @@ def test_a_damaged_configuration(tmp_path: Path, values: dict[str, Any]) -> None
 def test_a_number_of_layers_in_a_part_of_a_configuration(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     edit(folder / "config.json", text_config={"num_hidden_layers": 10**9})
-    with pytest.raises(
-        ValueError, match=r"has text_config\.num_hidden_layers 1000000000: expected at most"
-    ):
+    with pytest.raises(ValueError, match=r"has text_config\.num_hidden_layers 1000000000: expected at most"):
         require_safe_files(folder)
     edit(folder / "config.json", text_config={"vocab_size_per_layer_input": 262_144})  # as in Gemma 3n and 4
     require_safe_files(folder)

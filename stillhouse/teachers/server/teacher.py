@@ -150,7 +150,7 @@ def _source(build: Any, folder: str, device: torch.device) -> ModelSource:
         decoder: Decoder = build().requires_grad_(False)
         return decoder
 
-    return ModelSource(frozen, weights)
+    return ModelSource(frozen, weights, name="teacher")
 
 
 def _sha256(path: Path) -> str:
