@@ -6,6 +6,8 @@ The command line handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 (`handling`):
                         writes a checkpoint and raises `Preempted`. Outside `finishing` it ends the process at once.
     the second signal   Ends the process at once.
 
+A function of the user's own that does not return within `finishing` is ended, too (`interruptible`).
+
 In all these cases the exit code is 128 + the signal's number. A thread reads the signals, because Python runs signal
 handlers only in the main thread, which may be waiting in a collective that never ends. Signals that were ignored when
 the process started (`nohup`, background jobs) stay ignored. If the library is used without the command line, it
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from stillhouse.ending import end_process, print_line
 
@@ -29,7 +32,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: signal every process of a job step, and torchrun forwards its own signal to its processes
 REPEATED_SECONDS = 1.0
 
+#: how many seconds the user's own functions may run after a signal, all together; after as many more, the process
+#: ends without a checkpoint
+SECONDS_TO_RETURN = 5.0
+#: sent to the main thread to end a function. By default it has no effect, so it is harmless if it comes too late
+_INTERRUPT = signal.SIGURG
+_MILLISECONDS_BETWEEN_LOOKS = 200
+
 _OUTPUTS = (1, 2)
+
+T = TypeVar("T")
 
 _listener: "_Listener | None" = None
 
@@ -45,6 +57,12 @@ class Preempted(Exception):
         saved = "" if checkpoint is None else f"; checkpoint {checkpoint}"
         super().__init__(f"stopped by {signal.Signals(number).name} {where}{saved}")
         self.number, self.checkpoint = number, checkpoint
+
+
+class OverdueError(BaseException):
+    """A signal came, and a function of the user's own did not return in time. It is not an Exception, so that an
+    `except Exception` of the function does not keep it.
+    """
 
 
 @contextmanager
@@ -65,9 +83,11 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
     for number in own:
         signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
+    before_interrupt = signal.signal(_INTERRUPT, _listener.interrupt)
     try:
         yield
     finally:
+        signal.signal(_INTERRUPT, before_interrupt)
         for number in own:
             signal.signal(number, signal.SIG_IGN if ends_process else before[number])
         signal.set_wakeup_fd(descriptor)
@@ -89,6 +109,27 @@ def finishing(what: str) -> Iterator[None]:
         listener.finishing = None
 
 
+def interruptible(what: str, work: Callable[[], T]) -> T:
+    """The result of `work`, a function of the user's own that may never return. what: its name.
+
+    Within `finishing`, OverdueError is raised in it `SECONDS_TO_RETURN` after a signal; if it goes on nevertheless,
+    the process ends after as long again. Elsewhere a signal ends the process at once. Only the main thread can be
+    interrupted, and only between two instructions of Python or in a system call.
+    """
+    listener = _listener
+    if listener is None or threading.current_thread() is not threading.main_thread():
+        return work()
+    listener.enter(what)
+    try:
+        try:
+            return work()
+        finally:
+            listener.leave()
+    except OverdueError:
+        listener.leave()  # it may have been raised right before the line above
+        raise
+
+
 def requested() -> int:
     """The number of the signal that this process has received; 0 if there was none or signals are not handled."""
     return 0 if _listener is None else _listener.received()
@@ -101,6 +142,9 @@ class _Listener:
         self.finishing: str | None = None
         self._received, self._received_at = 0, 0.0
         self._arrived, self._noted = False, threading.Event()
+        self._function: str | None = None  # the user's function that runs now
+        self._entered_at = self._spent = 0.0  # spent: the seconds of such functions since the signal, but of this one
+        self._is_interrupted = False
         self._message = message
         self._inbox, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -125,6 +169,23 @@ class _Listener:
             self._noted.wait()
         return self._received
 
+    def enter(self, function: str) -> None:
+        """A function of the user's own begins. Raises OverdueError if others have used its time up."""
+        if self._received and self._spent > SECONDS_TO_RETURN:
+            raise OverdueError(f"{function} was not called after a signal")
+        self._is_interrupted, self._entered_at = False, time.monotonic()
+        self._function = function
+
+    def leave(self) -> None:
+        function, self._function = self._function, None
+        if self._received and function is not None:
+            self._spent += self._since_signal()
+
+    def interrupt(self, *_: object) -> None:
+        """The handler of `_INTERRUPT`, in the main thread."""
+        if self._function is not None:
+            raise OverdueError(f"{self._function} has not returned {SECONDS_TO_RETURN:g} s after a signal")
+
     def close(self) -> None:
         # closing is not enough: a forked process that is still alive holds this end open, and the thread would wait
         self._wakeup.shutdown(socket.SHUT_RDWR)
@@ -134,7 +195,9 @@ class _Listener:
 
     def _listen(self) -> None:
         while True:
-            for descriptor, _ in self._poll.poll():
+            if self._received:
+                self._end_function()
+            for descriptor, _ in self._poll.poll(_MILLISECONDS_BETWEEN_LOOKS if self._received else None):
                 if descriptor in _OUTPUTS:
                     self._poll.unregister(descriptor)
                     _discard(descriptor)
@@ -145,6 +208,25 @@ class _Listener:
                 for number in numbers:
                     if number in SIGNALS:
                         self._receive(number)
+
+    def _since_signal(self) -> float:
+        """The seconds of the present function since the signal."""
+        return time.monotonic() - max(self._entered_at, self._received_at)
+
+    def _end_function(self) -> None:
+        """Interrupt the user's function, or end the process, if its time is over."""
+        function = self._function
+        if function is None:
+            return
+        spent = self._spent + self._since_signal()
+        if spent > 2 * SECONDS_TO_RETURN:
+            line = f"{function} does not return; {self._message(self._received)}"
+            end_process(128 + self._received, line if _is_rank_0() else None)
+        if spent > SECONDS_TO_RETURN and not self._is_interrupted:
+            self._is_interrupted = True
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, _INTERRUPT)
 
     def _receive(self, number: int) -> None:
         now, finishing = time.monotonic(), self.finishing

@@ -9,7 +9,7 @@ from ranks import Ranks
 from runs import run, write_run
 
 from stillhouse.config import ConfigError, load_config
-from stillhouse.train.callbacks import EvaluationContext, MetricsError, checked_metrics
+from stillhouse.train.callbacks import EvaluationContext, checked_metrics
 
 
 def lengths(context: EvaluationContext) -> dict[str, float]:
@@ -105,6 +105,7 @@ def test_which_value_is_better_has_to_be_said(tmp_path: Path, overrides: list[st
     ("returned", "message"),
     [
         (None, "gives NoneType: expected a dict"),
+        ({"a": 10**5000}, "gives an integer of 16,610 bits for 'a'"),
         ({"a b": 1.0}, "gives the name 'a b'"),
         ({1: 1.0}, "gives the name 1"),
         ({"a": True}, "gives True for 'a'"),
@@ -113,8 +114,8 @@ def test_which_value_is_better_has_to_be_said(tmp_path: Path, overrides: list[st
     ],
 )
 def test_what_is_no_metrics_is_refused(returned: Any, message: str) -> None:
-    with pytest.raises(MetricsError, match=f"^eval.callbacks: m:f .*{message}"):
-        checked_metrics("m:f", returned, {"eval/cross_entropy"})
+    with pytest.raises(ValueError, match=f"^eval.callbacks: m:f .*{message}"):
+        checked_metrics("eval.callbacks: m:f", returned, {"eval/cross_entropy"})
 
 
 def test_a_function_that_does_not_exist_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:

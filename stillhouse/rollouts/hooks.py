@@ -1,55 +1,187 @@
-"""The user's own functions: rewards of completions, and environments that answer them."""
+"""The user's own functions: rewards of completions, environments that answer them, and evaluations.
 
+They are foreign code that may do anything. Whatever such a function raises, also SystemExit, becomes one error with
+the function, what it was called for, and the traceback of its own frames. A signal ends a function that does not
+return (`preemption.interruptible`). A record is a copy: what a function writes into it has no effect on later calls,
+which a resumed run could not repeat.
+"""
+
+import copy
 import importlib
+import inspect
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
 
-#: (prompt, completion, record) → reward. prompt: the text that the model continued; completion: its text, without
-#: special tokens; record: the whole record of the data
-Reward: TypeAlias = Callable[[str, str, Mapping[str, Any]], float]
-#: (prompt, completion, record) → the text that follows the completion, or None at the end
-Environment: TypeAlias = Callable[[str, str, Mapping[str, Any]], str | None]
+from stillhouse import preemption
+from stillhouse.display import escaped
+from stillhouse.preemption import OverdueError, interruptible
+
+#: the arguments of a reward and of an environment. prompt: the text that the model continued; completion: its text,
+#: without special tokens; record: the whole record of the data. A reward returns a number, an environment the text
+#: that follows the completion, or None at the end
+OF_COMPLETIONS = ("prompt", "completion", "record")
+#: frames of a traceback that an error shows: the first ones and the last ones
+_FIRST, _LAST = 2, 6
+#: characters of a completion, and of the message of a function's error
+_SHOWN, _WIDTH = 80, 400
+#: the files whose frames come before those of the user
+_IMPORT = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+_OWN = (__file__, preemption.__file__, *_IMPORT)
 
 
-def load_function(path: str) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of the user's own. key: of the configuration that names it. path: `package.module:function`."""
+
+    key: str
+    path: str
+    function: Callable[..., Any]
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.path}"
+
+    def __call__(self, *arguments: Any, about: str = "") -> Any:
+        """What the function returns. about: what it is called for, in errors.
+
+        Raises ValueError for whatever it raises, and OverdueError if a signal has come and it does not return.
+        """
+        try:
+            return interruptible(str(self), partial(self.function, *arguments))
+        except (OverdueError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise ValueError(f"{self} raises {_told(error)}{about}{_frames(error.__traceback__)}") from error
+
+
+def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunction:
     """The function that `package.module:function` names. Modules in the working directory are found, too.
 
-    Raises ValueError if there is no such module or function. An error in the module's own code is not caught.
+    Raises ValueError if there is no such module or function, if the module cannot be imported, and if the function
+    cannot be called with so many arguments. parameters: their names, for the message.
     """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, and lacks another one
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ValueError(
+                f"got {path!r}, but there is no module {missing!r}: expected one that is installed, or in the "
+                "working directory"
+            ) from error
         raise ValueError(
-            f"got {path!r}, but there is no module {error.name!r}: expected one that is installed, or in the working "
-            "directory"
+            f"got {path!r}, but importing {module_name} raises {_told(error)}{_frames(error.__traceback__)}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
-    return function
+    _require_parameters(path, function, parameters)
+    return UserFunction(key, path, function)
 
 
-def checked_reward(reward: Reward, prompt: str, completion: str, record: Mapping[str, Any]) -> float:
-    """The reward of a completion. Raises ValueError unless it is a finite number."""
-    value = reward(prompt, completion, record)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        name = getattr(reward, "__qualname__", "the reward")
-        raise ValueError(f"{name} gives {value!r} for the completion {completion[:80]!r}: expected a finite number")
-    return float(value)
+def checked_reward(
+    reward: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
+) -> float:
+    """The reward of a completion. source: `file:line` of the record. Raises ValueError unless it is finite."""
+    about = _about(completion, source)
+    value = reward(prompt, completion, _copied(record, source), about=about)
+    number = finite_number(value)
+    if number is None:
+        raise ValueError(f"{reward} gives {shown(value)}{about}: expected a finite number")
+    return number
 
 
-def checked_reply(environment: Environment, prompt: str, completion: str, record: Mapping[str, Any]) -> str | None:
-    """What follows a completion. Raises ValueError unless it is a text or None."""
-    reply = environment(prompt, completion, record)
-    if reply is not None and not isinstance(reply, str):
-        name = getattr(environment, "__qualname__", "the environment")
-        raise ValueError(f"{name} gives {type(reply).__name__}: expected a text, or None at the end")
+def checked_reply(
+    environment: UserFunction, prompt: str, completion: str, record: Mapping[str, Any], source: str
+) -> str | None:
+    """What follows a completion; see `checked_reward`. Raises ValueError unless it is a text or None."""
+    about = _about(completion, source)
+    reply = environment(prompt, completion, _copied(record, source), about=about)
+    if reply is None:
+        return None
+    if not isinstance(reply, str):
+        raise ValueError(f"{environment} gives {shown(reply)}{about}: expected a text, or None at the end")
+    try:
+        reply.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{environment} gives a text with half of a surrogate pair at character {error.start + 1}{about}: "
+            "expected text that UTF-8 can represent"
+        ) from error
     return reply
+
+
+def finite_number(value: Any) -> float | None:
+    """What a function has returned as a number; None if it is none, or not finite as a float."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any) -> str:
+    """What a function has returned, in an error: its type alone where its text may be of any length, or fail."""
+    if isinstance(value, str):
+        return repr(value[:_SHOWN])
+    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
+        return repr(value)
+    return f"an integer of {value.bit_length():,} bits" if isinstance(value, int) else type(value).__name__
+
+
+def _copied(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    try:
+        return copy.deepcopy(record)
+    except RecursionError as error:
+        raise ValueError(f"{source}: the record is nested too deeply to be copied for a function") from error
+
+
+def _about(completion: str, source: str) -> str:
+    return f" for the completion {completion[:_SHOWN]!r} of {source}"
+
+
+def _require_parameters(path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # of some built-in functions
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise ValueError(
+            f"got {path!r}, which takes {signature}: expected a function({', '.join(parameters)})"
+        ) from error
+
+
+def _told(error: BaseException) -> str:
+    """The type of an error and the first line of its message, which may be of any length, or fail itself."""
+    message = str(traceback.TracebackException(type(error), error, None))
+    first = escaped(message.strip().partition("\n")[0])
+    shown = first if len(first) <= _WIDTH else f"{first[: _WIDTH - 3]}..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+def _frames(trace: TracebackType | None) -> str:
+    """The user's frames of a traceback, each on lines of its own below the message."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+        trace = trace.tb_next
+    # without the columns, which would add lines
+    frames = [(each.filename, each.lineno or 0, each.name, each.line) for each in traceback.extract_tb(trace)]
+    entries = traceback.StackSummary.from_list(frames).format()  # repetitions are one entry
+    if len(entries) > _FIRST + _LAST:
+        left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"
+        entries = [*entries[:_FIRST], left_out, *entries[-_LAST:]]
+    return "".join(["\n", *entries]).rstrip()

@@ -14,13 +14,17 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
 from stillhouse.data.templates import tokenize
+from stillhouse.preemption import OverdueError
 from stillhouse.rollouts.engine import RolloutEngine
-from stillhouse.rollouts.hooks import Environment, Reward, checked_reply, checked_reward
+from stillhouse.rollouts.hooks import UserFunction, checked_reply, checked_reward
 from stillhouse.rollouts.plan import RolloutPlan
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sample
 
 #: the version of a token that no model wrote
 NOT_WRITTEN = -1
+#: so many characters of a reply are read at first for each token that there is room for; and so many tokens more than
+#: twice this room are enough
+_CHARACTERS, _MARGIN = 16, 64
 
 
 @dataclass
@@ -58,8 +62,8 @@ class SampleWriter:
         tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
         *,
-        reward: Reward | None = None,
-        environment: Environment | None = None,
+        reward: UserFunction | None = None,
+        environment: UserFunction | None = None,
         max_turns: int = 1,
     ):
         self.engine, self.prompts, self.plan, self.tokenizer = engine, prompts, plan, tokenizer
@@ -83,7 +87,8 @@ class SampleWriter:
     def finished(self, seconds: float) -> list[Sample]:
         """The samples that are finished since the last call. Waits up to so many seconds until there is one.
 
-        Raises ServerError if no server answers in time, ValueError for a reward or an answer that cannot be right.
+        Raises ServerError if no server answers in time, ValueError for a reward or an answer that cannot be right,
+        OverdueError if one of these functions does not return after a signal.
         """
         found: list[Sample] = []
         while self._futures and not found:
@@ -117,7 +122,7 @@ class SampleWriter:
             sample = replace(self._futures[future], parts=[future.result()])
             try:
                 found.append(self._sample(sample))
-            except ValueError:
+            except (ValueError, OverdueError):
                 continue  # raised where the samples are waited for
             del self._futures[future]
             self._answered.pop(future, None)
@@ -145,19 +150,30 @@ class SampleWriter:
         if self.environment is None or sample.parts[-1].finish == "length" or sample.turns >= self.max_turns:
             return False
         reply = checked_reply(self.environment, *self._texts(sample))
-        ids = tokenize(self.tokenizer, [reply], special=False)[0] if reply else []
+        room = self.max_new_tokens - sample.tokens
+        ids = self._reply_ids(reply, room) if reply else []
         if not ids:
             return False
-        room = self.max_new_tokens - sample.tokens
         sample.is_cut = len(ids) >= room
         if room:
             sample.parts.append(_not_written(ids[:room]))
         return not sample.is_cut
 
-    def _texts(self, sample: _Open) -> tuple[str, str, Any]:
+    def _reply_ids(self, reply: str, room: int) -> list[int]:
+        """The tokens of a reply. Of one with far more tokens than there is room for, only the beginning is read."""
+        characters = _CHARACTERS * (room + 1)
+        while True:
+            ids = tokenize(self.tokenizer, [reply[:characters]], special=False)[0]
+            # the last tokens of a beginning are not those of the whole reply
+            if characters >= len(reply) or len(ids) > 2 * room + _MARGIN:
+                return ids
+            characters *= 2
+
+    def _texts(self, sample: _Open) -> tuple[str, str, Any, str]:
         prompt = self.tokenizer.decode(self.prompts.tokens(sample.prompt))
         ids_N = np.concatenate([each.ids_N for each in sample.parts])
-        return prompt, self.tokenizer.decode(ids_N, skip_special_tokens=True), self.prompts.records[sample.prompt]
+        completion = self.tokenizer.decode(ids_N, skip_special_tokens=True)
+        return prompt, completion, self.prompts.records[sample.prompt], self.prompts.sources[sample.prompt]
 
     def _sample(self, sample: _Open) -> Sample:
         versions_N = np.concatenate([each.versions_N for each in sample.parts])

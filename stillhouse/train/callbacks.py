@@ -5,7 +5,6 @@ def accuracy(context: EvaluationContext) -> dict[str, float]:
     return {"sums": float(answers[0].strip() == "4")}
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.templates import CompletionTemplate
 from stillhouse.parallel import is_first
+from stillhouse.preemption import OverdueError
 from stillhouse.rollouts import GenerationRequest
+from stillhouse.rollouts.hooks import finite_number, shown
 from stillhouse.rollouts.in_process import InProcessEngine
+from stillhouse.teachers import SignalsLostError
 from stillhouse.train.files import gather_from_ranks
-from stillhouse.train.functions import function_of
+from stillhouse.train.functions import CALLBACKS, function_of
 from stillhouse.train.session import Session
 
-KEY = "eval.callbacks"
 _NAME = re.compile(r"[\w.\-/]+")
 
 
@@ -49,21 +50,26 @@ class Callbacks:
         """The callbacks' metrics, named `eval/<name>`; the same on all ranks. A collective of all processes.
 
         known: metrics of this evaluation, whose names a callback must not use. Raises ValueError on all ranks if a
-        callback returns something else than names with finite numbers. Errors in a callback are not caught.
+        callback raises an error or returns something else than names with finite numbers, and SignalsLostError if it
+        does not return after a signal.
         """
         found: dict[str, float] = {}
-        problem = ""
+        problem, is_overdue = "", False
         if is_first():
             context = EvaluationContext(step, self._folder, self._session.tokenizer, self._generate)
             for path in self._session.config.eval.callbacks:
-                function = function_of(KEY, path)
-                assert function is not None
                 try:
-                    found |= checked_metrics(path, function(context), {*known, *found})
-                except MetricsError as error:
+                    function = function_of(CALLBACKS, path)
+                    found |= checked_metrics(function, function(context), {*known, *found})
+                except ValueError as error:
                     problem = str(error)
                     break
-        found, problem = gather_from_ranks([found, problem], self._session.runner.mesh)[0]
+                except OverdueError as error:
+                    problem, is_overdue = str(error), True
+                    break
+        found, problem, is_overdue = gather_from_ranks([found, problem, is_overdue], self._session.runner.mesh)[0]
+        if is_overdue:
+            raise SignalsLostError(problem)
         if problem:
             raise ValueError(problem)
         return found
@@ -78,21 +84,18 @@ class Callbacks:
         return [tokenizer.decode(each.ids_N.tolist(), skip_special_tokens=True) for each in completions]
 
 
-class MetricsError(ValueError):
-    """A callback has returned something that is no metrics."""
-
-
-def checked_metrics(path: str, returned: Any, known: set[str]) -> dict[str, float]:
-    """What the callback `path` has returned, under the keys of metrics. Raises MetricsError; see `Callbacks`."""
+def checked_metrics(function: object, returned: Any, known: set[str]) -> dict[str, float]:
+    """What a callback has returned, under the keys of metrics. Raises ValueError; see `Callbacks`."""
     if not isinstance(returned, Mapping):
-        raise MetricsError(f"{KEY}: {path} gives {type(returned).__name__}: expected a dict of names and numbers")
-    metrics = {}
+        raise ValueError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")
+    metrics: dict[str, float] = {}
     for name, value in returned.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise MetricsError(f"{KEY}: {path} gives the name {name!r}: expected letters, digits and any of _.-/")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise MetricsError(f"{KEY}: {path} gives {value!r} for {name!r}: expected a finite number")
+            raise ValueError(f"{function} gives the name {shown(name)}: expected letters, digits and any of _.-/")
+        number = None if isinstance(value, bool) else finite_number(value)
+        if number is None:
+            raise ValueError(f"{function} gives {shown(value)} for {name!r}: expected a finite number")
         if f"eval/{name}" in known:
-            raise MetricsError(f"{KEY}: {path} gives {name!r}, but this evaluation has an eval/{name} already")
-        metrics[f"eval/{name}"] = float(value)
+            raise ValueError(f"{function} gives {name!r}, but this evaluation has an eval/{name} already")
+        metrics[f"eval/{name}"] = number
     return metrics

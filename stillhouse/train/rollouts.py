@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.parallel import ShardedMicroBatches, from_first, is_first, watchdog
-from stillhouse.preemption import requested
+from stillhouse.preemption import OverdueError, requested
 from stillhouse.rollouts import (
     Completion,
     GenerationRequest,
@@ -36,7 +36,7 @@ from stillhouse.teachers.client import ServerError
 from stillhouse.teachers.stored import SECONDS_TO_STOP
 from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
-from stillhouse.train.functions import function_of
+from stillhouse.train.functions import ENVIRONMENT, REWARD, function_of
 from stillhouse.train.rollout_engine import open_engine
 from stillhouse.train.rollout_log import Timeline
 from stillhouse.train.served_writer import require_same_writer
@@ -161,15 +161,16 @@ class Rollouts:
     def _on_first(self, action: Callable[[], T]) -> T:
         """The result of an action on rank 0, on all ranks. It must be something that JSON can hold.
 
-        An error of rank 0 is raised on all ranks: SignalsLostError if no server answers, or ValueError. Meanwhile the
-        other ranks write what rank 0 asks its engine for.
+        An error of rank 0 is raised on all ranks: ValueError, or SignalsLostError if no server answers, or a function
+        of the user's own does not return after a signal. Meanwhile the other ranks write what rank 0 asks its engine
+        for.
         """
         result: Any = None
         problem, is_lost = "", False
         if is_first():
             try:
                 result = action()
-            except ServerError as error:
+            except (ServerError, OverdueError) as error:
                 problem, is_lost = str(error), True
             except ValueError as error:
                 problem = str(error)
@@ -245,8 +246,8 @@ def make_queue(
         plan,
         tokenizer,
         rollout.max_new_tokens,
-        reward=function_of("rollout.reward", rollout.reward),
-        environment=function_of("rollout.environment", rollout.environment),
+        reward=None if rollout.reward is None else function_of(REWARD, rollout.reward),
+        environment=None if rollout.environment is None else function_of(ENVIRONMENT, rollout.environment),
         max_turns=rollout.max_turns if rollout.environment is not None else 1,
     )
     return RolloutQueue(

@@ -48,7 +48,7 @@ from stillhouse.train.agreement import require_same_configuration, require_same_
 from stillhouse.train.build import build_engine
 from stillhouse.train.cross_tokenizer import require_objective
 from stillhouse.train.engine import Engine
-from stillhouse.train.functions import function_of
+from stillhouse.train.functions import all_functions
 from stillhouse.train.in_words import in_words
 from stillhouse.train.inputs import RunData, load_run_data
 from stillhouse.train.layouts import layout_of, require_sharing
@@ -156,12 +156,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
         print(in_words(config, spec, stores), flush=True)
     require_trackers(config.track)
     require_adapters(config.student)
-    if config.rollout is not None:
-        # before the models, and on all ranks, although only rank 0 calls them
-        function_of("rollout.reward", config.rollout.reward)
-        function_of("rollout.environment", config.rollout.environment)
-    for path in config.eval.callbacks:
-        function_of("eval.callbacks", path)
+    list(all_functions(config))  # before the models, and on all ranks, although only rank 0 calls them
     layout = layout_of(config.parallel, process_count())
     require_optimizer(config.train, layout)
     device, warnings = connect_ranks(config)

@@ -152,7 +152,7 @@ class Training:
         metrics = evaluate(self.session, of_teacher=self._of_teacher is None)
         if self._of_teacher is None:  # it does not change during a run
             self._of_teacher = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
-        self.progress.metrics = metrics = metrics | self._of_teacher
+        metrics |= self._of_teacher
         if self.greedy is not None:
             watchdog.enter("the evaluation of tasks")
             self.greedy.update_weights(self.progress.step, None)
@@ -169,7 +169,8 @@ class Training:
                     f"got {checkpoint.best}, but the evaluation of step {self.progress.step} has only "
                     f"{', '.join(metrics)}",
                 )
-        self.log.evaluation(self.progress.step, self.progress.tokens, self.progress.metrics)
+        self.progress.metrics = metrics  # only now: a resumed run repeats an evaluation that was interrupted
+        self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
 
     def save(self) -> Path:
         """Write a checkpoint, then remove the older ones that need not be kept; returns its path."""
@@ -283,8 +284,9 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
 
 def _lacks_evaluation(session: Session, progress: Progress) -> bool:
     """Whether the evaluation of the present step is still to be made: the first one, or one that was interrupted."""
-    step = progress.step
-    is_due = step == 0 or _due(step, session.config.eval.every) or step == session.step_schedule.steps
+    step, every = progress.step, session.config.eval.every
+    compared = every > 0 and _due(step, session.config.checkpoint.every)
+    is_due = step == 0 or _due(step, every) or compared or step == session.step_schedule.steps
     return is_due and not progress.metrics
 
 
