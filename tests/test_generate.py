@@ -3,6 +3,7 @@
 V vocabulary, N tokens of a completion.
 """
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -326,6 +327,14 @@ def test_blocks_of_tokens_are_drawn_as_often_as_their_probabilities_say(
     np.testing.assert_allclose(log_probs_B1[:, 0], whole_V[ids_B1[:, 0]], atol=1e-5)
 
 
+def test_noise_is_finite_where_the_uniform_number_rounds_to_1() -> None:
+    """Noise of −inf would let a filtered token be drawn, if the only other one has it."""
+    seeds_B2 = torch.tensor([[2033801605, 1788975990], [463643221, 524684293], [835851283, 1572763043]]).int()
+    counters_BC = torch.tensor([[904073], [84142], [38428]]).int()
+    noise_BC = _gumbel(seeds_B2, counters_BC)
+    torch.testing.assert_close(noise_BC, torch.full((3, 1), -math.log(24 * math.log(2))))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_token_without_probability_is_never_drawn(seed: int) -> None:
     draws = Draws(Sampling(max_new_tokens=1, top_k=3), [seed], 1, 251, CPU)
@@ -345,6 +354,24 @@ def test_rows_that_the_tokenizer_does_not_have_are_never_drawn(temperature: floa
         assert max(cut.ids_N) < 200
         expected = reference_log_probs(decoder, request.prompt_ids, cut.ids_N, temperature or 1.0)
         np.testing.assert_allclose(cut.log_probs_N, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_log_probs_are_over_the_rows_that_count(top_k: int) -> None:
+    model = build("llama", tied=False)
+    model.lm_head.weight.data *= 3.0
+    decoder, asked = Decoder(model), requests(vocabulary=190)
+    cut = copy.deepcopy(model)
+    cut.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:200].clone())
+    sampling = Sampling(max_new_tokens=9, top_k=top_k)
+    found = Generator(decoder, sampling, CPU, vocabulary=190, counted_rows=200).generate(asked, 0)
+    for request, completion in zip(asked, found, strict=True):
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.ids_N]).astype(np.int64))
+        with torch.no_grad():
+            log_probs_SV = cut(ids[None]).logits[0].log_softmax(-1)
+        own_N = log_probs_SV[len(request.prompt_ids) - 1 : -1].gather(1, ids[len(request.prompt_ids) :, None])[:, 0]
+        np.testing.assert_allclose(completion.log_probs_N, own_N.numpy(), rtol=1e-4, atol=1e-4)
+        assert completion.ids_N.max() < 190
 
 
 def test_batches_stay_in_their_budget_and_contain_every_request_once() -> None:

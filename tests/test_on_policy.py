@@ -1,17 +1,22 @@
 """On-policy runs in which the student writes in this process: schedules, resuming, layouts, objectives."""
 
 import json
+import math
 import shutil
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import build
 from ranks import Ranks
 from runs import Command, contents, metrics, write_records, write_run
 from safetensors.torch import load_file
+from serving import Server
 from test_train_resume import signal_at
+from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.train.run import distill
@@ -255,6 +260,65 @@ def test_a_reward_that_cannot_be_used_is_refused(
     config = write(tmp_path, **{"objective.loss": "policy_gradient", "rollout.reward": reward})
     with pytest.raises(ValueError, match=problem):
         distill(config)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("teacher", ["in the job", pytest.param("served", marks=pytest.mark.slow)])
+def test_the_writers_log_probs_are_over_the_rows_that_training_counts(
+    tmp_path: Path, teacher: str, processes: int
+) -> None:
+    """The student's head has rows of padding that the teacher's lacks, so that a divergence does not count them."""
+    student = build("llama", seed=1, vocab_size=len(toy_tokenizer()) + 60, tied=False)
+    student.save_pretrained(tmp_path / "student")
+    toy_tokenizer().save_pretrained(tmp_path / "student")
+    settings = {"objective.loss": "reverse_kl + sampled_kl(k2)", "train.steps": 2, "parallel.fsdp": processes}
+    write(tmp_path, **settings)
+    with ExitStack() as servers:
+        if teacher == "served":
+            server = servers.enter_context(Server(tmp_path / "teacher"))
+            write(tmp_path, cached=True, **settings, **{"teacher.url": server.url})
+        ranks = Ranks(processes, "distill", tmp_path / "run.yaml")
+        assert ranks.wait() == [0] * processes, ranks.texts
+    for line in losses(tmp_path / "out"):
+        assert line["rollout/log_ratio_max"] < 1e-4
+
+
+def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
+    """The first step has the same completions, and the entropies of random models hardly depend on the place."""
+    settings = {"train.steps": 1, "objective.loss": "jsd(0.5)"}
+    first = [
+        losses(distill(write(tmp_path, **settings, **{"rollout.position_decay": decay, "out": str(tmp_path / name)})))
+        for name, decay in (("plain", 1.0), ("decayed", 0.5), ("vanishing", 1e-9))
+    ]
+    plain, *others = (each[0] for each in first)
+    for line in others:
+        assert line["tokens"] == plain["tokens"]
+        for key in ("train/student_entropy_nats", "train/teacher_entropy_nats"):
+            assert line[key] == pytest.approx(plain[key], rel=0.25)
+        assert line["loss/jsd(0.5)_nats_per_token"] < 0.5 * plain["loss/jsd(0.5)_nats_per_token"]
+        assert line["train/agreement"] <= 1
+
+
+HUGE = """
+def huge(prompt, completion, record):
+    return 1e308 if len(completion) % 2 else -1e308
+"""
+
+
+def test_rewards_of_any_size_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "huge_rewards.py").write_text(HUGE)
+    monkeypatch.chdir(tmp_path)
+    settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "huge_rewards:huge"}
+    write(tmp_path, **settings)
+    command = Command("distill", tmp_path / "run.yaml")
+    assert command.wait(120) == 0, command.err
+    assert all(math.isfinite(line["rollout/reward_std"]) for line in losses(tmp_path / "out"))
+    assert max(line["rollout/reward_std"] for line in losses(tmp_path / "out")) > 1e307
+    centered = Command("distill", tmp_path / "run.yaml", "rollout.advantage=centered", f"out={tmp_path / 'centered'}")
+    assert centered.wait(120) == 1
+    assert (
+        "error: rollout.reward gives rewards from -1e+308 to 1e+308 for the completions of a prompt" in centered.err
+    )
 
 
 def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:

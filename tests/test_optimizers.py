@@ -1,6 +1,9 @@
 """Optimizers other than AdamW: a step is that of torch's or torchao's own, and a checkpoint continues to the bit."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +136,30 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert "expected the same student, and the same train.optimizer, that wrote the checkpoint" in ended.err
     ended = run("distill", tmp_path / "run.yaml", "train.optimizer=adamw", code=1)
     assert "another run, with a different train.optimizer" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"TORCH_COMPILE_DISABLE": "1"}, "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1)"),
+        (
+            {"CXX": "/nowhere"},
+            "torch.compile, which the step of torchao's adamw_8bit needs, fails here (InductorError",
+        ),
+    ],
+)
+def test_without_a_compiler_8_bits_are_refused_by_name(
+    tmp_path: Path, environment: dict[str, str], words: str
+) -> None:
+    write_run(tmp_path, **{"train.optimizer": "adamw_8bit"})
+    # torch reads the variables when it is imported
+    arguments = [sys.executable, "-m", "stillhouse", "distill", str(tmp_path / "run.yaml")]
+    variables = os.environ | environment | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ended = subprocess.run(arguments, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert f"error: train.optimizer: {words}" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(tensor=2), Degrees(replicate=2), Degrees(context=2)])

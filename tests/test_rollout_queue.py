@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import DataReport, Documents
@@ -30,7 +31,7 @@ from stillhouse.rollouts import (
     require_versions,
     step_documents,
 )
-from stillhouse.rollouts.queue import with_advantages
+from stillhouse.rollouts.advantages import mean_and_deviation, with_advantages
 
 STEPS, PROMPTS, SAMPLES = 12, 7, 3
 
@@ -245,6 +246,46 @@ def test_advantages_are_those_of_the_group() -> None:
     for equal in ([1.0, 1.0], [None, None]):
         same = [sample(number, reward) for number, reward in enumerate(equal)]
         assert [each.advantage for each in with_advantages(same, "normalized")] == [0.0, 0.0]
+
+
+def test_weights_that_underflow_stay_in_the_normaliser() -> None:
+    whole = prompts()
+    dataset = whole.select([5, 6])
+    targets_N = np.ones(len(dataset.tokens_N), dtype=bool)
+    targets_N[dataset.offsets[:-1]] = False
+    object.__setattr__(dataset, "targets_N", targets_N)
+    for decay in (1.0, 1e-30):
+        documents = step_documents(
+            whole, [sample(0, versions=(0, 0, 0))], TargetRules(position_decay=decay), dataset, [1]
+        )
+        assert documents.targets(0).sum() == 3
+        assert documents.targets(1).sum() == dataset.targets(1).sum()
+        assert documents.weights_N is not None
+        assert documents.weights_N[documents.targets_N].min() > 0
+    assert documents.part(documents.weights_N, 0)[-3:].tolist() == pytest.approx([1.0, 1e-30, 0.0], abs=1e-37)
+
+
+@pytest.mark.parametrize("scale", [1e308, 5e-324, 1e-310])
+def test_rewards_of_any_size_have_advantages(scale: float) -> None:
+    rewards = [scale, -scale, scale, -scale]
+    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
+    assert [each.advantage for each in with_advantages(samples, "normalized")] == [1.0, -1.0, 1.0, -1.0]
+    assert mean_and_deviation(rewards) == (0.0, scale)
+    assert mean_and_deviation([scale, scale]) == (scale, 0.0)
+    if scale > 1:
+        with pytest.raises(ValueError, match=r"rewards from -1e\+308 to 1e\+308 .* rollout\.advantage=centered"):
+            with_advantages(samples, "centered")
+    else:
+        assert [each.advantage for each in with_advantages(samples, "centered")] == rewards
+
+
+def test_the_deviation_is_that_of_the_population_or_of_the_sample() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
+    for kind, freedom in (("population", 0), ("sample", 1)):
+        found = [each.advantage for each in with_advantages(samples, "normalized", kind)]  # type: ignore[arg-type]
+        expected = (torch.tensor(rewards) - np.mean(rewards)) / torch.tensor(rewards).std(correction=freedom)
+        assert found == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("versions", [(1, 5), (5, 9)])

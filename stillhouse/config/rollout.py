@@ -96,6 +96,11 @@ class RolloutConfig(Section):
         description="The advantage of a completion among those of its prompt. normalized: reward minus mean, divided"
         " by the standard deviation (GRPO). centered: reward minus mean.",
     )
+    deviation: Literal["population", "sample"] = Field(
+        default="population",
+        description="The standard deviation of advantage=normalized, of n completions: population divides the sum of"
+        " squares by n, sample by n - 1, as TRL and verl do.",
+    )
     environment: Text | None = Field(
         default=None,
         description="package.module:function, called as function(prompt, completion, record) when a turn of the"
@@ -154,10 +159,12 @@ class RolloutConfig(Section):
             raise ConfigError("rollout.weights", "has an effect only with rollout.url")
         if self.weights is not None and self.writer == "teacher":
             raise ConfigError("rollout.weights", "has an effect only with rollout.writer=student")
-        needs = {"timeout": "url", "max_turns": "environment", "advantage": "reward"}
+        needs = {"timeout": "url", "max_turns": "environment", "advantage": "reward", "deviation": "reward"}
         for key, other in needs.items():
             if getattr(self, other) is None and getattr(self, key) != type(self).model_fields[key].default:
                 raise ConfigError(f"rollout.{key}", f"has an effect only with rollout.{other}")
+        if self.advantage == "centered" and self.deviation != "population":
+            raise ConfigError("rollout.deviation", "has an effect only with rollout.advantage=normalized")
         if self.reward is not None and self.samples_per_prompt == 1:
             raise ConfigError(
                 "rollout.samples_per_prompt",

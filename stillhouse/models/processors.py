@@ -34,7 +34,7 @@ from stillhouse.objective import (
     linear_objective,
     routed_objective,
 )
-from stillhouse.objective.keys import IS_SAMPLED
+from stillhouse.objective.keys import IS_SAMPLED, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 
 
@@ -150,8 +150,9 @@ def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> Out
     """Return a processor that gives the `ObjectiveOutput` of a spec; its context is `DistillTargets`.
 
     spec: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`. With `RoutedSignals`, the metrics have
-    the number of rows of each teacher as `tokens/<name>`. Further depths of multi-token prediction have the objective
-    `spec.at_further_depths()`.
+    the number of rows of each teacher as `tokens/<name>`. `weights` and `weights/<name>` are the sums of the rows'
+    weights, by which the sums of entropies and agreement are divided for a mean. Further depths of multi-token
+    prediction have the objective `spec.at_further_depths()`.
     """
 
     def process(
@@ -164,7 +165,8 @@ def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> Out
         signal = here.signal
         if not isinstance(signal, RoutedSignals):
             objective = Objective(lambda each: _terms(own, each, signal, each.valid_index, head, depth), chunk_tokens)
-            return objective(hidden_states=hidden_states, head=head, context=context, depth=depth)
+            output = objective(hidden_states=hidden_states, head=head, context=context, depth=depth)
+            return replace(output, metrics=output.metrics | {WEIGHTS: _sum_of_weights(here)})
         output = routed_objective(
             hidden_states.flatten(0, -2),
             head,
@@ -174,9 +176,18 @@ def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> Out
             chunk_tokens=chunk_tokens,
         )
         counts = {f"tokens/{name}": output.loss.new_tensor(len(each)) for name, each in signal.rows.items()}
-        return replace(output, metrics=output.metrics | counts)
+        weights = {f"{WEIGHTS}/{name}": _sum_of_weights(here, each) for name, each in signal.rows.items()}
+        return replace(output, metrics=output.metrics | counts | weights | {WEIGHTS: _sum_of_weights(here)})
 
     return process
+
+
+def _sum_of_weights(context: DistillTargets, rows: Tensor | None = None) -> Tensor:
+    """rows: the rows that count; None: those of the context."""
+    assert context.weights_T is not None
+    index = context.valid_index if rows is None else rows
+    weights_T = context.weights_T.detach()
+    return (weights_T if index is None else weights_T[index.to(weights_T.device)]).float().sum()
 
 
 def _groups(

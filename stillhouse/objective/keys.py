@@ -9,6 +9,9 @@ from stillhouse.objective.terms import Distill, Term, labelled
 #: the key of the only metric that is not a sum
 CHUNK_TOKENS = "chunk_tokens"
 
+#: the sum of the rows' weights, which `models.processors.distillation` adds to the metrics
+WEIGHTS = "weights"
+
 #: the tensors per row of a micro-batch of rollouts, float32, about the token that the row predicts. Its advantage:
 ADVANTAGES = "advantages"
 #: its log-probability when it was drawn, at the temperature of the draws

@@ -27,6 +27,8 @@ from stillhouse.rollouts.sample import Sampling
 
 #: the constants of MurmurHash3's finalizer (Appleby 2011) and the golden ratio, as signed numbers of 32 bits
 _FIRST, _SECOND, _GOLDEN = (value - 2**32 * (value >= 2**31) for value in (0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9))
+#: the largest float32 below 1
+_BELOW_1 = 1 - 2.0**-24
 #: tokens that are drawn together at first, so that most of the vocabulary needs no noise of its own
 _BLOCK = 64
 #: the first counter of tokens' noise; blocks have smaller ones
@@ -36,12 +38,21 @@ _TOKENS = 2**30
 class Draws(LogitsProcessor):
     """Draws one token of each completion per call.
 
-    seeds: of each completion. vocabulary: rows of the head from this one on are never drawn; they count in the
-    log-probabilities, as they do in the objective.
+    seeds: of each completion. vocabulary: rows of the head from this one on are never drawn. counted: the rows that
+    log-probabilities are over, those of the objective; None: all rows of the head.
     """
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], tokens: int, vocabulary: int, device: torch.device):
-        self._vocabulary = vocabulary
+    def __init__(
+        self,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        tokens: int,
+        vocabulary: int,
+        device: torch.device,
+        counted: int | None = None,
+    ):
+        assert counted is None or vocabulary <= counted
+        self._vocabulary, self._counted = vocabulary, counted
         self._is_greedy = sampling.temperature == 0
         self._temperature = sampling.temperature or 1.0
         self._filters = _filters(sampling)
@@ -52,7 +63,7 @@ class Draws(LogitsProcessor):
 
     def __call__(self, input_ids_BS: Tensor, logits_BV: Tensor) -> Tensor:
         # few passes over the vocabulary, and in place: each one costs as much as a layer of a small model
-        scores_BV = logits_BV / self._temperature
+        scores_BV = logits_BV[:, : self._counted] / self._temperature
         scores_BV -= scores_BV[:, : self._vocabulary].amax(-1, keepdim=True)
         weights_BV = scores_BV.exp()
         log_sum_B = weights_BV.sum(-1).log()
@@ -151,12 +162,13 @@ def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
     """A number of the Gumbel distribution for each counter and pair of seeds (all int32), as float32.
 
     It is −log of an exponential number −log(1 − u). Large noise, which decides a draw, has a small u of 31 bits,
-    which is exact in float32. The bits are a hash of counter and seeds: the same on every device.
+    which is exact in float32. A u that rounds to 1 would give −inf, so it becomes the number before 1. The bits are a
+    hash of counter and seeds: the same on every device.
     """
     state_BC = counters_BC * _GOLDEN + seeds_B2[:, :1]  # integers wrap around
     state_BC = _mixed(state_BC, 16) * _FIRST + seeds_B2[:, 1:]
     state_BC = _mixed(_mixed(state_BC, 13) * _SECOND, 16)
-    uniform_BC = ((state_BC & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
+    uniform_BC = (((state_BC & 0x7FFFFFFF).float() + 0.5) * 2.0**-31).clamp(max=_BELOW_1)
     return -(-torch.log1p(-uniform_BC)).log()
 
 
@@ -166,7 +178,7 @@ def _mixed(state: Tensor, bits: int) -> Tensor:
 
 
 def _filters(sampling: Sampling) -> list[LogitsProcessor]:
-    """What leaves only some tokens to be drawn, in the order in which transformers and vLLM apply them."""
+    """What leaves only some tokens to be drawn, in transformers' order. vLLM applies min_p first."""
     filters: list[LogitsProcessor] = []
     if sampling.top_k:
         filters.append(TopKLogitsWarper(sampling.top_k))

@@ -32,7 +32,8 @@ class Generator:
     device: where the decoder is. precision: returns the context of a forward pass, such as autocast. batch_tokens:
     a batch has at most so many tokens of prompts, padding and completions, or a single completion. vocabulary: ids
     from this one on are never drawn, because the tokenizer does not have them; None: all rows of the head.
-    tokenizer: needed for `sampling.stop` alone.
+    counted_rows: the rows that log-probabilities are over; None: all rows of the head. tokenizer: needed for
+    `sampling.stop` alone.
 
     Raises ValueError for a model that cannot generate, and for stop texts without a tokenizer.
     """
@@ -46,6 +47,7 @@ class Generator:
         batch_tokens: int = 16384,
         *,
         vocabulary: int | None = None,
+        counted_rows: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         if not decoder.pretrained.can_generate():
@@ -55,7 +57,8 @@ class Generator:
         self.decoder, self.sampling, self.device = decoder, sampling, device
         self._precision, self.batch_tokens, self._tokenizer = precision, batch_tokens, tokenizer
         rows = decoder.vocabulary_rows
-        self._vocabulary = rows if vocabulary is None else min(vocabulary, rows)
+        self._counted = rows if counted_rows is None else min(counted_rows, rows)
+        self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
 
     def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         """Return the completions of the requests, in their order.
@@ -103,7 +106,7 @@ class Generator:
             ids_BS[row, width - len(request.prompt_ids) :] = request.prompt_ids
             mask_BS[row, width - len(request.prompt_ids) :] = 1
         seeds = [each.seed for each in requests]
-        draws = Draws(self.sampling, seeds, max(limits), self._vocabulary, self.device)
+        draws = Draws(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted)
         ends = Ends(self.sampling, limits, width, self._tokenizer, self.device)
         model = self.decoder.pretrained
         settings = GenerationConfig(

@@ -60,7 +60,7 @@ def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRule
         count, before = len(completion.ids_N), np.zeros(len(prompt_ids), dtype=np.float32)
         is_masked = rules.mask_truncated and completion.finish == "length"
         weights_N = _position_weights(count, rules)
-        written_N = each.is_written_N & (weights_N > 0) & (not is_masked)
+        written_N = each.is_written_N & (not is_masked)
         ids.append(np.concatenate([prompt_ids, completion.ids_N]))
         targets.append(np.concatenate([before > 0, written_N]))
         weights.append(np.concatenate([before, weights_N]))
@@ -94,14 +94,16 @@ def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:
     weights_N = np.concatenate(weights)
     zeros_N = np.zeros(len(documents.tokens_N), dtype=np.float32)
     per_token = {ADVANTAGES: zeros_N, OLD_LOG_PROBS: zeros_N, IS_SAMPLED: zeros_N, POLICY_VERSION: zeros_N - 1}
-    return replace(
-        documents, targets_N=documents.targets_N & (weights_N > 0), per_token=per_token, weights_N=weights_N
-    )
+    return replace(documents, per_token=per_token, weights_N=weights_N)
 
 
 def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
-    """The weights of the targets of a completion, [count] float32. They may underflow to 0."""
-    return np.power(rules.position_decay, np.arange(count)).astype(np.float32)
+    """The weights of the targets of a completion, [count] float32.
+
+    None is 0, however far it decays: a target counts in the loss's normaliser, which does not depend on the decay.
+    """
+    weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
+    return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)
 
 
 def _joined(parts: Sequence[Documents]) -> Documents:

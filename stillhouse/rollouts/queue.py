@@ -12,11 +12,10 @@ be asked for half of `max_staleness` ahead, and wait for the other half.
 No token is then older than `max_staleness` versions, every group is trained exactly once, and none is dropped.
 """
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
+from stillhouse.rollouts.advantages import Deviation, with_advantages
 from stillhouse.rollouts.plan import RolloutPlan
 from stillhouse.rollouts.queue_state import QueueState, require_groups, require_samples
 from stillhouse.rollouts.sample import Sample
@@ -30,8 +29,8 @@ class RolloutQueue:
     """The samples of a run between the engine that writes them and the steps that train on them.
 
     max_staleness: steps after which a group that was asked for has to be trained; with `in_order`, `ahead` or more.
-    advantage: how rewards become advantages (see `with_advantages`). alive: called now and then while waiting.
-    by_student: whether the versions of tokens are those of the student.
+    advantage, deviation: how rewards become advantages (see `with_advantages`). alive: called now and then while
+    waiting. by_student: whether the versions of tokens are those of the student.
     """
 
     def __init__(
@@ -44,12 +43,13 @@ class RolloutQueue:
         last_step: int,
         max_staleness: int = 0,
         advantage: Literal["normalized", "centered"] = "normalized",
+        deviation: Deviation = "population",
         alive: Callable[[], None] = lambda: None,
         by_student: bool = True,
     ):
         self.writer, self.plan, self.ahead, self.in_order = writer, plan, ahead, in_order
         self.last_step, self.max_staleness = last_step, max_staleness
-        self.advantage, self._alive, self._by_student = advantage, alive, by_student
+        self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
         self._asked_at: dict[int, int] = {}
         self._samples: dict[int, dict[int, Sample]] = {}
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
@@ -112,7 +112,7 @@ class RolloutQueue:
         self._finished = [group for group in self._finished if group not in self._taken]
         taken: list[Sample] = []
         for samples in self._taken.values():
-            taken += with_advantages([samples[number] for number in sorted(samples)], self.advantage)
+            taken += with_advantages([samples[number] for number in sorted(samples)], self.advantage, self.deviation)
         return taken
 
     def trained(self) -> None:
@@ -194,22 +194,6 @@ class RolloutQueue:
             room += len(self.plan.groups(until)) if until > step else 0
             least[until] = sum(self._last_chance(group) <= until for group in self._asked_at) - room
         return least
-
-
-def with_advantages(samples: Sequence[Sample], how: Literal["normalized", "centered"]) -> list[Sample]:
-    """One prompt's samples with their advantages: the reward minus the mean, and if "normalized", divided by the
-    standard deviation of the rewards (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). If all rewards are equal,
-    and without rewards, advantages are 0.
-    """
-    rewards = [each.reward for each in samples if each.reward is not None]
-    if not rewards:
-        return list(samples)
-    assert len(rewards) == len(samples)
-    mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
-    scale = 1.0 if how == "centered" else deviation
-    if deviation <= 1e-6 * max(map(abs, rewards)):  # equal but for rounding
-        return [replace(each, advantage=0.0) for each in samples]
-    return [replace(each, advantage=(reward - mean) / scale) for each, reward in zip(samples, rewards, strict=True)]
 
 
 def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -> None:

@@ -31,7 +31,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import Computation, NamedSignals, NextTokens, PairSignal, Runner, gathered, watchdog
 from stillhouse.teachers.weight_average import WeightAverage
 from stillhouse.train.auxiliary import ROUTER_LOSS, HiddenLosses, RouterAuxLosses
-from stillhouse.train.optimizer import OptimizerSettings, embedding_weights, make_optimizer, set_learning_rate
+from stillhouse.train.optimizer import OptimizerSettings, embedding_weights, make_optimizer, make_step
 
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
 #: that the student accepts, and top-1 agreement the share of greedy ones
@@ -117,8 +117,7 @@ class Engine:
 
     def update(self, learning_rate: float) -> None:
         """Apply the gradient to the weights, then set every gradient to None."""
-        set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        make_step(self.optimizer, learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from stillhouse.data import MicroBatch
-from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.keys import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import PairSignal, watchdog
 from stillhouse.teachers import NoTeacher
@@ -26,6 +26,8 @@ KEYS = {
 
 #: metrics of one distribution at one temperature
 ENTROPIES = ("student_entropy", "teacher_entropy")
+#: metrics that are no part of a loss
+DESCRIPTIONS = (*ENTROPIES, "agreement", "teacher_mass")
 
 
 def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
@@ -81,15 +83,17 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
     mixes_temperatures: the teachers have different ones, so that entropies have no mean.
     """
     found, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
-    tokens = max(1.0, sums["tokens"])
     for name, value in sums.items():
         kind, _, teacher = name.partition("/")
-        if kind in ("loss", "tokens", CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):
+        # a part of the loss is per token, as the loss is; what only describes the tokens is their mean, by weight
+        count = WEIGHTS if kind.partition("#")[0] in DESCRIPTIONS and WEIGHTS in sums else "tokens"
+        tokens = sums[count] or 1.0
+        if kind in ("loss", "tokens", WEIGHTS, CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):
             continue
         if not teacher:
             found[name] = value / tokens
             continue
-        routed = sums.get(f"tokens/{teacher}")
+        routed = sums.get(f"{count}/{teacher}")
         own = tokens if routed is None else routed
         share = objective.teachers[teacher].weight if routed is None else 1.0
         if own:

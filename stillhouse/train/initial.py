@@ -38,17 +38,18 @@ def initial_weights(config: RunConfig, folder: str) -> Callable[[Decoder], None]
     """
     init, teacher = config.student.init, config.teacher
     assert init is not None
-    student = _configuration(folder)
+    student = configuration(folder)
     if init.source == "random":
         return partial(_fill_at_random, config=student, dtype=parse_dtype(config.student.dtype), seed=config.seed)
     assert teacher is not None
     assert teacher.model is not None
     teacher_folder = local_folder(teacher.model, teacher.revision)
-    layers = _fitting_layers(config, student.get_text_config(), _configuration(teacher_folder).get_text_config())
+    layers = _fitting_layers(config, student.get_text_config(), configuration(teacher_folder).get_text_config())
     return partial(_read_layers, folder=teacher_folder, layers=layers)
 
 
-def _configuration(folder: str) -> PreTrainedConfig:
+def configuration(folder: str) -> PreTrainedConfig:
+    """The configuration of a model's folder. Raises ValueError if it cannot be read."""
     with reading(f"model '{folder}': its configuration cannot be read"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stillhouse.config import ConfigError, TrainConfig
+from stillhouse.display import first_line
 from stillhouse.models import Decoder
 from stillhouse.models.head import local, own_slices
 from stillhouse.parallel import Layout
@@ -67,6 +68,12 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
         raise ConfigError(_KEY, f"got {kind} with parallel.offload: expected adamw")
     if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(_KEY, "torchao is not installed; pip install 'stillhouse[low-bit]'")
+    if kind == "adamw_8bit" and torch._dynamo.config.disable:
+        raise ConfigError(
+            _KEY,
+            "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1), and torchao compiles its step: "
+            "expected adamw, or compiling",
+        )
 
 
 def make_optimizer(
@@ -153,6 +160,23 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def make_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Make a step with this learning rate. Raises ConfigError if torch cannot compile the step of torchao."""
+    set_learning_rate(optimizer, rate)
+    if "torchao" not in sys.modules:
+        optimizer.step()
+        return
+    try:
+        optimizer.step()
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = first_line(error)
+        raise ConfigError(
+            _KEY,
+            f"torch.compile, which the step of torchao's adamw_8bit needs, fails here ({reason}): expected adamw, or "
+            "a C++ compiler that torch finds, on a GPU also Triton",
+        ) from error
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from stillhouse.rollouts.student_copy import StudentCopy
 from stillhouse.rollouts.vllm import VllmApi
 from stillhouse.teachers.client import ServerError
 from stillhouse.train.agreement import from_all_ranks
+from stillhouse.train.initial import configuration
 from stillhouse.train.models import model_source, prepared_for_training
 from stillhouse.train.session import Session
 from stillhouse.train.stores import TOKEN
@@ -64,8 +65,13 @@ def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
 def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
     """The servers on rank 0, and None on the other ranks. Raises ConfigError on all ranks if one cannot be used."""
     engine, problem = None, ""
+    rows, counted = session.student.vocabulary_rows, counted_rows(session)
+    if counted < rows:
+        log_rank0(
+            f"warning: a server's log-probabilities are over all {rows:,} rows of the student's head, and training's "
+            f"over the {counted:,} that the teacher has, too: rollout/log_ratio has the difference"
+        )
     if is_first():
-        rows = session.student.vocabulary_rows
         try:
             engine = ServedEngine(
                 rollout.urls,
@@ -116,8 +122,28 @@ def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
 
 def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Generator:
     return make_generator(
-        session.config, sampling, decoder, session.tokenizer, session.device, session.engine.precision
+        session.config,
+        sampling,
+        decoder,
+        session.tokenizer,
+        session.device,
+        session.engine.precision,
+        counted_rows(session),
     )
+
+
+def counted_rows(session: Session) -> int:
+    """The number of the student's rows that have a probability in training: with a divergence, at most as many as
+    every exact teacher has (`common_vocabulary`).
+    """
+    rows = [session.student.vocabulary_rows]
+    if session.spec.divergence is not None:
+        rows += [each.vocabulary_rows for each in session.teachers.values()]
+        for section, store in session.stores.items():
+            is_same_tokenizer = session.config.teacher_sections[section].cross_tokenizer is None
+            if store.signal.is_exact and is_same_tokenizer and store.teacher_folder is not None:
+                rows.append(configuration(str(store.teacher_folder)).get_text_config().vocab_size)
+    return min(rows)
 
 
 def make_generator(
@@ -127,8 +153,9 @@ def make_generator(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     precision: Callable[[], AbstractContextManager[Any]],
+    counted_rows: int | None = None,
 ) -> Generator:
-    """Raises ConfigError for a decoder that cannot generate."""
+    """counted_rows: see `Generator`. Raises ConfigError for a decoder that cannot generate."""
     try:
         check_generation(decoder, device)
     except ValueError as error:
@@ -146,6 +173,7 @@ def make_generator(
         precision,
         max(_BATCHES * config.train.micro_batch_tokens, config.data.max_tokens),
         vocabulary=known_ids(tokenizer),
+        counted_rows=counted_rows,
         tokenizer=tokenizer,
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from stillhouse.parallel import ShardedMicroBatches, log_rank0
 from stillhouse.rollouts import POLICY_VERSION, Sample, staleness
+from stillhouse.rollouts.advantages import mean_and_deviation
 from stillhouse.train.engine import StepOutput
 from stillhouse.train.files import gather_from_ranks
 from stillhouse.train.rollout_log import Timeline
@@ -51,8 +52,7 @@ class RolloutMetrics:
         metrics["speed/sampled_tokens_per_second"] = sum(lengths) / seconds
         rewards = [each.reward for each in samples if each.reward is not None]
         if rewards:
-            metrics["rollout/reward"] = statistics.fmean(rewards)
-            metrics["rollout/reward_std"] = statistics.pstdev(rewards)
+            metrics["rollout/reward"], metrics["rollout/reward_std"] = mean_and_deviation(rewards)
         assert self.session.plan is not None
         metrics["rollout/share"] = len(samples) / (len(samples) + len(self.session.plan.from_dataset(step)))
         assert self.session.config.rollout is not None

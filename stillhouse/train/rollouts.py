@@ -258,6 +258,7 @@ def make_queue(
         in_order=rollout.schedule != "async",
         last_step=steps - 1,
         advantage=rollout.advantage,
+        deviation=rollout.deviation,
         alive=partial(_alive, []),
         by_student=rollout.writer == "student",
     )
