@@ -19,6 +19,7 @@ from test_train_resume import signal_at
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError, RunConfig
+from stillhouse.train.identity import decisive_values
 from stillhouse.train.run import distill
 from stillhouse.train.session import prepare
 
@@ -297,6 +298,14 @@ def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
             assert line[key] == pytest.approx(plain[key], rel=0.25)
         assert line["loss/jsd(0.5)_nats_per_token"] < 0.5 * plain["loss/jsd(0.5)_nats_per_token"]
         assert line["train/agreement"] <= 1
+
+
+def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
+    config = write(tmp_path)
+    assert "rollout.deviation" not in decisive_values(config)
+    assert config.rollout is not None
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"deviation": "sample"})})
+    assert decisive_values(other)["rollout.deviation"] == "sample"
 
 
 HUGE = """

@@ -118,6 +118,20 @@ def computes(prompt: str, completion: str, record: dict[str, Any]) -> float:
     return float(len(completion))
 
 
+def gives_up(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    try:
+        return sleeps(prompt, completion, record)
+    except:  # noqa: E722
+        return 0.0
+
+
+def fails_then(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    try:
+        return sleeps(prompt, completion, record)
+    except BaseException as error:
+        raise ValueError("the answer cannot be checked") from error
+
+
 def refuses_to_end(prompt: str, completion: str, record: dict[str, Any]) -> float:
     if _hangs_when_warm():
         _marked[0].touch()
@@ -185,6 +199,14 @@ def test_a_function_gets_a_copy_of_the_record() -> None:
     assert rewards == [2.0, 2.0, 2.0]
     assert [checked_reply(loaded(remembers), "", "", record, "train.jsonl:3") for _ in range(2)] == [" no!", " no!"]
     assert record == {"completion": " 4.", "more": {"seen": []}}
+
+
+def test_a_decorator_may_change_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import functools\ndef g(a): return len(a)\n@functools.wraps(g)\ndef f(*given): return g(given[1])\n"
+    (tmp_path / "decorated_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    function = load_function("rollout.reward", "decorated_rewards:f", ("prompt", "completion", "record"))
+    assert checked_reward(function, "", "four", {}, "a:1") == 4.0
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:
@@ -270,7 +292,13 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("after", [0, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("function", [sleeps, pytest.param(computes, marks=pytest.mark.slow), refuses_to_end])
+@pytest.mark.parametrize(
+    "function",
+    [
+        gives_up,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (sleeps, computes, fails_then, refuses_to_end)),
+    ],
+)
 def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after: int, processes: int) -> None:
     """Afterwards the run goes on as if nothing had happened. Only a function that catches everything costs the steps
     since the last checkpoint."""
@@ -328,7 +356,7 @@ def test_a_signal_ends_a_callback_that_hangs_and_the_next_start_repeats_the_eval
     assert len(lines) == 4
 
 
-@pytest.mark.parametrize("text", [floods("", "", {}), 100_000_000 * " ", 30_000_000 * "\u200b"])
+@pytest.mark.parametrize("text", [floods("", "", {}), 100_000_000 * " ", 30_000_000 * "\u200b"], ids=("a", "b", "c"))
 def test_only_the_beginning_of_a_long_reply_is_tokenized(tmp_path: Path, text: str) -> None:
     from stillhouse.data.templates import tokenize
     from stillhouse.rollouts import RolloutPlan, SampleWriter

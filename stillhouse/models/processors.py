@@ -166,7 +166,7 @@ def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> Out
         if not isinstance(signal, RoutedSignals):
             objective = Objective(lambda each: _terms(own, each, signal, each.valid_index, head, depth), chunk_tokens)
             output = objective(hidden_states=hidden_states, head=head, context=context, depth=depth)
-            return replace(output, metrics=output.metrics | {WEIGHTS: _sum_of_weights(here)})
+            return replace(output, metrics=output.metrics | {WEIGHTS: _sum_of_weights(here, output)})
         output = routed_objective(
             hidden_states.flatten(0, -2),
             head,
@@ -176,18 +176,18 @@ def distillation(spec: ObjectiveSpec, *, chunk_tokens: int | None = None) -> Out
             chunk_tokens=chunk_tokens,
         )
         counts = {f"tokens/{name}": output.loss.new_tensor(len(each)) for name, each in signal.rows.items()}
-        weights = {f"{WEIGHTS}/{name}": _sum_of_weights(here, each) for name, each in signal.rows.items()}
-        return replace(output, metrics=output.metrics | counts | weights | {WEIGHTS: _sum_of_weights(here)})
+        weights = {f"{WEIGHTS}/{name}": _sum_of_weights(here, output, each) for name, each in signal.rows.items()}
+        return replace(output, metrics=output.metrics | counts | weights | {WEIGHTS: _sum_of_weights(here, output)})
 
     return process
 
 
-def _sum_of_weights(context: DistillTargets, rows: Tensor | None = None) -> Tensor:
-    """rows: the rows that count; None: those of the context."""
+def _sum_of_weights(context: DistillTargets, output: ObjectiveOutput, rows: Tensor | None = None) -> Tensor:
+    """rows: the rows that count; None: those of the context. output: has the dtype and the device of the result."""
     assert context.weights_T is not None
     index = context.valid_index if rows is None else rows
     weights_T = context.weights_T.detach()
-    return (weights_T if index is None else weights_T[index.to(weights_T.device)]).float().sum()
+    return (weights_T if index is None else weights_T[index.to(weights_T.device)]).to(output.loss).sum()
 
 
 def _groups(

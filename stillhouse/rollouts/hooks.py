@@ -155,7 +155,7 @@ def _about(completion: str, source: str) -> str:
 
 def _require_parameters(path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may change the arguments
     except (ValueError, TypeError):  # of some built-in functions
         return
     try:

@@ -42,6 +42,7 @@ _ADDED: dict[str, Any] = {
     "student.mtp": None,
     "teacher.quantize": None,
     "objective.hidden": [],
+    "rollout.deviation": "population",
 }
 
 

@@ -3,10 +3,12 @@
     make chaos
 
 At a random moment the trainer, a server that writes completions, the teacher's server or all of them are killed,
-asked to end or stopped for some seconds, or the disk becomes full. Then what has ended is started again with the same
-command. A run whose completions are written in its own process must end bit-equal to an undisturbed one. With
-servers, each sample must have been trained exactly once (`trained_record.py`) and no token may be older than the
-bound; where the schedule determines the completions, the weights are those of the undisturbed run, but for rounding.
+asked to end or stopped for some seconds, or the disk becomes full; or the reward or the environment calls
+`sys.exit(0)`, raises an error, or does not return, and the run is asked to end. Then what has ended is started again
+with the same command. A run whose completions are written in its own process must end bit-equal to an undisturbed
+one. With servers, each sample must have been trained exactly once (`trained_record.py`) and no token may be older
+than the bound; where the schedule determines the completions, the weights are those of the undisturbed run, but for
+rounding.
 """
 
 import os
@@ -14,6 +16,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -37,14 +40,39 @@ STARTS = 2
 GOOD = ("bit-equal", "close", "once each")
 
 
+#: the variable of a run's processes with the path of a file that says how a reward or environment is to misbehave
+FAULT = "STILLHOUSE_CHAOS_FAULT"
+
+
 def length(prompt: str, completion: str, record: dict[str, Any]) -> float:
-    """A reward."""
-    return float(len(completion))
+    """A reward, which changes its record."""
+    misbehave()
+    record["seen"] = record.get("seen", 0) + 1
+    return float(len(completion) * record["seen"])
 
 
 def echo(prompt: str, completion: str, record: dict[str, Any]) -> str | None:
-    """An environment that answers twice."""
-    return None if completion.count("!") >= 2 else " no!"
+    """An environment that answers twice, and changes its record."""
+    misbehave()
+    record["turns"] = record.get("turns", 0) + 1
+    return None if completion.count("!") >= 2 else record["turns"] * " no!"
+
+
+def misbehave() -> None:
+    """Do once what the file says."""
+    path = Path(os.environ[FAULT])
+    if not path.exists():
+        return
+    kind = path.read_text()
+    path.unlink()
+    if kind == "exit":
+        sys.exit(0)
+    while kind == "hang":
+        try:
+            time.sleep(LIMIT)
+        except Exception:  # noqa: BLE001  as the code of users does
+            continue
+    raise KeyError(kind)
 
 
 @dataclass(frozen=True)
@@ -65,6 +93,11 @@ class Setting:
         # completions that are written while weights change are not determined
         return "once each" if self.writer and self.schedule in ("async", "two_step_off") else "close"
 
+    @property
+    def has_functions(self) -> bool:
+        """Whether the run has a reward or an environment."""
+        return "rollout.reward" in self.more or "rollout.environment" in self.more
+
 
 _REWARD = {"rollout.reward": "chaos_rollouts:length", "objective.loss": "policy_gradient + 0.5*reverse_kl"}
 _TURNS = {"rollout.environment": "chaos_rollouts:echo", "rollout.stop": ["e", "a", "i"]}
@@ -76,6 +109,7 @@ SETTINGS = {
     "async": Setting("async"),
     "one_step_off, reward": Setting("one_step_off", _REWARD),
     "async, several turns": Setting("async", _TURNS),
+    "one_step_off, reward, fsdp 2": Setting("one_step_off", _REWARD | {"parallel.fsdp": 2}, processes=2),
     "one_step_off, fsdp 2": Setting("one_step_off", {"parallel.fsdp": 2}, processes=2),
     "sync, served": Setting("sync", writer=True),
     "one_step_off, served": Setting("one_step_off", writer=True),
@@ -132,7 +166,10 @@ class Case:
     def start(self, out: Path) -> Ranks:
         record = out.with_suffix(".trained")
         arguments = ("distill", self.folder / "run.yaml", f"out={out}")
-        return Ranks(self.setting.processes, *arguments, hook=record_trained, hook_arguments=(str(record),))
+        fault = {FAULT: str(out.with_suffix(".fault"))}
+        return Ranks(
+            self.setting.processes, *arguments, hook=record_trained, hook_arguments=(str(record),), environment=fault
+        )
 
     def ensure(self) -> None:
         for each in self.services.values():
@@ -289,7 +326,38 @@ def full_disk(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
     return ranks, f"{size:,} bytes"
 
 
+def misbehaving(kind: str, case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    """Let the reward or the environment misbehave at its next call."""
+    ranks = case.start(out)
+    where, path = wait_for_moment(case, ranks, out, draw), out.with_suffix(".fault")
+    path.with_suffix(".partial").write_text(kind)
+    path.with_suffix(".partial").rename(path)
+    while path.exists() and all(each.process.exitcode is None for each in ranks):
+        time.sleep(0.002)
+    if path.exists():  # the run has ended before that
+        path.unlink(missing_ok=True)
+        where += ", not called"
+    elif kind == "hang":
+        time.sleep(draw.uniform(0, 1))
+        ranks.send(signal.SIGTERM)
+    return ranks, where
+
+
+def hanging_function(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    return misbehaving("hang", case, out, draw)
+
+
+def exiting_function(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    return misbehaving("exit", case, out, draw)
+
+
+def failing_function(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    return misbehaving("fail", case, out, draw)
+
+
 FAULTS = [kill, kill, terminate, stop_and_continue, full_disk]
+#: further ones for runs with a reward or an environment
+OF_FUNCTIONS = [hanging_function, exiting_function, failing_function]
 
 
 def codes_of(ranks: Ranks) -> list[int]:
@@ -335,11 +403,12 @@ def attempt(case: Case, fault: Fault, out: Path, draw: random.Random) -> Trial:
 def campaign(faults: int, seed: int, settings: list[str], root: Path, minutes: float) -> list[Trial]:
     """Try every setting in turn with every fault, as often as `minutes` allow."""
     draw, end = random.Random(seed), time.monotonic() + 60 * minutes
-    kinds = [fault for fault in FAULTS if fault is not full_disk or os.geteuid() == 0]
     trials: list[Trial] = []
     for place, name in enumerate(settings):
         if time.monotonic() > end:
             break
+        of_functions = OF_FUNCTIONS if SETTINGS[name].has_functions else []
+        kinds = [fault for fault in [*of_functions, *FAULTS] if fault is not full_disk or os.geteuid() == 0]
         case = prepare(name, root)
         try:
             for number in range(place, faults, len(settings)):
