@@ -122,17 +122,12 @@ def interruptible(what: str, work: Callable[[], T]) -> T:
     listener.enter(what)
     try:
         try:
-            result = work()
+            return work()
         finally:
             listener.leave()
-    except BaseException as error:
-        listener.leave()  # the error may have been raised right before the line above
-        if listener.is_interrupted:
-            raise OverdueError(listener.overdue(what)) from error
-        raise
-    if listener.is_interrupted:  # the function has caught the error, and its result is of no use
-        raise OverdueError(listener.overdue(what))
-    return result
+    finally:
+        listener.leave()  # again: the error may have been raised right before the line above
+        listener.require_in_time(what)
 
 
 def requested() -> int:
@@ -149,8 +144,7 @@ class _Listener:
         self._arrived, self._noted = False, threading.Event()
         self._function: str | None = None  # the user's function that runs now
         self._entered_at = self._spent = 0.0  # spent: the seconds of such functions since the signal, but of this one
-        #: whether the function that ran last was interrupted
-        self.is_interrupted = False
+        self._is_interrupted = False  # whether the function that runs, or ran last, was interrupted
         self._message = message
         self._inbox, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -179,7 +173,7 @@ class _Listener:
         """A function of the user's own begins. Raises OverdueError if others have used its time up."""
         if self._received and self._spent > SECONDS_TO_RETURN:
             raise OverdueError(f"{function} was not called after a signal")
-        self.is_interrupted, self._entered_at = False, time.monotonic()
+        self._is_interrupted, self._entered_at = False, time.monotonic()
         self._function = function
 
     def leave(self) -> None:
@@ -190,10 +184,12 @@ class _Listener:
     def interrupt(self, *_: object) -> None:
         """The handler of `_INTERRUPT`, in the main thread."""
         if self._function is not None:
-            raise OverdueError(self.overdue(self._function))
+            self.require_in_time(self._function)
 
-    def overdue(self, function: str) -> str:
-        return f"{function} has not returned {SECONDS_TO_RETURN:g} s after a signal"
+    def require_in_time(self, function: str) -> None:
+        """Raise OverdueError if the function was interrupted: it may have caught the first one and given a result."""
+        if self._is_interrupted:
+            raise OverdueError(f"{function} has not returned {SECONDS_TO_RETURN:g} s after a signal")
 
     def close(self) -> None:
         # closing is not enough: a forked process that is still alive holds this end open, and the thread would wait
@@ -231,8 +227,8 @@ class _Listener:
         if spent > 2 * SECONDS_TO_RETURN:
             line = f"{function} does not return; {self._message(self._received)}"
             end_process(128 + self._received, line if _is_rank_0() else None)
-        if spent > SECONDS_TO_RETURN and not self.is_interrupted:
-            self.is_interrupted = True
+        if spent > SECONDS_TO_RETURN and not self._is_interrupted:
+            self._is_interrupted = True
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, _INTERRUPT)

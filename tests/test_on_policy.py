@@ -284,6 +284,20 @@ def test_the_writers_log_probs_are_over_the_rows_that_training_counts(
         assert line["rollout/log_ratio_max"] < 1e-4
 
 
+@pytest.mark.slow
+def test_a_server_that_counts_rows_of_padding_is_warned_of(tmp_path: Path) -> None:
+    student = build("llama", seed=1, vocab_size=len(toy_tokenizer()) + 60, tied=False)
+    student.save_pretrained(tmp_path / "student")
+    toy_tokenizer().save_pretrained(tmp_path / "student")
+    with Server(tmp_path / "student", "--generate") as server:
+        served = {"rollout.engine": "stillhouse", "rollout.url": server.url, "train.steps": 1}
+        write(tmp_path, **served)
+        command = Command("distill", tmp_path / "run.yaml")
+        assert command.wait(120) == 0, command.err
+    rows = len(toy_tokenizer())
+    assert f"over all {rows + 60} rows of the student's head, and training's over the {rows} that" in command.out
+
+
 def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
     """The first step has the same completions, and the entropies of random models hardly depend on the place."""
     settings = {"train.steps": 1, "objective.loss": "jsd(0.5)"}

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from stillhouse import preemption
@@ -52,12 +52,8 @@ class UserFunction:
 
         Raises ValueError for whatever it raises, and OverdueError if a signal has come and it does not return.
         """
-        try:
+        with _ForeignCode(str(self), about):
             return interruptible(str(self), partial(self.function, *arguments))
-        except (OverdueError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            raise ValueError(f"{self} raises {_told(error)}{about}{_frames(error.__traceback__)}") from error
 
 
 def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunction:
@@ -69,20 +65,13 @@ def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunct
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            raise ValueError(
-                f"got {path!r}, but there is no module {missing!r}: expected one that is installed, or in the "
-                "working directory"
-            ) from error
+    with _ForeignCode(f"got {path!r}, but importing {module_name}"):
+        module = _imported(module_name)
+    if module is None:
         raise ValueError(
-            f"got {path!r}, but importing {module_name} raises {_told(error)}{_frames(error.__traceback__)}"
-        ) from error
+            f"got {path!r}, but there is no module {module_name!r}: expected one that is installed, or in the "
+            "working directory"
+        )
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"got {path!r}, but {module_name} has no function {name!r}")
@@ -151,6 +140,32 @@ def _copied(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 def _about(completion: str, source: str) -> str:
     return f" for the completion {completion[:_SHOWN]!r} of {source}"
+
+
+def _imported(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module exists, and lacks another one
+        return None
+
+
+class _ForeignCode:
+    """Within the block, turn whatever is raised into ValueError, also SystemExit, whose exit code 0 would tell of a
+    complete run. what, about: come before and after the error in its message.
+    """
+
+    def __init__(self, what: str, about: str = ""):
+        self._what, self._about = what, about
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, OverdueError | KeyboardInterrupt):
+            message = f"{self._what} raises {_told(error)}{self._about}{_frames(error.__traceback__)}"
+            raise ValueError(message) from error
 
 
 def _require_parameters(path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
