@@ -25,7 +25,7 @@ from typing import Any
 
 from chaos import DISK, LIMIT, Hung, Traceback, Trial, command, ended, log_lines, require_no_traceback
 from ranks import Ranks, free_port
-from runs import Command, contents, metrics, wait_for, write_records, write_run
+from runs import ROOT, Command, contents, metrics, wait_for, write_records, write_run
 from safetensors.torch import load_file
 from trained_record import record_trained, trained, wrong_in
 
@@ -381,7 +381,7 @@ def attempt(case: Case, fault: Fault, out: Path, draw: random.Random) -> Trial:
             # a process that nothing has killed says why it ends
             if not ranks.err.strip() and not set(codes) & {-signal.SIGKILL, -signal.SIGTERM, 0}:
                 return Trial(case.name, name, where, "no message")
-            lines += ranks.err.strip().replace(str(case.folder), "…") + "\n"
+            lines += ranks.err.strip().replace(str(case.folder), "…").replace(f"{ROOT}/", "") + "\n"
             case.ensure()
             ranks = case.start(out)
             codes = codes_of(ranks)
