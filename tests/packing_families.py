@@ -133,7 +133,18 @@ SEPARATING: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 251,
     },
 }
-PACKING: dict[str, dict[str, Any]] = LEAKING | SEPARATING
+#: the same, of a family whose windows can be longer than the documents of the proof
+WINDOWED: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        **_SHAPE,
+        **_EXPERTS,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "q_lora_rank": 16,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    }
+}
+PACKING: dict[str, dict[str, Any]] = LEAKING | SEPARATING | WINDOWED
 
 DTYPES: dict[str, torch.dtype] = {each: getattr(torch, each) for each in ("float32", "bfloat16", "float16")}
 

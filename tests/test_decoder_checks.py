@@ -9,6 +9,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from families import FAMILIES, build
+from packing_families import build_packing
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -75,6 +76,10 @@ REFUSED = {
     "unknown logits": (
         lambda: ScaledLlama(LlamaConfig(**SMALL)),
         "ScaledLlama (model type 'llama'): its logits differ by up to",
+    ),
+    "windows of the row": (
+        lambda: build_packing("deepseek_v4"),
+        "has layers of type compressed_sparse_attention, heavily_compressed_attention, which cut a row into windows",
     ),
     "a module of another kind": (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
 }

@@ -7,6 +7,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from stillhouse.display import name_list
+
+#: transformers' names of layers whose windows begin at multiples of their length in the row. The proof at load does
+#: not reach windows that are longer than its documents
+_ROW_WINDOWS = {
+    "chunked_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+}
+
 
 def require_decoder(model: Any) -> nn.Linear:
     """Return the layer that projects onto the vocabulary. Raises ValueError for a model that cannot be wrapped."""
@@ -36,6 +47,11 @@ def require_decoder(model: Any) -> nn.Linear:
         raise ValueError(
             f"{what} takes no position_ids: it cannot separate documents that are packed into one row "
             "(state-space and ALiBi models)"
+        )
+    if windows := _ROW_WINDOWS & set(getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        raise ValueError(
+            f"{what} has layers of type {name_list(sorted(windows))}, which cut a row into windows wherever its "
+            "documents begin: it cannot separate documents that are packed into one row"
         )
     return linear
 
