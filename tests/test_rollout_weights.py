@@ -22,7 +22,8 @@ from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora, is_lora
 from stillhouse.parallel import Degrees, single_process_runner
 from stillhouse.rollouts import weights
-from stillhouse.rollouts.weights import BUCKET_BYTES, MANIFEST, publish, read_manifest
+from stillhouse.rollouts.published import MANIFEST, read_manifest
+from stillhouse.rollouts.weights import BUCKET_BYTES, publish
 
 LAYOUTS = {
     "fsdp 2": (Degrees(fsdp=2), "1f1b"),
@@ -196,7 +197,7 @@ def test_a_folder_that_is_not_what_was_published_is_refused(tmp_path: Path) -> N
             read_manifest(tmp_path / "changed")
     changed(first).unlink()
     with pytest.raises(ValueError, match=f"lacks the file {first}"):
-        read_manifest(tmp_path / "changed", hashed=False)
+        read_manifest(tmp_path / "changed")
     path = changed(first)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -283,8 +283,8 @@ REFUSED = {
     "incomplete": "is damaged",
     "half a manifest": "is damaged",
     "a tensor is missing": "q_proj.weight' is absent there",
-    "a tensor too many": "'model.more' is F32 of shape [1] there and absent in the server",
-    "another shape": "is F32 of shape [63, 48] there and F32 of shape [64, 48] in the server",
+    "a tensor too many": "'model.more' is float32 of shape [1] there and absent in the server",
+    "another shape": "is float32 of shape [63, 48] there and float32 of shape [64, 48] in the server",
     "the manifest lacks a tensor": "does not hold the tensors that its manifest names",
     "an adapter": "has an adapter: expected a whole model",
 }
@@ -307,7 +307,7 @@ def test_weights_of_another_dtype_or_place_are_refused(
 ) -> None:
     half = changed(folder, tmp_path / "half", 7, 0.5, torch.bfloat16)
     for target, version, message in [
-        (half, "7", "BF16 of shape"),
+        (half, "7", "bfloat16 of shape"),
         ("weights/version-00000007", "7", "expected an absolute path"),
         (tmp_path / "nowhere", "7", "no complete version"),
         (folder, "7", "no complete version"),

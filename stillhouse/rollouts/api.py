@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
 import httpx2
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.rollouts.sample import Sampling
@@ -24,6 +25,19 @@ class Span:
     label: str | None
     start: int
     end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """A version of the student in a folder. label: what servers mark its tokens with. manifest: the sha256 of its
+    manifest, and so of all its files.
+    """
+
+    version: int
+    folder: Path
+    label: str
+    kind: Kind
+    manifest: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,8 +83,8 @@ class EngineApi(Protocol):
         """The log-probabilities at the first token that are in the answer, the largest first."""
         ...
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
-        """Let the server load a published version, and mark what it writes from now on with the label.
+    def give(self, ask: Ask, published: Published) -> bool:
+        """Let the server load a published version, and mark what it writes from now on with its label.
 
         May be repeated. Returns False if the server was seen to have been started anew meanwhile. Raises ServerError
         if the server answers that it cannot; no token is then written until a later call has succeeded, or it has
@@ -104,3 +118,18 @@ def require(response: httpx2.Response, what: str, hint: str = "") -> Any:
 
 def refuse(response: httpx2.Response, what: str, why: str, hint: str = "") -> NoReturn:
     raise ServerError(f"{response.url}: {what} failed: {why}{f'; {hint}' if hint else ''}")
+
+
+def token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
+    """The version of each of `count` tokens; None if one of the labels is not among `versions`.
+
+    Raises ValueError unless the spans cover all tokens in their order.
+    """
+    found: list[Any] = []
+    for each in spans:
+        if each.start != len(found) or each.end <= each.start:
+            raise ValueError(f"versions of the tokens {each.start} to {each.end} after {len(found)} tokens")
+        found += [versions.get(each.label or "")] * (each.end - each.start)
+    if len(found) != count or not found:
+        raise ValueError(f"versions of {len(found)} tokens for a completion of {count}")
+    return None if None in found else np.array(found, np.int32)

@@ -13,16 +13,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Span, require
+from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Published, require, token_versions
+from stillhouse.rollouts.probe import KNOWN_BY, Probe, probing, same_weights
 from stillhouse.rollouts.proof import MOST_LIKELY, prove_log_probs
+from stillhouse.rollouts.published import published_folder
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.weights import read_manifest
 from stillhouse.teachers.client.pool import AskAgainError, Call, ServerError, ServerPool, UnreachableError
 
 #: completions that a server writes at a time; engines batch them, and queue what is too many
@@ -32,10 +32,6 @@ PATIENCE = 10.0
 #: so many times in a row a server may come back with other weights
 MOST_RESTORED = 10
 _JSON = "application/json"
-#: prompts after which the likeliest tokens tell one model from another
-KNOWN_BY = ((1,), (2, 3), (5, 7, 11), (13, 17, 19, 23), (29, 31, 37, 41, 43), (47, 53), (59, 61, 67), (71,))
-#: a difference of log-probabilities that rounding in bfloat16 stays below
-_SAME = 0.1
 _AGAIN = (
     "{url} has other weights again and again: expected a server that is not started anew all the time, and no other "
     "job that gives it weights"
@@ -44,26 +40,20 @@ _AGAIN = (
 _LOST = 404
 
 
-@dataclass(frozen=True, eq=False)
-class _Published:
-    version: int
-    folder: Path
-    label: str
-    kind: Kind
-
-
 @dataclass(eq=False)
 class _Server:
     """told: what it was last given, another object each time; None while it is not known which weights it has.
     model: the name that requests need. restored: how often it came back with other weights since its last answer.
-    is_absent: it has not answered, and is given the newest version in the background.
+    is_absent: it has not answered, and is given the newest version in the background. probe: with the weights that
+    it was given last.
     """
 
     url: str
     model: str | None = None
-    told: _Published | None = None
+    told: Published | None = None
     restored: int = 0
     is_absent: bool = False
+    probe: Probe = field(default_factory=Probe)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -75,7 +65,8 @@ class ServedEngine:
     token: the bearer token. warn: is called with a line when a server fails or comes back.
 
     own_weights: the servers write with the weights that they have, such as a teacher's, and are given none.
-    Otherwise `update_weights` must be called before `generate`.
+    Otherwise `update_weights` must be called before `generate`. probes: prompts that each server completes after it
+    was given weights (see `probe.py`), so that the caller can score them (`probed`, `proved`).
 
     The constructor raises ValueError for a server that does not give the log-probabilities that training needs; with
     own_weights they are not needed, and the servers must have the same weights.
@@ -92,6 +83,7 @@ class ServedEngine:
         token: str | None = None,
         warn: Callable[[str], None] = lambda line: None,
         own_weights: bool = False,
+        probes: Sequence[Sequence[int]] = ((0,),),
     ):
         self._sampling, self._api, self._vocabulary, self._timeout = sampling, api, vocabulary, timeout
         self.own_weights = own_weights
@@ -103,7 +95,10 @@ class ServedEngine:
         )
         self._servers = {each.url: _Server(each.url) for each in self._pool.servers}
         self._versions: dict[str, int] = {}
-        self._newest: _Published | None = None
+        self._newest: Published | None = None
+        self._probes = probes
+        #: of the version that was proved last, with the nats that rounding causes
+        self._proved = Probe(), 0.0
         with ExitStack() as stack:
             stack.callback(self._pool.close)
             for server in self._servers.values():
@@ -131,11 +126,12 @@ class ServedEngine:
         if folder is None:
             raise ValueError("servers read weights from a folder: expected the one that was published")
         folder = folder.resolve()
-        manifest = read_manifest(folder, hashed=False)
+        with published_folder(folder) as content:
+            manifest, sha256 = content.manifest, content.sha256
         if manifest.version != version:
             raise ValueError(f"{folder} holds version {manifest.version}: expected {version}")
         before, label = self._newest, f"{self._run}-{version}-{len(self._versions)}"
-        published = _Published(version, folder, label, manifest.kind)
+        published = Published(version, folder, label, manifest.kind, sha256)
         self._versions[label], self._newest = version, published
         # a server that is gone must not cost its patience in every step
         present = [each for each in self._servers.values() if not each.is_absent]
@@ -151,6 +147,19 @@ class ServedEngine:
                 if not server.is_absent:
                     self._api.forget(self._ask(server.url, PATIENCE), before.label, before.kind)
 
+    @property
+    def probed(self) -> dict[str, tuple[Completion, ...]]:
+        """By URL, what the servers have written for the probes when they were given the newest version."""
+        assert self._newest is not None
+        probes = {url: each.probe for url, each in self._servers.items()}
+        return {url: each.completions for url, each in probes.items() if each.label == self._newest.label}
+
+    def proved(self, url: str, most: float) -> None:
+        """What this server has written for the probes is by the newest version. Servers that are given it later must
+        find the same tokens likeliest. most: nats that rounding causes.
+        """
+        self._proved = self._servers[url].probe, most
+
     def close(self) -> None:
         self._pool.close()
 
@@ -164,7 +173,7 @@ class ServedEngine:
             raise ValueError(f"{server.url} has other weights than {self._pool.servers[0].url}: expected the same")
         [label] = labels
         self._versions[label] = 0
-        server.told = self._newest = _Published(0, Path(), label, "model")
+        server.told = self._newest = Published(0, Path(), label, "model")
 
     def _greedy(self, server: _Server, ids: Sequence[int]) -> Answer:
         """The likeliest token after a few ids."""
@@ -194,7 +203,7 @@ class ServedEngine:
             )
         limit = self._sampling.max_new_tokens
         limit = limit if request.max_new_tokens is None else min(limit, request.max_new_tokens)
-        attempt: list[tuple[_Server, _Published]] = []
+        attempt: list[tuple[_Server, Published]] = []
 
         def content(url: str) -> bytes:
             server = self._servers[url]
@@ -219,14 +228,14 @@ class ServedEngine:
             frozenset({200, _LOST}) if kind == "adapter" else frozenset({200}),
         )
 
-    def _completion(self, response: httpx2.Response, server: _Server, told: _Published, limit: int) -> Completion:
+    def _completion(self, response: httpx2.Response, server: _Server, told: Published, limit: int) -> Completion:
         """Raises ValueError for a damaged answer, AskAgainError for one by weights that are not the student's."""
         if response.status_code == _LOST:
             self._restore(server, told)
             raise AskAgainError
         answer = self._api.parse(response, told.kind)
         count = len(answer.ids)
-        versions_N = _token_versions(answer.spans, self._versions, count)
+        versions_N = token_versions(answer.spans, self._versions, count)
         moved = not self._api.marks_tokens and server.told is not told
         if versions_N is None or versions_N.min() < told.version or told is _UNKNOWN or moved:
             self._restore(server, told)
@@ -235,10 +244,9 @@ class ServedEngine:
             raise ValueError(f"the versions of a completion's tokens decrease: {versions_N.tolist()[:20]}")
         self._require_right(answer, limit)
         server.restored = 0
-        ids_N, log_probs_N = np.array(answer.ids, np.int32), np.array(answer.log_probs, np.float32)
+        found = _completion_of(answer, versions_N)
         # SGLang calls an end of sequence at the last possible token a cut
-        finish = "stop" if answer.ids[-1] in self._sampling.eos_ids else answer.finish
-        return Completion(ids_N, log_probs_N, versions_N, finish)
+        return replace(found, finish="stop") if answer.ids[-1] in self._sampling.eos_ids else found
 
     def _require_right(self, answer: Answer, limit: int) -> None:
         """Raise ValueError for a completion that this server cannot have been asked for."""
@@ -278,7 +286,7 @@ class ServedEngine:
             while (published := self._newest) is not None and not _has(server, published):
                 self._pool.hold(server.url)
                 server.told = None
-                given = self._api.give(ask, published.folder, published.label, published.kind)
+                given = self._api.give(ask, published)
                 if given and self._writes_with(ask, server, published):
                     server.told = replace(published)
                 elif (attempts := attempts + 1) == MOST_RESTORED:
@@ -287,20 +295,37 @@ class ServedEngine:
         finally:
             server.lock.release()
 
-    def _writes_with(self, ask: Ask, server: _Server, published: _Published) -> bool:
-        """Whether the server writes with this version; False if it was started anew since it loaded it."""
-        model = published.label if published.kind == "adapter" else server.model
-        response = ask(self._api.path, self._api.body(model, [0], Sampling(1), 1, 0))
-        if response.status_code == _LOST and published.kind == "adapter":
-            return False
-        require(response, f"a completion with version {published.version}", self._api.hint)
-        try:
-            spans = self._api.parse(response, published.kind).spans
-        except ValueError as error:
-            raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
-        return {each.label for each in spans} == {published.label}
+    def _writes_with(self, ask: Ask, server: _Server, published: Published) -> bool:
+        """Whether the server writes with this version; False if it was started anew since it loaded it.
 
-    def _restore(self, server: _Server, told: _Published) -> None:
+        Raises ServerError if it says so, and writes otherwise than another server with this version.
+        """
+        model = published.label if published.kind == "adapter" else server.model
+        drawn, likeliest, found = probing(self._sampling), Sampling(1, temperature=0.0), list[Completion]()
+        for seed, ids in enumerate(self._probes):
+            for sampling in (drawn, likeliest):
+                response = ask(self._api.path, self._api.body(model, ids, sampling, sampling.max_new_tokens, seed))
+                if response.status_code == _LOST and published.kind == "adapter":
+                    return False
+                require(response, f"a completion with version {published.version}", self._api.hint)
+                try:
+                    answer = self._api.parse(response, published.kind)
+                    if {each.label for each in answer.spans} != {published.label}:
+                        return False
+                    found.append(_completion_of(answer, np.full(len(answer.ids), published.version, np.int32)))
+                except ValueError as error:
+                    raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
+        tokens = [(int(each.ids_N[0]), float(each.log_probs_N[0])) for each in found[1::2]]
+        probe, (proved, most) = Probe(published.label, tuple(found[::2]), tuple(tokens)), self._proved
+        if proved.label == published.label and not same_weights(proved.likeliest, tokens, most):
+            raise ServerError(
+                f"{server.url} says that it has version {published.version}, and writes with other weights: "
+                "expected a server that reads the folder that it is given, and loads all of it"
+            )
+        server.probe = probe
+        return True
+
+    def _restore(self, server: _Server, told: Published) -> None:
         """Begin to give a server the newest version, unless it was given one since the answer was asked for."""
         if not server.lock.acquire(blocking=False):
             return  # it is being given weights
@@ -357,33 +382,16 @@ class ServedEngine:
         return self._api.top_log_probs(response)
 
 
-def same_weights(before: Sequence[tuple[int, float]], now: Sequence[tuple[int, float]]) -> bool:
-    """Whether the likeliest tokens after KNOWN_BY can be those of the same weights, but for rounding.
-
-    Two tokens may be nearly as likely, so that most ids must be the same, and their log-probabilities.
-    """
-    gaps = [abs(one[1] - other[1]) for one, other in zip(before, now, strict=False) if one[0] == other[0]]
-    return len(before) == len(now) and 2 * len(gaps) > len(now) and max(gaps) < _SAME
+def _completion_of(answer: Answer, versions_N: np.ndarray) -> Completion:
+    """Raises ValueError as `Completion` does."""
+    return Completion(
+        np.array(answer.ids, np.int32), np.array(answer.log_probs, np.float32), versions_N, answer.finish
+    )
 
 
-def _has(server: _Server, published: _Published) -> bool:
+def _has(server: _Server, published: Published) -> bool:
     return server.told is not None and server.told.label == published.label
 
 
 #: what a server has that was chosen before its weights became unknown
-_UNKNOWN = _Published(-1, Path(), "", "model")
-
-
-def _token_versions(spans: Sequence[Span], versions: dict[str, int], count: int) -> np.ndarray | None:
-    """The version of each of `count` tokens; None if one of the labels is not among `versions`.
-
-    Raises ValueError unless the spans cover all tokens in their order.
-    """
-    found: list[Any] = []
-    for each in spans:
-        if each.start != len(found) or each.end <= each.start:
-            raise ValueError(f"versions of the tokens {each.start} to {each.end} after {len(found)} tokens")
-        found += [versions.get(each.label or "")] * (each.end - each.start)
-    if len(found) != count or not found:
-        raise ValueError(f"versions of {len(found)} tokens for a completion of {count}")
-    return None if None in found else np.array(found, np.int32)
+_UNKNOWN = Published(-1, Path(), "", "model")

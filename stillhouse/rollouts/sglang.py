@@ -7,14 +7,13 @@ temperature, over the whole vocabulary, unless it was started with SGLANG_RETURN
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import httpx2
 from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.rollouts.api import Answer, Ask, Kind, Span, refuse, require
+from stillhouse.rollouts.api import Answer, Ask, Kind, Published, Span, refuse, require
 from stillhouse.rollouts.sample import Sampling
 
 #: log-probability, id, text
@@ -85,14 +84,14 @@ class SglangApi:
         rows = _read(response).meta_info.output_top_logprobs
         return sorted({token: value for value, token, _ in (rows[0] if rows else None) or []}.values(), reverse=True)
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
-        if kind == "adapter":
+    def give(self, ask: Ask, published: Published) -> bool:
+        if published.kind == "adapter":
             raise ValueError(
                 "adapters are not given to SGLang, and the student is an adapter: expected the engine vllm or "
                 "transformers"
             )
         require(ask("/pause_generation", {"mode": "abort"}), "/pause_generation", self.hint)
-        body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        body = {"model_path": str(published.folder), "weight_version": published.label, "flush_cache": True}
         response = ask("/update_weights_from_disk", body)
         found = require(response, "loading the weights", "the server stays paused")
         if not isinstance(found, dict) or found.get("success") is not True:

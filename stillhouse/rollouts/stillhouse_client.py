@@ -1,12 +1,11 @@
 """`stillhouse serve --generate`: completions in vLLM's form, and weights from a published folder in one request."""
 
-from pathlib import Path
 from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import tokenizer_fingerprint
-from stillhouse.rollouts.api import Ask, Kind, require
+from stillhouse.rollouts.api import Ask, Kind, Published, require
 from stillhouse.rollouts.vllm import VllmApi
 
 
@@ -20,13 +19,14 @@ class StillhouseApi(VllmApi):
     def model_name(self, ask: Ask) -> str | None:
         return None
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
-        if kind == "adapter":
+    def give(self, ask: Ask, published: Published) -> bool:
+        if published.kind == "adapter":
             raise ValueError(
                 "stillhouse serve takes whole models, and the student is an adapter: expected the engine vllm or "
                 "transformers"
             )
-        require(ask("/v1/weights", {"folder": str(folder), "version": label}), "loading the weights", self.hint)
+        body = {"folder": str(published.folder), "version": published.label, "manifest": published.manifest}
+        require(ask("/v1/weights", body), "loading the weights", self.hint)
         return True
 
     def tokenizer_difference(

@@ -8,14 +8,13 @@ server needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A completion 
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import httpx2
 from pydantic import BaseModel, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.rollouts.api import Answer, Ask, Kind, Span, refuse, require
+from stillhouse.rollouts.api import Answer, Ask, Kind, Published, Span, refuse, require
 from stillhouse.rollouts.sample import Sampling
 
 _DEVELOPMENT = "expected a vLLM that was started with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -141,20 +140,20 @@ class VllmApi:
         found = {each.token_id: each.logprob for token in choice.logprobs.content[:1] for each in token.top_logprobs}
         return sorted(found.values(), reverse=True)
 
-    def give(self, ask: Ask, folder: Path, label: str, kind: Kind) -> bool:
-        if kind == "adapter":
-            answer = ask("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+    def give(self, ask: Ask, published: Published) -> bool:
+        if published.kind == "adapter":
+            answer = ask("/v1/load_lora_adapter", {"lora_name": published.label, "lora_path": str(published.folder)})
             if answer.status_code != 200 and "already been loaded" not in answer.text:
                 require(answer, "loading the adapter", _LORA)
             return True
         # Requests under way wait; what half-updated weights would write has a label that nobody accepts.
         _succeed(ask, "/pause?mode=keep", {}, "status", "paused")
-        _succeed(ask, "/update_weight_version", {"new_version": f"{label}-loading"}, "success", True)
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        _succeed(ask, "/update_weight_version", {"new_version": f"{published.label}-loading"}, "success", True)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(published.folder)}}
         require(ask("/collective_rpc", reload), "loading the weights", "the server stays paused")
         # The keys and values that the old weights have computed for requests under way are computed again.
         _succeed(ask, "/reset_prefix_cache?reset_running_requests=true", {}, "success", True)
-        _succeed(ask, "/update_weight_version", {"new_version": label}, "success", True)
+        _succeed(ask, "/update_weight_version", {"new_version": published.label}, "success", True)
         # A server that was started anew after it had loaded the weights has its first ones, and is not paused.
         is_paused = require(ask("/is_paused", None), "/is_paused") == {"is_paused": True}
         if is_paused:

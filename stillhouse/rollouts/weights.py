@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -35,8 +34,8 @@ from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.loading import auto_class
 from stillhouse.parallel import Runner, gathered
 from stillhouse.parallel.loading import checkpoint_names
+from stillhouse.rollouts.published import MANIFEST, VERSION_PREFIX, Manifest
 
-MANIFEST = "manifest.json"
 #: the largest size of one file, unless a single tensor is larger; so much host memory a rank needs to publish, and
 #: what gathering one tensor needs
 BUCKET_BYTES = 512 * 2**20
@@ -44,30 +43,21 @@ BUCKET_BYTES = 512 * 2**20
 KEPT = 2
 #: what is raised where the files are written, for a full disk for example
 _WRITE_ERRORS = (OSError, SafetensorError, ValueError)
-_PREFIX, _PARTIAL = "version-", ".partial"
-
-
-class Manifest(BaseModel):
-    """What a published folder holds.
-
-    kind: the whole model, or an adapter. dtypes: those of the tensors, as safetensors names them. tensors: the file
-    of each tensor. files: the sha256 of each file except this one. complete: written last.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    version: int
-    kind: Literal["model", "adapter"]
-    dtypes: list[str]
-    tensors: dict[str, str]
-    files: dict[str, str]
-    complete: Literal[True]
+_PARTIAL = ".partial"
 
 
 def publish(
-    runner: Runner, folder: Path, version: int, *, bucket_bytes: int = BUCKET_BYTES, tokenizer: Any = None
+    runner: Runner,
+    folder: Path,
+    version: int,
+    *,
+    run: str = "",
+    bucket_bytes: int = BUCKET_BYTES,
+    tokenizer: Any = None,
 ) -> Path:
     """Write the student's present weights as a version below `folder`; returns its path. A collective of all ranks.
+
+    run: the identity of the run that publishes, whose folder this is; its manifests name it.
 
     One tensor at a time is gathered from the ranks that hold its shards. Of each pipeline stage, one rank collects
     tensors until a file of `bucket_bytes` is full, and writes it.
@@ -93,7 +83,7 @@ def publish(
         if _is_first(runner):
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
-            _write_manifest(partial, version, kind)
+            _write_manifest(partial, version, run, kind)
             if final.exists():  # of a run that has resumed from an earlier checkpoint
                 shutil.rmtree(final)
             os.rename(partial, final)
@@ -102,31 +92,7 @@ def publish(
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    return folder / f"{_PREFIX}{version:08d}"
-
-
-def read_manifest(folder: Path, *, hashed: bool = True) -> Manifest:
-    """Read the manifest of a published version, and compare every file with it.
-
-    hashed: compare the files' contents; otherwise only that they exist. Raises ValueError for a folder that is not
-    complete or was changed.
-    """
-    path = folder / MANIFEST
-    try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder} is no complete version of the weights: it has no {MANIFEST}") from error
-    except ValidationError as error:
-        raise ValueError(f"{path} is damaged: {error.errors()[0]['msg']}") from error
-    for name, expected in manifest.files.items():
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} lacks the file {name}, which its {MANIFEST} names: publish the weights again")
-        if hashed and _hash(folder / name) != expected:
-            raise ValueError(f"{folder / name} is not what was published: publish the weights again")
-    unknown = {path.name for path in folder.glob("*.safetensors")} - manifest.files.keys()
-    if unknown or not set(manifest.tensors.values()) <= manifest.files.keys():
-        raise ValueError(f"{folder} does not hold the files that its {MANIFEST} names: publish the weights again")
-    return manifest
+    return folder / f"{VERSION_PREFIX}{version:08d}"
 
 
 def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
@@ -269,7 +235,7 @@ def _require_all(partial: Path, files: Mapping[str, str], model: PreTrainedModel
         raise ValueError(f"{partial}: {len(missing)} tensors are missing or not the model's, first '{missing[0]}'")
 
 
-def _write_manifest(partial: Path, version: int, kind: Literal["model", "adapter"]) -> None:
+def _write_manifest(partial: Path, version: int, run: str, kind: Literal["model", "adapter"]) -> None:
     tensors: dict[str, str] = {}
     dtypes: set[str] = set()
     for path in sorted(partial.glob("*.safetensors")):
@@ -279,20 +245,20 @@ def _write_manifest(partial: Path, version: int, kind: Literal["model", "adapter
                 dtypes.add(file.get_slice(name).get_dtype())
     files = {path.name: _hash(path) for path in sorted(partial.iterdir())}
     manifest = Manifest(
-        version=version, kind=kind, dtypes=sorted(dtypes), tensors=tensors, files=files, complete=True
+        version=version, run=run, kind=kind, dtypes=sorted(dtypes), tensors=tensors, files=files, complete=True
     )
     (partial / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def _remove_others(folder: Path, version: int) -> None:
-    found = {int(path.name.removeprefix(_PREFIX)): path for path in _versions(folder)}
+    found = {int(path.name.removeprefix(VERSION_PREFIX)): path for path in _versions(folder)}
     kept = sorted(number for number in found if number <= version)[-KEPT:]
     for number in found.keys() - set(kept):
         shutil.rmtree(found[number])
 
 
 def _versions(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal())
+    return (path for path in folder.glob(f"{VERSION_PREFIX}*") if path.name.removeprefix(VERSION_PREFIX).isdecimal())
 
 
 def _hash(path: Path) -> str:

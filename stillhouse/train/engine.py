@@ -21,7 +21,7 @@ import torch
 from stillhouse.data import MicroBatch
 from stillhouse.models import HiddenPair, OutputProcessor, evaluating
 from stillhouse.models.mtp_objective import MtpObjective, multi_token, with_positions
-from stillhouse.models.processors import distillation, with_teacher_cross_entropy
+from stillhouse.models.processors import cross_entropy, distillation, with_teacher_cross_entropy
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import ObjectiveOutput, RoutedSignals, Signal, SortedTopK, SpanSignal
 from stillhouse.objective.divergence import forward_kl, total_variation
@@ -178,6 +178,15 @@ class Engine:
             computation = self._computation(processor, context, mtp=mtp)
             results = self.runner.forward(computation, micro_batches, signals)
         return results if self.runner.has_results else []
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """The student's log-probability of the label of each row of each micro-batch, at temperature 1.
+
+        A collective of all processes. Empty on processes whose results do not count.
+        """
+        context = partial(_targets, normalizer=1.0)
+        outputs = self.process(cross_entropy(), context, micro_batches, [None] * len(micro_batches))
+        return [-each.per_token["cross_entropy"] for each in outputs]
 
     def with_objective(self, objective: ObjectiveSpec) -> "Engine":
         """The same student and optimizer with this objective alone: no loss of routers, no comparison of hidden

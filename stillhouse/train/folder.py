@@ -4,9 +4,11 @@ config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoint
 On-policy runs also write timeline.jsonl and samples.jsonl, and runs with eval.samples eval_samples.jsonl.
 """
 
+import hashlib
 import json
 import os
 import platform
+import secrets
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ from stillhouse.config import RunConfig, dump_config
 from stillhouse.train.files import hashes, remove_unfinished, replace_text
 
 LOCK = ".lock"
+#: the file that tells a run from all others
+IDENTITY = "identity"
 #: the file that contains a hash of every file of the final model
 HASHES = "hashes.json"
 
@@ -70,6 +74,15 @@ class RunFolder:
     def eval_samples(self) -> Path:
         """The student's completions of a few held-out prompts at each evaluation."""
         return self.path / "eval_samples.jsonl"
+
+    def identity(self) -> str:
+        """What tells this run from all others, also from those at the same path on other machines and from copies of
+        its folder. The first call writes a random number, so only one process may call this.
+        """
+        path = self.path / IDENTITY
+        if not path.exists():
+            self.write_text(IDENTITY, secrets.token_hex(16))
+        return hashlib.sha256(path.read_bytes() + str(self.path.resolve()).encode()).hexdigest()[:12]
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is this run's own, and not one of another run that this run started from."""

@@ -25,6 +25,7 @@ from stillhouse.teachers.client import ServerError
 from stillhouse.train.agreement import from_all_ranks
 from stillhouse.train.initial import configuration
 from stillhouse.train.models import model_source, prepared_for_training
+from stillhouse.train.probe import probe_prompts
 from stillhouse.train.session import Session
 from stillhouse.train.stores import TOKEN
 
@@ -72,6 +73,8 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
             f"over the {counted:,} that the teacher has, too: rollout/log_ratio has the difference"
         )
     if is_first():
+        prompts = session.train.documents
+        probes = [prompts.tokens(each).tolist() for each in probe_prompts(prompts)]
         try:
             engine = ServedEngine(
                 rollout.urls,
@@ -82,9 +85,9 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
                 token=os.environ.get(TOKEN),
                 warn=lambda line: log_rank0(f"warning: {line}"),
                 own_weights=rollout.writer == "teacher",
+                probes=probes,
             )
             if rollout.writer == "teacher":
-                prompts = session.train.documents
                 ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
                 engine.require_tokenizer(session.tokenizer, session.tokenizer.decode(ids_N, skip_special_tokens=True))
         except (ValueError, ServerError) as error:

@@ -1,6 +1,5 @@
 """The rollouts of an on-policy run: from the configuration to the samples of a step, on all processes."""
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,13 @@ from stillhouse.teachers.stored import SECONDS_TO_STOP
 from stillhouse.train.files import explained_write_errors
 from stillhouse.train.folder import RunFolder
 from stillhouse.train.functions import ENVIRONMENT, REWARD, function_of
+from stillhouse.train.probe import (
+    gaps_of_servers,
+    probe_prompts,
+    probe_samples,
+    require_weights_in_use,
+    rounding,
+)
 from stillhouse.train.rollout_engine import open_engine
 from stillhouse.train.rollout_log import Timeline
 from stillhouse.train.served_writer import require_same_writer
@@ -62,12 +68,14 @@ class Rollouts:
         assert session.config.rollout is not None
         assert session.plan is not None
         self.session, self.config = session, session.config.rollout
-        # runs that share rollout.weights must not read each other's
-        own = hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:12]
-        self.weights = Path(self.config.weights) / own if self.config.weights else folder.path / "weights"
         self.group = None if session.runner.mesh is None else session.runner.mesh.everyone
         self.engine: RolloutEngine | None = open_engine(session, self.config)
         self.queue: RolloutQueue | None = None
+        #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
+        self.run, self.weights = "", folder.path / "weights"
+        if self.config.urls and self.config.writer == "student":
+            self.run = self._on_first(folder.identity)
+            self.weights = Path(self.config.weights) / self.run if self.config.weights else self.weights
         steps, prompts = session.step_schedule.steps, session.train.documents
         if is_first():
             assert self.engine is not None
@@ -93,13 +101,16 @@ class Rollouts:
         if self.config.writer == "student" and self.config.urls:
             # while the servers still write
             with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
-                folder = publish(self.session.runner, self.weights, step, tokenizer=self.session.tokenizer)
+                runner, tokenizer = self.session.runner, self.session.tokenizer
+                folder = publish(runner, self.weights, step, run=self.run, tokenizer=tokenizer)
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             if self.config.schedule != "async":
                 self._on_first(lambda: queue.wait_for(step) if queue is not None and queue.has_asked(step) else None)
         if self.config.writer == "student":
             with timeline.span(number, "weights", f"version {step}"):
                 self._update_weights(step, folder)
+                if folder is not None:
+                    self._prove_weights(step)
         # an engine in this job writes now; with servers, this only sends the requests
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             self._on_first(lambda: None if queue is None else queue.ask(step))
@@ -123,16 +134,13 @@ class Rollouts:
         """This process's part of a step on these samples, and on the dataset's completions of the step."""
         session, plan = self.session, self.session.plan
         assert plan is not None
-        degrees, stages = session.runner.layout.degrees, session.runner.layout.stages
-        packed = pack_step(
-            session.config,
-            session.train,
-            samples,
-            session.dataset,
-            plan.from_dataset(step),
-            parts=degrees.data * (stages if stages > 1 else 1),
-        )
-        return session.shard(packed)
+        numbers = plan.from_dataset(step)
+        return self._sharded(partial(pack_step, samples=samples, dataset=session.dataset, from_dataset=numbers))
+
+    def _sharded(self, pack: Callable[..., PackedMicroBatches]) -> ShardedMicroBatches:
+        session, layout = self.session, self.session.runner.layout
+        parts = layout.degrees.data * (layout.stages if layout.stages > 1 else 1)
+        return session.shard(pack(session.config, session.train, parts=parts))
 
     def close(self) -> None:
         if self.engine is not None:
@@ -154,6 +162,27 @@ class Rollouts:
         else:
             update = partial(engine.update_weights, step, folder)
             self._on_first(lambda: waited_for(update, partial(_alive, [])))
+
+    def _prove_weights(self, step: int) -> None:
+        """Raise SignalsLostError on all ranks if a server writes with other weights than the student's."""
+        engine, prompts = self.engine, probe_prompts(self.session.train.documents)
+
+        def written() -> list[Any]:
+            assert isinstance(engine, ServedEngine)
+            found = engine.probed
+            return [list(found), [_as_json(each) for each in probe_samples(prompts, found)]]
+
+        urls, content = self._on_first(written)
+        if not urls:  # each was started anew at this moment, and is given the weights again
+            return
+        samples = [_from_json(each) for each in content]
+        documents = step_documents(self.session.train.documents, samples, TargetRules())
+        micro_batches = self._sharded(partial(pack_documents, documents=documents))
+        gaps = gaps_of_servers(self.session, micro_batches, len(urls), len(prompts))
+        most = rounding(self.session, self.config)
+        require_weights_in_use(step, dict(zip(urls, gaps, strict=True)), most)
+        if isinstance(engine, ServedEngine):
+            engine.proved(urls[0], most)
 
     def _tell(self, message: Any) -> Any:
         return from_first(message, self.group, self.session.device)
@@ -272,11 +301,7 @@ def pack_step(
     from_dataset: Sequence[int] = (),
     parts: int = 1,
 ) -> PackedMicroBatches:
-    """The micro-batches of a step. from_dataset: see `step_documents`.
-
-    parts: the least number of micro-batches, if there are as many documents. Completions are often far shorter than
-    `data.max_tokens`, so that sequences of this length would leave processes without a micro-batch.
-    """
+    """The micro-batches of a step. from_dataset: see `step_documents`. parts: see `pack_documents`."""
     rollout = config.rollout
     assert rollout is not None
     rules = TargetRules(
@@ -285,6 +310,17 @@ def pack_step(
         by_student=rollout.writer == "student",
     )
     documents = step_documents(prompts.documents, samples, rules, dataset, from_dataset)
+    return pack_documents(config, prompts, documents, parts)
+
+
+def pack_documents(
+    config: RunConfig, prompts: PackedSequences, documents: Documents, parts: int = 1
+) -> PackedMicroBatches:
+    """The micro-batches of documents that begin with prompts.
+
+    parts: the least number of micro-batches, if there are as many documents. Completions are often far shorter than
+    `data.max_tokens`, so that sequences of this length would leave processes without a micro-batch.
+    """
     widths_D = documents.lengths_D + documents.gaps_D(prompts.gaps)
     capacity = min(prompts.max_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
     packed = PackedSequences(

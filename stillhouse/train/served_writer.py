@@ -2,7 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from stillhouse.rollouts.http import ServedEngine, same_weights
+from stillhouse.rollouts.http import ServedEngine
+from stillhouse.rollouts.probe import same_weights
 from stillhouse.train.folder import RunFolder
 
 FILE = "writer.json"

@@ -92,15 +92,14 @@ def _add_weights(app: FastAPI, service: GenerationService, bodies: Bodies) -> No
                 headers={"Retry-After": "1"},
             )
         async with lock:
-            folder = Path(body.folder)
             try:
-                await run_in_threadpool(service.updates.check, folder)
+                read = await run_in_threadpool(service.updates.read, Path(body.folder), body.version, body.manifest)
             except ValueError as error:
                 raise RequestError(HTTPStatus.BAD_REQUEST, str(error), param="folder") from error
             try:
-                await asyncio.wrap_future(service.updates.submit(folder, body.version))
+                await asyncio.wrap_future(service.updates.submit(read))
             except ValueError as error:
-                raise RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from error
+                raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
         service.info["version"] = service.updates.version
         return JSONResponse({"version": body.version})
 

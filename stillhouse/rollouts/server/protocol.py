@@ -66,13 +66,14 @@ class GenerateBody(BaseModel):
 
 class WeightsBody(BaseModel):
     """folder: of published weights, on this machine (see `rollouts/weights.py`). version: the name that completions
-    have from then on.
+    have from then on. manifest: the sha256 of the folder's manifest.json, as the run has written it; null: any.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     folder: str = Field(min_length=1, max_length=4096)
     version: str = Field(pattern=r"^[!-~]{1,128}$")
+    manifest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
 
 @dataclass(frozen=True, eq=False)

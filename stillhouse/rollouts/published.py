@@ -1,0 +1,156 @@
+"""Reads a published version of the student's weights (see `weights.py`), as if somebody else had written it.
+
+The folder is on a disk that others can write to, too. So a file is opened only if its manifest names it, it lies in
+the folder itself and is a regular file: no link is followed, and nothing waits for the other end of a pipe. No more
+is read than the manifest and the reader expect, and what was compared with its hash is what is used.
+"""
+
+import hashlib
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from stillhouse.display import escaped
+
+MANIFEST = "manifest.json"
+VERSION_PREFIX = "version-"
+#: the most bytes of a manifest, which names each tensor, and of all files beside the tensors, such as a tokenizer's
+MANIFEST_BYTES, OTHER_BYTES = 64 * 2**20, 512 * 2**20
+_PIECE = 2**20
+_AGAIN = "publish the weights again"
+
+
+class Manifest(BaseModel):
+    """What a published folder holds.
+
+    version: how many optimizer steps the weights have seen. run: the identity of the run that has published them;
+    empty if none was given. kind: the whole model, or an adapter. dtypes: those of the tensors, as safetensors names
+    them. tensors: the file of each tensor. files: the sha256 of each file except this one. complete: written last.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    version: int
+    run: str
+    kind: Literal["model", "adapter"]
+    dtypes: list[str]
+    tensors: dict[str, str]
+    files: dict[str, str]
+    complete: Literal[True]
+
+
+class PublishedFolder:
+    """A published folder that is being read. manifest: what it says. sha256: of the manifest's bytes, and so of all
+    that it names: two folders with the same one hold the same version of the same run.
+    """
+
+    def __init__(self, path: Path, descriptor: int):
+        self.path, self._descriptor = path, descriptor
+        names = set(os.listdir(descriptor))
+        if MANIFEST not in names:
+            raise ValueError(f"{path} is no complete version of the weights: it has no {MANIFEST}")
+        with self._opened(MANIFEST, MANIFEST_BYTES) as file:
+            content = file.read(MANIFEST_BYTES)
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        try:
+            self.manifest = Manifest.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            raise ValueError(f"{path / MANIFEST} is damaged: {first['msg']}") from error
+        self._require_number()
+        self._require_files(names)
+
+    def read(self, name: str, most_bytes: int) -> bytes:
+        """The content of a file that the manifest names, at most so many bytes, compared with its hash."""
+        with self._opened(name, most_bytes) as file:
+            content = file.read(os.fstat(file.fileno()).st_size)
+        if hashlib.sha256(content).hexdigest() != self.manifest.files[name]:
+            raise self._changed(name)
+        return content
+
+    def compare(self, name: str, most_bytes: int) -> int:
+        """Compare a file with its hash, without keeping its content; returns its size."""
+        digest, size = hashlib.sha256(), 0
+        with self._opened(name, most_bytes) as file:
+            while size <= most_bytes and (piece := file.read(_PIECE)):
+                digest.update(piece)
+                size += len(piece)
+        if digest.hexdigest() != self.manifest.files[name]:
+            raise self._changed(name)
+        return size
+
+    @contextmanager
+    def _opened(self, name: str, most_bytes: int) -> Iterator[IO[bytes]]:
+        """A regular file of the folder itself. Raises ValueError for anything else, without opening it."""
+        path = self.path / escaped(name)[:200]
+        try:
+            # opening a device can already have an effect, so its kind is looked at before, too
+            _require_regular(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False), path, most_bytes)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with os.fdopen(os.open(name, flags, dir_fd=self._descriptor), "rb") as file:
+                _require_regular(os.fstat(file.fileno()), path, most_bytes)
+                yield file
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}; {_AGAIN}") from error
+
+    def _require_number(self) -> None:
+        """Raise ValueError for the files of one version under the number of another one."""
+        numbered = re.fullmatch(rf"{VERSION_PREFIX}(\d+)", self.path.name)
+        if numbered is not None and int(numbered[1]) != self.manifest.version:
+            raise ValueError(f"{self.path} holds version {self.manifest.version}: {_AGAIN}")
+
+    def _require_files(self, names: set[str]) -> None:
+        manifest = self.manifest
+        for name in [*manifest.files, *manifest.tensors.values()]:
+            shown = escaped(name)[:200]
+            if name in ("", ".", "..") or "/" in name or "\0" in name:
+                raise ValueError(f"{self.path / MANIFEST} names '{shown}': expected a file of this folder; {_AGAIN}")
+            if name not in names:
+                raise ValueError(f"{self.path} lacks the file {shown}, which its {MANIFEST} names: {_AGAIN}")
+        unknown = {name for name in names if name.endswith(".safetensors")} - manifest.files.keys()
+        if unknown or not set(manifest.tensors.values()) <= manifest.files.keys():
+            raise ValueError(f"{self.path} does not hold the files that its {MANIFEST} names: {_AGAIN}")
+
+    def _changed(self, name: str) -> ValueError:
+        return ValueError(f"{self.path / escaped(name)[:200]} is not what was published: {_AGAIN}")
+
+
+@contextmanager
+def published_folder(path: Path) -> Iterator[PublishedFolder]:
+    """A folder of published weights, for reading. Raises ValueError for one that is not complete or was changed, as
+    far as its manifest and the names of its files show it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        shown = escaped(str(path))[:200]
+        raise ValueError(f"{shown} is no complete version of the weights: {error.strerror}") from error
+    try:
+        yield PublishedFolder(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a published version, after all files have been compared with it.
+
+    Raises ValueError for a folder that is not complete or was changed.
+    """
+    with published_folder(path) as folder:
+        for name in folder.manifest.files:
+            folder.compare(name, sys.maxsize)
+        return folder.manifest
+
+
+def _require_regular(status: os.stat_result, path: Path, most_bytes: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is a link, a folder, a pipe or a device: expected a regular file; {_AGAIN}")
+    if status.st_size > most_bytes:
+        raise ValueError(f"{path} has {status.st_size:,} bytes: expected at most {most_bytes:,}; {_AGAIN}")
