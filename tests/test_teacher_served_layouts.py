@@ -47,7 +47,7 @@ def assert_same_model(found: Path, expected: Path, tolerance: float = 1e-5) -> N
 
 def rows_asked(proxy: Proxy) -> int:
     """How many rows were asked for in all requests."""
-    requests = [decode_request(each, SAFETENSORS)[1] for each in proxy.bodies]
+    requests = [decode_request(each, SAFETENSORS, 4096)[1] for each in proxy.bodies]
     return sum(len(document.rows) for documents in requests for document in documents)
 
 

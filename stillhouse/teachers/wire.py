@@ -14,16 +14,26 @@ teacher under `teacher` in an answer. A request may be JSON instead (`ScoreBody`
 import json
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.libraries import reading
 from stillhouse.teachers.spec import DocumentRows, SignalKind, SignalSpec
+
+T = TypeVar("T")
+
+
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # unions hash their members
+
+
+#: of a list with millions of wrong values, only the first one is reported
+FirstWrong = Annotated[list[T], _FailFast()]
 
 KEY = "score"
 SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
@@ -50,9 +60,9 @@ class ScoreOptions(BaseModel):
 class ScoreBody(ScoreOptions):
     """A request in JSON. rows: from, and up to but without; left out: all rows. ids: per document, row and id."""
 
-    token_ids: list[list[int]] = Field(min_length=1)
-    rows: list[tuple[int, int]] | None = None
-    ids: list[list[list[int]]] | None = None
+    token_ids: FirstWrong[FirstWrong[int]] = Field(min_length=1)
+    rows: FirstWrong[tuple[int, int]] | None = None
+    ids: FirstWrong[FirstWrong[FirstWrong[int]]] | None = None
 
 
 def encode_request(signal: SignalSpec, documents: Sequence[DocumentRows]) -> bytes:
@@ -67,10 +77,10 @@ def encode_request(signal: SignalSpec, documents: Sequence[DocumentRows]) -> byt
     return save(tensors, {KEY: json.dumps(_options(signal))})
 
 
-def decode_request(content: bytes, content_type: str) -> tuple[SignalSpec, list[DocumentRows]]:
-    """Raises ValueError, in one line, for anything that is not a request."""
+def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
+    """Raises ValueError, in one line, for anything that is not a request of at most so many documents."""
     if content_type == JSON:
-        return _from_json(content)
+        return _from_json(content, most_documents)
     if content_type != SAFETENSORS:
         raise ValueError(f"content type '{content_type}': expected {JSON} or {SAFETENSORS}")
     options, tensors = _decoded(content, "the request")
@@ -87,6 +97,7 @@ def decode_request(content: bytes, content_type: str) -> tuple[SignalSpec, list[
     token_ids, offsets, rows = (tensors[name] for name in ("token_ids", "offsets", "rows"))
     if token_ids.dim() != 1:
         raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected one dim")
+    _require_few(offsets.numel() - 1, most_documents)
     documents = [each.numpy() for each in _divided(token_ids, offsets, "token_ids")]
     if rows.shape != (len(documents), 2):
         raise ValueError(f"rows of shape {list(rows.shape)}: expected [{len(documents)}, 2]")
@@ -129,11 +140,12 @@ def decode_answer(
     return teacher, [{name: each[start:stop] for name, each in tensors.items()} for start, stop in pairwise(bounds)]
 
 
-def _from_json(content: bytes) -> tuple[SignalSpec, list[DocumentRows]]:
+def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
     try:
         body = ScoreBody.model_validate_json(content)
     except ValidationError as error:
         raise ValueError(_first_problem(error)) from error
+    _require_few(len(body.token_ids), most_documents)
     for tokens in body.token_ids:
         if not tokens or not all(0 <= each < 2**31 for each in tokens):
             raise ValueError("token_ids: expected one token or more per document, each from 0 to 2³¹ − 1")
@@ -150,6 +162,11 @@ def _from_json(content: bytes) -> tuple[SignalSpec, list[DocumentRows]]:
             raise ValueError(f"ids: expected as many for every row, each from −1 to 2³¹ − 1 ({error})") from error
     signal = ScoreOptions(**body.model_dump(include=set(ScoreOptions.model_fields))).spec()
     return signal, _with_ids(signal, documents, ranges, ids)
+
+
+def _require_few(documents: int, most: int) -> None:
+    if documents > most:
+        raise ValueError(f"{documents} sequences: expected at most {most} per request")
 
 
 def _with_ids(

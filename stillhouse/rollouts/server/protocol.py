@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
 from stillhouse.teachers.server.errors import RequestError
 from stillhouse.teachers.server.limits import Limits
+from stillhouse.teachers.wire import FirstWrong
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -37,10 +38,10 @@ class SamplingBody(BaseModel):
     top_k: int = Field(default=0, ge=-1, lt=2**31, description="0 or -1: all tokens")
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63, description="null: a random one")
-    stop: StopText | list[StopText] | None = Field(
+    stop: StopText | FirstWrong[StopText] | None = Field(
         default=None, description="at most 16; they stay in the completion"
     )
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
+    stop_token_ids: FirstWrong[TokenId] | None = Field(default=None, max_length=256)
     ignore_eos: bool = Field(default=False, description="end at stop_token_ids alone, not at the model's own ends")
     logprobs: Literal[0, 1] | None = Field(default=None, description="0 or 1: of each token itself")
     prompt_logprobs: None = None
@@ -55,7 +56,7 @@ class SamplingBody(BaseModel):
 class GenerateBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    token_ids: list[TokenId] = Field(min_length=1, description="the prompt")
+    token_ids: FirstWrong[TokenId] = Field(min_length=1, description="the prompt")
     sampling_params: SamplingBody
     model: str | None = Field(default=None, description="the name of this server's model, if given")
     request_id: str | None = Field(default=None, max_length=256)

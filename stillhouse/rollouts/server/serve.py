@@ -7,6 +7,7 @@ between two batches.
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ from stillhouse.teachers.scorer import NotFiniteError
 from stillhouse.teachers.server.batching import RequestQueue
 from stillhouse.teachers.server.http import HttpThread, bound, check_address, check_sizes, ready_line
 from stillhouse.teachers.server.limits import Limits
-from stillhouse.teachers.server.loop import Loop
+from stillhouse.teachers.server.loop import Loop, is_ending
 from stillhouse.teachers.server.metrics import Metrics
 from stillhouse.teachers.server.teacher import longest_sequence
 
@@ -112,7 +113,7 @@ def serve_completions(
     check_finite_weights(decoder, "model")
     check_vocabulary(tokenizer, decoder.vocabulary_rows, "model")
     check_generation(decoder, chosen)
-    queue, updates = RequestQueue(batch_tokens, queue_tokens), WeightUpdates(decoder)
+    queue, updates = RequestQueue(batch_tokens, queue_tokens, partial(is_ending, stop)), WeightUpdates(decoder)
     longest = longest_sequence(decoder, batch_tokens)
     ends = eos_ids(tokenizer, decoder)
     service = GenerationService(
@@ -133,7 +134,7 @@ def serve_completions(
         )
         log_rank0(ready_line(listening, token))
         writer = Writer(decoder, chosen, batch_tokens, tokenizer, updates)
-        Loop(writer.write, service, server, stop, between=updates.apply, at_end=updates.close).run()
+        Loop(writer.write, service, server, between=updates.apply, at_end=updates.close).run()
 
 
 def _info(

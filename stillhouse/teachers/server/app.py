@@ -63,7 +63,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
 
         def parse(content: bytes) -> tuple[Any, list[Part]]:
             try:
-                signal, documents = decode_request(content, kind)
+                signal, documents = decode_request(content, kind, limits.max_sequences)
             except ValueError as error:
                 raise RequestError(HTTPStatus.BAD_REQUEST, str(error)) from error
             return signal, limits.parts(signal, documents)

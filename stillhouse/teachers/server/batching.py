@@ -75,11 +75,12 @@ class RequestQueue:
     """Requests that wait for the model. All methods may be called from any thread.
 
     batch_tokens: the most tokens of a batch; a document that has more is a batch of its own. queue_tokens: the most
-    tokens of all requests that are accepted and not answered completely.
+    tokens of all requests that are accepted and not answered completely. ends: whether the server is to end; it is
+    asked for each request, because the model's thread, which calls `drain`, may be in a batch for minutes.
     """
 
-    def __init__(self, batch_tokens: int, queue_tokens: int):
-        self.batch_tokens, self.queue_tokens = batch_tokens, queue_tokens
+    def __init__(self, batch_tokens: int, queue_tokens: int, ends: Callable[[], object] = lambda: False):
+        self.batch_tokens, self.queue_tokens, self.ends = batch_tokens, queue_tokens, ends
         self._items: deque[Item] = deque()
         self._changed = threading.Condition()
         self._held = 0
@@ -98,7 +99,8 @@ class RequestQueue:
 
     @property
     def is_draining(self) -> bool:
-        return self._closed
+        """Whether nothing more is accepted."""
+        return self._closed or bool(self.ends())
 
     def submit(self, parts: Sequence[Part]) -> Ticket:
         """Accept a request, or raise QueueFullError or DrainingError. The caller releases the ticket at the end.
@@ -107,7 +109,7 @@ class RequestQueue:
         """
         ticket = Ticket(parts)
         with self._changed:
-            if self._closed:
+            if self.is_draining:
                 raise DrainingError("the server is about to end and accepts no more requests")
             if self._held and self._held + ticket.tokens > self.queue_tokens:
                 raise QueueFullError(self._seconds_until_room(ticket.tokens))

@@ -19,6 +19,7 @@ from stillhouse.libraries import reading
 from stillhouse.teachers.scorer import Part, Ranked
 from stillhouse.teachers.server.limits import Limits
 from stillhouse.teachers.spec import DocumentRows
+from stillhouse.teachers.wire import FirstWrong
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -29,7 +30,7 @@ class CompletionBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = Field(default=None, description="the name of this server's teacher, if given")
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | FirstWrong[str] | FirstWrong[TokenId] | FirstWrong[FirstWrong[TokenId]]
     max_tokens: int = Field(default=16, description="0 or 1 here; 1 gives the likeliest token")
     prompt_logprobs: int | None = Field(default=None, ge=0, description="the likeliest ids per token of the prompt")
     logprobs: int | None = Field(default=None, ge=0, description="the likeliest ids of the one token of the answer")
@@ -84,6 +85,8 @@ def parts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, limits: Limi
                 f"value={count})",
                 name,
             )
+    if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
+        limits.check_count(len(body.prompt), "prompt")  # before millions of texts are tokenized
     prompts = _prompts(body, tokenizer)
     if not prompts:
         raise CompletionError("prompt: expected one prompt or more", "prompt")

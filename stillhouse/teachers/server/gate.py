@@ -14,13 +14,12 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stillhouse.teachers.server.connection import OPEN_PATHS
 from stillhouse.teachers.server.errors import RequestError, error_response
 
-#: how long a client may take to send a body, and to read each MiB of an answer
+#: how long a client may take to send a body, and to read each part of an answer
 BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
 _PIECE = 2**20
-#: the one route without a token, for the probes of an orchestrator
-OPEN_PATHS = ("/healthz",)
 
 
 class BearerToken:
@@ -36,24 +35,37 @@ class BearerToken:
                 refused = error_response(
                     HTTPStatus.UNAUTHORIZED,
                     "expected the header `Authorization: Bearer` with this server's token",
-                    headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
+                    headers={"WWW-Authenticate": "Bearer"} | _unread(scope),
                 )
                 await refused(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
+class _UnreadError(Exception):
+    """The client does not read its answer."""
+
+
 class AnsweredByProtocol:
-    """The outermost layer. uvicorn itself answers what is no HTTP, even if a route has begun, which then cannot."""
+    """The outermost layer. uvicorn itself answers what is no HTTP, even if a route has begun, which then cannot. A
+    client that does not read its answer is given up.
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send(message)
+            except TimeoutError as error:
+                raise _UnreadError from error
+
         try:
-            await self._app(scope, receive, send)
-        except h11.LocalProtocolError:
-            return
+            await self._app(scope, receive, in_time)
+        except (h11.LocalProtocolError, _UnreadError):
+            return  # uvicorn closes a connection whose answer is not complete
 
 
 class Counted:
@@ -101,17 +113,17 @@ class Bodies:
     async def _receive(self, request: Request, limit: int, content: bytearray) -> None:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
-            raise _too_large(limit)
+            raise _too_large(limit, request.scope)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for chunk in request.stream():
                     if len(content) + len(chunk) > limit:
-                        raise _too_large(limit)
+                        raise _too_large(limit, request.scope)
                     if self._held + len(chunk) > self._total:
                         raise RequestError(
                             HTTPStatus.TOO_MANY_REQUESTS,
                             "too many bodies are being read: try again",
-                            headers={"Retry-After": "1", "Connection": "close"},
+                            headers={"Retry-After": "1"} | _unread(request.scope),
                         )
                     self._held += len(chunk)
                     content += chunk
@@ -124,7 +136,7 @@ class Bodies:
 
 
 class Answer(Response):
-    """A response that calls `sent` when it has been sent, or cannot be; a client that does not read is given up."""
+    """A response that calls `sent` when it has been sent, or cannot be."""
 
     def __init__(self, content: bytes, media_type: str, sent: Callable[[], None]):
         super().__init__(None, media_type=media_type)
@@ -138,10 +150,7 @@ class Answer(Response):
             for start in range(0, len(view), _PIECE):
                 piece = bytes(view[start : start + _PIECE])
                 more = start + _PIECE < len(view)
-                async with asyncio.timeout(SEND_SECONDS):
-                    await send({"type": "http.response.body", "body": piece, "more_body": more})
-        except TimeoutError:
-            return  # uvicorn closes a connection whose answer is not complete
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self._sent()
 
@@ -152,9 +161,17 @@ async def until_disconnected(request: Request) -> None:
         pass
 
 
-def _too_large(limit: int) -> RequestError:
+def _too_large(limit: int, scope: Scope) -> RequestError:
     return RequestError(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"the body is too large: expected at most {limit:,} bytes of this content type",
-        headers={"Connection": "close"},
+        headers=_unread(scope),
     )
+
+
+def _unread(scope: Scope) -> dict[str, str]:
+    """Headers of an answer that is given before the end of the body. The connection stays open, so that what still
+    arrives is read and forgotten (see `connection.py`): a client that sends all of it first would otherwise find a
+    reset connection and no answer. A client that waits for `100 Continue` sends nothing more.
+    """
+    return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

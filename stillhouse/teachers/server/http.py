@@ -9,28 +9,34 @@ from collections.abc import Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
+from stillhouse.teachers.server.connection import Connection, Room
 from stillhouse.teachers.server.gate import AnsweredByProtocol
 
 #: how long the last answers may take to be sent
 LAST_SECONDS = 60.0
-#: connections at a time; uvicorn answers 503 to more
-CONNECTIONS = 2048
+#: connections that the system accepts for the server before it takes them
+BACKLOG = 2048
 
 
 class HttpThread:
-    """uvicorn in a thread of its own. There it installs no signal handlers: the main thread tells it to end."""
+    """uvicorn in a thread of its own. There it installs no signal handlers: the main thread tells it to end.
+
+    Raises OSError for an address on which another process listens by now.
+    """
 
     def __init__(self, app: ASGIApp, sockets: Sequence[socket.socket]):
+        for each in sockets:
+            _listen(each)
         config = uvicorn.Config(
-            AnsweredByProtocol(app),
-            http="h11",
+            AnsweredByProtocol(Room(app)),
+            http=Connection,
             log_level="warning",
             access_log=False,
             lifespan="off",
             server_header=False,
             proxy_headers=False,
             ws="none",
-            limit_concurrency=CONNECTIONS,
+            backlog=BACKLOG,
             timeout_graceful_shutdown=int(LAST_SECONDS),
         )
         self._server = uvicorn.Server(config)
@@ -90,5 +96,18 @@ def bound(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except (OSError, OverflowError) as error:
         listening.close()
-        raise OSError(f"host {host}, port {port} cannot be used: {error}") from error
+        raise _unusable(host, port, error) from error
     return listening
+
+
+def _listen(bound_socket: socket.socket) -> None:
+    """Two processes may bind one port while neither listens on it: the second one to listen learns it only here."""
+    try:
+        bound_socket.listen(BACKLOG)
+    except OSError as error:
+        host, port = bound_socket.getsockname()[:2]
+        raise _unusable(host, port, error) from error
+
+
+def _unusable(host: str, port: int, error: Exception) -> OSError:
+    return OSError(f"host {host}, port {port} cannot be used: {error}")

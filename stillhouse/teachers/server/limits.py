@@ -52,10 +52,13 @@ class Limits:
                     raise _refused(f"ids: got {wrong}, expected −1 for none, or 0 to {self.vocabulary - 1}", "ids")
         return [Part(document, signal) for document in documents]
 
+    def check_count(self, documents: int, param: str) -> None:
+        if documents > self.max_sequences:
+            raise _refused(f"{documents} sequences: expected at most {self.max_sequences} per request", param)
+
     def check_documents(self, documents: Sequence[Sequence[int] | np.ndarray], param: str) -> None:
         """Raise RequestError for too many documents, too long ones, and ids beyond the vocabulary."""
-        if len(documents) > self.max_sequences:
-            raise _refused(f"{len(documents)} sequences: expected at most {self.max_sequences} per request", param)
+        self.check_count(len(documents), param)
         total = sum(len(each) for each in documents)
         if total > self.max_request_tokens:
             raise _refused(f"{total} tokens: expected at most {self.max_request_tokens} per request", param)

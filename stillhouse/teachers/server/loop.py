@@ -24,6 +24,11 @@ MOST_FAILURES = 3
 SWITCH_SECONDS = 0.0005
 
 
+def is_ending(stop: threading.Event | None) -> bool:
+    """Whether a signal has come, or `stop` is set."""
+    return bool(requested()) or (stop is not None and stop.is_set())
+
+
 class Loop:
     """Computes batches.
 
@@ -37,13 +42,12 @@ class Loop:
         compute: Callable[[Sequence[Any]], Sequence[Any]],
         service: Served,
         server: HttpThread,
-        stop: threading.Event | None,
         *,
         between: Callable[[], None],
         at_end: Callable[[], None] | None = None,
         survives: bool = True,
     ):
-        self._compute, self._service, self._server, self._stop = compute, service, server, stop
+        self._compute, self._service, self._server = compute, service, server
         self._between, self._at_end, self._survives = between, at_end, survives
         self._failures = 0
 
@@ -52,14 +56,15 @@ class Loop:
         queue = self._service.queue
         try:
             while True:
-                if requested() or (self._stop is not None and self._stop.is_set()):
-                    queue.drain()
+                ends = queue.is_draining
+                if ends:
+                    queue.drain()  # a request that was accepted before this line is in the queue
                 if not self._server.is_alive:
                     raise RuntimeError("the HTTP thread has ended")
                 self._between()
                 if batch := queue.next_batch(LOOK_SECONDS):
                     self._run(batch)
-                elif queue.is_draining:
+                elif ends:
                     break
             if self._at_end is not None:
                 self._at_end()

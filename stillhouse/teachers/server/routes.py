@@ -52,8 +52,11 @@ class Served:
 
 
 def new_app(service: Served) -> FastAPI:
-    """An application with the routes of its state. It has no documentation page, which would load remote scripts."""
-    app = FastAPI(title="stillhouse serve", version=__version__, docs_url=None, redoc_url=None)
+    """An application with the routes of its state. It has no documentation page, which would load remote scripts, and
+    redirects nothing: a redirect names the host of the request's header.
+    """
+    options: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="stillhouse serve", version=__version__, **options)
     _add_state(app, service)
     _add_errors(app)
     if service.token is not None:

@@ -11,6 +11,7 @@ the process at once.
 import socket
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +22,7 @@ from stillhouse.teachers.server.app import Service, make_app
 from stillhouse.teachers.server.batching import RequestQueue
 from stillhouse.teachers.server.http import HttpThread, bound, check_address, check_sizes, ready_line
 from stillhouse.teachers.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
-from stillhouse.teachers.server.loop import Loop
+from stillhouse.teachers.server.loop import Loop, is_ending
 from stillhouse.teachers.server.metrics import Metrics
 from stillhouse.teachers.server.ranks import Ranks
 from stillhouse.teachers.server.teacher import HEAD, ServedTeacher, load_teacher, longest_sequence, with_limits
@@ -81,7 +82,7 @@ def serve(
                 most = max(batch_tokens, queue_tokens // 4)
                 signals = SIGNALS if served.mesh is None else SIGNALS_OF_SHARDS
                 limits = Limits(decoder.vocabulary_rows, longest, most, max_top_k, signals)
-                queue = RequestQueue(batch_tokens, queue_tokens)
+                queue = RequestQueue(batch_tokens, queue_tokens, partial(is_ending, stop))
                 service = _service(served, limits, queue, token)
                 server = HttpThread(make_app(service), sockets)
                 _print_ready(service, sockets[0], served)
@@ -90,9 +91,7 @@ def serve(
                     ranks.send(parts)
                     return scorer.score(parts)
 
-                Loop(
-                    score, service, server, stop, between=ranks.beat, at_end=ranks.send_end, survives=ranks.is_alone
-                ).run()
+                Loop(score, service, server, between=ranks.beat, at_end=ranks.send_end, survives=ranks.is_alone).run()
             else:
                 ranks.follow(scorer)
         destroy_process_group()
