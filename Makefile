@@ -73,7 +73,7 @@ chaos: $(VENV)/.development
 	PYTHONPATH=.:tests:tests/faults:benchmarks OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos_rollouts.py \
 		--faults 60 --out benchmarks/results/chaos-rollouts-$$(date +%F).json
 
-# 30,000 damaged configurations, data files and model folders
+# 40,000 damaged configurations, data files, model folders and folders of published weights
 fuzz: $(VENV)/.development
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py all
 

@@ -10,6 +10,7 @@ from stillhouse.data.tokenizers import (
     check_same_tokenizer,
     check_vocabulary,
     load_tokenizer,
+    save_tokenizer,
     tokenizer_fingerprint,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "load_tokenizer",
     "make_micro_batch",
     "read_records",
+    "save_tokenizer",
     "tokenizer_fingerprint",
 ]

@@ -61,6 +61,21 @@ def load_tokenizer(
     return tokenizer
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str]) -> None:
+    """Write a tokenizer's files. Raises OSError if that fails, for a full disk for example.
+
+    The library, whose core is Rust, raises an instance of Exception itself then.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if type(error) is not Exception or found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), os.fspath(folder)) from error
+
+
 def _require_dense(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError for a token id above `MOST_IDS`: the library counts up to the largest id when it saves."""
     vocabulary = tokenizer.get_vocab()

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from stillhouse.data import save_tokenizer
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.loading import auto_class
@@ -82,7 +83,7 @@ def publish(
     with _written_on_all_ranks(runner):
         if _is_first(runner):
             if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
+                save_tokenizer(tokenizer, partial)
             _write_manifest(partial, version, run, kind)
             if final.exists():  # of a run that has resumed from an earlier checkpoint
                 shutil.rmtree(final)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.data import save_tokenizer
 from stillhouse.models import Decoder
 from stillhouse.models.head import Head
 from stillhouse.parallel import empty_decoder, load_weights
@@ -26,7 +27,7 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the layers, which are not in the folder
     config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     if with_head:
         head = teacher.head
         assert isinstance(head, Head)

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from stillhouse.config import StudentConfig
+from stillhouse.data import save_tokenizer
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
 from stillhouse.models.loading import auto_class, load_causal_lm
@@ -47,7 +48,7 @@ def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> 
         student.save_pretrained(folder)
     else:
         save_from_checkpoint(folder, student, resume)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -120,7 +121,7 @@ def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any
         trust_remote_code=base.trust_remote_code,
     )
     merged(model, adapter).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def _stored_lora(resume: Path) -> dict[str, Tensor]:

@@ -11,14 +11,17 @@ than the bound; where the schedule determines the completions, the weights are t
 rounding.
 """
 
+import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,17 @@ from runs import ROOT, Command, contents, metrics, wait_for, write_records, writ
 from safetensors.torch import load_file
 from trained_record import record_trained, trained, wrong_in
 
+from stillhouse.rollouts.published import MANIFEST
+from stillhouse.rollouts.weights import version_folder
+from stillhouse.train import rollouts
+
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
 #: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and
 #: a server that has ended comes back after at most AWAY seconds
 PATIENCE, TIMEOUT, STOPPED, AWAY = 6, 20, 4.0, 9.0
+#: connections that say nothing, more than a server has places for
+SILENT = 2100
+WEIGHTS = "model.safetensors"
 #: the largest difference of a weight where completions were written in other batches
 CLOSE = 1e-5
 #: so often a command may be started again after it was ended by the fault
@@ -163,12 +173,16 @@ class Case:
     def undisturbed(self) -> Path:
         return self.folder / "undisturbed"
 
-    def start(self, out: Path) -> Ranks:
+    def start(self, out: Path, hook: Callable[..., None] = record_trained, *given: Any) -> Ranks:
+        """given: arguments of the hook in addition to the record's path."""
         record = out.with_suffix(".trained")
         arguments = ("distill", self.folder / "run.yaml", f"out={out}")
-        fault = {FAULT: str(out.with_suffix(".fault"))}
         return Ranks(
-            self.setting.processes, *arguments, hook=record_trained, hook_arguments=(str(record),), environment=fault
+            self.setting.processes,
+            *arguments,
+            hook=hook,
+            hook_arguments=(str(record), *given),
+            environment={FAULT: str(out.with_suffix(".fault"))},
         )
 
     def ensure(self) -> None:
@@ -355,9 +369,98 @@ def failing_function(case: Case, out: Path, draw: random.Random) -> tuple[Ranks,
     return misbehaving("fail", case, out, draw)
 
 
+def half_open(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    """Open more connections to a server than it has places for, with nothing or half a header, until the run ends."""
+    ranks = case.start(out)
+    where = wait_for_moment(case, ranks, out, draw)
+    service = draw.choice(sorted(case.services.values(), key=lambda each: each.name))
+    address = ("127.0.0.1", int(service.url.rpartition(":")[2]))
+    with ExitStack() as clients:
+        for _ in range(SILENT):
+            client = clients.enter_context(socket.create_connection(address, timeout=30))
+            with suppress(ConnectionError):  # it was closed for a newer one
+                client.sendall(draw.choice([b"", b"GET /v1/info HTTP/1.1\r\nhost: x\r\nx: "]))
+        ended(ranks)
+    return ranks, f"{where}, {service.name}"
+
+
+def record_and_damage(record: str, kind: str, version: int) -> None:
+    """A hook of the trainer: the folder of this version is damaged before the servers are told of it."""
+    record_trained(record)
+    publish = rollouts.publish
+
+    def publishing(runner: Any, folder: Path, number: int, **options: Any) -> Path:
+        final = publish(runner, folder, number, **options)
+        if number == version and os.environ.get("RANK", "0") == "0":
+            DAMAGES[kind](final, version_folder(folder, number - 1))
+        return final
+
+    rollouts.publish = publishing
+
+
+def _manifest_of(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def _older(final: Path, before: Path) -> None:
+    """The version before, as it is."""
+    shutil.rmtree(final)
+    shutil.copytree(before, final)
+
+
+def _older_with_this_number(final: Path, before: Path) -> None:
+    """The version before under this one's number: all hashes are right."""
+    _older(final, before)
+    _manifest_of(final, lambda manifest: manifest.update(version=manifest["version"] + 1))
+
+
+def _older_files(final: Path, before: Path) -> None:
+    shutil.copy(before / WEIGHTS, final / WEIGHTS)
+
+
+def _pipe(final: Path, before: Path) -> None:
+    (final / WEIGHTS).unlink()
+    os.mkfifo(final / WEIGHTS)
+
+
+def _link(final: Path, before: Path) -> None:
+    (final / WEIGHTS).unlink()
+    (final / WEIGHTS).symlink_to("/dev/zero")
+
+
+def _elsewhere(final: Path, before: Path) -> None:
+    _manifest_of(final, lambda manifest: manifest["files"].update({f"../{before.name}/{WEIGHTS}": "0" * 64}))
+
+
+def _cut(final: Path, before: Path) -> None:
+    os.truncate(final / WEIGHTS, 1000)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], None]] = {
+    each.__name__.strip("_").replace("_", " "): each
+    for each in (_older, _older_with_this_number, _older_files, _pipe, _link, _elsewhere, _cut)
+}
+
+
+def damaged_weights(case: Case, out: Path, draw: random.Random) -> tuple[Ranks, str]:
+    kind, version = draw.choice(sorted(DAMAGES)), draw.randrange(1, STEPS)
+    return case.start(out, record_and_damage, kind, version), f"{kind}, version {version}"
+
+
 FAULTS = [kill, kill, terminate, stop_and_continue, full_disk]
 #: further ones for runs with a reward or an environment
 OF_FUNCTIONS = [hanging_function, exiting_function, failing_function]
+
+
+def faults_of(setting: Setting) -> list[Fault]:
+    of_functions = OF_FUNCTIONS if setting.has_functions else []
+    kinds: list[Fault] = [
+        fault for fault in [*of_functions, *FAULTS] if fault is not full_disk or os.geteuid() == 0
+    ]
+    kinds += [half_open] if setting.writer or setting.teacher else []
+    return kinds + ([damaged_weights, damaged_weights] if setting.writer else [])
 
 
 def codes_of(ranks: Ranks) -> list[int]:
@@ -407,9 +510,7 @@ def campaign(faults: int, seed: int, settings: list[str], root: Path, minutes: f
     for place, name in enumerate(settings):
         if time.monotonic() > end:
             break
-        of_functions = OF_FUNCTIONS if SETTINGS[name].has_functions else []
-        kinds = [fault for fault in [*of_functions, *FAULTS] if fault is not full_disk or os.geteuid() == 0]
-        case = prepare(name, root)
+        case, kinds = prepare(name, root), faults_of(SETTINGS[name])
         try:
             for number in range(place, faults, len(settings)):
                 fault = kinds[(number // len(settings) + place) % len(kinds)]

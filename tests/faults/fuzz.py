@@ -134,23 +134,25 @@ def add(found: Campaign, first: int, kind: str, details: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", help="configurations, data, models, or all")
+    parser.add_argument("subject", help="configurations, data, models, published, or all")
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="result file (JSON); with all: benchmarks/results/fuzz-*.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         with contextlib.suppress(BrokenPipeError):
             work(given.subject, given.seed, given.first, given.mutations)
         return
-    subjects = ["configurations", "data", "models"] if given.subject == "all" else [given.subject]
+    subjects = ["configurations", "data", "models", "published"] if given.subject == "all" else [given.subject]
     with ThreadPoolExecutor(len(subjects)) as pool:  # each thread waits for its worker
         found = list(pool.map(lambda each: run(each, given.mutations, given.seed, given.first), subjects))
-    if given.subject == "all":
+    if given.out is not None or given.subject == "all":
         from benchmarks.record import result_file, write_result
 
-        write_result(result_file("fuzz"), {"seed": given.seed, "campaigns": [vars(each) for each in found]})
+        content = {"seed": given.seed, "campaigns": [vars(each) for each in found]}
+        write_result(given.out or result_file("fuzz"), content)
     else:
         print(json.dumps(vars(found[0]), indent=1))
     sys.exit(any(each.failures for each in found))

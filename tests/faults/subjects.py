@@ -1,4 +1,4 @@
-"""The inputs of the campaign: configurations, data and model folders, loaded by the package's functions.
+"""The inputs of the campaign, loaded by the package's functions: configurations, data, models and published weights.
 
 A subject has its own folder. Called with a source of random numbers, it damages its input and loads it once.
 """
@@ -33,7 +33,11 @@ from stillhouse.data import (
 )
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
 from stillhouse.models.checks import check_saving
+from stillhouse.parallel import single_process_runner
 from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.rollouts.published import MANIFEST
+from stillhouse.rollouts.server.updates import WeightUpdates
+from stillhouse.rollouts.weights import BUCKET_BYTES, publish, version_folder
 from stillhouse.train.in_words import in_words
 from stillhouse.train.layouts import layout_of
 from stillhouse.train.session import device_of, objective_spec
@@ -166,6 +170,66 @@ def models(folder: Path) -> Load:
     return load
 
 
+def published(folder: Path) -> Load:
+    """What a server reads when it is told of new weights. After each refusal, it has the weights that it had."""
+    model = save_model(folder / "model", "qwen3_moe")
+    decoder, tokenizer = Decoder.from_pretrained(model), load_tokenizer(str(model))
+    runner, weights = single_process_runner(decoder, None), folder / "weights"
+    versions = [
+        publish(runner, weights / str(size), number, run="a", bucket_bytes=size, tokenizer=tokenizer)
+        for number, size in enumerate((60_000, BUCKET_BYTES))
+    ]
+    updates = WeightUpdates(decoder)
+    before = {name: value.clone() for name, value in decoder.state_dict().items()}
+    foreign = [path for version in versions for path in version.iterdir()]
+
+    def load(draw: random.Random) -> None:
+        target = folder / "given" / version_folder(folder, draw.choice([0, 0, 0, 1])).name
+        shutil.rmtree(target.parent, ignore_errors=True)
+        shutil.copytree(draw.choice(versions), target)
+        if draw.random() < 0.6:
+            damage_files(draw, sorted(target.iterdir()), foreign)
+        if draw.random() < 0.6:
+            odd_file(draw, draw.choice(sorted(target.iterdir())))
+        try:
+            updates.submit(updates.read(target, "1"))
+        finally:
+            updates.apply()
+            assert all(torch.equal(value, before[name]) for name, value in decoder.state_dict().items())
+
+    return load
+
+
+def odd_file(draw: random.Random, path: Path) -> None:
+    """Put something else than a regular file in the place of a file, or make the manifest name it elsewhere."""
+    manifest, own = path.parent / MANIFEST, path.with_name(f"own {path.name}")
+    match draw.randrange(9):
+        case 0:
+            path.unlink()
+            os.mkfifo(path)
+        case 1:
+            path.unlink()
+            path.symlink_to(draw.choice(["/dev/zero", "/dev/stdin", path, "/", "/etc/passwd", "nowhere"]))
+        case 2:
+            path.rename(own)
+            path.symlink_to(own)
+        case 3:
+            path.rename(own)
+            os.link(own, path)
+        case 4:
+            path.unlink()
+            path.mkdir()
+        case 5:
+            os.truncate(path, draw.choice([0, 2**30, 2**42]))
+        case 6 if path != manifest and manifest.exists():
+            place = json.dumps(draw.choice(["/", "../", "./", "a/", "", "\0"]))[1:-1] + draw.choice([path.name, ""])
+            manifest.write_bytes(manifest.read_bytes().replace(path.name.encode(), place.encode()))
+        case 7:
+            shutil.copy(path, path.with_name(f"more{draw.choice(['.json', '.safetensors'])}"))
+        case _:
+            path.chmod(0)
+
+
 def crashing(folder: Path) -> Load:
     """A subject for the test of the campaign: every third input ends the process."""
 
@@ -177,4 +241,9 @@ def crashing(folder: Path) -> Load:
     return load
 
 
-SUBJECTS: dict[str, Callable[[Path], Load]] = {"configurations": configurations, "data": data, "models": models}
+SUBJECTS: dict[str, Callable[[Path], Load]] = {
+    "configurations": configurations,
+    "data": data,
+    "models": models,
+    "published": published,
+}

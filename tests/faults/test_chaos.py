@@ -36,6 +36,7 @@ def test_no_fault_is_silent(tmp_path: Path, layout: str, faults: list[chaos.Faul
 def test_no_sample_is_lost_or_trained_twice(tmp_path: Path, setting: str) -> None:
     case = chaos_rollouts.prepare(setting, tmp_path)
     faults = [chaos_rollouts.kill, chaos_rollouts.terminate, chaos_rollouts.stop_and_continue]
+    faults += [fault for fault in chaos_rollouts.faults_of(case.setting) if fault not in chaos_rollouts.FAULTS]
     try:
         trials = [
             chaos_rollouts.attempt(case, fault, tmp_path / f"out-{number}", random.Random(number))

@@ -9,17 +9,24 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import Ranks
-from runs import Command, contents, run, write_run
+from runs import Command, contents, run, save_model, write_run
 from serving import Server
 from test_checkpoints import at_once
 from test_on_policy import write
 
+from stillhouse.data import load_tokenizer
+from stillhouse.models import Decoder
+from stillhouse.parallel import single_process_runner
+from stillhouse.rollouts.published import read_manifest
+from stillhouse.rollouts.weights import publish, version_folder
 from stillhouse.train import checkpoint
+from stillhouse.train.files import explained_write_errors
 from stillhouse.train.logging import RunLog
 
 PUBLISHED = 100_000  # too little for one version of the weights
@@ -182,6 +189,28 @@ def test_a_full_disk_under_the_report(tmp_path: Path, disk: Path) -> None:
     failed = run("report", disk / "out", code=1)
     assert failed.err.startswith(f"error: {disk}/out/report.html cannot be written: No space left on device; the run")
     run("verify", disk / "out")
+
+
+def test_a_disk_that_is_full_at_any_file_of_published_weights(tmp_path: Path, disk: Path) -> None:
+    """Each library reports it in its own way. When there is room again, the same version is published."""
+    model = save_model(tmp_path / "student")
+    tokenizer, runner = load_tokenizer(str(model)), single_process_runner(Decoder.from_pretrained(model), None)
+    page = os.sysconf("SC_PAGE_SIZE")
+    first = -(-(model / "model.safetensors").stat().st_size // page)
+    final = version_folder(disk / "weights", 1)
+    sizes = iter([1, first // 2, *range(first - 1, first + 12)])
+    failures = []
+    while not final.exists():
+        subprocess.run(["mount", "-o", f"remount,size={next(sizes) * page}", str(disk)], check=True)
+        with suppress(ValueError), explained_write_errors(disk / "weights"):
+            try:
+                publish(runner, disk / "weights", 1, tokenizer=tokenizer)
+            except Exception as error:
+                failures.append(error)
+                raise
+    assert len(failures) > 5
+    assert {type(each) for each in failures} == {OSError}
+    assert read_manifest(final).version == 1
 
 
 @pytest.mark.parametrize(
