@@ -13,6 +13,7 @@ from writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_o
 
 from stillhouse.rollouts import http
 from stillhouse.rollouts.http import MOST_RESTORED
+from stillhouse.rollouts.probe import PROBE_TOKENS
 from stillhouse.rollouts.sample import Sampling
 from stillhouse.rollouts.vllm import VllmApi
 from stillhouse.teachers.client.pool import ServerError
@@ -258,7 +259,7 @@ def test_completions_under_way_go_on_with_new_weights(student: Student, server: 
 def test_a_server_with_other_weights_again_and_again_is_given_up(student: Student, server: WriterServer) -> None:
     def foreign(handler: WriterHandler, content: dict[str, Any]) -> None:
         """Another job gives the server weights after each of ours: only the proof sees our own."""
-        if handler.server_state.asked[-1][1]["sampling_params"]["max_tokens"] > 1:
+        if handler.server_state.asked[-1][1]["sampling_params"]["max_tokens"] > PROBE_TOKENS:
             content["choices"][0]["weight_versions"][0]["version"] = "another job's"
         handler.reply(200, content)
 

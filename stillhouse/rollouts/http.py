@@ -301,20 +301,25 @@ class ServedEngine:
         Raises ServerError if it says so, and writes otherwise than another server with this version.
         """
         model = published.label if published.kind == "adapter" else server.model
-        drawn, likeliest, found = probing(self._sampling), Sampling(1, temperature=0.0), list[Completion]()
-        for seed, ids in enumerate(self._probes):
-            for sampling in (drawn, likeliest):
-                response = ask(self._api.path, self._api.body(model, ids, sampling, sampling.max_new_tokens, seed))
-                if response.status_code == _LOST and published.kind == "adapter":
+        kinds, found = (probing(self._sampling), Sampling(1, temperature=0.0)), list[Completion]()
+        bodies = [
+            self._api.body(model, ids, sampling, sampling.max_new_tokens, seed)
+            for seed, ids in enumerate(self._probes)
+            for sampling in kinds
+        ]
+        with ThreadPoolExecutor(len(bodies)) as threads:  # a server computes what it gets together as one batch
+            responses = list(threads.map(partial(ask, self._api.path), bodies))
+        for response in responses:
+            if response.status_code == _LOST and published.kind == "adapter":
+                return False
+            require(response, f"a completion with version {published.version}", self._api.hint)
+            try:
+                answer = self._api.parse(response, published.kind)
+                if {each.label for each in answer.spans} != {published.label}:
                     return False
-                require(response, f"a completion with version {published.version}", self._api.hint)
-                try:
-                    answer = self._api.parse(response, published.kind)
-                    if {each.label for each in answer.spans} != {published.label}:
-                        return False
-                    found.append(_completion_of(answer, np.full(len(answer.ids), published.version, np.int32)))
-                except ValueError as error:
-                    raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
+                found.append(_completion_of(answer, np.full(len(answer.ids), published.version, np.int32)))
+            except ValueError as error:
+                raise ServerError(f"{server.url} has loaded version {published.version}, but: {error}") from error
         tokens = [(int(each.ids_N[0]), float(each.log_probs_N[0])) for each in found[1::2]]
         probe, (proved, most) = Probe(published.label, tuple(found[::2]), tuple(tokens)), self._proved
         if proved.label == published.label and not same_weights(proved.likeliest, tokens, most):
