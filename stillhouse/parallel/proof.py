@@ -110,7 +110,7 @@ def _prove_passes(runner: Runner, names: ModelNames, *, training: bool, teacher_
             if decoder is not None:
                 prove_documents(decoder, hidden, probe)
                 if not training:
-                    prove_places(decoder, hidden, probe)
+                    prove_places(decoder, hidden, probe, runner.layout.gather_dtype)
 
 
 class _Forward:
