@@ -1,6 +1,7 @@
 """Training from a cache of signals: the live teacher's loss and gradients; a cache that is not whole is refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -198,7 +199,8 @@ def test_a_folder_with_another_cache_is_not_continued(folder: Path, copied: Path
 
 
 def test_two_commands_do_not_write_to_one_folder(folder: Path, copied: Path) -> None:
-    with folder_lock(copied), pytest.raises(ValueError, match="another process is writing to"):
+    message = rf"another process \(process {os.getpid()} on .*\) is writing to"
+    with folder_lock(copied), pytest.raises(ValueError, match=message):
         write_cache(write_run(folder), copied, "hidden", shard_bytes=SHARD_BYTES)
 
 

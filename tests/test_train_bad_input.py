@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -245,7 +246,8 @@ def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:
     first = Command("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0")
     wait_for(lambda: len(metrics(here / "out")) > 2 if (here / "out" / "metrics.jsonl").exists() else False)
     second = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", code=FAILED)
-    assert "another process is writing to" in second.err
+    writer = f"process {first.process.pid} on {socket.gethostname()}"
+    assert f"error: out: another process ({writer}) is writing to {here / 'out'}; wait until it ends" in second.err
     first.send(signal.SIGKILL)
     first.wait()
     again = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", "train.steps=2", code=FAILED)

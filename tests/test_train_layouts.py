@@ -20,7 +20,7 @@ import pytest
 import torch
 from odd_lines import LINE, vanished, vanishing, with_odd_line
 from ranks import Ranks
-from runs import Command, metrics, save_model, write_run
+from runs import Command, metrics, save_model, wait_for, write_run
 from safetensors.torch import load_file
 
 from stillhouse.cli import USAGE
@@ -300,6 +300,38 @@ def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
         job.kill()
 
 
+def test_a_job_whose_torchrun_is_killed_ends(workspace: Path) -> None:
+    """Its processes do not train on without torchrun, and the same command continues at once."""
+    out, printed = workspace / "orphans", workspace / "orphans.err"
+    job = start(workspace, out.name, "train.steps=100000", errors=printed)
+    ranks: list[int] = []
+    try:
+        ranks = ranks_after_first_checkpoint(job, out)
+        job.kill()
+        job.wait()
+        wait_for(lambda: not any(map(running, ranks)), 10)
+    finally:
+        job.kill()
+        for rank in filter(running, ranks):
+            os.kill(rank, signal.SIGKILL)
+    assert printed.read_text() == (
+        f"error: torchrun (process {job.pid}), which started this process, is gone; a run continues from its last "
+        "checkpoint\n"
+    )
+    again = Ranks(2, "distill", workspace / "run.yaml", f"out={out}", "train.steps=100000")
+    wait_for(lambda: "resuming from" in again[0].out, LIMIT)
+    again.send(signal.SIGKILL)
+    again.wait()
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that has ended may still be listed until its new parent has noticed its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "killed"), [("fsdp", 1), ("pipeline", 0)])
 def test_a_job_that_torchrun_restarts_continues(workspace: Path, layout: str, killed: int) -> None:
@@ -329,11 +361,18 @@ def trained_steps(run: Path) -> list[int]:
     return [each["step"] for each in metrics(run) if "train/learning_rate" in each]
 
 
-def start(folder: Path, out: str, *overrides: str, launcher: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Start two processes with torchrun. Do not wait for their end."""
+def start(
+    folder: Path, out: str, *overrides: str, launcher: Sequence[str] = (), errors: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start two processes with torchrun. Do not wait for their end. errors: the file for their stderr."""
     command = [*TORCHRUN, *launcher, "-m", "stillhouse", "distill", folder / "run.yaml", f"out={folder / out}"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([*command, *overrides], env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
+    with open(errors or os.devnull, "wb") as stderr:
+        return subprocess.Popen(
+            [*command, *overrides],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
 
 
 def under_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -29,6 +29,7 @@ from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
 from stillhouse.display import message as brief
 from stillhouse.ending import error_line
+from stillhouse.launcher import end_with_launcher
 from stillhouse.preemption import Preempted, handling
 
 FAILED, USAGE = 1, 2
@@ -47,6 +48,7 @@ def main() -> None:
     """The entry point of `stillhouse` and of `python -m stillhouse`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback if Ctrl-C comes before `run` handles it
+    end_with_launcher()
     sys.exit(run(sys.argv[1:], ends_process=True))
 
 

@@ -40,7 +40,7 @@ from stillhouse.train.files import (
     replace_text,
     require_space,
 )
-from stillhouse.train.folder import LOCK, folder_lock
+from stillhouse.train.folder import folder_lock, is_leftover
 
 #: the size of a shard before packing, unless a single document needs more
 SHARD_BYTES = 128 * 2**20
@@ -113,7 +113,7 @@ class CacheFolder:
             ]
             if different:
                 raise ValueError(f"{self.path} has another cache: {'; '.join(different)}; expected another folder")
-        elif any(each.name != LOCK and not each.name.endswith(UNFINISHED) for each in self.path.iterdir()):
+        elif not all(is_leftover(path) for path in self.path.iterdir()):
             raise ValueError(f"{self.path} is not empty and has no cache: expected a new folder")
 
     def _missing_bytes(self) -> int:

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import secrets
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +24,15 @@ from filelock import FileLock, Timeout
 
 import stillhouse
 from stillhouse.config import RunConfig, dump_config
-from stillhouse.train.files import hashes, remove_unfinished, replace_text
+from stillhouse.display import escaped
+from stillhouse.train.files import UNFINISHED, hashes, remove_unfinished, replace_text
 
 LOCK = ".lock"
 #: the file that tells a run from all others
 IDENTITY = "identity"
+#: The file that names the process that holds the lock, or held it last. It is not the lock's own file, because older
+#: versions of filelock empty that file at every attempt to lock it.
+WRITER = ".writer"
 #: the file that contains a hash of every file of the final model
 HASHES = "hashes.json"
 
@@ -117,14 +122,30 @@ def folder_lock(folder: Path) -> Iterator[None]:
         lock = FileLock(folder / LOCK).acquire(timeout=0)
     except Timeout as error:
         raise ValueError(
-            f"out: another process is writing to {folder}; wait until it ends, or choose another folder"
+            f"out: another process{_writer(folder)} is writing to {folder}; wait until it ends, or choose another "
+            "folder"
         ) from error
     except OSError as error:
         raise ValueError(
             f"out: {folder} cannot be written: {error.strerror or error}; choose another folder"
         ) from error
     with lock:
+        replace_text(folder / WRITER, f"process {os.getpid()} on {socket.gethostname()}")
         yield
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether this file may be left over from a process that was killed before it had written anything complete."""
+    return path.name in (LOCK, WRITER) or path.name.endswith(UNFINISHED)
+
+
+def _writer(folder: Path) -> str:
+    """The process that holds the lock, in parentheses; "" if that is not written yet, or not readable."""
+    try:
+        text = (folder / WRITER).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return f" ({escaped(text)})"
 
 
 def require_intact_model(folder: RunFolder) -> str:

@@ -10,8 +10,8 @@ from stillhouse.config import ConfigError, RunConfig, load_config
 from stillhouse.display import first_line
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.train.checkpoint_folder import checkpoints, set_aside
-from stillhouse.train.files import UNFINISHED, gather_from_ranks
-from stillhouse.train.folder import LOCK, RunFolder
+from stillhouse.train.files import gather_from_ranks
+from stillhouse.train.folder import RunFolder, is_leftover
 from stillhouse.train.identity import configuration_hash, decisive_values
 from stillhouse.train.integrity import IntactCheckpoint, verified
 from stillhouse.train.progress import STATE, DamagedCheckpointError, Progress, read_state
@@ -31,7 +31,7 @@ def candidates(config: RunConfig) -> list[Path]:
     if folder.path.exists() and not folder.path.is_dir():
         raise ValueError(f"out: {folder.path} is a file; expected a folder for the run")
     mode = config.checkpoint.resume
-    if folder.path.is_dir() and any(not _is_leftover(path) for path in folder.path.iterdir()):
+    if folder.path.is_dir() and any(not is_leftover(path) for path in folder.path.iterdir()):
         if mode == "never":
             raise ValueError(f"out: {folder.path} is not empty and checkpoint.resume is never; choose another folder")
         _require_same_run(folder.path, config)
@@ -128,11 +128,6 @@ def _remedy(path: Path, older: Path | None, folder: RunFolder) -> str:
     if older is None:
         return "there is no earlier checkpoint: choose another folder as out to start again"
     return f"with checkpoint.fallback=true the run continues from {older.name}, the checkpoint before it"
-
-
-def _is_leftover(path: Path) -> bool:
-    """Whether this file may be left over from a process that was killed before it had written anything complete."""
-    return path.name == LOCK or path.name.endswith(UNFINISHED)
 
 
 def _require_same_run(folder: Path, config: RunConfig) -> None:

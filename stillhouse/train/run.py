@@ -45,7 +45,7 @@ def distill(config: RunConfig) -> Path:
     """Start or resume the run of a configuration; returns the run's folder. A complete run is left as it is.
 
     Raises ConfigError for a mistake in the configuration and ValueError for one in the data or models that it names.
-    Before everything has been checked, only the folder itself and its lock file are written.
+    Before everything has been checked, only the folder itself, its lock and the lock's holder are written.
     """
     config = with_precision(config)
     objective_spec(config)  # first, so that a misspelt loss is reported even if the folder is occupied, too
