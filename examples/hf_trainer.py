@@ -76,7 +76,7 @@ def make_trainer(options: Options, arguments: TrainingArguments, **more: Any) ->
     tokenizer = load_tokenizer(options.student)
     check_same_tokenizer(tokenizer, load_tokenizer(options.teacher))
     student = Decoder.from_pretrained(options.student, dtype=torch.float32)
-    teacher = Decoder.from_pretrained(options.teacher, device=arguments.device).requires_grad_(False)
+    teacher = Decoder.from_pretrained(options.teacher, dtype="auto", device=arguments.device).requires_grad_(False)
 
     def tokenize(record: dict[str, str]) -> dict[str, list[int]]:
         ids = tokenizer(record["text"]).input_ids[: options.max_tokens - 1]

@@ -17,7 +17,7 @@ from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
 def main(teacher_name: str, student_name: str, text: str) -> None:
     tokenizer = load_tokenizer(student_name)
     check_same_tokenizer(tokenizer, load_tokenizer(teacher_name))  # the same ids mean the same text
-    teacher = Decoder.from_pretrained(teacher_name).requires_grad_(False)
+    teacher = Decoder.from_pretrained(teacher_name, dtype="auto").requires_grad_(False)
     student = Decoder.from_pretrained(student_name, dtype="float32").train()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
 

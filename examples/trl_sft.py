@@ -77,7 +77,7 @@ def make_trainer(options: Options, arguments: SFTConfig, **more: Any) -> Distill
     check_same_tokenizer(tokenizer, load_tokenizer(options.teacher))
     return DistillTrainer(
         AutoModelForCausalLM.from_pretrained(options.student, dtype=torch.float32, trust_remote_code=False),
-        teacher=Decoder.from_pretrained(options.teacher, device=arguments.device).requires_grad_(False),
+        teacher=Decoder.from_pretrained(options.teacher, dtype="auto", device=arguments.device).requires_grad_(False),
         objective=options.objective,
         args=arguments,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),

@@ -28,6 +28,7 @@ from stillhouse.config import RunConfig, dump_config, load_config
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.train.engine import StepOutput
+from stillhouse.train.folder import WRITER
 from stillhouse.train.session import Session, prepare
 
 MAX_TOKENS = 32
@@ -136,8 +137,9 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of every file below a folder by its relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return the bytes of every file below a folder by its relative path, except of those that name a process."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != WRITER)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 class Command:

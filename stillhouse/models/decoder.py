@@ -15,6 +15,7 @@ B rows, S tokens per row, T = B·S, D width (E: a teacher's width), V vocabulary
 """
 
 import os
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -100,8 +101,9 @@ class Decoder(nn.Module):
     ) -> "Decoder":
         """Load a folder or a hub id; transformers gets the name unchanged.
 
-        `dtype`: a name such as "bfloat16"; "auto" or None: the dtype that the weights were saved in. `attention`:
-        transformers' `attn_implementation`. `device`: the model is moved there before it is verified (an attention
+        `dtype`: a name such as "bfloat16"; "auto" or None: the dtype that the weights were saved in. None warns if
+        that is narrower than float32, because a model computes other figures then. `attention`: transformers'
+        `attn_implementation`. `device`: the model is moved there before it is verified (an attention
         implementation that only runs on a GPU cannot be verified on another device). `quantize`: "int8" or "nf4",
         for a frozen model whose layers have weights of 8 or 4 bits (see `quantized.py`).
 
@@ -116,6 +118,13 @@ class Decoder(nn.Module):
             quantize=quantize,
             device=device,
         )
+        if dtype is None and model.dtype.itemsize < torch.float32.itemsize:
+            saved = str(model.dtype).removeprefix("torch.")
+            warnings.warn(
+                f"model '{escaped(os.fspath(name_or_path))}' computes in {saved}, in which its weights were saved: "
+                'say dtype="auto" if that is intended, or dtype="float32"',
+                stacklevel=2,
+            )
         if verify:
             require_runnable(model, f"model '{escaped(os.fspath(name_or_path))}'")
         return cls(model, verify=verify)

@@ -12,7 +12,7 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,8 +30,8 @@ from stillhouse.train.files import UNFINISHED, hashes, remove_unfinished, replac
 LOCK = ".lock"
 #: the file that tells a run from all others
 IDENTITY = "identity"
-#: The file that names the process that holds the lock, or held it last. It is not the lock's own file, because older
-#: versions of filelock empty that file at every attempt to lock it.
+#: The file that names the process that holds the lock, or was killed while it did. It is not the lock itself, because
+#: older versions of filelock empty the lock's file at every attempt to lock it.
 WRITER = ".writer"
 #: the file that contains a hash of every file of the final model
 HASHES = "hashes.json"
@@ -131,7 +131,11 @@ def folder_lock(folder: Path) -> Iterator[None]:
         ) from error
     with lock:
         replace_text(folder / WRITER, f"process {os.getpid()} on {socket.gethostname()}")
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the folder may be lost; the file only serves a message
+                (folder / WRITER).unlink()
 
 
 def is_leftover(path: Path) -> bool:
