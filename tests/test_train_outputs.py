@@ -83,7 +83,8 @@ def test_the_run_folder(tmp_path: Path) -> None:
     assert f"train: {tmp_path}/train.jsonl: 40 documents, " in done.out
     assert f"model: {out}/model" in done.out
     assert re.search(
-        r"^step 6/6: [\d,]+ tokens/s, total \d\.\d{4}, cross_entropy \d\.\d{4}, jsd\(0\.5\) \d\.\d{4}, 00:00 left$",
+        r"^step 6/6: [\d,]+ tokens/s, total \d\.\d{4}, cross_entropy \d\.\d{4}, jsd\(0\.5\) \d\.\d{4}, 00:00 left"
+        r"( \(steps not shown before it: \d\))?$",
         done.out,
         re.MULTILINE,
     )
@@ -144,6 +145,32 @@ def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "2/4" in last
     assert "12,345 tokens/s, total 1.5000, forward_kl 1.2500" in last
     assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "expected the elapsed and the remaining time"
+
+
+def test_steps_that_are_not_printed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal, a step is printed every ten seconds; the lines say how many others there were."""
+    with RunLog(RunFolder(tmp_path), Progress(), 9, []) as log:
+        for step in range(1, 10):
+            log.train(step, step, {"loss/total_nats_per_token": 1.5, "speed/tokens_per_second": 12345.0})
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("? left")
+    assert last.endswith("00:00 left (steps not shown before it: 7)")
+
+
+def test_the_stages_of_a_check_are_announced(tmp_path: Path) -> None:
+    """Each stage that may take minutes is named before it begins, also in a distill run."""
+    write_run(tmp_path)
+    checked = run("check", tmp_path / "run.yaml").out.splitlines()
+    stages = [number for number, line in enumerate(checked) if line.endswith(" …")]
+    assert [checked[number] for number in stages] == [
+        "reading the data …",
+        "loading the models …",
+        "running one step twice, without its update; functions are compiled the first time …",
+        "running the same step with each of 2 losses alone …",
+    ]
+    followers = ["loading the models", "student ", "one step ", "  cross_entropy "]
+    assert all(checked[at + 1].startswith(text) for at, text in zip(stages, followers, strict=True))
+    assert "loading the models …" in run("distill", tmp_path / "run.yaml").out
 
 
 @pytest.mark.parametrize("kept", [0, 4])

@@ -42,7 +42,8 @@ class CheckpointConfig(Section):
         default="eval/cross_entropy",
         description="The checkpoint with the best value of this metric is kept: the lowest, or the highest for"
         " agreement and for the exact match of a task in eval.tasks. eval/name/…: of one of several"
-        " sets in data.eval. eval/name: of eval.callbacks. null: none. No effect without evaluation.",
+        " sets in data.eval. eval/name: of eval.callbacks. null: none, and a checkpoint causes no evaluation. No"
+        " effect without evaluation.",
     )
     greater_is_better: bool | None = Field(
         default=None,

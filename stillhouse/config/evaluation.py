@@ -15,8 +15,8 @@ class EvalConfig(Section):
     every: int = Field(
         default=100,
         ge=0,
-        description="Steps between two evaluations; each checkpoint is evaluated, too. 0: only at the start and at"
-        " the end.",
+        description="Steps between two evaluations. Checkpoints are evaluated, too, unless checkpoint.best is null."
+        " 0: only at the start and at the end.",
     )
     micro_batch_tokens: int | None = Field(
         default=None,

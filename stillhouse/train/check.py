@@ -153,6 +153,7 @@ def _step_lines(session: Session) -> Iterator[str]:
     if config.rollout is not None and config.rollout.urls:
         yield _row("one step", "left out, because servers write the completions")
         return
+    yield "running one step twice, without its update; functions are compiled the first time …"
     parameters = [each for each in session.student.parameters() if each.requires_grad]
     with PeakMemory(session.device) as memory:
         if session.plan is None:
@@ -171,7 +172,9 @@ def _step_lines(session: Session) -> Iterator[str]:
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
     terms = [(name, engine.with_objective(spec)) for name, spec in _single_terms(session.spec)]
-    for name, alone in [*terms, *engine.single_losses()]:
+    losses = [*terms, *engine.single_losses()]
+    yield f"running the same step with each of {len(losses)} losses alone …"
+    for name, alone in losses:
         engine.zero_grad()
         _forward_backward(session, alone, micro_batches)
         yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")

@@ -24,7 +24,7 @@ from stillhouse.train.lines import append
 from stillhouse.train.progress import Progress
 from stillhouse.train.trackers import open_trackers
 
-#: seconds between printed lines if the output is not a terminal; on a terminal, one live line is redrawn
+#: fewest seconds between printed steps if the output is not a terminal; on a terminal, one live line is redrawn
 _PLAIN_EVERY = 10.0
 #: what the live line shows of an on-policy run
 _ON_POLICY = {
@@ -106,7 +106,7 @@ class RunLog:
             disable=None,
             file=sys.stderr,
         )
-        self._printed = -math.inf
+        self._printed, self._left_out = -math.inf, 0
         self._compiled = self._started
         self._board = _tensorboard(folder.path, progress.step) if "tensorboard" in track else None
 
@@ -135,8 +135,11 @@ class RunLog:
         self._bar.update(step - self._bar.n)
         self._bar.set_postfix_str(line, refresh=False)
         if self._bar.disable and (time.monotonic() - self._printed >= _PLAIN_EVERY or step == self._steps):
-            self._printed = time.monotonic()
-            print(f"step {step}/{self._steps}: {line}, {self._remaining(step)} left", flush=True)
+            left_out = f" (steps not shown before it: {self._left_out})" if self._left_out else ""
+            self._printed, self._left_out = time.monotonic(), 0
+            print(f"step {step}/{self._steps}: {line}, {self._remaining(step)} left{left_out}", flush=True)
+        else:
+            self._left_out += 1
 
     def evaluation(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
         self._write(step, tokens, metrics)

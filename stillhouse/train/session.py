@@ -148,7 +148,7 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     """Load and check everything that the run needs.
 
     Raises ConfigError for a mistake in the configuration, ValueError for a mistake in the data or models.
-    announce: print the resolved objective first, before anything is loaded.
+    announce: print the resolved objective first, before anything is loaded, and each stage that may take long.
     """
     config = with_precision(config)
     spec, stores = objective_spec(config), open_stores(config)
@@ -161,14 +161,14 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     require_optimizer(config.train, layout)
     device, warnings = connect_ranks(config)
     require_teachers_fit(config, layout, device)
-    watchdog.enter("reading the data", timed=False)
+    _enter("reading the data", announce)
     torch.manual_seed(config.seed)
     data = load_run_data(config, stores)
     require_signals(config, data, stores, device)
     models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, stores)}
     watchdog.enter("comparing data and models")
     require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, device)
-    watchdog.enter("loading the models", timed=False)
+    _enter("loading the models", announce)
     engine, source = build_engine(config, spec, layout, device, stores)
     schedule, plan = _schedule(config, data, layout)
     session = Session(
@@ -195,6 +195,12 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     ]
     session.warnings = [escaped(warning) for warning in dict.fromkeys(warnings)]
     return session
+
+
+def _enter(phase: str, announce: bool) -> None:
+    watchdog.enter(phase, timed=False)
+    if announce:
+        print(f"{phase} …", flush=True)
 
 
 def _schedule(config: RunConfig, data: RunData, layout: Layout) -> tuple[StepSchedule, RolloutPlan | None]:

@@ -130,7 +130,7 @@ class Training:
         saving = _due(progress.step, config.checkpoint.every) or last
         progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
         # a checkpoint needs an evaluation, by which the best one is chosen
-        compared = saving and config.eval.every > 0
+        compared = saving and config.eval.every > 0 and config.checkpoint.best is not None
         if self.evaluates and (_due(progress.step, config.eval.every) or compared or last):
             self.evaluate()
         mesh = session.runner.mesh
