@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from datasets import load_dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer, is_conversational
 from trl.models.utils import _ForwardRedirection
 
 from stillhouse import Decoder
@@ -75,12 +75,18 @@ def make_trainer(options: Options, arguments: SFTConfig, **more: Any) -> Distill
     """Return the trainer; `more` are further arguments of SFTTrainer."""
     tokenizer = load_tokenizer(options.student)
     check_same_tokenizer(tokenizer, load_tokenizer(options.teacher))
+    data = load_dataset("json", data_files=options.data, split="train")
+    if is_conversational(data[0]) and tokenizer.chat_template is None and arguments.chat_template_path is None:
+        raise ValueError(
+            f"{options.data} has conversations, and the tokenizer of {options.student} has no chat template: expected "
+            "one in its folder, a file with --chat_template_path FILE.jinja, or data with the column `text`"
+        )
     return DistillTrainer(
         AutoModelForCausalLM.from_pretrained(options.student, dtype=torch.float32, trust_remote_code=False),
         teacher=Decoder.from_pretrained(options.teacher, dtype="auto", device=arguments.device).requires_grad_(False),
         objective=options.objective,
         args=arguments,
-        train_dataset=load_dataset("json", data_files=options.data, split="train"),
+        train_dataset=data,
         processing_class=tokenizer,
         **more,
     )

@@ -104,7 +104,15 @@ def trained(folder: Path, **settings: Any) -> tuple[Session, list[dict[str, Any]
         ({"eval.every": 100, "checkpoint.every": 4, "checkpoint.best": None}, [0, 6]),
         ({"data.eval": 0}, []),
     ],
-    ids=["never between", "every 2", "every 4", "not at checkpoints", "at checkpoints", "no best checkpoint", "no data"],
+    ids=[
+        "never between",
+        "every 2",
+        "every 4",
+        "not at checkpoints",
+        "at checkpoints",
+        "no best checkpoint",
+        "no data",
+    ],
 )
 def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: list[int]) -> None:
     session, lines = trained(tmp_path, **settings)

@@ -251,6 +251,18 @@ def test_a_teacher_with_another_tokenizer_is_refused(folder: Path, tmp_path: Pat
         main([*options, "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false"])
 
 
+def test_conversations_need_a_chat_template(folder: Path, tmp_path: Path, trl_sft: dict[str, Any]) -> None:
+    """The error names the data, the student and the option; with the option, the run begins."""
+    turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four"}]
+    chats = write_records(tmp_path / "chats.jsonl", [{"messages": turns}])
+    expected = rf"{chats} has conversations, and the tokenizer of {folder / 'student'} has no chat template"
+    with pytest.raises(ValueError, match=expected):
+        trl(trl_sft, folder, tmp_path, str(chats))
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    trl(trl_sft, folder, tmp_path, str(chats), chat_template_path=str(template)).train()
+
+
 def hf(example: dict[str, Any], folder: Path, out: Path, **options: Any) -> Any:
     names = {name: str(folder / name) for name in ("teacher", "student")}
     given = example["Options"](**names, data=str(folder / "train.jsonl"))
