@@ -78,8 +78,8 @@ def make_trainer(options: Options, arguments: SFTConfig, **more: Any) -> Distill
     data = load_dataset("json", data_files=options.data, split="train")
     if is_conversational(data[0]) and tokenizer.chat_template is None and arguments.chat_template_path is None:
         raise ValueError(
-            f"{options.data} has conversations, and the tokenizer of {options.student} has no chat template: expected "
-            "one in its folder, a file with --chat_template_path FILE.jinja, or data with the column `text`"
+            f"{options.data} has conversations, and the tokenizer of {options.student} has no chat template: "
+            "expected one in its folder, a file with --chat_template_path FILE.jinja, or data with the column `text`"
         )
     return DistillTrainer(
         AutoModelForCausalLM.from_pretrained(options.student, dtype=torch.float32, trust_remote_code=False),
