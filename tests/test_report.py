@@ -4,11 +4,14 @@ import html
 import json
 import random
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from report_runs import HOSTILE, Page, make_run
+from runs import ROOT
 
+from stillhouse.data.documents import DataReport
 from stillhouse.report import curves, held_out, write_report
 from stillhouse.report.reading import read_metrics
 
@@ -369,3 +372,32 @@ def test_samples_that_were_asked_for_and_malformed_ones_are_named(run_dir):
     path.write_text(sample_line(0, 0, "x") + sample_line(-1, 0, "x"))
     with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}:2: step: input should be greater"):
         write_report(run_dir)
+
+
+def test_data_that_are_not_there_have_no_row(run_dir):
+    """A run without foreign columns and without a mixture has neither a form nor shares."""
+    reports = {name: asdict(DataReport(f"{name}.jsonl")) for name in ("train", "train/1")}
+    (run_dir / "data.json").write_text(json.dumps(reports))
+    plain = Page(write_report(run_dir)).text
+    assert "columns read as" not in plain
+    assert "share of the tokens" not in plain
+    reports["train/1"] |= {"form": "Alpaca", "trained_share": 0.25}
+    (run_dir / "data.json").write_text(json.dumps(reports))
+    mixture = Page(write_report(run_dir)).text
+    assert re.search(r"columns read as\s*Alpaca", mixture)
+    assert re.search(r"share of the tokens to train on\s*0\.25", mixture)
+
+
+def test_every_metric_of_a_run_has_a_title(tmp_path):
+    """A key in quotes in the code that writes metrics has a chart of its own, and not its key as a title."""
+    keys = {"eval/mtp_1/acceptance", "eval/mtp_1/sampled_acceptance"}
+    for source in (ROOT / "stillhouse" / "train").glob("*.py"):
+        keys |= set(re.findall(r'"((?:rollout|speed|train|eval|loss)/[a-z_]+)"', source.read_text()))
+    keys -= {"eval/exact_match", "eval/acceptance", "eval/sampled_acceptance"}  # prefixes of keys
+    run = make_run(tmp_path / "run", steps=2, every=1)
+    line = {"step": 3, "tokens": 3, "seconds": 3.0} | dict.fromkeys(sorted(keys), 0.5)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    page = Page(write_report(run))
+    assert len(keys) > 25
+    assert not [title for title in page.titles if "/" in title]

@@ -14,7 +14,7 @@ from rollout_runs import make_on_policy_run, make_sample
 from stillhouse.report import rollout_files, rollouts, write_report
 from stillhouse.report.rollout_files import Span
 from stillhouse.train.folder import RunFolder
-from stillhouse.train.rollout_log import RolloutLog
+from stillhouse.train.rollout_log import RolloutLog, Timeline
 
 FILES = ("timeline.jsonl", "samples.jsonl")
 ASSETS = Path(rollouts.__file__).parent / "assets"
@@ -88,6 +88,20 @@ def test_work_at_the_same_time_is_in_rows_and_counts_once():
     assert (rollout.rows, rollout.busy, trainer.busy, trainer.waited) == (2, 0.5, 0, 1)
     many = rollouts.timeline([span(0, 1 + n) for n in range(50)])
     assert many.lanes[0].rows == rollouts.ROWS
+
+
+def test_the_trainer_waits_for_the_share_of_its_steps_that_the_run_prints():
+    """Time between steps, such as that of an evaluation, is no part of a step and is named separately."""
+    log = Timeline(lambda: 0.0)
+    parts = [("wait for completions", 0, 2), ("train", 2, 3), ("wait for completions", 7, 8), ("train", 9, 10)]
+    for number, (what, start, stop) in enumerate(parts):
+        log.add(1 + number // 2, "trainer", what, start, stop)
+    printed = [log.waiting(step) for step in (1, 2)]
+    spans = [span(start, stop, 1 + number // 2, "trainer", what) for number, (what, start, stop) in enumerate(parts)]
+    shown = rollouts.timeline(spans)
+    (trainer,) = (lane for lane in shown.lanes if lane.name == "trainer")
+    assert printed == pytest.approx([2 / 3, 1 / 3])
+    assert (trainer.busy, trainer.waited, shown.between) == pytest.approx((0.5, 0.5, 0.4))
 
 
 def test_the_timeline_begins_with_its_first_step():

@@ -12,6 +12,8 @@ from report_runs import Page, make_run
 
 from stillhouse.cli import cli
 from stillhouse.report import write_report
+from stillhouse.report.differences import differences
+from stillhouse.report.page import read_runs
 from stillhouse.report.watch import ReportServer, WatchedReport, watch
 
 
@@ -91,6 +93,20 @@ def test_several_runs_have_a_page_of_their_own(run_dir: Path, tmp_path: Path) ->
     assert "Configuration of distilled" in page.text
     assert not list(tmp_path.glob("*/report.html"))
     assert "Differences of configuration" not in write_report(run_dir).read_text()
+
+
+def test_a_section_that_only_one_run_has_is_compared_once(tmp_path: Path) -> None:
+    """The section itself, null in the other run, has no row; a value that is no section has one."""
+    runs = [make_run(tmp_path / name, steps=10, every=5) for name in ("a", "b")]
+    for run, text in zip(
+        runs, ("{adapter: {lora: {r: 4}}, eval: 0.1}", "{adapter: null, eval: {a: x}}"), strict=True
+    ):
+        (run / "config.yaml").write_text(f"student: {text}\n")
+    assert differences(read_runs(runs)) == [
+        ("student.adapter.lora.r", ["4", "not set"]),
+        ("student.eval", ["0.1", "not set"]),
+        ("student.eval.a", ["not set", "x"]),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ SET = re.compile(
 )
 TASK = "eval/exact_match/"  # the share of a task's answers that are right; the task's name follows
 LENGTH = "/length_"  # the same share over problems of one length, which follows
+DRAFTS = re.compile(r"eval/mtp_(\d+)/acceptance")
 LOG_FROM = 50.0  # from this ratio of largest to smallest value on, a logarithmic axis shows more than a linear one
 
 Points = list[tuple[float, float | None]]  # (step, value); None is a gap
@@ -78,10 +79,18 @@ CHARTS = (
     Chart("Held-out forward KL", NATS, "Held out", {"": "eval/forward_kl"}, log=True),
     Chart("Held-out agreement", "of tokens, top 1", "Held out", {"": "eval/agreement"}, percent=True),
     Chart("Held-out entropy", NATS, "Held out", _sides("eval/{}_entropy")),
+    Chart("Held-out ULD", "per token", "Held out", {"": "eval/uld"}),
     Chart("Cut answers", "of answers", "Tasks", {"": "eval/tasks_truncated"}, percent=True),
     Chart("Total loss", NATS, "Training", {"": TOTAL}),
     Chart("Training entropy", NATS, "Training", _sides("train/{}_entropy_nats")),
     Chart("Training agreement", "of tokens, top 1", "Training", {"": "train/agreement"}, percent=True),
+    Chart(
+        "Mass of the teacher's ids",
+        "of the teacher's distribution",
+        "Training",
+        {"": "train/teacher_mass"},
+        percent=True,
+    ),
     Chart("Gradient norm", "before clipping", "Training", {"": "train/gradient_norm"}, log=True),
     Chart("Learning rate", "per step", "Training", {"": "train/learning_rate"}),
     Chart("Throughput", "tokens per second", "Training", {"": "speed/tokens_per_second"}),
@@ -97,6 +106,13 @@ CHARTS = (
         "nats, |log-ratio| at drawn tokens",
         "Rollouts",
         _means("rollout/log_ratio"),
+        log=True,
+    ),
+    Chart(
+        "Training against engine, same weights",
+        "nats, mean |log-ratio| at drawn tokens",
+        "Rollouts",
+        {"": "rollout/log_ratio_fresh"},
         log=True,
     ),
     Chart("Importance ratio", "mean at drawn tokens", "Rollouts", {"": "rollout/ratio"}),
@@ -163,6 +179,9 @@ def _charts(runs: Sequence[Run]) -> list[Chart]:
             charts.append(chart)
         if is_total:
             charts += [Chart(_term_title(key), _unit(key), "Training", {"": key}, log=True) for key in terms]
+    for found in filter(None, map(DRAFTS.fullmatch, keys)):
+        sides = {"greedy": found[0], "sampled": found[0].replace("/acceptance", "/sampled_acceptance")}
+        charts.append(Chart(f"Accepted drafts, depth {found[1]}", "of tokens", "Held out", sides, percent=True))
     drawn = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
     return charts + [Chart(key, "", "Other", {"": key}) for key in keys if key not in drawn]
 
@@ -188,9 +207,14 @@ def _total_repeats(runs: Sequence[Run]) -> bool:
         if len(terms) != 1:
             return False
         term = terms.pop()
-        if any(line.values.get(term) != line.values.get(TOTAL) for line in run.lines):
+        if not all(_is_close(line.values.get(term), line.values.get(TOTAL)) for line in run.lines):
             return False
     return True
+
+
+def _is_close(one: float | None, other: float | None) -> bool:
+    """Whether two values differ by no more than the rounding of float32."""
+    return one == other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)
 
 
 def _series(lines: Sequence[Line], key: str, run: int, side: str) -> Series:

@@ -1,13 +1,13 @@
 """The values of the configuration in which compared runs differ."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stillhouse.display import escaped
 from stillhouse.report.reading import Run
 
-ABSENT = "not set"
+ABSENT, NULL = "not set", "null"
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -18,7 +18,16 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     flat = [_flat(run.config) for run in runs]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [(key, [each.get(key, ABSENT) for each in flat]) for key in keys]
-    return [(escaped(key), texts) for key, texts in rows if len(set(texts)) > 1]
+    return [
+        (escaped(key), texts)
+        for key, texts in rows
+        if len(set(texts)) > 1 and not (set(texts) == {ABSENT, NULL} and _is_section(key, keys))
+    ]
+
+
+def _is_section(key: str, keys: Iterable[str]) -> bool:
+    """Whether a key that is null in one run is a section in another, whose values have rows of their own."""
+    return any(other.startswith(f"{key}.") for other in keys)
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str]:

@@ -30,7 +30,12 @@ _DATA_LABELS = {
     "without_target": "dropped: no token to predict",
     "cut_documents": "cut to the length limit",
     "cut_tokens": "tokens cut off",
+    "form": "columns read as",
+    "split_documents": "texts cut into pieces",
+    "documents": "documents, each piece counted",
+    "records": "documents used",
     "target_tokens": "tokens to predict",
+    "trained_share": "share of the tokens to train on",
     "joined_turns": "turns that begin within a token of their prompt",
 }
 
@@ -195,9 +200,17 @@ def _change(runs: Sequence[Run], key: str, form: str, *, scale: float = 1, sign:
 def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Return the data reports side by side: (names of the splits, rows of a label and one value per split)."""
     reports = {name: report for name, report in data.items() if isinstance(report, dict)}
-    counts = dict.fromkeys(key for report in reports.values() for key in report if not _is_note(report[key]))
+    counts = dict.fromkeys(
+        key
+        for report in reports.values()
+        for key, value in report.items()
+        if not _is_note(value) and value not in (None, "")
+    )
     rows = [
-        (_DATA_LABELS.get(key, _words(key)), [_plain(report.get(key, "")) for report in reports.values()])
+        (
+            _DATA_LABELS.get(key, _words(key)),
+            ["" if report.get(key) is None else _plain(report[key]) for report in reports.values()],
+        )
         for key in counts
     ]
     return list(reports), rows

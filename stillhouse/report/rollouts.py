@@ -42,18 +42,21 @@ class Lane:
     name: str
     boxes: list[Box]
     rows: int
-    busy: float  # share of the time that is shown
-    waited: float
+    busy: float  # share of the time that is shown; of the trainer, as `waited`, share of its steps' time
+    waited: float  # of the trainer: as `speed/waiting`, and as the run prints it
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """first, last: the steps that are shown. start, seconds: of the run. marks, ticks: (left in percent, text)."""
+    """first, last: the steps that are shown. start, seconds: of the run. between: the share of the time that is in
+    no step of the trainer. marks, ticks: (left in percent, text).
+    """
 
     first: int
     last: int
     start: float
     seconds: float
+    between: float
     lanes: list[Lane]
     marks: list[tuple[float, str]]
     ticks: list[tuple[float, str]]
@@ -123,7 +126,8 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
         for index, step in enumerate(shown)
     ]
     lanes = [_lane(name, [span for span in inside if span.lane == name], start, seconds) for name in LANES]
-    return Timeline(shown[0], shown[-1], start, seconds, lanes, marks, _ticks(seconds))
+    between = 1 - _covered(_whole_steps(of_steps), start) / seconds
+    return Timeline(shown[0], shown[-1], start, seconds, between, lanes, marks, _ticks(seconds))
 
 
 def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
@@ -148,9 +152,22 @@ def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
                 odd=span.step % 2 == 1,
             )
         )
-    waits = [span for span in spans if name == "trainer" and span.what.startswith(_WAIT)]
-    works = [span for span in spans if not (name == "trainer" and span.what.startswith(_WAIT))]
-    return Lane(name, boxes, max(1, len(free_at)), _covered(works, start) / seconds, _covered(waits, start) / seconds)
+    rows = max(1, len(free_at))
+    if name != "trainer":
+        return Lane(name, boxes, rows, _covered(spans, start) / seconds, 0.0)
+    waits = _covered([span for span in spans if span.what.startswith(_WAIT)], start)
+    waited = waits / (_covered(_whole_steps(spans), start) or 1.0)
+    return Lane(name, boxes, rows, 1 - waited if spans else 0.0, waited)
+
+
+def _whole_steps(spans: Sequence[Span]) -> list[Span]:
+    """One span for each of the trainer's steps. An evaluation or a checkpoint lies between two steps."""
+    steps = dict[int, Span]()
+    for span in spans:
+        whole = steps.get(span.step, span)
+        bounds = {"start": min(whole.start, span.start), "stop": max(whole.stop, span.stop)}
+        steps[span.step] = span.model_copy(update=bounds)
+    return list(steps.values())
 
 
 def _covered(spans: list[Span], start: float) -> float:
