@@ -13,12 +13,14 @@ import torch
 
 from benchmarks.parallel_costs import Job, Shape, between_steps, traffic, within_step
 from benchmarks.pipeline_idle import in_flight, trace
-from stillhouse.objective.fused import TILE_BYTES, TILE_ROWS
+from stillhouse.objective.chunks import TILE_BYTES, TILE_ROWS
 from stillhouse.parallel import Degrees, Layout
 
 STUDENT = Shape(36, 4096, 32, 8, 128, 12288, 151936)
 TEACHER = Shape(64, 5120, 64, 8, 128, 25600, 151936)
 STEP_TOKENS = 2 << 20
+#: of a GPU with 80 GB, what a server fills
+USABLE_BYTES = 72e9
 #: layouts, and the tokens of a micro-batch under each of them
 LAYOUTS = [
     (Degrees(fsdp=256), 8192),
@@ -43,6 +45,22 @@ def main() -> None:
         print(f"{each.layout.degrees}, gathered in bf16: weights sent {sent / 1e9:.2f} GB, held {taken / 1e9:.2f} GB")
     products = [8 * weights(STUDENT) + 2 * weights(TEACHER), *map(weights, (STUDENT, TEACHER))]
     print("operations of a step on each GPU", f"{products[0] * STEP_TOKENS / 256:.2e}", "weights", products[1:])
+    served()
+
+
+def served() -> None:
+    """The sizes of a run whose teacher and writer are servers, on GPUs of which `USABLE_BYTES` can be filled."""
+    teacher, student = 2 * weights(TEACHER), 2 * weights(STUDENT)
+    per_token = 4 * STUDENT.layers * STUDENT.keys
+    print(f"teacher's server: {teacher / 1e9:.1f} GB")
+    print(f"writer: {student / 1e9:.1f} GB, {per_token:,} bytes per token in flight")
+    print(f"tokens in flight on one GPU: {(USABLE_BYTES - student) / per_token:,.0f}")
+    for fsdp in (8, 16, 32):
+        sizes = held(job(Degrees(fsdp=fsdp), 8192), 0)
+        # of the teacher only its head is here
+        layers = 2 * (weights(TEACHER) - TEACHER.rows()) / fsdp
+        print(f"trainer, fsdp {fsdp}: {(sizes.total() - layers) / 1e9:.1f} GB")
+    print("operations per token, teacher and trainer:", f"{2 * weights(TEACHER):.2e}", f"{8 * weights(STUDENT):.2e}")
 
 
 def job(degrees: Degrees, tokens: int, gather_dtype: torch.dtype | None = None) -> Job:
