@@ -115,7 +115,7 @@ def free_ports(nodes: list[str], count: int) -> int:
 
 def is_free(node: str, port: int) -> bool:
     with socket.socket() as listener:
-        return not listener.connect_ex((node, port)) == 0
+        return listener.connect_ex((node, port)) != 0
 
 
 @pytest.fixture
@@ -191,3 +191,19 @@ def test_sizes_that_do_not_fit_are_refused(folder: Path, run_yaml: Path) -> None
 def test_a_server_that_never_answers_ends_the_job(folder: Path, run_yaml: Path) -> None:
     job = Job(folder, str(run_yaml), NODE_GPUS="2", LOAD_SECONDS="1", HANGS="1")
     assert "does not answer after" in job.end(1)
+
+
+def test_the_sizes_are_those_of_the_formulas() -> None:
+    """The sizes in the script and in docs/scaling.md are what the benchmark prints."""
+    command = [sys.executable, "-m", "benchmarks.scaling"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    assert "teacher's server: 65.5 GB" in printed
+    assert "65.5 GB" in page
+    assert "16.4 GB, 147,456 bytes per token" in printed
+    assert "16.4 GB and 147 kB per token" in page
+    assert "on one GPU: 377,187" in printed
+    assert all("377,000" in text for text in (page, (ROOT / "examples" / "slurm_vllm.sh").read_text()))
+    assert "fsdp 8: 37.4 GB\ntrainer, fsdp 16: 29.1 GB" in printed
+    assert "37 GB with fsdp 8, 29 GB with fsdp 16" in page
+    assert "teacher and trainer: 6.55e+10 6.55e+10" in printed
