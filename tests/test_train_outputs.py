@@ -165,7 +165,7 @@ def test_the_stages_of_a_check_are_announced(tmp_path: Path) -> None:
     assert [checked[number] for number in stages] == [
         "reading the data …",
         "loading the models …",
-        "running one step twice, without its update; functions are compiled the first time …",
+        "running one step twice (sequences: 4, micro-batches: 2); functions are compiled the first time …",
         "running the same step with each of 2 losses alone …",
     ]
     followers = ["loading the models", "student ", "one step ", "  cross_entropy "]

@@ -335,7 +335,7 @@ class _Loader:
         if tokens > most:
             return (
                 f"the prompt has {tokens:,} tokens: expected at most {most:,}, so that a completion fits behind it; "
-                "shorten it, or change the lengths"
+                "shorten it, raise data.max_tokens, or lower rollout.max_new_tokens"
             )
         return ""
 

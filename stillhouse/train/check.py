@@ -153,7 +153,7 @@ def _step_lines(session: Session) -> Iterator[str]:
     if config.rollout is not None and config.rollout.urls:
         yield _row("one step", "left out, because servers write the completions")
         return
-    yield "running one step twice, without its update; functions are compiled the first time …"
+    yield f"running one step twice{_size(session)}; functions are compiled the first time …"
     parameters = [each for each in session.student.parameters() if each.requires_grad]
     with PeakMemory(session.device) as memory:
         if session.plan is None:
@@ -179,6 +179,15 @@ def _step_lines(session: Session) -> Iterator[str]:
         _forward_backward(session, alone, micro_batches)
         yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")
     engine.zero_grad()
+
+
+def _size(session: Session) -> str:
+    """How long a step is, for whom it takes minutes; "" where completions are still to be written."""
+    if session.plan is not None:
+        return ""
+    schedule = session.step_schedule
+    micro_batches = -(-schedule.sequences_per_step // schedule.rows_per_micro_batch)
+    return f" (sequences: {schedule.sequences_per_step}, micro-batches: {micro_batches})"
 
 
 def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
