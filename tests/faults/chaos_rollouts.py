@@ -456,9 +456,7 @@ OF_FUNCTIONS = [hanging_function, exiting_function, failing_function]
 
 def faults_of(setting: Setting) -> list[Fault]:
     of_functions = OF_FUNCTIONS if setting.has_functions else []
-    kinds: list[Fault] = [
-        fault for fault in [*of_functions, *FAULTS] if fault is not full_disk or os.geteuid() == 0
-    ]
+    kinds: list[Fault] = [fault for fault in [*of_functions, *FAULTS] if fault is not full_disk or os.geteuid() == 0]
     kinds += [half_open] if setting.writer or setting.teacher else []
     return kinds + ([damaged_weights, damaged_weights] if setting.writer else [])
 
