@@ -16,6 +16,7 @@ B rows, S columns, D width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +117,14 @@ def prove_decoder(decoder: Any) -> None:
         hidden = decoder(ids_BS, position_ids_BS, processor=hidden_states, **mtp)
         return hidden if decoder.mtp is not None else (hidden,)
 
+    dtype = autocast_dtype(model)
     for training in (False, True):
-        with in_mode(decoder, training=training), in_mode(model, training=training):
+        with in_mode(decoder, training=training), in_mode(model, training=training), autocast(model.device, dtype):
             depths_hidden = run_probe(rowwise(forward, model), probe, model.device)
-            prove_documents(decoder, depths_hidden, probe)
-            if not training:
-                prove_places(decoder, depths_hidden, probe)
-    with evaluating(decoder), evaluating(model):
+        prove_documents(decoder, depths_hidden, probe)
+        if not training:
+            prove_places(decoder, depths_hidden, probe, dtype)
+    with evaluating(decoder), evaluating(model), autocast(model.device, dtype):
         one = {"input_ids": probe.ids_BS[:1], "position_ids": probe.position_ids_BS[:1]}
         prove_logits(decoder, {name: each.to(model.device) for name, each in one.items()})
 
@@ -132,7 +134,7 @@ def require_runnable(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError, with the model's name, if transformers cannot run it, as with some damaged configurations."""
     _require_placed(model)
     ids_BS = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with reading(f"{name} cannot be run"), evaluating(model):
+    with reading(f"{name} cannot be run"), evaluating(model), autocast(model.device, autocast_dtype(model)):
         model(ids_BS, use_cache=False, return_dict=True)
 
 
@@ -168,6 +170,17 @@ def packs_one_row(model: PreTrainedModel) -> bool:
     (`_is_packed_sequence`).
     """
     return "flash" in (model.config._attn_implementation or "")
+
+
+def autocast_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """The dtype in which a model's matrix products must be computed: bfloat16 for float32 weights under flash
+    attention, which has no float32; None for the dtype of the weights.
+    """
+    return torch.bfloat16 if packs_one_row(model) and model.dtype == torch.float32 else None
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
 
 
 def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe: ProbeDocuments) -> None:

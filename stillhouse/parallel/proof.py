@@ -8,7 +8,7 @@ B rows, S columns of the whole sequences, D and E widths of student and teacher.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.modes import in_mode
 from stillhouse.models.proof import (
     ProbeDocuments,
+    autocast,
+    autocast_dtype,
     packs_one_row,
     prove_documents,
     prove_logits,
@@ -67,7 +69,7 @@ def prove_runner(runner: Runner, names: ModelNames, *, teacher_in_stages: bool) 
         for decoder, name in ((pair.student, names.student), (pair.teacher, names.teacher)):
             with _raised(runner, name):
                 if decoder is not None and decoder.has_head:
-                    with evaluating(decoder), _precision(runner):
+                    with evaluating(decoder), autocast(runner.device, _precision(runner)):
                         prove_logits(decoder, _logit_inputs(runner, decoder))
     for pair in runner.pairs.values():
         reshard(pair)
@@ -110,7 +112,7 @@ def _prove_passes(runner: Runner, names: ModelNames, *, training: bool, teacher_
             if decoder is not None:
                 prove_documents(decoder, hidden, probe)
                 if not training:
-                    prove_places(decoder, hidden, probe, runner.layout.gather_dtype)
+                    prove_places(decoder, hidden, probe, _precision(runner))
 
 
 class _Forward:
@@ -131,7 +133,9 @@ class _Forward:
     def computation(self, processor: OutputProcessor) -> Computation:
         """The computation of a processor whose context is the teacher's signal."""
         mtp = NextTokens(self.depths, self.runner.context_group) if self.depths else None
-        return Computation(processor, lambda _, signal: signal, partial(_precision, self.runner), mtp=mtp)
+        return Computation(
+            processor, lambda _, signal: signal, partial(autocast, self.device, _precision(self.runner)), mtp=mtp
+        )
 
     def micro_batch(self) -> MicroBatch:
         """This process's columns of the documents: of one row for an attention that packs one row."""
@@ -156,10 +160,9 @@ def _hidden(*, hidden_states: Any, head: OutputHead, context: Signal | None, dep
     return _Hidden(depths, context.hidden_TE if isinstance(context, FullVocab) else None)
 
 
-def _precision(runner: Runner) -> AbstractContextManager[Any]:
-    """Autocast where FSDP gathers the weights in another dtype than theirs; a training step runs under the same."""
-    dtype = runner.layout.gather_dtype
-    return nullcontext() if dtype is None else torch.autocast(runner.device.type, dtype, cache_enabled=False)
+def _precision(runner: Runner) -> torch.dtype | None:
+    """The dtype of autocast: the one in which FSDP gathers weights, which a training step computes in, too."""
+    return runner.layout.gather_dtype or autocast_dtype(runner.students()[0].pretrained)
 
 
 def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> MicroBatch:
