@@ -25,7 +25,8 @@ LAYOUTS = {
     "pipeline": (2, ["parallel.pipeline=2"]),
     "ahead": (2, ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead"]),
 }
-QUICK = ("fsdp", "tensor", "context", "pipeline")
+QUICK = [("fsdp", "student"), ("tensor", "teacher"), ("context", "student"), ("pipeline", "teacher")]
+SLOW = [(axis, side) for axis in LAYOUTS for side in ("student", "teacher") if (axis, side) not in QUICK]
 
 
 def without_masks() -> None:
@@ -61,9 +62,8 @@ def refusal(folder: Path, processes: int, *overrides: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("side", ["student", "teacher"])
 @pytest.mark.parametrize(
-    "layout", [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
+    ("layout", "side"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_a_leak_is_refused(folder: Path, layout: str, side: str) -> None:
     processes, overrides = LAYOUTS[layout]
@@ -105,8 +105,8 @@ def scale_logits(model: Path) -> None:
     ("side", "overrides"),
     [
         ("student", ["parallel.fsdp=2"]),
-        ("student", ["parallel.tensor=2"]),
         ("teacher", ["parallel.pipeline=2"]),
+        pytest.param("student", ["parallel.tensor=2"], marks=pytest.mark.slow),
         pytest.param("student", ["parallel.pipeline=2"], marks=pytest.mark.slow),
         pytest.param("student", ["parallel.context=2"], marks=pytest.mark.slow),
         pytest.param("teacher", ["parallel.fsdp=2"], marks=pytest.mark.slow),
@@ -139,12 +139,13 @@ def save_family(folder: Path, family: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "axis"),
+    ("family", "axis", "side"),
     [
-        ("qwen3_5_text", "fsdp"),
-        ("lfm2", "context"),
+        ("qwen3_5_text", "fsdp", "student"),
+        ("lfm2", "context", "student"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, side, marks=pytest.mark.slow)
+            for side in ("student", "teacher")
             for case in (
                 ("qwen3_5_text", "context"),
                 ("gpt_oss", "fsdp"),
@@ -156,7 +157,6 @@ def save_family(folder: Path, family: str, **options: Any) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("side", ["student", "teacher"])
 def test_real_families_are_refused(tmp_path: Path, family: str, axis: str, side: str) -> None:
     write_run(tmp_path)
     save_family(tmp_path / "leaking", family)
