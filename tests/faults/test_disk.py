@@ -102,7 +102,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path, processes: int, hook: Callable[
     filler = fill(disk)
     codes, err = ended(tmp_path, out, processes, at_once)
     assert set(codes) == {1}
-    assert err.startswith(f"error: {folder if hook is skip_space_check else out / 'config.yaml'} cannot be written: ")
+    assert err.startswith(f"error: {folder if hook is skip_space_check else out / '.writer'} cannot be written: ")
     assert not unfinished.exists()
     filler.unlink()
     subprocess.run(["mount", "-o", f"remount,size={8 * BYTES}", str(disk)], check=True)
