@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import build
@@ -14,6 +15,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
 from stillhouse.models.proof import ProbeDocuments
+from stillhouse.parallel import single_process_runner
+from stillhouse.teachers.scorer import Part, Scorer
+from stillhouse.teachers.spec import DocumentRows, SignalSpec
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,6 +92,23 @@ def test_flash_attention_packs_one_row(attention: str) -> None:
     ids_BS, positions_BS = torch.arange(8).view(2, 4), torch.tensor([[0, 1, 0, 1]] * 2)
     with pytest.raises(ValueError, match=f"'{re.escape(attention)}' separates packed documents only in"):
         decoder(ids_BS, positions_BS)
+
+
+def test_a_teacher_with_flash_attention_scores_one_row() -> None:
+    """The same results as with several rows, from an attention that is called as flash attention is."""
+    AttentionInterface.register("flash_by_name", sdpa_attention_forward)
+    AttentionMaskInterface.register("flash_by_name", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    ids = [np.arange(3 + 7 * number, 3 + 7 * number + length) for number, length in enumerate((5, 9, 2, 7))]
+    parts = [Part(DocumentRows(tokens, range(len(tokens))), SignalSpec("hidden", "float32")) for tokens in ids]
+    scores = []
+    for attention in ("flash_by_name", "sdpa"):
+        decoder = Decoder(build("qwen3"), verify=False)
+        decoder.config._attn_implementation = attention
+        scores.append(Scorer(single_process_runner(decoder, None), torch.device("cpu")).score(parts))
+    for one, other in zip(*scores, strict=True):
+        assert isinstance(one, dict)
+        assert isinstance(other, dict)
+        torch.testing.assert_close(one["hidden"], other["hidden"])
 
 
 def test_mtp_layers_are_proven_with_their_decoder() -> None:
