@@ -306,3 +306,13 @@ def test_unknown_dtype_and_attention(tmp_path: Path) -> None:
         Decoder.from_pretrained(tmp_path, dtype="half")
     with pytest.raises(ValueError, match="cannot be loaded"):
         Decoder.from_pretrained(tmp_path, attention="no-such-attention")
+
+
+def test_an_error_of_our_own_is_not_shown_as_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_a_mistake(_: Decoder) -> None:
+        raise AttributeError("a mistake of this package")
+
+    build("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr("stillhouse.models.decoder.prove_decoder", with_a_mistake)
+    with pytest.raises(AttributeError, match="a mistake of this package"):
+        Decoder.from_pretrained(tmp_path)
