@@ -5,6 +5,8 @@ AttributeError deep inside them. So each of their calls on files from outside, b
 `reading` block.
 """
 
+import os
+import re
 from importlib import import_module
 from importlib.metadata import version
 from types import TracebackType
@@ -65,6 +67,23 @@ class reading:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not isinstance(error, self.passes) and _about_files(error):
             raise ValueError(f"{self.what}: {first_line(error)}") from error
+
+
+class writing:
+    """Within the block, turn an error of the disk into OSError: the Rust core of tokenizers raises an instance of
+    Exception itself, and only its text has the number of the error.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        number = re.search(r"\(os error (\d+)\)", str(error)) if type(error) is Exception else None
+        if number is not None:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), os.fspath(self.folder)) from error
 
 
 def _about_files(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from stillhouse.libraries import reading
+from stillhouse.libraries import reading, writing
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _NO_SETTING = ("vocab", "merges", "dropout")
@@ -62,18 +62,9 @@ def load_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str]) -> None:
-    """Write a tokenizer's files. Raises OSError if that fails, for a full disk for example.
-
-    The library, whose core is Rust, raises an instance of Exception itself then.
-    """
-    try:
+    """Write a tokenizer's files. Raises OSError if that fails, for a full disk for example."""
+    with writing(folder):
         tokenizer.save_pretrained(folder)
-    except Exception as error:
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        if type(error) is not Exception or found is None:
-            raise
-        number = int(found[1])
-        raise OSError(number, os.strerror(number), os.fspath(folder)) from error
 
 
 def _require_dense(tokenizer: PreTrainedTokenizerBase) -> None:
