@@ -11,6 +11,7 @@ from stillhouse.cli import cli
 from stillhouse.config import RunConfig, load_config, override_hint
 from stillhouse.config.document import with_names
 from stillhouse.config.keys import nearest, value_fields
+from stillhouse.config.near_values import OF_PEERS
 from stillhouse.config.peer_hints import peer_hint
 from stillhouse.config.peer_key import PEERS
 from stillhouse.config.peer_names import TABLE
@@ -26,6 +27,15 @@ def test_every_key_of_the_table_exists() -> None:
 def test_every_command_of_the_table_exists() -> None:
     named = [name for row in TABLE for name in re.findall(r"stillhouse (\w+)", row.note)]
     assert {"distill", "evaluate", "export"} <= set(named) <= set(cli.commands)
+
+
+def test_every_value_of_another_tool_leads_to_one_that_is_accepted(tmp_path: Path) -> None:
+    for key, values in OF_PEERS.items():
+        for ours, theirs in values.items():
+            settings = {"student": {"model": "a"}, "data": {"train": "b"}, "out": str(tmp_path)}
+            load_config(None, [f"{key}={ours}"], settings=settings)
+            for value in theirs.split():
+                assert f"did you mean {ours}?" in str(failure(f"{key}={value}"))
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -62,6 +72,10 @@ def test_every_name_leads_to_its_key(peer: str) -> None:
         ("gradient_accumulation_steps", "is train.tokens_per_step here (the tokens of an optimizer step"),
         ("max_length", "is data.max_tokens here"),
         ("num_train_epochs", "is train.epochs here"),
+        ("train.epsilon", "train.epsilon is train.eps here"),
+        ("epsilon", "epsilon of TRL and ms-swift is objective.loss here (the limits of PPO's ratio"),
+        ("agent.num_workers", "agent.num_workers of verl has no key here: the run asks the engine"),
+        ("dataset.num_workers", "num_workers has no key here: text is tokenised once"),
         ("optim.lr", "actor_rollout_ref.actor.optim.lr of verl is train.learning_rate here"),
         ("dataset_prepared_path", "dataset_prepared_path of axolotl is data.cache here"),
         ("liger_rope", "liger_rope has no key here: the objective never makes the logits of all tokens"),

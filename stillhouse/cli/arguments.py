@@ -75,9 +75,13 @@ def load(arguments: Sequence[str], flags: dict[str, str | None]) -> "RunConfig":
 
 
 def is_override(argument: str) -> bool:
-    """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path."""
+    """Whether an argument is an override: `train.steps=3` is one, `runs/lr=3/config.yaml` is a path.
+
+    Hydra's `~rollout.reward` is one, too, which is then refused as such, unless there is a file of this name.
+    """
     key, sign, _ = argument.partition("=")
-    return bool(sign) and "/" not in key and os.sep not in key
+    is_meant = bool(sign) or (key.startswith("~") and not os.path.exists(key))
+    return is_meant and "/" not in key and os.sep not in key
 
 
 def settings_layer(given: dict[str, str]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """When to measure on held-out documents, and on which tasks."""
 
-import re
-
 from pydantic import Field, model_validator
 
 from stillhouse.config.errors import ConfigError
+from stillhouse.config.functions import require_function
 from stillhouse.config.section import Section, Text
 from stillhouse.config.task import TaskSpec
 
@@ -54,11 +53,7 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _callbacks_are_functions(self) -> "EvalConfig":
         for path in self.callbacks:
-            if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path):
-                raise ConfigError(
-                    "eval.callbacks",
-                    f"got {path!r}, expected package.module:function, such as my_evaluations:accuracy",
-                )
+            require_function("eval.callbacks", path, "my_evaluations:accuracy")
         return self
 
     @model_validator(mode="after")

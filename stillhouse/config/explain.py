@@ -1,6 +1,5 @@
 """Turns pydantic's errors into one line each: the key, the given value, the expected values."""
 
-import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.keys import inner_section, item_section, section_of, unknown_key
+from stillhouse.config.near_values import value_hint
 from stillhouse.config.peer_hints import peer_hint
 from stillhouse.config.section import Section
 from stillhouse.config.teachers import NamedTeacherConfig
@@ -60,7 +60,10 @@ def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Sectio
             if expected == "text" and (examples := owner.model_fields[name].examples):
                 expected = f"text, such as {' or '.join(map(str, examples))}"
             value = _value(given, key)
-            near = _nearest_choice(value, owner, name)
+            near = ""
+            if name in owner.model_fields and inner_section(owner, name) is None:
+                schema = owner.model_json_schema()["properties"][name]
+                near = value_hint(key, value, schema, owner.model_fields[name].default)
             yield ConfigError(key, f"got {_shown(value)}; expected: {expected}{near}")
 
 
@@ -120,16 +123,6 @@ def _expected(owner: type[Section], name: str) -> str:
     if name in owner.model_fields and (item := item_section(owner.model_fields[name])):
         return f"a list of sections with the keys {', '.join(item.model_fields)}"
     return describe(owner.model_json_schema()["properties"][name])
-
-
-def _nearest_choice(value: Any, owner: type[Section], name: str) -> str:
-    """A hint at the choice that is most similar to a misspelled one, for a key that has choices."""
-    if not isinstance(value, str) or name not in owner.model_fields:
-        return ""
-    schema = owner.model_json_schema()["properties"][name]
-    choices = [each for part in schema.get("anyOf", [schema]) for each in part.get("enum", [])]
-    near = difflib.get_close_matches(value.lower(), [each for each in choices if isinstance(each, str)], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _value(given: Mapping[str, Any], key: str) -> Any:

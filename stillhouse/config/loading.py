@@ -87,6 +87,8 @@ def _read_overrides(overrides: Sequence[str]) -> Layer:
 
 def _read_override(override: str) -> Layer:
     key, sign, text = override.partition("=")
+    if key.startswith(("+", "~")):
+        raise ConfigError(key, f"Hydra's signs + and ~ have no meaning here{_without_sign(key)}")
     if not sign:
         raise ConfigError(None, f"override {override!r}: expected key=value, such as train.learning_rate=2e-5")
     _check_key(key)
@@ -100,8 +102,6 @@ def _read_override(override: str) -> Layer:
 
 def _check_key(key: str) -> None:
     """Raise ConfigError, naming the whole key, unless `key` is the name of a section or a value."""
-    if bare := key.lstrip("+~") if key.startswith(("+", "~")) else "":
-        raise ConfigError(key, f"Hydra's signs + and ~ have no meaning here: write {bare}=...")
     model: type[Section] | None = RunConfig
     parents: list[str] = []
     for name in key.split("."):
@@ -112,6 +112,21 @@ def _check_key(key: str) -> None:
             raise unknown_key(key, RunConfig)
         model = inner_section(model, name)
         parents.append(name)
+
+
+def _without_sign(key: str) -> str:
+    """What to write instead of a key with Hydra's sign + (to add it) or ~ (to remove it)."""
+    bare = key.lstrip("+~")
+    try:
+        _check_key(bare)
+    except ConfigError as error:
+        return f", and without the sign: {error.problem}"
+    if key.startswith("+"):
+        return f": write {bare}=..."
+    field = {**value_fields(RunConfig), **RunConfig.model_fields}.get(bare)
+    if field is not None and field.default is None:
+        return f": write {bare}=null"
+    return f": take {bare} out of the file, and its default is used"
 
 
 def _merge(below: Layer, above: Layer, prefix: str = "") -> Layer:

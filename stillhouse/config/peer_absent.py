@@ -77,8 +77,11 @@ ABSENT = (
         " its address",
     ),
     PeerKey(
-        verl="trainer.nnodes trainer.n_gpus_per_node", also="num_nodes nproc_per_node n_gpus num_gpus world_size",
-        note="torchrun starts the processes: torchrun --nproc-per-node 8 -m stillhouse distill run.yaml",
+        verl="trainer.nnodes trainer.n_gpus_per_node",
+        also="nnodes num_nodes n_gpus_per_node nproc_per_node n_gpus num_gpus world_size",
+        note="torchrun starts the processes, on each machine: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend"
+        " c10d --rdzv-endpoint first-machine:29500 -m stillhouse distill run.yaml; one machine needs only"
+        " --nproc-per-node",
     ),
     PeerKey(
         verl="trainer.project_name trainer.experiment_name", automodel="wandb.project wandb.name",
@@ -101,7 +104,28 @@ ABSENT = (
     ),
     PeerKey(
         verl="actor_rollout_ref.actor.strategy", automodel="distributed.strategy dist_env.backend",
-        note="the sizes in the section parallel decide (fsdp, tensor, pipeline, context, expert, replicate), and the"
-        " backend is nccl or gloo, as the device is",
+        note="there is one trainer, without a choice of FSDP or Megatron: the sizes in the section parallel decide"
+        " (fsdp, tensor, pipeline, context, expert, replicate), and the backend is nccl or gloo, as the device is",
+    ),
+    PeerKey(
+        trl="load_in_4bit load_in_8bit", swift="quant_bits quant_method", axolotl="load_in_4bit load_in_8bit",
+        also="student.quantize student.quantization bnb_4bit_quant_type bnb_4bit_compute_dtype use_bnb_nested_quant"
+        " quantization_config qlora",
+        note="QLoRA, an adapter on a quantized student, is not there yet: the student is in student.dtype, with"
+        " student.adapter or without. Only a frozen teacher can be quantized, by teacher.quantize",
+    ),
+    PeerKey(
+        verl="actor_rollout_ref.rollout.agent.num_workers",
+        note="the run asks the engine for all completions at once, and calls the reward and the environment itself:"
+        " leave it out",
+    ),
+    PeerKey(
+        verl="reward_model.enable reward_model.model.path", also="reward_model.path reward_model",
+        note="there are no reward models, only rollout.reward, a Python function (package.module:function), which may"
+        " ask a server for a score",
+    ),
+    PeerKey(
+        also="hydra.job.chdir hydra.job.name hydra.output_subdir hydra.mode hydra.verbose",
+        note="the configuration is read without Hydra: leave it out",
     ),
 )  # fmt: skip

@@ -6,6 +6,7 @@ are those of TRL 1.16 (with transformers' TrainingArguments), verl 0.9, Automode
 
 from stillhouse.config.peer_absent import ABSENT
 from stillhouse.config.peer_key import PeerKey
+from stillhouse.config.peer_rollout import ON_POLICY
 
 TABLE = (
     PeerKey(
@@ -82,8 +83,8 @@ TABLE = (
     ),
     PeerKey(
         ("teacher.quantize",),
-        axolotl="load_in_4bit load_in_8bit", swift="quant_bits", also="load_in_4bit load_in_8bit",
-        note="of the teacher alone: int8 or nf4; the student trains in student.dtype",
+        also="teacher.load_in_4bit teacher.load_in_8bit teacher.quantization teacher.quant_bits",
+        note="of the frozen teacher alone: int8 or nf4",
     ),
     PeerKey(
         ("teachers.route",),
@@ -116,6 +117,12 @@ TABLE = (
         automodel="packed_sequence.packed_sequence_size", swift="max_length", axolotl="sequence_len",
         also="max_len max_seq_length max_seq_len seq_length sequence_length cutoff_len model_max_length block_size",
         note="the length of a packed sequence; all sequences are packed",
+    ),
+    PeerKey(
+        ("data.on_error",),
+        verl="data.filter_overlong_prompts data.truncation", also="filter_overlong_prompts",
+        note="with the section rollout, skip leaves out a prompt that is too long, and raise names it; off-policy, a"
+        " completion is cut at its end",
     ),
     PeerKey(
         ("data.cache",),
@@ -155,51 +162,7 @@ TABLE = (
     PeerKey(
         ("objective.router_aux_loss",), trl="router_aux_loss_coef", also="aux_loss_coef moe_aux_loss_coeff",
     ),
-    PeerKey(
-        ("rollout.share",),
-        trl="lmbda", swift="lmbda", also="lambda on_policy_ratio",
-        note="with the section rollout, the student writes this share of the completions; without the section, the"
-        " run is off-policy (lmbda=0)",
-    ),
-    PeerKey(
-        ("rollout.temperature", "objective.temperature"),
-        trl="temperature", swift="temperature",
-        note="the first is that of drawn tokens, the second that of the divergence; TRL's GKDTrainer has only the"
-        " first, and its divergence is at temperature 1",
-    ),
-    PeerKey(("rollout.temperature",), verl="actor_rollout_ref.rollout.temperature"),
-    PeerKey(
-        ("rollout.writer",), trl="seq_kd", swift="seq_kd", note="seq_kd=True is rollout.writer=teacher",
-    ),
-    PeerKey(
-        ("rollout.max_new_tokens",),
-        trl="max_completion_length max_new_tokens", verl="data.max_response_length", swift="max_completion_length",
-        also="max_tokens_to_generate",
-    ),
-    PeerKey(
-        ("rollout.samples_per_prompt",),
-        trl="num_generations", verl="actor_rollout_ref.rollout.n", swift="num_generations",
-    ),
-    PeerKey(
-        ("rollout.engine",),
-        trl="use_vllm vllm_mode", verl="actor_rollout_ref.rollout.name", swift="use_vllm vllm_mode",
-        note="transformers, stillhouse, vllm or sglang; servers are named by rollout.url",
-    ),
-    PeerKey(
-        ("rollout.url",), trl="vllm_server_base_url vllm_server_host", swift="vllm_server_host vllm_server_base_url",
-    ),
-    PeerKey(
-        ("rollout.schedule",), verl="trainer.scheduler", note="sync, one_step_off, two_step_off or async",
-    ),
-    PeerKey(
-        ("rollout.reward",), verl="custom_reward_function.path", trl="reward_funcs", swift="reward_funcs",
-        note="a Python function, package.module:name",
-    ),
-    PeerKey(("rollout.advantage",), verl="algorithm.adv_estimator", note="normalized (GRPO) or centered"),
-    PeerKey(
-        ("rollout.prompts_per_step",), verl="data.train_batch_size", also="gen_batch_size",
-        note="off-policy, the batch is train.tokens_per_step",
-    ),
+    *ON_POLICY,
     PeerKey(
         ("train.tokens_per_step",),
         trl="gradient_accumulation_steps", verl="actor_rollout_ref.actor.ppo_mini_batch_size",
@@ -268,6 +231,7 @@ TABLE = (
     PeerKey(
         ("train.eps",),
         trl="adam_epsilon", automodel="optimizer.eps", swift="adam_epsilon", axolotl="adam_epsilon",
+        also="train.epsilon optimizer.epsilon",
     ),
     PeerKey(
         ("train.clip",),
@@ -386,7 +350,8 @@ TABLE = (
     PeerKey(
         ("out",),
         trl="output_dir", verl="trainer.default_local_dir", automodel="checkpoint.checkpoint_dir", swift="output_dir",
-        axolotl="output_dir", also="out_dir run_name save_dir ckpt_dir checkpoint_dir logging_dir",
+        axolotl="output_dir",
+        also="out_dir run_name save_dir ckpt_dir checkpoint_dir logging_dir hydra.run.dir hydra.sweep.dir",
         note="the folder of the run",
     ),
     PeerKey(("seed",), trl="seed data_seed", verl="data.seed", automodel="seed", swift="seed", axolotl="seed"),

@@ -1,11 +1,11 @@
 """On-policy training: who writes the completions, how tokens are drawn, and how far the writer may lag behind."""
 
-import re
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from stillhouse.config.errors import ConfigError
+from stillhouse.config.functions import require_function
 from stillhouse.config.section import PathText, Section, Text
 from stillhouse.config.urls import require_urls
 
@@ -173,8 +173,6 @@ class RolloutConfig(Section):
             )
         for key in ("reward", "environment"):
             value = getattr(self, key)
-            if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-                raise ConfigError(
-                    f"rollout.{key}", f"got {value!r}, expected package.module:function, such as mypkg.rewards:exact"
-                )
+            if value is not None:
+                require_function(f"rollout.{key}", value, "mypkg.rewards:exact")
         return self

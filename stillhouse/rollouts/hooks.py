@@ -20,6 +20,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from stillhouse import preemption
+from stillhouse.config.functions import function_hint
 from stillhouse.display import escaped
 from stillhouse.preemption import OverdueError, interruptible
 
@@ -70,7 +71,7 @@ def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunct
     if module is None:
         raise ValueError(
             f"got {path!r}, but there is no module {module_name!r}: expected one that is installed, or in the "
-            "working directory"
+            f"working directory{function_hint(path)}"
         )
     function = getattr(module, name, None)
     if not callable(function):
