@@ -8,7 +8,7 @@ from typing import get_args, get_origin, get_type_hints
 from pydantic.fields import FieldInfo
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.config.peer_hints import peer_hint
+from stillhouse.config.peer_hints import NO_KEY, peer_hint
 from stillhouse.config.section import Section
 
 #: the least similarity of a misspelled key and the right one
@@ -92,7 +92,7 @@ def override_hint(option: str, model: type[Section]) -> str:
     if found := [name] if name in known else [each for each in known if each.rpartition(".")[2] == name]:
         return f"; an override has no dashes: {_overrides(found)}"
     if hint := peer_hint(name):
-        return f"; {hint}; write key=value, without dashes"
+        return f"; {hint}" if NO_KEY in hint else f"; {hint}; write key=value, without dashes"
     if found := nearest(name, known):
         return f"; did you mean the override {_overrides(found)}?"
     return ""

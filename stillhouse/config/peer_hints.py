@@ -3,6 +3,9 @@
 from stillhouse.config.peer_key import PEERS
 from stillhouse.config.peer_names import TABLE
 
+#: in a hint about a name for which there is nothing to write instead
+NO_KEY = "has no key here"
+
 
 def peer_hint(key: str, *, whole: bool = False) -> str | None:
     """What a key that another tool has is called here, in words; None for a name that no tool of the table has.
@@ -23,7 +26,7 @@ def peer_hint(key: str, *, whole: bool = False) -> str | None:
     peers = sorted({peer for each, peer in row.names() if peer and each == name}, key=list(PEERS.values()).index)
     subject = f"{name} of {_listed(peers, 'and')}" if peers else name
     if not row.keys:
-        return f"{subject} has no key here: {row.note}"
+        return f"{subject} {NO_KEY}: {row.note}"
     note = f" ({row.note})" if row.note else ""
     keys = [key if "." in key else f"the key {key}" for key in _fitting(row.keys, wanted)]
     return f"{subject} is {_listed(keys, 'or')} here{note}"
