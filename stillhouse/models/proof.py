@@ -190,11 +190,7 @@ def prove_documents(decoder: Any, depths: Sequence[tuple[Tensor, Tensor]], probe
     """
     model = decoder.pretrained
     for depth, (first_BSD, second_BSD) in enumerate(depths):
-        if not bool(first_BSD.isfinite().all() & second_BSD.isfinite().all()):
-            check_finite_weights(decoder, describe(model))
-            raise ProofError(
-                f"{describe(model)}: its hidden states are not finite in {first_BSD.dtype}: try a wider dtype"
-            )
+        _require_finite(decoder, "hidden states", first_BSD, second_BSD)
         _prove_separation(model, first_BSD, second_BSD, probe, depth)
 
 
@@ -256,6 +252,7 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
         return head.logits(hidden_states), local(expected)
 
     logits, expected = decoder(**inputs, processor=both)
+    _require_finite(decoder, "logits", logits, expected)
     # a tensor rank may have no rows of a small vocabulary
     error, largest = (float(each.abs().amax()) if each.numel() else 0.0 for each in (logits - expected, expected))
     rule = decoder.head.rule
@@ -270,6 +267,13 @@ def prove_logits(decoder: Any, inputs: Mapping[str, Tensor | None]) -> None:
 def hidden_states(*, hidden_states: Any, head: OutputHead, context: Any, depth: int = 0) -> Any:
     """An output processor that returns the hidden states, of all depths if there are several."""
     return hidden_states
+
+
+def _require_finite(decoder: Any, what: str, *values: Tensor) -> None:
+    if not all(bool(value.isfinite().all()) for value in values):
+        model = decoder.pretrained
+        check_finite_weights(decoder, describe(model))
+        raise ProofError(f"{describe(model)}: its {what} are not finite in {values[0].dtype}: try a wider dtype")
 
 
 def _require_placed(model: PreTrainedModel) -> None:

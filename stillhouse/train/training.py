@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from stillhouse.config import ConfigError
+from stillhouse.config import ConfigError, RunConfig
 from stillhouse.config.loading import dotted_values
 from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.keys import CHUNK_TOKENS
@@ -129,8 +129,7 @@ class Training:
         last = progress.step == self.last_step
         saving = _due(progress.step, config.checkpoint.every) or last
         progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
-        # a checkpoint needs an evaluation, by which the best one is chosen
-        compared = saving and config.eval.every > 0 and config.checkpoint.best is not None
+        compared = saving and _is_compared(config)
         if self.evaluates and (_due(progress.step, config.eval.every) or compared or last):
             self.evaluate()
         mesh = session.runner.mesh
@@ -282,11 +281,16 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
         raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
 
 
+def _is_compared(config: RunConfig) -> bool:
+    """Whether a checkpoint needs an evaluation, by which the best one is chosen."""
+    return config.eval.every > 0 and config.checkpoint.best is not None
+
+
 def _lacks_evaluation(session: Session, progress: Progress) -> bool:
     """Whether the evaluation of the present step is still to be made: the first one, or one that was interrupted."""
-    step, every = progress.step, session.config.eval.every
-    compared = every > 0 and _due(step, session.config.checkpoint.every)
-    is_due = step == 0 or _due(step, every) or compared or step == session.step_schedule.steps
+    step, config = progress.step, session.config
+    compared = _is_compared(config) and _due(step, config.checkpoint.every)
+    is_due = step == 0 or _due(step, config.eval.every) or compared or step == session.step_schedule.steps
     return is_due and not progress.metrics
 
 
