@@ -3,11 +3,14 @@
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import NoReturn
 
 #: how many seconds to wait while buffered output is written to stdout
 FLUSH_SECONDS = 1.0
+#: how many seconds a command that has done its work waits for threads of other code
+SECONDS_FOR_THREADS = 10.0
 
 
 def error_line(message: str) -> str:
@@ -34,6 +37,23 @@ def end_process(code: int, line: str | None) -> NoReturn:
     if line is not None:
         print_line(line)
     os._exit(code)
+
+
+def end_without_threads(code: int) -> None:
+    """Call this as the last thing: end the process with this code if threads of other code do not end.
+
+    Python waits for every thread that is no daemon, such as one in which a reward hangs, and signals are ignored by
+    then.
+    """
+    threading.Thread(target=_end_without_threads, args=(code,), daemon=True).start()
+
+
+def _end_without_threads(code: int) -> None:
+    time.sleep(SECONDS_FOR_THREADS)
+    names = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    if names:
+        which = ascii(", ".join(names))
+        end_process(code, f"warning: the process ends without the threads {which}, which do not end by themselves")
 
 
 def _flush() -> None:

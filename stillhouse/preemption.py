@@ -37,6 +37,9 @@ REPEATED_SECONDS = 1.0
 SECONDS_TO_RETURN = 5.0
 #: sent to the main thread to end a function. By default it has no effect, so it is harmless if it comes too late
 _INTERRUPT = signal.SIGURG
+#: Sent to the main thread after a signal, each time that the process has computed for `_YIELD_SECONDS` within a
+#: function. One long operation of C, such as a regular expression, lets no other thread run, but handles signals.
+_YIELD, _YIELD_SECONDS = signal.SIGVTALRM, 0.2
 _MILLISECONDS_BETWEEN_LOOKS = 200
 
 _OUTPUTS = (1, 2)
@@ -83,11 +86,13 @@ def handling(message: Callable[[int], str], *, ends_process: bool = False) -> It
     descriptor = signal.set_wakeup_fd(_listener.descriptor, warn_on_full_buffer=False)
     for number in own:
         signal.signal(number, _listener.arrive)  # only a signal with a Python handler is written to the descriptor
-    before_interrupt = signal.signal(_INTERRUPT, _listener.interrupt)
+    of_functions = {_INTERRUPT: _listener.interrupt, _YIELD: _yield}
+    before_functions = {number: signal.signal(number, handler) for number, handler in of_functions.items()}
     try:
         yield
     finally:
-        signal.signal(_INTERRUPT, before_interrupt)
+        for number, handler in before_functions.items():
+            signal.signal(number, handler)
         for number in own:
             signal.signal(number, signal.SIG_IGN if ends_process else before[number])
         signal.set_wakeup_fd(descriptor)
@@ -114,7 +119,8 @@ def interruptible(what: str, work: Callable[[], T]) -> T:
 
     Within `finishing`, OverdueError is raised in it `SECONDS_TO_RETURN` after a signal; if it goes on nevertheless,
     the process ends after as long again. Elsewhere a signal ends the process at once. Only the main thread can be
-    interrupted, and only between two instructions of Python or in a system call.
+    interrupted, and only between two instructions of Python, in a system call, or where an operation of C looks for
+    signals, as a regular expression does. One that neither does this nor lets other threads run ends with SIGKILL.
     """
     listener = _listener
     if listener is None or threading.current_thread() is not threading.main_thread():
@@ -128,6 +134,11 @@ def interruptible(what: str, work: Callable[[], T]) -> T:
     finally:
         listener.leave()  # again: the error may have been raised right before the line above
         listener.require_in_time(what)
+
+
+def handles_signals() -> bool:
+    """Whether this process handles signals as described above, so that none of them raises KeyboardInterrupt."""
+    return _listener is not None
 
 
 def requested() -> int:
@@ -160,6 +171,8 @@ class _Listener:
     def arrive(self, *_: object) -> None:
         """The signal handler. The main thread calls it as soon as it executes Python code."""
         self._arrived = True
+        if self._function is not None:
+            _set_timer(_YIELD_SECONDS)
 
     def received(self) -> int:
         """The number of the received signal, or 0. If the main thread's handler has run, this first waits until the
@@ -175,9 +188,13 @@ class _Listener:
             raise OverdueError(f"{function} was not called after a signal")
         self._is_interrupted, self._entered_at = False, time.monotonic()
         self._function = function
+        if self._arrived:
+            _set_timer(_YIELD_SECONDS)
 
     def leave(self) -> None:
         function, self._function = self._function, None
+        if self._arrived:
+            _set_timer(0)
         if self._received and function is not None:
             self._spent += self._since_signal()
 
@@ -248,6 +265,15 @@ class _Listener:
             name = signal.Signals(number).name
             print_line(f"{name}: finishing {finishing}; a second signal ends the run at once")
         self._noted.set()
+
+
+def _yield(*_: object) -> None:
+    """The handler of `_YIELD`: let the thread that reads the signals run."""
+    time.sleep(0.001)
+
+
+def _set_timer(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
 
 
 def _is_rank_0() -> bool:

@@ -1,12 +1,15 @@
 """Rewards, environments and callbacks that end the process, hang, raise, change their record or return nonsense."""
 
+import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ranks import Ranks
 from runs import Command, contents, wait_for, write_run
@@ -62,12 +65,38 @@ def interrupted(prompt: str, completion: str, record: dict[str, Any]) -> float:
     raise GeneratorExit
 
 
+def control_c(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    raise KeyboardInterrupt
+
+
 def huge(prompt: str, completion: str, record: dict[str, Any]) -> int:
     return 10**5000
 
 
 def half(prompt: str, completion: str, record: dict[str, Any]) -> str:
     return " a\ud800"
+
+
+class OwnFloat(float):
+    def __float__(self) -> float:
+        raise RuntimeError
+
+    __repr__ = __float__  # type: ignore[assignment]
+
+
+class OwnText(str):
+    def encode(self, *_: Any) -> bytes:  # type: ignore[override]
+        raise RuntimeError
+
+
+_released = threading.Event()
+
+
+def leaves_a_thread(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    """As after `future.result(timeout)` of a checker that hangs."""
+    if not any(each.name == "checker" for each in threading.enumerate()):
+        threading.Thread(target=_released.wait, name="checker", daemon=False).start()
+    return float(len(completion))
 
 
 def counts(prompt: str, completion: str, record: dict[str, Any]) -> float:
@@ -115,6 +144,14 @@ def computes(prompt: str, completion: str, record: dict[str, Any]) -> float:
                 time.monotonic()
             except Exception:  # noqa: BLE001
                 continue
+    return float(len(completion))
+
+
+def matches(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    """A regular expression that never ends lets no other thread run."""
+    if _hangs_when_warm():
+        _marked[0].touch()
+        re.match(r"(a+)+$", 60 * "a" + "b")
     return float(len(completion))
 
 
@@ -209,6 +246,39 @@ def test_a_decorator_may_change_the_arguments(tmp_path: Path, monkeypatch: pytes
     assert checked_reward(function, "", "four", {}, "a:1") == 4.0
 
 
+def test_ctrl_c_of_a_program_that_uses_the_library_is_no_error_of_the_function() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        checked_reward(loaded(control_c), "", " 5", {}, "a:3")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (OwnFloat(2), 2.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (OwnFloat("nan"), "gives nan for"),
+        (np.float32("inf"), "gives float32 for"),
+        (np.str_("1"), "gives '1' for"),
+    ],
+    ids=range(7),
+)
+def test_numbers_of_other_types(value: Any, expected: float | str) -> None:
+    reward = UserFunction("rollout.reward", "m:f", lambda *_: value)
+    if isinstance(expected, float):
+        assert checked_reward(reward, "", " 5", {}, "a:3") == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            checked_reward(reward, "", " 5", {}, "a:3")
+
+
+def test_a_subclass_of_text_is_text() -> None:
+    reply = checked_reply(UserFunction("rollout.environment", "m:f", lambda *_: OwnText(" no")), "", "", {}, "a:3")
+    assert type(reply) is str
+    assert reply == " no"
+
+
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="half of a surrogate pair at character 3 for the completion ' 5' of a:3"):
         checked_reply(loaded(half), "2 + 2 =", " 5", {}, "a:3")
@@ -246,6 +316,7 @@ def test_a_module_that_cannot_be_used(
     ("settings", "words"),
     [
         (REWARDED | {"rollout.reward": named(leaves)}, "leaves raises SystemExit: 0 for the completion"),
+        (REWARDED | {"rollout.reward": named(control_c)}, "control_c raises KeyboardInterrupt for the completion"),
         (REWARDED | {"rollout.reward": named(divides)}, "divides raises ZeroDivisionError: division by zero for the"),
         ({"rollout.environment": named(half), "rollout.stop": ["e", "a"]}, "half gives a text with half of a surrog"),
         ({"eval.callbacks": [named(raises_in_callback)]}, "raises_in_callback raises RuntimeError: at step 0\n"),
@@ -296,6 +367,7 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     "function",
     [
         gives_up,
+        matches,
         *(pytest.param(each, marks=pytest.mark.slow) for each in (sleeps, computes, fails_then, refuses_to_end)),
     ],
 )
@@ -377,6 +449,14 @@ def test_a_reply_of_100_mb_ends_its_sample(tmp_path: Path) -> None:
     command = Command("distill", tmp_path / "run.yaml")
     assert command.wait(90) == 0, command.err
     assert losses(tmp_path / "out")[0]["rollout/completion_tokens"] <= 11
+
+
+def test_a_thread_that_hangs_does_not_keep_a_complete_run(tmp_path: Path) -> None:
+    write(tmp_path, **REWARDED | {"rollout.reward": named(leaves_a_thread), "train.steps": 1})
+    command = Command("distill", tmp_path / "run.yaml")
+    assert command.wait(60) == 0, command.err
+    assert command.err.startswith("warning: the process ends without the threads 'checker'")
+    assert (tmp_path / "out" / "model").is_dir()
 
 
 @pytest.fixture(autouse=True)

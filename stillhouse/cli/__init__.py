@@ -28,7 +28,7 @@ from stillhouse.cli.report import report
 from stillhouse.cli.serve import serve
 from stillhouse.cli.task import task
 from stillhouse.display import message as brief
-from stillhouse.ending import error_line
+from stillhouse.ending import end_without_threads, error_line
 from stillhouse.launcher import end_with_launcher
 from stillhouse.preemption import Preempted, handling
 
@@ -49,7 +49,12 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback if Ctrl-C comes before `run` handles it
     end_with_launcher()
-    sys.exit(run(sys.argv[1:], ends_process=True))
+    code = FAILED
+    try:
+        code = run(sys.argv[1:], ends_process=True)
+    finally:
+        end_without_threads(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str], *, ends_process: bool = False) -> int:

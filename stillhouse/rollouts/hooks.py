@@ -19,6 +19,8 @@ from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any
 
+import numpy as np
+
 from stillhouse import preemption
 from stillhouse.config.functions import function_hint
 from stillhouse.display import escaped
@@ -97,11 +99,12 @@ def checked_reply(
 ) -> str | None:
     """What follows a completion; see `checked_reward`. Raises ValueError unless it is a text or None."""
     about = _about(completion, source)
-    reply = environment(prompt, completion, _copied(record, source), about=about)
-    if reply is None:
+    value = environment(prompt, completion, _copied(record, source), about=about)
+    if value is None:
         return None
-    if not isinstance(reply, str):
-        raise ValueError(f"{environment} gives {shown(reply)}{about}: expected a text, or None at the end")
+    if not isinstance(value, str):
+        raise ValueError(f"{environment} gives {shown(value)}{about}: expected a text, or None at the end")
+    reply = str.__str__(value)  # a subclass may have methods of its own
     try:
         reply.encode()
     except UnicodeEncodeError as error:
@@ -113,11 +116,16 @@ def checked_reply(
 
 
 def finite_number(value: Any) -> float | None:
-    """What a function has returned as a number; None if it is none, or not finite as a float."""
+    """What a function has returned as a number; None if it is none, or not finite as a float.
+
+    Numbers of numpy are numbers, too. A subclass of int or float may have methods of its own, which are not called.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
     if not isinstance(value, int | float):
         return None
     try:
-        number = float(value)
+        number = float.__float__(value) if isinstance(value, float) else int.__float__(value)
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
@@ -126,10 +134,13 @@ def finite_number(value: Any) -> float | None:
 def shown(value: Any) -> str:
     """What a function has returned, in an error: its type alone where its text may be of any length, or fail."""
     if isinstance(value, str):
-        return repr(value[:_SHOWN])
-    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
-        return repr(value)
-    return f"an integer of {value.bit_length():,} bits" if isinstance(value, int) else type(value).__name__
+        return repr(str.__str__(value)[:_SHOWN])
+    if isinstance(value, float):
+        return float.__repr__(value)
+    if isinstance(value, int):
+        bits = int.bit_length(value)
+        return int.__repr__(value) if bits <= 64 else f"an integer of {bits:,} bits"
+    return type(value).__name__
 
 
 def _copied(record: Mapping[str, Any], source: str) -> Mapping[str, Any]:
@@ -164,9 +175,16 @@ class _ForeignCode:
         pass
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, OverdueError | KeyboardInterrupt):
+        if error is not None and not isinstance(error, OverdueError) and not _is_ctrl_c(error):
             message = f"{self._what} raises {_told(error)}{self._about}{_frames(error.__traceback__)}"
             raise ValueError(message) from error
+
+
+def _is_ctrl_c(error: BaseException) -> bool:
+    """Whether the user may have interrupted a program that uses the library. The command line has handlers of its
+    own, which raise nothing.
+    """
+    return isinstance(error, KeyboardInterrupt) and not preemption.handles_signals()
 
 
 def _require_parameters(path: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:

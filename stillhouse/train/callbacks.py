@@ -92,7 +92,7 @@ def checked_metrics(function: object, returned: Any, known: set[str]) -> dict[st
     for name, value in returned.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"{function} gives the name {shown(name)}: expected letters, digits and any of _.-/")
-        number = None if isinstance(value, bool) else finite_number(value)
+        number = None if isinstance(value, bool | np.bool_) else finite_number(value)
         if number is None:
             raise ValueError(f"{function} gives {shown(value)} for {name!r}: expected a finite number")
         if f"eval/{name}" in known:
