@@ -10,7 +10,7 @@ from typing import NoReturn
 #: how many seconds to wait while buffered output is written to stdout
 FLUSH_SECONDS = 1.0
 #: how many seconds a command that has done its work waits for threads of other code
-SECONDS_FOR_THREADS = 10.0
+SECONDS_FOR_THREADS = 30.0
 
 
 def error_line(message: str) -> str:
