@@ -90,8 +90,12 @@ def test_flash_attention_packs_one_row(attention: str) -> None:
     decoder = Decoder(build("llama"), verify=False)
     decoder.config._attn_implementation = attention
     ids_BS, positions_BS = torch.arange(8).view(2, 4), torch.tensor([[0, 1, 0, 1]] * 2)
-    with pytest.raises(ValueError, match=f"'{re.escape(attention)}' separates packed documents only in"):
-        decoder(ids_BS, positions_BS)
+    embeds_BSD = torch.zeros(2, 4, decoder.config.hidden_size)
+    for positions in (positions_BS, positions_BS[:1]):
+        with pytest.raises(ValueError, match=f"'{re.escape(attention)}' separates packed documents only in"):
+            decoder(ids_BS, positions)
+        with pytest.raises(ValueError, match="position_ids for 2 rows"):
+            decoder(None, positions, inputs_embeds=embeds_BSD)
 
 
 def test_a_teacher_with_flash_attention_scores_one_row() -> None:

@@ -18,7 +18,7 @@ LEAKS = "lets documents that share a row see each other"
 #: processes and settings by axis
 LAYOUTS = {
     "fsdp": (2, ["parallel.fsdp=2"]),
-    "bf16 gathered": (2, ["parallel.fsdp=2", "parallel.gather_dtype=bf16", "train.precision=bf16"]),
+    "bf16 gathered": (2, ["parallel.fsdp=2", "parallel.gather_dtype=bfloat16", "train.precision=bf16"]),
     "replicate": (2, ["parallel.replicate=2"]),
     "tensor": (2, ["parallel.tensor=2"]),
     "context": (2, ["parallel.context=2"]),

@@ -153,11 +153,8 @@ class Decoder(nn.Module):
         if position_ids is not None:
             if attention_mask is not None:
                 _refuse_masked_packing(position_ids, attention_mask)
-            elif len(position_ids) > 1 and packs_one_row(self.pretrained):
-                raise ValueError(
-                    f"attention '{self.config._attn_implementation}' separates packed documents only in a batch of "
-                    f"one row, and position_ids has {len(position_ids)}: expected one row, or another attention"
-                )
+            elif packs_one_row(self.pretrained):
+                self._require_one_row(backbone_kwargs["inputs_embeds"] if input_ids is None else input_ids)
             backbone_kwargs["position_ids"] = position_ids
         outputs = self.backbone(
             input_ids=input_ids,
@@ -231,6 +228,15 @@ class Decoder(nn.Module):
     def _own_head(self) -> Head:
         assert isinstance(self.head, Head), "the head of this decoder is on another process"
         return self.head
+
+    def _require_one_row(self, given: Tensor) -> None:
+        """Raise ValueError for a batch of several rows. `position_ids` may have one row for all of them."""
+        if len(given) > 1:
+            raise ValueError(
+                f"attention '{self.config._attn_implementation}' separates packed documents only in a batch of one "
+                f"row, and got position_ids for {len(given)} rows: expected one row, another attention, or no "
+                "position_ids if every row is one document"
+            )
 
     def _all_depths(
         self, hidden_BSD: Tensor, input_ids_BS: Tensor, position_ids: Tensor | None
