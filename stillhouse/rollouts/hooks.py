@@ -135,6 +135,8 @@ def shown(value: Any) -> str:
     """What a function has returned, in an error: its type alone where its text may be of any length, or fail."""
     if isinstance(value, str):
         return repr(str.__str__(value)[:_SHOWN])
+    if isinstance(value, bool):
+        return repr(value)
     if isinstance(value, float):
         return float.__repr__(value)
     if isinstance(value, int):
