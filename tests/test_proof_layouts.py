@@ -30,12 +30,17 @@ SLOW = [(axis, side) for axis in LAYOUTS for side in ("student", "teacher") if (
 
 
 def without_masks() -> None:
-    """A hook: an attention to which transformers gives causal masks that know nothing of documents."""
+    """A hook: an attention to which transformers gives causal masks that know nothing of documents. And every rank
+    prints its error at once, without waiting for rank 0.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    import stillhouse.cli
+
     AttentionInterface.register("without_masks", sdpa_attention_forward)
     AttentionMaskInterface.register("without_masks", lambda *_, **__: None)
+    stillhouse.cli.SECONDS_FOR_FIRST = 0.0
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(folder: Path, processes: int, *overrides: str) -> str:
-    """Run to the error, and return its line: the only one, whatever the number of processes."""
+    """Run to the error, and return its line: all processes have the same one."""
     arguments = ("distill", folder / "run.yaml", f"out={folder / 'out'}", *overrides)
     if processes == 1:
         command = Command(*arguments, hook=without_masks)
@@ -58,6 +63,8 @@ def refusal(folder: Path, processes: int, *overrides: str) -> str:
     assert all(codes), err
     assert "Traceback" not in err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    others = [text for text in err.splitlines() if text.startswith("error on rank ")]
+    assert [text.partition(": ")[2] for text in others] == [line.partition(": ")[2]] * (processes - 1)
     assert not list((folder / "out").glob("checkpoints/*"))
     return line
 
