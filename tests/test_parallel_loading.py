@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import loading_memory
 import pytest
@@ -132,6 +133,23 @@ def test_heads_that_degrees_do_not_divide_are_refused() -> None:
     require_heads(decoder.config, 2, 1)
     with pytest.raises(ValueError, match=r"context=2 × tensor=2 does not divide"):
         require_heads(decoder.config, 2, 2)
+
+
+def test_gemma3n_has_a_size_for_each_layer() -> None:
+    def plan(**options: Any) -> dict[str, str]:
+        return tensor_plan(Decoder(build_packing("gemma3n_text", **options), verify=False), 2)
+
+    assert plan()["layers.*.mlp.down_proj"] == "rowwise"
+    with pytest.raises(ValueError, match=r"tensor=2 does not divide the model's intermediate_size=\[48, 47\]"):
+        plan(intermediate_size=[48, 47])
+    with pytest.raises(ValueError, match=r"by their mean over all columns of a matrix \(activation_spars"):
+        plan(activation_sparsity_pattern=[0.95, 0.0])
+
+
+def test_norms_with_weights_for_each_head_are_refused() -> None:
+    decoder = Decoder(build("cohere"), verify=False)
+    with pytest.raises(ValueError, match=r"'layers.0.self_attn.q_norm' has weights for each attention head"):
+        tensor_plan(decoder, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])

@@ -13,6 +13,7 @@ from packing_families import build_packing
 from ranks import Ranks
 from runs import Command, save_model, write_run
 from toy_tokenizer import toy_tokenizer
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 LEAKS = "lets documents that share a row see each other"
 #: processes and settings by axis
@@ -186,3 +187,31 @@ def test_an_attention_that_selects_tokens_is_refused_under_context(tmp_path: Pat
     line = refusal(tmp_path, 2, "parallel.context=2", f"student.model={tmp_path / 'selecting'}")
     assert line.startswith("error: parallel: ")
     assert "selects tokens by scores over a whole sequence (index_topk)" in line
+
+
+def with_gates() -> None:
+    """A hook: a gate of each token, which no plan names, scales what an attention's sharded last matrix reads."""
+    from torch import nn
+
+    def init(self: Any, config: Any, layer_idx: int) -> None:
+        original(self, config, layer_idx)
+        self.gate = nn.Linear(config.hidden_size, 1)
+        gates: list[Any] = []
+        self.register_forward_pre_hook(
+            lambda _, __, options: gates.append(self.gate(options["hidden_states"])), with_kwargs=True
+        )
+        self.o_proj.register_forward_pre_hook(lambda _, given: (given[0] * (1 + gates.pop()),))
+
+    original = LlamaAttention.__init__
+    LlamaAttention.__init__ = init  # type: ignore[method-assign]
+
+
+def test_gradients_that_mix_parts_and_wholes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate gives the hidden states a part of their gradient, which reaches all parameters before it."""
+    monkeypatch.setattr(LlamaAttention, "__init__", LlamaAttention.__init__)  # taken back after the test
+    with_gates()
+    write_run(tmp_path, teacher=False)
+    ranks = Ranks(2, "distill", tmp_path / "run.yaml", "parallel.tensor=2", hook=with_gates)
+    assert all(ranks.wait(120)), ranks.texts
+    assert "the gradients of the hidden states behind 'backbone." in ranks[0].err
+    assert "between ranks: a matrix that its plan does not name is used between the sharded ones" in ranks[0].err

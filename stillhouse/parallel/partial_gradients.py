@@ -3,12 +3,17 @@
 A tensor rank has a whole copy of every parameter that its family's plan does not name. A copy that is used for all
 hidden states has the same gradient on all ranks. A copy that is used between the sharded matrices, such as a norm of
 each head or the parameter of an activation, has only what this rank's heads or columns contribute.
+
+A matrix without a plan between hidden states and sharded matrices also gives the hidden states a part of their
+gradient, and so mixes parts and wholes in all parameters before it. No sum repairs that. Such a model is refused,
+because the gradients of its hidden states differ between ranks.
 """
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stillhouse.data import MicroBatch
-from stillhouse.models import OutputProcessor, ProofError, evaluating
+from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.head import local
 from stillhouse.models.structure import describe
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
@@ -31,6 +36,8 @@ from stillhouse.parallel.tensor_parallel import generic
 _EQUAL, _PARTIAL = 1e-2, 5e-2
 #: passes with other labels, because single numbers can be nearly equal by chance
 _ROUNDS = 3
+#: before the names of the modules whose outputs are hidden states
+_HIDDEN = "hidden states behind "
 
 
 def partial_gradients(
@@ -38,21 +45,25 @@ def partial_gradients(
 ) -> list[nn.Parameter]:
     """Return the parameters of this process whose gradients have to be summed over the tensor ranks.
 
-    Parameters with the same name in several layers are judged together. The sum is right if a parameter's module runs
-    once in a forward pass, since its copies are then not used in both ways. A collective of all processes.
-    Raises ProofError for gradients that differ between ranks and cannot be summed. Leaves no gradients.
+    Parameters with the same name in several layers are judged together. The sum is right if the hidden states have
+    whole gradients and a parameter's module runs once in a forward pass, since its copies are then not used in both
+    ways. A collective of all processes. Raises ProofError for gradients that differ between ranks and cannot be
+    summed. Leaves no gradients.
     """
     runs, squares = Counter[nn.Module](), defaultdict[str, float](float)
+    hidden: dict[str, Tensor] = {}
     with ExitStack() as stack:
         for student in runner.students():
             stack.enter_context(evaluating(student))
             stack.enter_context(_counted(student, runs))
+            stack.enter_context(_hidden_gradients(student, hidden))
         count = 2 * runner.layout.degrees.pipeline  # which every schedule can run
         for number in range(_ROUNDS):
             runner.zero_grad()
             compute = computation(_cross_entropies(number))
             runner.forward_backward(compute, [micro_batch] * count, [None] * count)
-            _add(squares, _squares(runner))
+            _add(squares, _squares(runner, hidden))
+            hidden.clear()
     total = defaultdict[str, float](float)
     for of_rank in gathered(squares, runner.group, runner.device):
         _add(total, of_rank)
@@ -62,7 +73,7 @@ def partial_gradients(
         _problem(runner, name, parameter, differing[generic(name)], runs, count * _ROUNDS)
         for name, parameter in parts
     )
-    problem = next(filter(None, problems), "")
+    problem = _mixed_problem(differing) or next(filter(None, problems), "")
     runner.zero_grad()
     if problem:
         raise ProofError(f"{describe(runner.students()[0].pretrained)} under tensor parallelism: {problem}")
@@ -102,13 +113,16 @@ def _axes(parameter: nn.Parameter) -> Iterable[tuple[str, Any]]:
     return zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
 
 
-def _squares(runner: Runner) -> dict[str, float]:
+def _squares(runner: Runner, hidden: Mapping[str, Tensor]) -> dict[str, float]:
     """By generic name, the sum of squares of this process's gradients, and of their differences from the mean of the
     tensor ranks. A collective of the tensor ranks.
+
+    hidden: the gradients of hidden states by name.
     """
     assert runner.mesh is not None
     reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
     copies = [(generic(name), local(parameter.grad)) for name, parameter in _copies(runner)]
+    copies += [(f"{_HIDDEN}{name}", gradient) for name, gradient in hidden.items()]
     if not copies:
         return {}
     here = torch.cat([gradient.flatten().to(runner.device, torch.float32) for _, gradient in copies])
@@ -158,6 +172,44 @@ def _problem(
             "pass, so that they cannot be summed: expected tensor=1"
         )
     return ""
+
+
+def _mixed_problem(differing: Mapping[str, float]) -> str:
+    """Why the gradients of this model's parameters are mixtures of parts and wholes; empty if they are not."""
+    for name, difference in differing.items():
+        if name.startswith(_HIDDEN) and difference > _EQUAL:
+            return (
+                f"the gradients of the {name} differ by {difference:.1%} between ranks: a matrix that its plan does "
+                "not name is used between the sharded ones: expected tensor=1"
+            )
+    return ""
+
+
+@contextmanager
+def _hidden_gradients(student: Decoder, into: dict[str, Tensor]) -> Iterator[None]:
+    """Add the gradients of the hidden states in front of the layers and between them to `into`, by module."""
+
+    def add(name: str, gradient: Tensor) -> None:
+        whole = local(gradient).detach().float()
+        into[name] = into[name] + whole if name in into else whole
+
+    def watch(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(partial(add, name))
+
+    names = {module: name for name, module in student.named_modules()}
+    embedding = student.pretrained.get_input_embeddings()
+    watched = [*([] if embedding is None else [embedding]), *student.layers()]
+    hooks = [
+        module.register_forward_hook(lambda module, _, output: watch(f"'{names[module]}'", output))
+        for module in watched
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

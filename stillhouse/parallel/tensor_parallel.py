@@ -90,12 +90,33 @@ def tensor_plan(decoder: Decoder, degree: int) -> dict[str, str]:
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name, None)
-        if size is not None and size % degree:
+        sizes = size if isinstance(size, list) else [size]  # one for each layer
+        if any(each is not None and each % degree for each in sizes):
             raise ValueError(
                 f"tensor={degree} does not divide the model's {name}={size} (model type "
                 f"'{config.model_type}'): expected a divisor of it"
             )
+    if any(getattr(config, "activation_sparsity_pattern", None) or ()):
+        raise ValueError(
+            f"model type '{config.model_type}' chooses activations by their mean over all columns of a matrix "
+            "(activation_sparsity_pattern), of which a tensor rank has a part: expected tensor=1"
+        )
+    _require_whole_heads(decoder, plan)
     return plan
+
+
+def _require_whole_heads(decoder: Decoder, plan: dict[str, str]) -> None:
+    """Raise ValueError for a norm with weights [heads, width of a head] outside the plan, as of Cohere: a rank has
+    other heads than the norm.
+    """
+    for name, module in decoder.backbone.named_modules():
+        if ".self_attn." not in name or isinstance(module, nn.Linear) or generic(name) in plan:
+            continue
+        if any(each.dim() == 2 for each in module.parameters(recurse=False)):
+            raise ValueError(
+                f"'{name}' has weights for each attention head, and the tensor-parallel plan of model type "
+                f"'{decoder.config.model_type}' does not name it: expected tensor=1"
+            )
 
 
 def _reads_once(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
