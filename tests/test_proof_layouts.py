@@ -173,6 +173,20 @@ def test_real_families_are_refused(tmp_path: Path, family: str, axis: str, side:
     assert LEAKS in line
 
 
+@pytest.mark.parametrize("axis", ["fsdp", "pipeline"])
+def test_a_weight_that_is_not_finite_is_named_by_all_ranks(tmp_path: Path, axis: str) -> None:
+    """Only the second rank has it: the last rows of a matrix of the last layer."""
+
+    def damage(model: Any) -> None:
+        model.model.layers[-1].mlp.down_proj.weight[-1, -1] = float("nan")
+
+    save_model(tmp_path / "student", "llama", change=damage)
+    write_run(tmp_path)
+    line = refusal(tmp_path, 2, f"parallel.{axis}=2")
+    assert line.startswith("error: student: 1 of the ")
+    assert "down_proj.weight' are NaN or infinite" in line
+
+
 def test_experts_are_proven_where_they_are(tmp_path: Path) -> None:
     save_model(tmp_path / "student", "qwen3_moe")
     write_run(tmp_path)

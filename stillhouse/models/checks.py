@@ -13,8 +13,12 @@ from stillhouse.models.quantized import is_quantized
 from stillhouse.models.structure import describe
 
 
+class ProofError(ValueError):
+    """A model that does not compute what training assumes."""
+
+
 def check_finite_weights(module: nn.Module, which: str) -> None:
-    """Raise ValueError naming the first tensor that holds a NaN or an infinity.
+    """Raise ProofError naming the first tensor that holds a NaN or an infinity.
 
     `which`: the model's name for the message. Each process checks only its own shard of a sharded tensor. Quantized
     weights are left out: their files were checked when they were loaded (`quantized.py`).
@@ -22,7 +26,7 @@ def check_finite_weights(module: nn.Module, which: str) -> None:
     for name, tensor in _floating(module):
         if not bool(tensor.isfinite().all()):
             bad = int((~tensor.isfinite()).sum())
-            raise ValueError(
+            raise ProofError(
                 f"{which}: {bad} of the {tensor.numel()} values of '{name}' are NaN or infinite: "
                 "expected finite weights; the checkpoint is damaged"
             )

@@ -26,16 +26,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
 from stillhouse.libraries import reading
-from stillhouse.models.checks import check_finite_weights
+from stillhouse.models.checks import ProofError, check_finite_weights
 from stillhouse.models.head import local
 from stillhouse.models.modes import evaluating, in_mode
 from stillhouse.models.structure import describe
 from stillhouse.objective import OutputHead
-
-
-class ProofError(ValueError):
-    """A model that does not compute what training assumes."""
-
 
 #: the largest allowed relative change of a hidden state that must not change, in every dtype
 _UNCHANGED = 1e-4
@@ -73,30 +68,27 @@ class ProbeDocuments:
         column_S = torch.arange(columns)
         start_B1 = torch.tensor(starts_B)[:, None]
         position_ids_BS = torch.where(column_S < start_B1, column_S, column_S - start_B1)
-        ids_BS = (torch.arange(5 * columns).view(5, columns) * 37 + 5) % vocabulary
+        ids_BS = torch.randint(vocabulary, (5, columns), generator=torch.Generator().manual_seed(0))
+        probe = cls(ids_BS, position_ids_BS, starts_B)
         for row in (0, 2):
-            changed_S = ~cls._beginnings(starts_B[row], columns)
-            ids_BS[row + 1] = torch.where(changed_S, (ids_BS[row] + 1) % vocabulary, ids_BS[row])
+            ids_BS[row + 1] = (ids_BS[row] + 1) % vocabulary
+            for part in probe.beginnings(row):
+                ids_BS[row + 1, part] = ids_BS[row, part]
         ids_BS[4, : columns - early] = ids_BS[2, early:]
-        return cls(ids_BS, position_ids_BS, starts_B)
+        return probe
 
     @property
     def exchanged_ids_BS(self) -> Tensor:
         """Of pass B."""
         return self.ids_BS[_PARTNERS]
 
-    def beginnings(self, row: int, depth: int) -> tuple[slice, slice]:
+    def beginnings(self, row: int, depth: int = 0) -> tuple[slice, slice]:
         """Return the columns of a row whose depth-`depth` hidden states are the same in both passes, by document.
 
         A row of depth k also reads the k tokens after it.
         """
         start, columns = self.starts_B[row], self.ids_BS.shape[1]
         return slice(0, start // 2 - depth), slice(start, start + (columns - start) // 2 - depth)
-
-    @staticmethod
-    def _beginnings(start: int, columns: int) -> Tensor:
-        column_S = torch.arange(columns)
-        return (column_S < start // 2) | ((column_S >= start) & (column_S < start + (columns - start) // 2))
 
 
 Forward = Callable[[Tensor, Tensor], Sequence[Tensor]]

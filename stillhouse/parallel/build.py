@@ -1,13 +1,14 @@
 """From model sources and a layout to a runner: plan the stages, then build, cut, distribute and load each model."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from stillhouse.libraries import require_feature
-from stillhouse.models import Decoder
+from stillhouse.models import Decoder, ProofError
 from stillhouse.parallel.context_parallel import apply_context_parallel
 from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
 from stillhouse.parallel.fsdp import apply_fsdp, apply_fsdp_to_experts
@@ -15,6 +16,7 @@ from stillhouse.parallel.layout import Layout, ModelSource
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
+from stillhouse.parallel.processes import raised_on_all
 from stillhouse.parallel.proof import ModelNames, prove_runner
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.stages import (
@@ -233,14 +235,17 @@ def _distributed(
     pair = TeacherStudentPair(
         student, teacher, teacher_is_base=student_source.teacher_is_base, keep_gathered=layout.stages > 1
     )
-    for decoder, source in ((student, student_source), (teacher, teacher_source)):
-        if decoder is None or source is None:
-            continue
-        if mesh is not None:
-            own = replace(layout, offload=layout.offload or source.offload)
-            apply_parallelism(decoder, own, mesh, layout.gather_dtype if decoder is student else None)
-        if source.load_weights is not None:
-            source.load_weights(decoder)
+    # each process sees its own part of the weights, which alone may be damaged
+    together = nullcontext() if mesh is None else raised_on_all(ProofError, mesh.everyone, mesh.device)
+    with together:
+        for decoder, source in ((student, student_source), (teacher, teacher_source)):
+            if decoder is None or source is None:
+                continue
+            if mesh is not None:
+                own = replace(layout, offload=layout.offload or source.offload)
+                apply_parallelism(decoder, own, mesh, layout.gather_dtype if decoder is student else None)
+            if source.load_weights is not None:
+                source.load_weights(decoder)
     return pair
 
 
