@@ -1,5 +1,6 @@
-"""Measures the memory of a process while it loads its part of a model, with the kernel's numbers (Linux only)."""
+"""Measures the memory of a process while it loads and proves its part of a model, by the kernel's numbers (Linux)."""
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from shard_ranks import Rank
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stillhouse.models.head import local
+from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, empty_decoder, load_weights
+from stillhouse.parallel.proof import ModelNames, _Forward, prove_runner
 
 MIB = 2**20
 SUPPORTED = Path("/proc/self/clear_refs").exists()
@@ -19,10 +23,14 @@ SUPPORTED = Path("/proc/self/clear_refs").exists()
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in MiB. share: this rank's weights. peak: the largest growth of the process while it loads them."""
+    """Memory in MiB. share: this rank's weights. The others are the largest growth of the process while it loads its
+    weights, proves the model, and runs a forward and a backward pass of the same documents.
+    """
 
     share: float
-    peak: float
+    loading: float
+    proof: float
+    step: float
 
 
 def save(folder: Path, width: int) -> tuple[float, float]:
@@ -46,13 +54,23 @@ def mebibytes(module: torch.nn.Module) -> float:
 
 
 def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
-    """A job: measure loading the large model. First load the small one, so that all libraries are in memory."""
+    """A job: measure the large model. First load and prove the small one, so that all libraries are in memory."""
     small, large, degrees = job
+    return_freed_memory()
     mesh = Mesh(degrees, torch.device("cpu"))
-    load(small, degrees, mesh)
-    peak, runner = growth(partial(load, large, degrees, mesh))
+    runner = load(small, degrees, mesh)
+    prove(runner)
+    step(runner)
+    loading, runner = growth(partial(load, large, degrees, mesh))
     share = sum(local(each).numel() * each.element_size() for _, each in runner.named_parameters()) / MIB
-    return Memory(share, peak)
+    proof, _ = growth(partial(prove, runner))
+    return Memory(share, loading, proof, growth(partial(step, runner))[0])
+
+
+def return_freed_memory() -> None:
+    """Make the C library return every freed block of 64 kB or more to the system; it would keep some for later."""
+    threshold = -3
+    assert ctypes.CDLL(None).mallopt(threshold, 65536)
 
 
 def growth(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -65,7 +83,23 @@ def growth(function: Callable[[], Any]) -> tuple[float, Any]:
 
 def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:
     weights = partial(load_weights, folder=folder, device=torch.device("cpu"))
-    return build_runner(Layout(degrees), mesh, ModelSource(partial(empty_decoder, folder), weights), None)
+    source = ModelSource(partial(empty_decoder, folder), weights)
+    return build_runner(Layout(degrees), mesh, source, None, prove=False)
+
+
+def prove(runner: Runner) -> None:
+    prove_runner(runner, ModelNames("student", "teacher"), teacher_in_stages=False)
+
+
+def step(runner: Runner) -> None:
+    """Run a forward and a backward pass of the documents of the proof."""
+    forward = _Forward(runner, [])
+    runner.forward_backward(forward.computation(cross_entropy), [forward.micro_batch()] * 2, [None] * 2)
+
+
+def cross_entropy(*, hidden_states: Any, head: Any, context: Any, depth: int = 0) -> ObjectiveOutput:
+    logits_TV = head.logits(hidden_states).flatten(0, 1)
+    return ObjectiveOutput(F.cross_entropy(logits_TV, torch.arange(len(logits_TV))), {}, {})
 
 
 def status(key: str) -> float:

@@ -111,10 +111,12 @@ def test_a_process_holds_its_share_and_a_layer(large: tuple[Path, Path, float, f
     with RankPool(degrees.processes) as pool:
         found = pool.call(loading_memory.measure, (small, folder, degrees), limit=120)
     for rank, memory in enumerate(found):
-        print(f"{degrees}, rank {rank}: {memory.share:.0f} MiB of {whole:.0f}, at its largest {memory.peak:.0f}")
+        print(f"{degrees}, rank {rank}: {memory}, of {whole:.0f} MiB in all")
         assert memory.share == pytest.approx(whole / degrees.processes, rel=0.01)
-        assert memory.share <= memory.peak <= memory.share + layer + 16
-        assert memory.peak <= 0.75 * whole
+        assert memory.share <= memory.loading <= memory.share + layer + 16
+        assert memory.loading <= 0.75 * whole
+        # the training that follows the proof needs more: a step, with the two moments of AdamW
+        assert memory.proof <= memory.step + 2 * memory.share
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
