@@ -46,9 +46,14 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn does
         super().connection_made(transport)
         self._begin_to_wait()
-        if len(self.connections) > most_connections():
-            waiting = [each for each in self.connections if isinstance(each, Connection) and each.waits]
-            min(waiting, key=lambda each: each.waits_since, default=self).transport.abort()
+        excess = len(self.connections) - most_connections()
+        if excess > 0:
+            others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
+            waiting = [each for each in others if each.waits and not each.transport.is_closing()]
+            if waiting:
+                min(waiting, key=lambda each: each.waits_since).transport.abort()
+            elif excess > SPARE:  # fewer have requests that `Room` has not refused yet
+                self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.waits:
