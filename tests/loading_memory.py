@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from stillhouse.models.head import local
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, empty_decoder, load_weights
-from stillhouse.parallel.proof import ModelNames, _Forward, prove_runner
+from stillhouse.parallel.proof import _Forward, prove_runner
 
 MIB = 2**20
 SUPPORTED = Path("/proc/self/clear_refs").exists()
@@ -59,11 +59,11 @@ def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
     return_freed_memory()
     mesh = Mesh(degrees, torch.device("cpu"))
     runner = load(small, degrees, mesh)
-    prove(runner)
+    prove(runner, small)
     step(runner)
     loading, runner = growth(partial(load, large, degrees, mesh))
     share = sum(local(each).numel() * each.element_size() for _, each in runner.named_parameters()) / MIB
-    proof, _ = growth(partial(prove, runner))
+    proof, _ = growth(partial(prove, runner, large))
     return Memory(share, loading, proof, growth(partial(step, runner))[0])
 
 
@@ -81,14 +81,17 @@ def growth(function: Callable[[], Any]) -> tuple[float, Any]:
     return status("VmHWM") - before, result
 
 
-def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:
+def source(folder: Path) -> ModelSource:
     weights = partial(load_weights, folder=folder, device=torch.device("cpu"))
-    source = ModelSource(partial(empty_decoder, folder), weights)
-    return build_runner(Layout(degrees), mesh, source, None, prove=False)
+    return ModelSource(partial(empty_decoder, folder), weights)
 
 
-def prove(runner: Runner) -> None:
-    prove_runner(runner, ModelNames("student", "teacher"), teacher_in_stages=False)
+def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:
+    return build_runner(Layout(degrees), mesh, source(folder), None, prove=False)
+
+
+def prove(runner: Runner, folder: Path) -> None:
+    prove_runner(runner, source(folder), None, teacher_in_stages=False)
 
 
 def step(runner: Runner) -> None:

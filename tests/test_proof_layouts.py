@@ -220,6 +220,44 @@ def with_gates() -> None:
     LlamaAttention.__init__ = init  # type: ignore[method-assign]
 
 
+def with_means() -> None:
+    """A hook: an MLP divides its activations by their mean over all columns, of which a tensor rank has a part."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self: Any, x: Any) -> Any:
+        activations = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(activations / (0.1 + activations.abs().mean(-1, keepdim=True)))
+
+    LlamaMLP.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("side", "overrides"),
+    [
+        ("student", ["parallel={fsdp: 1, tensor: 2}"]),
+        pytest.param("teacher", ["parallel={fsdp: 1, tensor: 2}"], marks=pytest.mark.slow),
+        pytest.param(
+            "teacher", ["parallel={fsdp: 2}", "teacher.parallel={fsdp: 1, tensor: 2}"], marks=pytest.mark.slow
+        ),
+        pytest.param("student", ["parallel={fsdp: 2, tensor: 2}"], marks=pytest.mark.slow),
+        pytest.param("student", ["parallel={fsdp: 1, tensor: 2, pipeline: 2}"], marks=pytest.mark.slow),
+        pytest.param("student", ["parallel={fsdp: 1, tensor: 2}", "train.precision=bf16"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_layer_that_reads_all_columns_is_refused(tmp_path: Path, side: str, overrides: list[str]) -> None:
+    """Its hidden states are equal on all ranks, and so are the gradients: only the whole layer shows the mistake."""
+    write_run(tmp_path)
+    other = "qwen3"  # not patched
+    save_model(tmp_path / ("teacher" if side == "student" else "student"), other, seed=5)
+    save_model(tmp_path / side, "llama", seed=6)
+    count = 4 if "tensor: 2, pipeline" in overrides[0] or "fsdp: 2, tensor" in overrides[0] else 2
+    ranks = Ranks(count, "distill", tmp_path / "run.yaml", *overrides, hook=with_means)
+    assert all(ranks.wait(120)), ranks.texts
+    assert f"error: {side}: " in ranks[0].err
+    assert "does not compute what the whole layer does" in ranks[0].err
+
+
 def test_gradients_that_mix_parts_and_wholes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate gives the hidden states a part of their gradient, which reaches all parameters before it."""
     monkeypatch.setattr(LlamaAttention, "__init__", LlamaAttention.__init__)  # taken back after the test

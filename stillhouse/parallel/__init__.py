@@ -40,7 +40,7 @@ from stillhouse.parallel.processes import (
     start,
     wait_for_all,
 )
-from stillhouse.parallel.proof import ModelNames, prove_heads, prove_runner
+from stillhouse.parallel.proof import prove_heads, prove_runner
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
 from stillhouse.parallel.waiting_weights import WaitingWeights
@@ -52,7 +52,6 @@ __all__ = [
     "Degrees",
     "Layout",
     "Mesh",
-    "ModelNames",
     "ModelSource",
     "NamedSignals",
     "NextTokens",

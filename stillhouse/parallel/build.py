@@ -17,7 +17,7 @@ from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
 from stillhouse.parallel.processes import raised_on_all
-from stillhouse.parallel.proof import ModelNames, prove_runner
+from stillhouse.parallel.proof import prove_runner
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.stages import (
     Stage,
@@ -73,10 +73,9 @@ def build_runner(
     runner = _build_runner(layout, mesh, student_source, teacher_source, teacher_head_only=teacher_head_only)
     sources = [source for source in (student_source, teacher_source) if source is not None]
     if prove and (mesh is not None or any(source.load_weights is not None for source in sources)):
-        names = ModelNames(student_source.name, "teacher" if teacher_source is None else teacher_source.name)
         is_base = student_source.teacher_is_base
         in_stages = is_base or (teacher_source is not None and not teacher_head_only)
-        prove_runner(runner, names, teacher_in_stages=in_stages)
+        prove_runner(runner, student_source, teacher_source, teacher_in_stages=in_stages)
     return runner
 
 

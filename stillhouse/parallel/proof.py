@@ -1,7 +1,7 @@
 """Proves the models of a runner under its layout, after their weights are there, with the passes that training makes.
 
-What is proven of each model is in `models/proof.py`. Under tensor parallelism, backward passes also show which
-gradients have to be summed (`partial_gradients.py`).
+What is proven of each model is in `models/proof.py`. Under tensor parallelism, each layer is also compared with its
+whole copy (`sharded_layers.py`), and backward passes show which gradients have to be summed (`partial_gradients.py`).
 
 B rows, S columns of the whole sequences, D and E widths of student and teacher.
 """
@@ -9,7 +9,6 @@ B rows, S columns of the whole sequences, D and E widths of student and teacher.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,14 +34,15 @@ from stillhouse.models.proof import (
 )
 from stillhouse.objective import FullVocab, OutputHead, Signal
 from stillhouse.parallel.context_parallel import NextTokens
+from stillhouse.parallel.layout import ModelSource
 from stillhouse.parallel.pair import IN_STAGE, Computation, PairSignal
 from stillhouse.parallel.partial_gradients import partial_gradients
 from stillhouse.parallel.processes import gathered, raised_on_all
 from stillhouse.parallel.runner import Runner, reshard
+from stillhouse.parallel.sharded_layers import layers_compared, require_equal_layers
 
 
-@dataclass(frozen=True)
-class ModelNames:
+class _Names(NamedTuple):
     """How errors name the models of a runner."""
 
     student: str
@@ -56,14 +56,17 @@ class _Hidden(NamedTuple):
     teacher_TE: Tensor | None
 
 
-def prove_runner(runner: Runner, names: ModelNames, *, teacher_in_stages: bool) -> None:
+def prove_runner(
+    runner: Runner, student: ModelSource, teacher: ModelSource | None, *, teacher_in_stages: bool
+) -> None:
     """Prove the student and the teacher of a runner. A collective of all its processes.
 
+    student, teacher: where they come from; without a teacher in the stages, the source only names its head.
     teacher_in_stages: whether the teacher's layers are in the student's stages; otherwise only its head is proven.
     Raises ProofError on all processes. Changes neither weights, nor modes, nor random numbers.
     """
-    student = runner.students()[0]
-    for training in (False, True) if student.training else (False,):
+    names = _Names(student.name, "teacher" if teacher is None else teacher.name)
+    for training in (False, True) if runner.students()[0].training else (False,):
         _prove_passes(runner, names, training=training, teacher_in_stages=teacher_in_stages)
     for pair in runner.pairs.values():
         for decoder, name in ((pair.student, names.student), (pair.teacher, names.teacher)):
@@ -73,10 +76,12 @@ def prove_runner(runner: Runner, names: ModelNames, *, teacher_in_stages: bool) 
                         prove_logits(decoder, _logit_inputs(runner, decoder))
     for pair in runner.pairs.values():
         reshard(pair)
-    if runner.layout.degrees.tensor > 1 and any(each.requires_grad for _, each in runner.named_parameters()):
-        with _raised(runner, names.student):
-            forward = _Forward(runner, [])
-            runner.sum_over_tensor_ranks(partial_gradients(runner, forward.micro_batch(), forward.computation))
+    if runner.layout.degrees.tensor > 1:
+        _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
+        if any(each.requires_grad for _, each in runner.named_parameters()):
+            with _raised(runner, names.student):
+                forward = _Forward(runner, [])
+                runner.sum_over_tensor_ranks(partial_gradients(runner, forward.micro_batch(), forward.computation))
 
 
 def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
@@ -93,7 +98,7 @@ def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
             reshard(decoder)
 
 
-def _prove_passes(runner: Runner, names: ModelNames, *, training: bool, teacher_in_stages: bool) -> None:
+def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_stages: bool) -> None:
     """Prove what the student's and the teacher's hidden states depend on."""
     pair = runner.pairs[max(runner.pairs)]
     student, teacher = pair.student, None
@@ -113,6 +118,29 @@ def _prove_passes(runner: Runner, names: ModelNames, *, training: bool, teacher_
                 prove_documents(decoder, hidden, probe)
                 if not training:
                     prove_places(decoder, hidden, probe, _precision(runner))
+
+
+def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
+    """Prove the layers of the student and of the teacher in its stages, whose matrices the tensor ranks share."""
+    forward = _Forward(runner, [None if teacher is None else IN_STAGE])
+    sides: list[tuple[ModelSource | None, list[Decoder]]] = [
+        (student, runner.students()),
+        (teacher, [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]),
+    ]
+    compared: list[tuple[str, Decoder, Mapping[str, float]]] = []
+    with ExitStack() as stack:
+        for source, decoders in sides:
+            if source is None:
+                continue
+            for decoder in decoders:
+                stack.enter_context(evaluating(decoder))
+                errors = stack.enter_context(layers_compared(decoder, source.build))
+                compared.append((source.name, decoder, errors))
+        run_probe(rowwise(forward, runner.students()[0].pretrained), forward.probe, forward.device)
+    with raised_on_all(ProofError, runner.group, runner.device):
+        for name, decoder, of_layers in compared:
+            with _named(name):
+                require_equal_layers(decoder, of_layers)
 
 
 class _Forward:

@@ -24,7 +24,6 @@ from stillhouse.parallel import (
     Computation,
     Layout,
     Mesh,
-    ModelNames,
     ModelSource,
     ShardedMicroBatches,
     TeacherHidden,
@@ -71,7 +70,7 @@ class SeparateTeacher:
             self._weights = WaitingWeights(self.decoder, device)
         if mesh is not None or own.load_weights is not None:
             with self._on_device():
-                prove_runner(self._runner, ModelNames(source.name, source.name), teacher_in_stages=False)
+                prove_runner(self._runner, own, None, teacher_in_stages=False)
         self._exchange: _Exchange | None = None
         if mesh is not None:
             assert student_mesh is not None

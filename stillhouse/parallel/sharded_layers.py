@@ -1,0 +1,120 @@
+"""Proves that a layer whose matrices tensor parallelism has sharded computes what the whole layer does.
+
+A plan can be wrong for a model: for example if a function between two sharded matrices reads a mean over all
+columns, of which a rank has a part. The hidden states are then the same on all ranks, and wrong. So in one forward
+pass a whole copy of every layer, with the weights gathered from the ranks, runs on the same inputs. A process holds
+one whole layer at a time.
+
+T tokens, D width.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from stillhouse.models import Decoder, ProofError
+from stillhouse.models.structure import describe
+
+#: the largest allowed error of what a layer adds to its input, relative to it. The order of sums differs, and in half
+#: precision also the dtype in which the ranks' parts are added up.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@contextmanager
+def layers_compared(decoder: Decoder, build: Callable[[], Decoder]) -> Iterator[dict[str, float]]:
+    """Compare the layers of a decoder with whole copies of them, in the forward passes of the block.
+
+    build: returns the decoder before it was distributed, with or without weights.
+    Yields the error of each layer by its name, in units of the allowed one. A forward pass is then a collective of
+    the processes that share the decoder's layers.
+    """
+    names = {module: name for name, module in decoder.named_modules()}
+    whole = build().eval()
+    # context parallelism has replaced the attention function, under another name
+    whole.pretrained.set_attn_implementation(decoder.pretrained.config._attn_implementation)
+    errors: dict[str, float] = {}
+    shadows: dict[int, dict[Any, Any]] = {}
+    hooks = [
+        layer.register_forward_hook(
+            partial(_compare, names[layer], whole.get_submodule(names[layer]), errors, shadows), with_kwargs=True
+        )
+        for layer in decoder.layers()
+    ]
+    try:
+        yield errors
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def require_equal_layers(decoder: Decoder, errors: Mapping[str, float]) -> None:
+    """Raise ProofError, naming the layer, if one of the errors of `layers_compared` is larger than allowed."""
+    for name, error in errors.items():
+        if not error <= 1.0:
+            raise ProofError(
+                f"{describe(decoder.pretrained)} under tensor parallelism: '{name}' does not compute what the whole "
+                "layer does, because something between two matrices reads all columns, of which a rank has a part: "
+                "expected tensor=1"
+            )
+
+
+@torch.no_grad()
+def _compare(
+    name: str,
+    whole: nn.Module,
+    errors: dict[str, float],
+    shadows: dict[int, dict[Any, Any]],
+    layer: nn.Module,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    output: Any,
+) -> None:
+    """A forward hook of a layer: add the error of its output to `errors`, in units of the allowed one.
+
+    shadows: by the identity of a dict that the layers of a model share, such as shared keys and values, the dict of
+    the whole copies.
+    """
+    given_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
+    tensors = {key: _gathered(value, given_BSD.device) for key, value in _tensors(layer)}
+    own_options = {
+        key: shadows.setdefault(id(value), dict(value)) if isinstance(value, dict) else value
+        for key, value in options.items()
+    }
+    expected = functional_call(whole, tensors, arguments, own_options)
+    error = _error(_hidden(output), _hidden(expected), given_BSD)
+    errors[name] = max(error, errors.get(name, 0.0)) if error == error else error
+
+
+def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from layer.named_parameters()
+    yield from layer.named_buffers()
+
+
+def _gathered(tensor: Tensor, device: torch.device) -> Tensor:
+    """The whole tensor on a device, from the parts that the processes have there or in host memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device)
+    local = tensor.to_local().to(device)
+    placed = DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return placed.full_tensor()
+
+
+def _hidden(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _error(given_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor) -> float:
+    """The median over tokens of the error, in units of the allowed one. Experts can be nearly tied for a token."""
+    given_TD, expected_TD, input_TD = (each.double().flatten(0, -2) for each in (given_BSD, expected_BSD, input_BSD))
+    added_T = (expected_TD - input_TD).norm(dim=-1)
+    rounding_T = torch.finfo(given_BSD.dtype).eps * expected_TD.norm(dim=-1)
+    error_T = (given_TD - expected_TD).norm(dim=-1)
+    return float((error_T / (_TOLERANCE[given_BSD.dtype] * added_T + rounding_T)).median())
