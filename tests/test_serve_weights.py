@@ -156,6 +156,17 @@ def test_the_manifest_that_a_run_has_published_is_the_only_one_that_is_loaded(
     assert server.client.post("/v1/weights", json={"folder": str(second), **own}).status_code == 200
 
 
+def test_weights_that_are_not_finite_are_refused_although_their_hashes_are_right(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    before = server.info()["version"]
+    answer = load(server, changed(folder, tmp_path / "nan", 7, float("nan")), "nan")
+    assert answer.status_code == 400
+    assert "has values that are NaN or infinite" in answer.json()["error"]["message"]
+    assert server.info()["version"] == before
+    assert load(server, changed(folder, tmp_path / "finite", 8, 0.7), "finite").status_code == 200
+
+
 def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path, tmp_path: Path) -> None:
     """Its files are cut short after they were compared: what was compared is what is loaded."""
     target = changed(folder, tmp_path, 7, 0.5)

@@ -1,5 +1,6 @@
 """Rewards, environments and callbacks that end the process, hang, raise, change their record or return nonsense."""
 
+import os
 import re
 import signal
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ranks import Ranks
 from runs import Command, contents, wait_for, write_run
 from test_on_policy import losses, write
@@ -191,6 +193,16 @@ def raises_in_callback(context: Any) -> dict[str, float]:
     raise RuntimeError(f"at step {context.step}")
 
 
+def moves(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    os.chdir("/")
+    return 1.0
+
+
+def widens(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    torch.set_default_dtype(torch.float64)
+    return 1.0
+
+
 def named(function: Any) -> str:
     return f"{__name__}:{function.__name__}"
 
@@ -228,6 +240,15 @@ def test_an_error_names_the_function_the_record_and_the_users_frames(function: A
     if function is divides:
         assert frames[2].endswith("in inner")
         assert frames[3].strip() == "return 1 / (len(record) - len(record))"
+
+
+@pytest.mark.parametrize(("function", "what"), [(moves, "the working directory"), (widens, "torch's dtype")])
+def test_a_function_that_changes_the_process_is_refused(function: Any, what: str) -> None:
+    folder = os.getcwd()
+    with pytest.raises(ValueError, match=rf"^rollout\.reward: \S+ changes {what} for the completion ' 5' of a:3: "):
+        checked_reward(loaded(function), "", " 5", {}, "a:3")
+    assert os.getcwd() == folder
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_function_gets_a_copy_of_the_record() -> None:

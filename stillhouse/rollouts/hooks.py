@@ -20,6 +20,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 
 from stillhouse import preemption
 from stillhouse.config.functions import function_hint
@@ -53,10 +54,23 @@ class UserFunction:
     def __call__(self, *arguments: Any, about: str = "") -> Any:
         """What the function returns. about: what it is called for, in errors.
 
-        Raises ValueError for whatever it raises, and OverdueError if a signal has come and it does not return.
+        Raises ValueError for whatever it raises, and for settings of the process that it changes. Raises OverdueError
+        if a signal has come and it does not return.
         """
+        folder, dtype = os.getcwd(), torch.get_default_dtype()
         with _ForeignCode(str(self), about):
-            return interruptible(str(self), partial(self.function, *arguments))
+            value = interruptible(str(self), partial(self.function, *arguments))
+        # relative paths of the run, and tensors made without a dtype, would mean something else from now on
+        changes = {
+            "the working directory": os.getcwd() != folder,
+            "torch's dtype": torch.get_default_dtype() != dtype,
+        }
+        if any(changes.values()):
+            os.chdir(folder)
+            torch.set_default_dtype(dtype)
+            names = " and ".join(name for name, is_changed in changes.items() if is_changed)
+            raise ValueError(f"{self} changes {names}{about}: expected a function that restores what it changes")
+        return value
 
 
 def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunction:

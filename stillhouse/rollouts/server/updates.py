@@ -54,8 +54,8 @@ class WeightUpdates:
     def read(self, folder: Path, label: str, manifest: str | None = None) -> NewWeights:
         """Read the weights of a folder. label: the version's name from then on. manifest: the sha256 of its manifest.
 
-        Raises ValueError unless the folder is complete, is the one with this manifest, and fits the model in every
-        tensor.
+        Raises ValueError unless the folder is complete, is the one with this manifest, fits the model in each tensor,
+        and holds finite values.
         """
         shown = escaped(str(folder))[:200]
         if not folder.is_absolute() or "\0" in str(folder):
@@ -133,6 +133,8 @@ class WeightUpdates:
                     f"{shown} does not fit {self._what}: '{escaped(name)}' is {there} there and {here} in the "
                     "server; expected the same model with the same dtype (--dtype)"
                 )
+            if not bool(stored[name].isfinite().all()):
+                raise ValueError(f"{shown}: '{escaped(name)}' has values that are NaN or infinite: expected a model")
 
     def _by_own_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors by their names in the model, which has the experts of a layer as one stack."""
