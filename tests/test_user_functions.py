@@ -382,14 +382,18 @@ def test_functions_that_change_their_record_make_the_same_run_after_a_kill(
     assert contents(tmp_path / "out" / "model") == contents(tmp_path / "undisturbed" / "model")
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("after", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "function",
+    ("function", "after", "processes"),
     [
-        gives_up,
-        matches,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (sleeps, computes, fails_then, refuses_to_end)),
+        (gives_up, 0, 1),
+        (matches, 0, 1),
+        *(
+            pytest.param(function, after, processes, marks=pytest.mark.slow)
+            for function in (gives_up, matches, sleeps, computes, fails_then, refuses_to_end)
+            for after, processes in ((0, 2), (3, 1))
+        ),
+        pytest.param(gives_up, 3, 2, marks=pytest.mark.slow),
+        pytest.param(refuses_to_end, 0, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_a_reward_that_hangs(tmp_path: Path, function: Any, after: int, processes: int) -> None:
