@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stillhouse.parallel import watchdog
 from stillhouse.parallel.layout import Layout
@@ -107,6 +109,22 @@ def gathered(value: Any, group: ProcessGroup | None, device: torch.device) -> li
         json.loads(bytes(text[:length].tolist()).decode())
         for text, length in zip(texts, lengths.tolist(), strict=True)
     ]
+
+
+def gathered_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the whole tensor on a device: a collective of the processes that hold shards of it.
+
+    The shards may be in host memory, where the group of the processes cannot gather them.
+    """
+    here: Any = tensor.to(device)
+    if not isinstance(here, DTensor):
+        return here
+    placements = list(here.placements)
+    # FSDP's shards of tensor-parallel shards first; torch would warn of another order
+    for axis in sorted(range(len(placements)), key=lambda axis: (type(placements[axis]) is Shard, -axis)):
+        placements[axis] = Replicate()
+        here = here.redistribute(placements=placements)
+    return here.to_local()
 
 
 @contextmanager

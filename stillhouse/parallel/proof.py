@@ -134,7 +134,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
                 continue
             for decoder in decoders:
                 stack.enter_context(evaluating(decoder))
-                errors = stack.enter_context(layers_compared(decoder, source.build))
+                errors = stack.enter_context(layers_compared(decoder, source.build, _precision(runner)))
                 compared.append((source.name, decoder, errors))
         run_probe(rowwise(forward, runner.students()[0].pretrained), forward.probe, forward.device)
     with raised_on_all(ProofError, runner.group, runner.device):

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.structure import describe
+from stillhouse.parallel.processes import gathered_tensor
 
 #: the largest allowed error of what a layer adds to its input, relative to it. The order of sums differs, and in half
 #: precision also the dtype in which the ranks' parts are added up.
@@ -27,10 +27,13 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2, tor
 
 
 @contextmanager
-def layers_compared(decoder: Decoder, build: Callable[[], Decoder]) -> Iterator[dict[str, float]]:
+def layers_compared(
+    decoder: Decoder, build: Callable[[], Decoder], precision: torch.dtype | None
+) -> Iterator[dict[str, float]]:
     """Compare the layers of a decoder with whole copies of them, in the forward passes of the block.
 
-    build: returns the decoder before it was distributed, with or without weights.
+    build: returns the decoder before it was distributed, with or without weights. precision: the dtype of the matrix
+    products, which decides the roundings; None: that of the hidden states.
     Yields the error of each layer by its name, in units of the allowed one. A forward pass is then a collective of
     the processes that share the decoder's layers.
     """
@@ -42,7 +45,8 @@ def layers_compared(decoder: Decoder, build: Callable[[], Decoder]) -> Iterator[
     shadows: dict[int, dict[Any, Any]] = {}
     hooks = [
         layer.register_forward_hook(
-            partial(_compare, names[layer], whole.get_submodule(names[layer]), errors, shadows), with_kwargs=True
+            partial(_compare, names[layer], whole.get_submodule(names[layer]), precision, errors, shadows),
+            with_kwargs=True,
         )
         for layer in decoder.layers()
     ]
@@ -68,6 +72,7 @@ def require_equal_layers(decoder: Decoder, errors: Mapping[str, float]) -> None:
 def _compare(
     name: str,
     whole: nn.Module,
+    precision: torch.dtype | None,
     errors: dict[str, float],
     shadows: dict[int, dict[Any, Any]],
     layer: nn.Module,
@@ -81,13 +86,13 @@ def _compare(
     the whole copies.
     """
     given_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
-    tensors = {key: _gathered(value, given_BSD.device) for key, value in _tensors(layer)}
+    tensors = {key: gathered_tensor(value, given_BSD.device) for key, value in _tensors(layer)}
     own_options = {
         key: shadows.setdefault(id(value), dict(value)) if isinstance(value, dict) else value
         for key, value in options.items()
     }
     expected = functional_call(whole, tensors, arguments, own_options)
-    error = _error(_hidden(output), _hidden(expected), given_BSD)
+    error = _error(_hidden(output), _hidden(expected), given_BSD, precision or given_BSD.dtype)
     errors[name] = max(error, errors.get(name, 0.0)) if error == error else error
 
 
@@ -96,25 +101,17 @@ def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from layer.named_buffers()
 
 
-def _gathered(tensor: Tensor, device: torch.device) -> Tensor:
-    """The whole tensor on a device, from the parts that the processes have there or in host memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor.to(device)
-    local = tensor.to_local().to(device)
-    placed = DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    return placed.full_tensor()
-
-
 def _hidden(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _error(given_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor) -> float:
+def _error(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> float:
     """The median over tokens of the error, in units of the allowed one. Experts can be nearly tied for a token."""
-    given_TD, expected_TD, input_TD = (each.double().flatten(0, -2) for each in (given_BSD, expected_BSD, input_BSD))
+    output_TD, expected_TD, input_TD = (
+        value.double().flatten(0, -2) for value in (output_BSD, expected_BSD, input_BSD)
+    )
     added_T = (expected_TD - input_TD).norm(dim=-1)
-    rounding_T = torch.finfo(given_BSD.dtype).eps * expected_TD.norm(dim=-1)
-    error_T = (given_TD - expected_TD).norm(dim=-1)
-    return float((error_T / (_TOLERANCE[given_BSD.dtype] * added_T + rounding_T)).median())
+    # of the sum with the input, in the dtype of the hidden states
+    rounding_T = torch.finfo(output_BSD.dtype).eps * expected_TD.norm(dim=-1)
+    error_T = (output_TD - expected_TD).norm(dim=-1)
+    return float((error_T / (_TOLERANCE[precision] * added_T + rounding_T)).median())

@@ -9,10 +9,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
-from stillhouse.parallel import Runner, gathered, raised_on_all
+from stillhouse.parallel import Runner, gathered, gathered_tensor, raised_on_all
 from stillhouse.parallel.loading import allocate
 
 
@@ -56,16 +55,14 @@ class StudentCopy:
         group = self.mesh.weights.get_group("pipeline")
         whole = self.decoder.state_dict()
         for name, owner in owners.items():
-            value = self._gathered(held[name]) if owner == here else torch.empty_like(whole[name])
+            value = (
+                gathered_tensor(held[name], self.mesh.device).contiguous()
+                if owner == here
+                else torch.empty_like(whole[name])
+            )
             if group.size() > 1:
                 dist.broadcast(value, group=group, group_src=owner)
             whole[name].copy_(value)
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        """The whole tensor on this device: a collective of the ranks that hold its shards."""
-        # offloaded shards are in host memory, where the group of the ranks cannot gather them
-        here = tensor.to(self.mesh.device)
-        return (here.full_tensor() if isinstance(here, DTensor) else here).contiguous()
 
     def _held(self) -> dict[str, Tensor]:
         return {name: each for student in self.runner.students() for name, each in student.state_dict().items()}

@@ -24,7 +24,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -33,7 +32,7 @@ from stillhouse.data import save_tokenizer
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.loading import auto_class
-from stillhouse.parallel import Runner, gathered
+from stillhouse.parallel import Runner, gathered, gathered_tensor
 from stillhouse.parallel.loading import checkpoint_names
 from stillhouse.rollouts.published import MANIFEST, VERSION_PREFIX, Manifest
 
@@ -173,11 +172,7 @@ def _held(runner: Runner, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 def _gather(tensor: Tensor, runner: Runner) -> Tensor:
     """A whole tensor in host memory: a collective of the ranks that hold its shards."""
-    if isinstance(tensor, DTensor):
-        assert runner.mesh is not None
-        # offloaded shards are in host memory, where the group of the ranks cannot gather them
-        on_device: Any = tensor.to(runner.mesh.device)
-        tensor = on_device.full_tensor()
+    tensor = gathered_tensor(tensor, runner.device) if runner.mesh is not None else tensor
     return tensor.detach().cpu().contiguous() if _collects(runner) else tensor
 
 
