@@ -198,8 +198,8 @@ def test_experts_in_a_run(tmp_path: Path) -> None:
     assert any(row.startswith("fsdp 2 × expert 2 ") and row.endswith("same") for row in rows), rows
 
 
-REFUSED = {"parallel.pipeline=2 parallel.schedule=zbv": "4 pipeline stages for a student of 2 layers"}
-REFUSED_TOO = {
+REFUSED = {
+    "parallel.pipeline=2 parallel.schedule=zbv": "4 pipeline stages for a student of 2 layers",
     "parallel.tensor=4": "parallel: tensor 4 needs 4 processes, but torchrun started 2",
     "parallel.offload=true": "parallel.offload: got true on a CPU",
     "teacher.parallel.tensor=4": "teacher.parallel: tensor 4 needs 4 processes, but torchrun started 2",
@@ -211,13 +211,11 @@ REFUSED_TOO = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        *((each.split(), message) for each, message in REFUSED.items()),
-        *(pytest.param(each.split(), message, marks=pytest.mark.slow) for each, message in REFUSED_TOO.items()),
-    ],
-    ids=[*REFUSED, *REFUSED_TOO],
+    [(overrides.split(), message) for overrides, message in REFUSED.items()],
+    ids=list(REFUSED),
 )
 def test_an_impossible_layout_ends_with_one_error(workspace: Path, overrides: list[str], message: str) -> None:
     run = under_torchrun("distill", workspace / "run.yaml", f"out={workspace / 'refused'}", *overrides)
@@ -289,6 +287,7 @@ def test_a_value_that_is_not_finite_is_found_as_in_one_process(failing_runs: Pat
     assert f"on {failing_runs}/odd.jsonl:{LINE}" in found[0][1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
     job = start(workspace, "killed", "train.steps=100000")
     try:
@@ -300,6 +299,7 @@ def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
         job.kill()
 
 
+@pytest.mark.slow
 def test_a_job_whose_torchrun_is_killed_ends(workspace: Path) -> None:
     """Its processes do not train on without torchrun, and the same command continues at once."""
     out, printed = workspace / "orphans", workspace / "orphans.err"
