@@ -65,6 +65,23 @@ def test_an_attention_with_the_borders_of_the_first_row_is_refused() -> None:
         Decoder(build("llama", attention="first_row"))
 
 
+def first_tokens_for_all(*args: Any, **options: Any) -> Tensor:
+    """A mask that separates documents, but lets all tokens see the first two of their row."""
+    options["allow_is_causal_skip"] = False
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **options).clone()
+    mask[..., 2:, :2] = True
+    return mask
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_attention_whose_tokens_all_see_the_first_of_the_row_is_refused(dtype: str) -> None:
+    AttentionInterface.register("first_tokens", sdpa_attention_forward)
+    AttentionMaskInterface.register("first_tokens", first_tokens_for_all)
+    model = build("llama", attention="first_tokens").to(DTYPES[dtype])
+    with pytest.raises(ProofError, match="'first_tokens' lets documents that share a row see each other"):
+        Decoder(model)
+
+
 class RowPositions(LlamaForCausalLM):
     """Adds an embedding of a token's column in its row, whatever position_ids says."""
 
@@ -144,4 +161,8 @@ def test_only_what_lies_around_a_beginning_changes(multiple: int, depths: int) -
             assert not changed_S[part.start : part.stop + depths].any()
             assert changed_S[part.stop + depths : end].all()
     assert torch.equal(probe.ids_BS[4, : probe.starts_B[4]], probe.ids_BS[2, probe.starts_B[2] :])
-    assert rows == 5
+    start = probe.starts_B[5]
+    assert torch.equal(probe.exchanged_ids_BS[5:, :start], probe.ids_BS[5:, :start].flip(0))
+    assert (probe.exchanged_ids_BS != probe.ids_BS)[5:, :start].all()
+    assert torch.equal(probe.exchanged_ids_BS[5:, start:], probe.ids_BS[5:, start:])
+    assert rows == 7

@@ -220,6 +220,43 @@ def with_gates() -> None:
     LlamaAttention.__init__ = init  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize(
+    ("processes", "options"), [(1, []), (1, ["--generate"]), pytest.param(2, [], marks=pytest.mark.slow)]
+)
+def test_a_server_of_a_leaking_model_does_not_start(tmp_path: Path, processes: int, options: list[str]) -> None:
+    save_family(tmp_path / "leaking", "qwen3_5_text")
+    ranks = Ranks(processes, "serve", tmp_path / "leaking", *options, "--port", "0")
+    assert all(ranks.wait(120)), ranks.texts
+    assert LEAKS in ranks[0].err, ranks.texts
+    assert "serving" not in ranks[0].out
+
+
+def per_row() -> None:
+    """A hook: an attention that packs one row, as flash attention does, and computes what sdpa computes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    import stillhouse.models.decoder
+    import stillhouse.models.proof
+    import stillhouse.parallel.proof
+
+    AttentionInterface.register("per_row", sdpa_attention_forward)
+    AttentionMaskInterface.register("per_row", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for module in (stillhouse.models.decoder, stillhouse.models.proof, stillhouse.parallel.proof):
+        module.packs_one_row = lambda model: model.config._attn_implementation == "per_row"  # type: ignore[attr-defined]
+    stillhouse.models.proof._require_placed = lambda model: None
+
+
+@pytest.mark.parametrize("side", ["teacher", pytest.param("student", marks=pytest.mark.slow)])
+def test_a_side_whose_attention_packs_one_row_is_proven_row_by_row(tmp_path: Path, side: str) -> None:
+    write_run(tmp_path)
+    rows = ("train.micro_batch_tokens=32", "eval.micro_batch_tokens=32", "train.steps=1")
+    arguments = ("parallel.fsdp=2", f"{side}.attention=per_row", *rows)
+    ranks = Ranks(2, "distill", tmp_path / "run.yaml", *arguments, hook=per_row)
+    assert ranks.wait(120) == [0, 0], ranks.texts
+
+
 def with_means() -> None:
     """A hook: an MLP divides its activations by their mean over all columns, of which a tensor rank has a part."""
     from transformers.models.llama.modeling_llama import LlamaMLP

@@ -283,6 +283,18 @@ def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_weights_of_another_run_are_refused_although_version_and_hashes_are_right(tmp_path: Path) -> None:
+    student = Student(tmp_path)
+    with writing(VllmWriter, tmp_path / "model", processed=True) as server:
+        engine = engine_of(server, run="this")
+        folder = student.published(1)
+        with pytest.raises(ValueError, match=r"holds weights of the run '', not of this run 'this'"):
+            engine.update_weights(1, folder)
+        edit(folder, lambda manifest: manifest.update(run="this"))
+        engine.update_weights(1, folder)
+        engine.close()
+
+
 # the folder of a run
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -198,8 +199,24 @@ def moves(prompt: str, completion: str, record: dict[str, Any]) -> float:
     return 1.0
 
 
+def moves_and_fails(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    os.chdir("/")
+    raise ZeroDivisionError
+
+
+def removes(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+    return 1.0
+
+
 def widens(prompt: str, completion: str, record: dict[str, Any]) -> float:
     torch.set_default_dtype(torch.float64)
+    return 1.0
+
+
+def stops_gradients(prompt: str, completion: str, record: dict[str, Any]) -> float:
+    torch.set_grad_enabled(False)
     return 1.0
 
 
@@ -242,13 +259,23 @@ def test_an_error_names_the_function_the_record_and_the_users_frames(function: A
         assert frames[3].strip() == "return 1 / (len(record) - len(record))"
 
 
-@pytest.mark.parametrize(("function", "what"), [(moves, "the working directory"), (widens, "torch's dtype")])
-def test_a_function_that_changes_the_process_is_refused(function: Any, what: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (moves, "changes the working directory"),
+        (moves_and_fails, "raises ZeroDivisionError"),
+        (removes, "changes the working directory"),
+        (widens, "changes torch's default dtype"),
+        (stops_gradients, "changes whether torch records gradients"),
+    ],
+)
+def test_a_function_that_changes_the_process_is_refused_and_its_change_undone(function: Any, words: str) -> None:
     folder = os.getcwd()
-    with pytest.raises(ValueError, match=rf"^rollout\.reward: \S+ changes {what} for the completion ' 5' of a:3: "):
+    with pytest.raises(ValueError, match=rf"^rollout\.reward: \S+ {words}.* for the completion ' 5' of a:3"):
         checked_reward(loaded(function), "", " 5", {}, "a:3")
     assert os.getcwd() == folder
     assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
 
 
 def test_a_function_gets_a_copy_of_the_record() -> None:

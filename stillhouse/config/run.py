@@ -68,6 +68,16 @@ class RunConfig(Section):
         alone = {} if self.teacher is None else {"teacher": self.teacher}
         return alone | {f"teachers.{name}": each for name, each in self.several.items()}
 
+    @property
+    def flash_attentions(self) -> list[str]:
+        """The settings of flash attention, which separates packed documents only in a batch of one row."""
+        sections = {"student": self.student, **self.teacher_sections}
+        return [
+            f"{name}.attention={section.attention}"
+            for name, section in sections.items()
+            if "flash" in (section.attention or "")
+        ]
+
     @model_validator(mode="before")
     @classmethod
     def _rollouts_minimise_reverse_kl(cls, given: Any) -> Any:
@@ -222,8 +232,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _flash_packs_one_row(self) -> "RunConfig":
         """transformers separates packed documents under flash attention only in a batch of one row."""
-        sections = {"student": self.student, **self.teacher_sections}
-        flash = [name for name, section in sections.items() if "flash" in (section.attention or "")]
+        flash = self.flash_attentions
         for key, tokens in {
             "train.micro_batch_tokens": self.train.micro_batch_tokens,
             "eval.micro_batch_tokens": self.eval.micro_batch_tokens,
@@ -232,7 +241,7 @@ class RunConfig(Section):
                 raise ConfigError(
                     key,
                     f"got {tokens}, which are {tokens // self.data.max_tokens} packed sequences of "
-                    f"data.max_tokens={self.data.max_tokens}: {flash[0]}.attention={sections[flash[0]].attention} "
+                    f"data.max_tokens={self.data.max_tokens}: {flash[0]} "
                     "keeps the documents of one sequence apart, not of several; expected less than twice "
                     "data.max_tokens (raise data.max_tokens), or attention sdpa",
                 )

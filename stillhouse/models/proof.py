@@ -10,7 +10,13 @@ The hidden states of `p` may not change, because nothing but later tokens has: t
 `q`, before which another document lies: the documents do not see each other. Both passes have the same shapes, the
 same documents and the same random numbers. So a model that separates documents gives the same bits, also in half
 precision, with dropout and with experts; a small one that leaks changes them by 0.04 % or more. The two pairs have
-different borders, since an attention could read those of one row alone. In a fifth row a document lies elsewhere.
+different borders, since an attention could read those of one row alone. In a fifth row a document lies elsewhere. In
+a third pair only the first documents change places, whole:
+
+    A    row 5   s | t            B    row 5   s'| t
+         row 6   s'| t'                row 6   s | t'
+
+So a model whose tokens all see the first tokens of the row is found, too: `t` and `t'` may not change.
 
 B rows, S columns, D width.
 """
@@ -42,12 +48,13 @@ _LOGIT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-
 _PLACE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
 
 _COLUMNS = 26
-_PARTNERS = [1, 0, 3, 2, 4]  # the row with which a row of `ids_BS` changes places
+_PARTNERS = [1, 0, 3, 2, 4, 5, 6]  # the row with which a row of `ids_BS` changes places
+_THIRD = slice(5, 7)  # the rows whose first documents change places
 
 
 @dataclass(frozen=True)
 class ProbeDocuments:
-    """The documents of the proof: rows 0 and 1 are a pair, rows 2 and 3 another one.
+    """The documents of the proof. Rows 0 and 1 are a pair, rows 2 and 3 another one, rows 5 and 6 the third one.
 
     ids_BS, position_ids_BS: of pass A. starts_B: the column at which the second document of each row begins.
     """
@@ -64,23 +71,28 @@ class ProbeDocuments:
         """
         columns = -(-(_COLUMNS + 4 * depths) // multiple) * multiple
         early, late = columns * 6 // 16, columns * 9 // 16
-        starts_B = (late, late, early, early, columns - early)
+        middle = columns // 2
+        starts_B = (late, late, early, early, columns - early, middle, middle)
         column_S = torch.arange(columns)
         start_B1 = torch.tensor(starts_B)[:, None]
         position_ids_BS = torch.where(column_S < start_B1, column_S, column_S - start_B1)
-        ids_BS = torch.randint(vocabulary, (5, columns), generator=torch.Generator().manual_seed(0))
+        ids_BS = torch.randint(vocabulary, (len(starts_B), columns), generator=torch.Generator().manual_seed(0))
         probe = cls(ids_BS, position_ids_BS, starts_B)
         for row in (0, 2):
             ids_BS[row + 1] = (ids_BS[row] + 1) % vocabulary
             for part in probe.beginnings(row):
                 ids_BS[row + 1, part] = ids_BS[row, part]
         ids_BS[4, : columns - early] = ids_BS[2, early:]
+        ids_BS[6] = (ids_BS[5] + 1) % vocabulary
         return probe
 
     @property
     def exchanged_ids_BS(self) -> Tensor:
         """Of pass B."""
-        return self.ids_BS[_PARTNERS]
+        ids_BS = self.ids_BS[_PARTNERS]
+        start = self.starts_B[_THIRD.start]
+        ids_BS[_THIRD, :start] = self.ids_BS[_THIRD, :start].flip(0)
+        return ids_BS
 
     def beginnings(self, row: int, depth: int = 0) -> tuple[slice, slice]:
         """Return the columns of a row whose depth-`depth` hidden states are the same in both passes, by document.
@@ -112,7 +124,7 @@ def prove_decoder(decoder: Any) -> None:
     dtype = autocast_dtype(model)
     for training in (False, True):
         with in_mode(decoder, training=training), in_mode(model, training=training), autocast(model.device, dtype):
-            depths_hidden = run_probe(rowwise(forward, model), probe, model.device)
+            depths_hidden = run_probe(by_rows(forward) if packs_one_row(model) else forward, probe, model.device)
         prove_documents(decoder, depths_hidden, probe)
         if not training:
             prove_places(decoder, depths_hidden, probe, dtype)
@@ -143,16 +155,14 @@ def run_probe(forward: Forward, probe: ProbeDocuments, device: torch.device) -> 
     return list(zip(*passes, strict=True))
 
 
-def rowwise(forward: Forward, model: PreTrainedModel) -> Forward:
-    """Return `forward`, or for an attention that packs only a batch of one row, a function that calls it per row."""
-    if not packs_one_row(model):
-        return forward
+def by_rows(forward: Forward) -> Forward:
+    """Return a function that calls `forward` for one row at a time, for an attention that packs only such a batch."""
 
-    def by_rows(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
+    def forward_rows(ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         rows = [forward(ids_BS[row : row + 1], position_ids_BS[row : row + 1]) for row in range(len(ids_BS))]
         return [torch.cat(depth) for depth in zip(*rows, strict=True)]
 
-    return by_rows
+    return forward_rows
 
 
 def packs_one_row(model: PreTrainedModel) -> bool:
@@ -208,13 +218,14 @@ def prove_places(
 def _prove_separation(
     model: PreTrainedModel, first_BSD: Tensor, second_BSD: Tensor, probe: ProbeDocuments, depth: int
 ) -> None:
-    before, behind = 0.0, 0.0
-    for row in range(4):
-        beginnings = probe.beginnings(row, depth)
-        errors = [_relative_errors(second_BSD[row, part], first_BSD[row, part]).max() for part in beginnings]
-        before, behind = (
-            float(error.clamp(min=worst)) for error, worst in zip(errors, (before, behind), strict=True)
-        )
+    beginnings = [(row, probe.beginnings(row, depth)) for row in range(4)]
+    thirds = [(row, slice(probe.starts_B[row], None)) for row in range(_THIRD.start, _THIRD.stop)]
+
+    def change(parts: Sequence[tuple[int, slice]]) -> float:
+        return float(torch.stack([_relative_errors(second_BSD[part], first_BSD[part]).max() for part in parts]).max())
+
+    before = change([(row, first) for row, (first, _) in beginnings])
+    behind = change([*((row, second) for row, (_, second) in beginnings), *thirds])
     if not before <= _UNCHANGED:
         raise ProofError(
             f"{describe(model)} is not causal: its tokens attend to later tokens (their hidden states change by "

@@ -22,14 +22,15 @@ from stillhouse.data.micro_batch import NO_LABEL
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.modes import in_mode
 from stillhouse.models.proof import (
+    Forward,
     ProbeDocuments,
     autocast,
     autocast_dtype,
+    by_rows,
     packs_one_row,
     prove_documents,
     prove_logits,
     prove_places,
-    rowwise,
     run_probe,
 )
 from stillhouse.objective import FullVocab, OutputHead, Signal
@@ -110,7 +111,7 @@ def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_s
         for part in runner.students():
             stack.enter_context(in_mode(part, training=training))
         # a forward pass is the same for all ranks, also for those without its result
-        depths = run_probe(rowwise(forward, student.pretrained), probe, forward.device)
+        depths = run_probe(forward.of_rows, probe, forward.device)
     count = len(depths) - (teacher is not None)
     for decoder, name, hidden in ((student, names.student, depths[:count]), (teacher, names.teacher, depths[count:])):
         with _raised(runner, name):
@@ -136,7 +137,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
                 stack.enter_context(evaluating(decoder))
                 errors = stack.enter_context(layers_compared(decoder, source.build, _precision(runner)))
                 compared.append((source.name, decoder, errors))
-        run_probe(rowwise(forward, runner.students()[0].pretrained), forward.probe, forward.device)
+        run_probe(forward.of_rows, forward.probe, forward.device)
     with raised_on_all(ProofError, runner.group, runner.device):
         for name, decoder, of_layers in compared:
             with _named(name):
@@ -158,6 +159,16 @@ class _Forward:
         vocabulary = min(decoder.vocabulary_rows for decoder in (student, runner.teacher) if decoder is not None)
         self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
 
+    @property
+    def packs_one_row(self) -> bool:
+        """Whether an attention of the student or of the teacher packs one row: both read the same rows."""
+        decoders = (self.runner.students()[0], self.runner.teacher)
+        return any(packs_one_row(decoder.pretrained) for decoder in decoders if decoder is not None)
+
+    @property
+    def of_rows(self) -> Forward:
+        return by_rows(self) if self.packs_one_row else self
+
     def computation(self, processor: OutputProcessor) -> Computation:
         """The computation of a processor whose context is the teacher's signal."""
         mtp = NextTokens(self.depths, self.runner.context_group) if self.depths else None
@@ -167,7 +178,7 @@ class _Forward:
 
     def micro_batch(self) -> MicroBatch:
         """This process's columns of the documents: of one row for an attention that packs one row."""
-        rows = 1 if packs_one_row(self.runner.students()[0].pretrained) else len(self.probe.ids_BS)
+        rows = 1 if self.packs_one_row else len(self.probe.ids_BS)
         return _micro_batch(self.runner, self.probe.ids_BS[:rows], self.probe.position_ids_BS[:rows])
 
     def __call__(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:

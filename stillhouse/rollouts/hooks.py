@@ -57,20 +57,46 @@ class UserFunction:
         Raises ValueError for whatever it raises, and for settings of the process that it changes. Raises OverdueError
         if a signal has come and it does not return.
         """
-        folder, dtype = os.getcwd(), torch.get_default_dtype()
-        with _ForeignCode(str(self), about):
-            value = interruptible(str(self), partial(self.function, *arguments))
-        # relative paths of the run, and tensors made without a dtype, would mean something else from now on
-        changes = {
-            "the working directory": os.getcwd() != folder,
-            "torch's dtype": torch.get_default_dtype() != dtype,
-        }
-        if any(changes.values()):
-            os.chdir(folder)
-            torch.set_default_dtype(dtype)
-            names = " and ".join(name for name, is_changed in changes.items() if is_changed)
-            raise ValueError(f"{self} changes {names}{about}: expected a function that restores what it changes")
+        before = _Settings.now()
+        try:
+            with _ForeignCode(str(self), about):
+                value = interruptible(str(self), partial(self.function, *arguments))
+        finally:
+            changes = before.restore()
+        if changes:
+            raise ValueError(f"{self} changes {changes}{about}: expected a function that restores what it changes")
         return value
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Settings of the process on which the rest of a run depends: relative paths, and what torch computes in."""
+
+    folder: str
+    dtype: torch.dtype
+    has_gradients: bool
+
+    @classmethod
+    def now(cls) -> "_Settings":
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:  # it was removed
+            folder = ""
+        return cls(folder, torch.get_default_dtype(), torch.is_grad_enabled())
+
+    def restore(self) -> str:
+        """Restore what was changed. Returns its names; empty if nothing was."""
+        now, names = _Settings.now(), []
+        if now.folder != self.folder:
+            os.chdir(self.folder)
+            names.append("the working directory")
+        if now.dtype != self.dtype:
+            torch.set_default_dtype(self.dtype)
+            names.append("torch's default dtype")
+        if now.has_gradients != self.has_gradients:
+            torch.set_grad_enabled(self.has_gradients)
+            names.append("whether torch records gradients")
+        return " and ".join(names)
 
 
 def load_function(key: str, path: str, parameters: tuple[str, ...]) -> UserFunction:

@@ -18,6 +18,7 @@ import httpx2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.display import escaped
 from stillhouse.rollouts.api import Answer, Ask, EngineApi, Kind, Published, require, token_versions
 from stillhouse.rollouts.probe import KNOWN_BY, Probe, probing, same_weights
 from stillhouse.rollouts.proof import MOST_LIKELY, prove_log_probs
@@ -66,7 +67,8 @@ class ServedEngine:
 
     own_weights: the servers write with the weights that they have, such as a teacher's, and are given none.
     Otherwise `update_weights` must be called before `generate`. probes: prompts that each server completes after it
-    was given weights (see `probe.py`), so that the caller can score them (`probed`, `proved`).
+    was given weights (see `probe.py`), so that the caller can score them (`probed`, `proved`). run: the identity that
+    published weights must name; empty: any.
 
     The constructor raises ValueError for a server that does not give the log-probabilities that training needs; with
     own_weights they are not needed, and the servers must have the same weights.
@@ -84,12 +86,13 @@ class ServedEngine:
         warn: Callable[[str], None] = lambda line: None,
         own_weights: bool = False,
         probes: Sequence[Sequence[int]] = ((0,),),
+        run: str = "",
     ):
         self._sampling, self._api, self._vocabulary, self._timeout = sampling, api, vocabulary, timeout
         self.own_weights = own_weights
         #: with own_weights, the likeliest tokens after a few prompts and their log-probabilities, to know them by
         self.likeliest: list[tuple[int, float]] = []
-        self._warn, self._run = warn, secrets.token_hex(4)
+        self._warn, self._publisher, self._prefix = warn, run, secrets.token_hex(4)
         self._pool = ServerPool(
             urls, timeout, token, warn, model="student", answer_seconds=timeout, in_flight=IN_FLIGHT
         )
@@ -130,7 +133,12 @@ class ServedEngine:
             manifest, sha256 = content.manifest, content.sha256
         if manifest.version != version:
             raise ValueError(f"{folder} holds version {manifest.version}: expected {version}")
-        before, label = self._newest, f"{self._run}-{version}-{len(self._versions)}"
+        if self._publisher and manifest.run != self._publisher:
+            raise ValueError(
+                f"{folder} holds weights of the run '{escaped(manifest.run)}', not of this run '{self._publisher}': "
+                "expected a folder to which nobody else writes"
+            )
+        before, label = self._newest, f"{self._prefix}-{version}-{len(self._versions)}"
         published = Published(version, folder, label, manifest.kind, sha256)
         self._versions[label], self._newest = version, published
         # a server that is gone must not cost its patience in every step

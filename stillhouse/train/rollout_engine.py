@@ -35,8 +35,10 @@ _BATCHES = 8
 _PROBES = 16
 
 
-def open_engine(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
+def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> RolloutEngine | None:
     """The engine; None on ranks that get the completions from rank 0.
+
+    run: the identity of the run whose published weights servers write with.
 
     Raises ConfigError for a model that cannot generate, and for a teacher that cannot write.
     """
@@ -51,7 +53,7 @@ def open_engine(session: Session, rollout: RolloutConfig) -> RolloutEngine | Non
                 "rollout.engine",
                 f"got {rollout.engine} with student.adapter, which takes whole models: expected vllm or transformers",
             )
-        return _served(session, rollout)
+        return _served(session, rollout, run)
     return in_process_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
 
 
@@ -63,7 +65,7 @@ def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
     return InProcessEngine(_generator(session, sampling, copy.decoder), copy=copy)
 
 
-def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
+def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine | None:
     """The servers on rank 0, and None on the other ranks. Raises ConfigError on all ranks if one cannot be used."""
     engine, problem = None, ""
     rows, counted = session.student.vocabulary_rows, counted_rows(session)
@@ -86,6 +88,7 @@ def _served(session: Session, rollout: RolloutConfig) -> RolloutEngine | None:
                 warn=lambda line: log_rank0(f"warning: {line}"),
                 own_weights=rollout.writer == "teacher",
                 probes=probes,
+                run=run,
             )
             if rollout.writer == "teacher":
                 ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])

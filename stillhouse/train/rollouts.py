@@ -69,13 +69,13 @@ class Rollouts:
         assert session.plan is not None
         self.session, self.config = session, session.config.rollout
         self.group = None if session.runner.mesh is None else session.runner.mesh.everyone
-        self.engine: RolloutEngine | None = open_engine(session, self.config)
         self.queue: RolloutQueue | None = None
         #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
         self.run, self.weights = "", folder.path / "weights"
         if self.config.urls and self.config.writer == "student":
             self.run = self._on_first(folder.identity)
             self.weights = Path(self.config.weights) / self.run if self.config.weights else self.weights
+        self.engine: RolloutEngine | None = open_engine(session, self.config, self.run)
         steps, prompts = session.step_schedule.steps, session.train.documents
         if is_first():
             assert self.engine is not None
@@ -331,7 +331,8 @@ def pack_documents(
         gaps=prompts.gaps,
         together=None if config.teachers is None else config.teachers.route,
     )
-    rows = max(1, min(config.train.micro_batch_tokens // capacity, len(packed) // parts))
+    most = 1 if config.flash_attentions else config.train.micro_batch_tokens // capacity
+    rows = max(1, min(most, len(packed) // parts))
     numbers = np.arange(len(packed))
     return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
 
