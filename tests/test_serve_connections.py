@@ -128,6 +128,18 @@ def test_a_body_over_the_limit_gets_413_and_no_reset(server: Server, more: int, 
     assert answer.json()["error"]["message"].startswith("the body is too large")
 
 
+def test_a_slow_body_over_the_limit_gets_413_and_no_reset(server: Server) -> None:
+    """Its rest arrives for longer than a connection may wait for a header."""
+    path = GENERATE if server.info().get("generates") else SCORE
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {JSON}\r\ncontent-length: {JSON_LIMIT + 1}\r\n\r\n"
+    with opened(server, head.encode()) as client:
+        for _ in range(20):
+            client.sendall(b" " * (JSON_LIMIT // 20))
+            time.sleep(0.5)
+        client.sendall(b" " * (JSON_LIMIT + 1 - JSON_LIMIT // 20 * 20))
+        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_body_without_the_token_gets_401_and_no_reset(folder: Path) -> None:
     headers = {"authorization": "Bearer secret"}
     with Server(folder, environment={"STILLHOUSE_TOKEN": "secret"}, headers=headers) as server:

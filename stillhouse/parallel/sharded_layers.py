@@ -92,8 +92,11 @@ def _compare(
         for key, value in options.items()
     }
     expected = functional_call(whole, tensors, arguments, own_options)
-    error = _error(_hidden(output), _hidden(expected), given_BSD, precision or given_BSD.dtype)
-    errors[name] = max(error, errors.get(name, 0.0)) if error == error else error
+    error_T = _errors(_hidden(output), _hidden(expected), given_BSD, precision or given_BSD.dtype)
+    # two experts can be nearly tied for a token; without experts, only few tokens may have large errors by rounding
+    has_experts = any("experts" in key for key in tensors)
+    error = error_T.quantile(0.5 if has_experts else 0.95)
+    errors[name] = float(torch.maximum(error, error.new_tensor(errors.get(name, 0.0))))  # NaN stays NaN
 
 
 def _tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -105,8 +108,8 @@ def _hidden(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _error(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> float:
-    """The median over tokens of the error, in units of the allowed one. Experts can be nearly tied for a token."""
+def _errors(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precision: torch.dtype) -> Tensor:
+    """The error of each token, in units of the allowed one."""
     output_TD, expected_TD, input_TD = (
         value.double().flatten(0, -2) for value in (output_BSD, expected_BSD, input_BSD)
     )
@@ -114,4 +117,4 @@ def _error(output_BSD: Tensor, expected_BSD: Tensor, input_BSD: Tensor, precisio
     # of the sum with the input, in the dtype of the hidden states
     rounding_T = torch.finfo(output_BSD.dtype).eps * expected_TD.norm(dim=-1)
     error_T = (output_TD - expected_TD).norm(dim=-1)
-    return float((error_T / (_TOLERANCE[precision] * added_T + rounding_T)).median())
+    return error_T / (_TOLERANCE[precision] * added_T + rounding_T)

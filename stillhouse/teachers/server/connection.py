@@ -11,6 +11,7 @@ import time
 from http import HTTPStatus
 from typing import Any
 
+import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -20,8 +21,9 @@ from stillhouse.teachers.server.errors import error_response
 OPEN_PATHS = ("/healthz",)
 #: how long a connection may wait for the header of a request, or send what nobody reads after it was answered
 HEADER_SECONDS = 10.0
-#: the most bytes that a client may send after its answer: one that sends first and reads then gets to see it
-LATE_BYTES = 128 * 2**20
+#: the most bytes that a client may send after its answer, and for how long: one that sends first and reads then gets
+#: to see the answer
+LATE_BYTES, LATE_SECONDS = 128 * 2**20, 120.0
 #: connections at a time, and how many of them requests leave free
 CONNECTIONS, SPARE = 2048, 64
 
@@ -37,7 +39,7 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._timer: asyncio.TimerHandle | None = None
-        self.waits_since, self._late_bytes = 0.0, 0
+        self.waits_since, self._late_bytes, self._late_bytes_before = 0.0, 0, 0
 
     @property
     def waits(self) -> bool:
@@ -77,10 +79,15 @@ class Connection(H11Protocol):
 
     def _begin_to_wait(self) -> None:
         self._end_to_wait()
-        self.waits_since, self._late_bytes = time.monotonic(), 0
+        self.waits_since, self._late_bytes, self._late_bytes_before = time.monotonic(), 0, 0
         self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
+        sends_body = self.conn.their_state is h11.SEND_BODY and self._late_bytes > self._late_bytes_before
+        if sends_body and time.monotonic() - self.waits_since < LATE_SECONDS:
+            self._late_bytes_before = self._late_bytes
+            self._timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+            return
         self.transport.close()  # after the rest of the last answer has been sent, if the client reads it
         self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
