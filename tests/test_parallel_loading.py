@@ -9,12 +9,15 @@ import pytest
 import torch
 from families import build
 from packing_families import build_packing
-from shard_ranks import RankPool
-from transformers import AutoModelForCausalLM, MixtralConfig
+from shard_ranks import Rank, RankPool, shared_pool
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
+from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
-from stillhouse.parallel import Degrees
+from stillhouse.models.head import local
+from stillhouse.parallel import Degrees, Mesh
 from stillhouse.parallel.context_parallel import require_heads
+from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
 from stillhouse.parallel.loading import empty_decoder, load_weights
 from stillhouse.parallel.stages import keep_layers, require_cuttable
 from stillhouse.parallel.tensor_parallel import tensor_plan
@@ -92,6 +95,48 @@ def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\."):
         load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+#: families whose number of experts has no common name, with that name and further options
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie4_5_moe": ("moe_num_experts", {"moe_k": 2, "moe_layer_start_index": 0}),
+    "qwen3_next": ("num_experts", {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 8}),
+    "gemma4_text": ("num_experts", {"top_k_experts": 2, "enable_moe_block": True}),
+}
+
+
+def distribute_experts(_: Rank, case: tuple[str, int]) -> list[int] | str:
+    """A job of two ranks. Return how many experts of each layer this rank has, or the error."""
+    family, count = case
+    name, options = EXPERTS[family]
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, **_SMALL, **options, **{name: count})
+        decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+    mesh = Mesh(Degrees(fsdp=2, expert=2), torch.device("cpu"))
+    try:
+        apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
+    except ValueError as error:
+        return str(error)
+    return [len(local(module.down_proj)) for module in dispatched_experts(decoder)]
+
+
+@pytest.mark.skipif(not is_supported("expert parallelism"), reason="needs a later transformers")
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_counted_where_the_family_names_them(family: str) -> None:
+    assert shared_pool(2).run(distribute_experts, [(family, 4), (family, 3)]) == [
+        [[2, 2], [2, 2]],
+        2 * [f"expert=2 does not divide the 3 experts of model type '{family}': expected a divisor of 3"],
+    ]
 
 
 @pytest.fixture(scope="module")
