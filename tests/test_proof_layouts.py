@@ -173,6 +173,17 @@ def test_real_families_are_refused(tmp_path: Path, family: str, axis: str, side:
     assert LEAKS in line
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
+def test_a_leak_is_refused_where_a_rank_has_two_stages(tmp_path: Path, schedule: str) -> None:
+    write_run(tmp_path, **{"train.micro_batch_tokens": 32})
+    save_family(tmp_path / "leaking", "gpt_oss", num_hidden_layers=4)
+    models = [f"{side}.model={tmp_path / 'leaking'}" for side in ("student", "teacher")]
+    line = refusal(tmp_path, 2, "parallel.pipeline=2", f"parallel.schedule={schedule}", *models)
+    assert line.startswith("error: student: ")
+    assert LEAKS in line
+
+
 @pytest.mark.parametrize("axis", ["fsdp", "pipeline"])
 def test_a_weight_that_is_not_finite_is_named_by_all_ranks(tmp_path: Path, axis: str) -> None:
     """Only the second rank has it: the last rows of a matrix of the last layer."""
