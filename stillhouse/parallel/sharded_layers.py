@@ -42,7 +42,7 @@ def layers_compared(
     # context parallelism has replaced the attention function, under another name
     whole.pretrained.set_attn_implementation(decoder.pretrained.config._attn_implementation)
     errors: dict[str, float] = {}
-    shadows: dict[int, dict[Any, Any]] = {}
+    shadows: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
     hooks = [
         layer.register_forward_hook(
             partial(_compare, names[layer], whole.get_submodule(names[layer]), precision, errors, shadows),
@@ -74,7 +74,7 @@ def _compare(
     whole: nn.Module,
     precision: torch.dtype | None,
     errors: dict[str, float],
-    shadows: dict[int, dict[Any, Any]],
+    shadows: dict[int, tuple[dict[Any, Any], dict[Any, Any]]],
     layer: nn.Module,
     arguments: tuple[Any, ...],
     options: dict[str, Any],
@@ -82,13 +82,13 @@ def _compare(
 ) -> None:
     """A forward hook of a layer: add the error of its output to `errors`, in units of the allowed one.
 
-    shadows: by the identity of a dict that the layers of a model share, such as shared keys and values, the dict of
-    the whole copies.
+    shadows: by the identity of a dict that the layers of a model share, such as of shared keys and values: the dict,
+    which thus keeps its identity, and that of the whole copies.
     """
     given_BSD = options["hidden_states"] if "hidden_states" in options else arguments[0]
     tensors = {key: gathered_tensor(value, given_BSD.device) for key, value in _tensors(layer)}
     own_options = {
-        key: shadows.setdefault(id(value), dict(value)) if isinstance(value, dict) else value
+        key: shadows.setdefault(id(value), (value, dict(value)))[1] if isinstance(value, dict) else value
         for key, value in options.items()
     }
     expected = functional_call(whole, tensors, arguments, own_options)

@@ -81,7 +81,7 @@ class _Settings:
         try:
             folder = os.getcwd()
         except FileNotFoundError:  # it was removed
-            folder = ""
+            folder = os.curdir
         return cls(folder, torch.get_default_dtype(), torch.is_grad_enabled())
 
     def restore(self) -> str:
