@@ -29,11 +29,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
 from stillhouse.data.alignment import Aligner
-from stillhouse.demo.corpus import Document, collect_split, write_jsonl
-from stillhouse.demo.run import TEACHER
-from stillhouse.demo.student import save_new_student
-from stillhouse.demo.tokenizer import END, encode
-from stillhouse.train.run import distill
+from stillhouse.run.run import distill
+from stillhouse.tools.demo.corpus import Document, collect_split, write_jsonl
+from stillhouse.tools.demo.run import TEACHER
+from stillhouse.tools.demo.student import save_new_student
+from stillhouse.tools.demo.tokenizer import END, encode
 
 MAX_TOKENS, TOP_K = 256, 256
 #: of the other tokenizer: its number of tokens, and Llama 3's pattern of words

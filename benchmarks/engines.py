@@ -31,9 +31,9 @@ from benchmarks.engines_rollouts import measure_rollouts, problems_of
 from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, vllm
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
-from stillhouse.demo.corpus import collect_split
-from stillhouse.demo.run import TEACHER
-from stillhouse.train.run import distill
+from stillhouse.run.run import distill
+from stillhouse.tools.demo.corpus import collect_split
+from stillhouse.tools.demo.run import TEACHER
 
 STEPS, TOP_K, MAX_TOKENS, TEMPERATURE = 50, 32, 64, 2.0
 #: the largest difference of a step's loss, in nats, between hidden states in float32 and the teacher in the job

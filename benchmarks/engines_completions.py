@@ -18,13 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.engines_server import PROCESSED, WRITING
+from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
-from stillhouse.rollouts.http import ServedEngine
-from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.vllm import VllmApi
-from stillhouse.rollouts.weights import publish
+from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.engines.vllm import VllmApi
 
 #: the largest difference of a log-probability, in nats, from transformers' own in float32
 SAME = 1e-5

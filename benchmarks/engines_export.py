@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.engines_server import vllm
-from stillhouse.train.export_run import ExportSettings, export_run
+from stillhouse.tools.export_run import ExportSettings, export_run
 
 NEW_TOKENS = 24
 PROMPTS = ("def read(path", "class Server:", "The arguments are", "import ", "Return the", "x = [1, 2", "None", "\n")

@@ -29,16 +29,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from benchmarks.engines_server import DEVELOPMENT, HIDDEN_STATES, PROCESSED, WRITING, VllmProcess, start
 from stillhouse.config import load_config
-from stillhouse.demo.corpus import collect_split
-from stillhouse.demo.student import TEACHER
-from stillhouse.rollouts import Sample
-from stillhouse.rollouts.weights import version_folder
-from stillhouse.train import on_policy
-from stillhouse.train.folder import RunFolder
-from stillhouse.train.rollout_log import Timeline
-from stillhouse.train.rollouts import Rollouts
-from stillhouse.train.run import distill
-from stillhouse.train.session import Session
+from stillhouse.generation import Sample
+from stillhouse.generation.weights import version_folder
+from stillhouse.loops import on_policy
+from stillhouse.loops.step_samples import Rollouts
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.rollout_log import Timeline
+from stillhouse.run.run import distill
+from stillhouse.run.session import Session
+from stillhouse.tools.demo.corpus import collect_split
+from stillhouse.tools.demo.student import TEACHER
 
 STEPS, PROMPTS, SAMPLES, NEW_TOKENS, MAX_STALENESS, TEMPERATURE = 20, 4, 2, 48, 2, 0.7
 #: vLLM writes few completions at a time, so that under async some of them are under way when weights change. How many

@@ -35,7 +35,7 @@ from benchmarks.record import result_file, write_result
 from stillhouse.models import Decoder
 from stillhouse.models.processors import policy_gradient, selected_log_probs
 from stillhouse.models.targets import PolicyTargets, Targets
-from stillhouse.parity import worst
+from stillhouse.tools.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: the targets, relative to the time and the memory of logits

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from benchmarks.measure import extra_bytes, in_fresh_process, relative_distance, run_pass, take_turns, timed
 from benchmarks.peers import CASES, TOP_K, Inputs, Loss, Products, Sizes, contestants, make_inputs, stillhouse_output
-from stillhouse.parity import worst
+from stillhouse.tools.parity import worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: a contestant whose gradient has a larger relative distance from ours computes another loss

@@ -55,7 +55,7 @@ from benchmarks.peers import (
 )
 from benchmarks.record import RESULTS, result_file, write_result
 from stillhouse.objective import VocabShard
-from stillhouse.parity import worst
+from stillhouse.tools.parity import worst
 
 CPU = torch.device("cpu")
 #: float32 numbers per logit that a contestant holds at its peak, if its memory grows with T

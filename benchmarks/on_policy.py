@@ -37,11 +37,11 @@ from benchmarks.on_policy_tables import draw, length_table, summary_of, table
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
 from stillhouse.config.task import TaskSpec
+from stillhouse.data.problems import problem
+from stillhouse.generation import GenerationRequest, Sampling
+from stillhouse.generation.generate import Generator
 from stillhouse.models import Decoder
-from stillhouse.rollouts import GenerationRequest, Sampling
-from stillhouse.rollouts.generate import Generator
-from stillhouse.tasks import problem
-from stillhouse.train.run import distill
+from stillhouse.run.run import distill
 
 TASK, KEY = "reversal(2:12)", "eval/exact_match/reversal"
 TAUGHT, TARGET = 0.95, 0.9

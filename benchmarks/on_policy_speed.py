@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
-from stillhouse.train.run import distill
+from stillhouse.run.run import distill
 
 #: with the smaller one, the output head is a quarter of the student's weights, as in Qwen3-0.6B
 VOCABULARIES = 8192, 32768

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.parallel_costs import Job, Shape
 from stillhouse.data import MicroBatch
+from stillhouse.engine.engine import OptimizerSettings, make_optimizer
 from stillhouse.models import Decoder
 from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
@@ -42,7 +43,6 @@ from stillhouse.parallel import (
     TeacherStudentPair,
     build_runner,
 )
-from stillhouse.train.engine import OptimizerSettings, make_optimizer
 
 CPU = torch.device("cpu")
 VOCABULARY, ROWS, TOKENS, CHUNK = 4096, 2, 128, 64

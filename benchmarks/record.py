@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stillhouse.train.folder import environment
+from stillhouse.output.folder import environment
 
 #: the folder of result files; a rehearsal uses another one, because its results have no meaning
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))

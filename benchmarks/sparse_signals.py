@@ -24,14 +24,14 @@ from torch import Tensor
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
 from stillhouse.data import MicroBatch, PackedSequences
-from stillhouse.demo.corpus import collect_split, write_jsonl
-from stillhouse.demo.run import TEACHER
-from stillhouse.demo.student import save_new_student
+from stillhouse.loops.evaluate import evaluate
 from stillhouse.models import Decoder
-from stillhouse.train.evaluation import evaluate
-from stillhouse.train.run import distill
-from stillhouse.train.session import prepare
-from stillhouse.train.write_cache import write_cache
+from stillhouse.run.run import distill
+from stillhouse.run.session import prepare
+from stillhouse.tools.demo.corpus import collect_split, write_jsonl
+from stillhouse.tools.demo.run import TEACHER
+from stillhouse.tools.demo.student import save_new_student
+from stillhouse.tools.write_cache import write_cache
 
 DRAWS, BINS, MAX_TOKENS = 50, 15, 256
 

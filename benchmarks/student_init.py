@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
-from stillhouse.demo.corpus import collect_split, write_jsonl
-from stillhouse.demo.student import TEACHER
-from stillhouse.train.run import distill
+from stillhouse.run.run import distill
+from stillhouse.tools.demo.corpus import collect_split, write_jsonl
+from stillhouse.tools.demo.student import TEACHER
 
 LAYERS, TOKENS, HELD_OUT = 3, 512, 2
 STARTS: dict[str, dict[str, Any]] = {

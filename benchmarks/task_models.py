@@ -29,9 +29,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stillhouse.config.task import TaskSpec
-from stillhouse.rollouts import Completion, GenerationRequest
-from stillhouse.tasks import Problem, problem
-from stillhouse.train.task_evaluation import evaluate_tasks
+from stillhouse.data.problems import Problem, problem
+from stillhouse.generation import Completion, GenerationRequest
+from stillhouse.loops.task_evaluation import evaluate_tasks
 
 CHARACTERS = "0123456789+-=abcdefghijklmnopqrstuvwxyz :()[]{}"
 PAD, END = "<pad>", "</s>"

@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
-from stillhouse.teachers import request_ahead
-from stillhouse.train.session import Session, prepare
-from stillhouse.train.write_cache import write_cache
+from stillhouse.run.session import Session, prepare
+from stillhouse.signals import request_ahead
+from stillhouse.tools.write_cache import write_cache
 
 TOP_K = 64
 

@@ -26,13 +26,13 @@ from torch.nn.functional import cross_entropy
 from benchmarks.cross_tokenizer import configuration, held_out
 from benchmarks.record import result_file, write_result
 from stillhouse.data import load_tokenizer
-from stillhouse.demo.corpus import collect_split, write_jsonl
-from stillhouse.demo.run import TEACHER
-from stillhouse.demo.student import save_new_student
-from stillhouse.demo.tokenizer import encode
 from stillhouse.models import Decoder
 from stillhouse.models.quantized import weight_bytes
-from stillhouse.train.run import distill
+from stillhouse.run.run import distill
+from stillhouse.tools.demo.corpus import collect_split, write_jsonl
+from stillhouse.tools.demo.run import TEACHER
+from stillhouse.tools.demo.student import save_new_student
+from stillhouse.tools.demo.tokenizer import encode
 
 TOKENS, ROUNDS = 512, 5
 WAYS: dict[str, dict[str, Any]] = {

@@ -28,16 +28,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
+from stillhouse.engine.engine import Engine, OptimizerSettings
+from stillhouse.engine.schedule import make_step_schedule
+from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
 from stillhouse.objective import linear_objective
 from stillhouse.objective.spec import parse_objective
+from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.parallel import single_process_runner
-from stillhouse.teachers import InStageTeacher
-from stillhouse.train.engine import Engine, OptimizerSettings
-from stillhouse.train.folder import RunFolder, init_run_dir
-from stillhouse.train.off_policy import train
-from stillhouse.train.schedule import make_step_schedule
-from stillhouse.train.session import Session
+from stillhouse.run.session import Session
+from stillhouse.signals import InStageTeacher
 
 PARTS = ("teacher_forward", "student_forward", "objective", "student_backward", "optimizer")
 

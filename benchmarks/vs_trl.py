@@ -40,13 +40,13 @@ from benchmarks.on_policy_speed import STUDENT, TEACHER, nested, write_models
 from benchmarks.peers import Products, Sizes, make_inputs
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
-from stillhouse.demo.corpus import collect_split
-from stillhouse.demo.student import TEACHER as DEMO_TEACHER
-from stillhouse.demo.student import save_new_student
+from stillhouse.loops.evaluate import evaluate
 from stillhouse.models import Decoder
-from stillhouse.train.evaluation import evaluate
-from stillhouse.train.run import distill
-from stillhouse.train.session import prepare
+from stillhouse.run.run import distill
+from stillhouse.run.session import prepare
+from stillhouse.tools.demo.corpus import collect_split
+from stillhouse.tools.demo.student import TEACHER as DEMO_TEACHER
+from stillhouse.tools.demo.student import save_new_student
 
 VOCABULARIES = 8192, 32768
 #: tokens of a packed sequence, and sequences of a step

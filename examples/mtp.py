@@ -21,13 +21,13 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from stillhouse import Decoder
-from stillhouse.demo.corpus import collect_documents, split_of
-from stillhouse.demo.student import TEACHER
-from stillhouse.demo.tokenizer import encode
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective.spec import parse_objective
+from stillhouse.tools.demo.corpus import collect_documents, split_of
+from stillhouse.tools.demo.student import TEACHER
+from stillhouse.tools.demo.tokenizer import encode
 
 ROW, ROWS = 128, 2  # tokens per row, rows per step
 LEARNING_RATE = 4e-3

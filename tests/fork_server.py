@@ -7,7 +7,7 @@ import os
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 
-PRELOAD = ["__main__", "stillhouse.train.run", "stillhouse.train.check", "stillhouse.train.engine"]
+PRELOAD = ["__main__", "stillhouse.run.run", "stillhouse.tools.check", "stillhouse.engine.engine"]
 
 
 def fork_server() -> ForkServerContext:

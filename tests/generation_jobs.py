@@ -9,13 +9,13 @@ from families import build
 from shard_ranks import Rank
 from torch import Tensor
 
+from stillhouse.generation import GenerationRequest, Sampling
+from stillhouse.generation.generate import Generator
+from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.models import Decoder, add_lora, draw_lora
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 from stillhouse.parallel.gradients import local
-from stillhouse.rollouts import GenerationRequest, Sampling
-from stillhouse.rollouts.generate import Generator
-from stillhouse.rollouts.in_process import InProcessEngine
-from stillhouse.rollouts.student_copy import StudentCopy
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 11, 1, 7, 5, 4, 2)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 from stillhouse.models import processors
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.targets import Targets
-from stillhouse.parity import worst
+from stillhouse.tools.parity import worst
 
 
 def compare_log_probs(rank: Rank, layout: Layout) -> tuple[float, float]:

@@ -6,8 +6,13 @@ from pathlib import Path
 
 from report_runs import HOSTILE, TEXT, make_run, token_entries
 
-from stillhouse.train.folder import RunFolder
-from stillhouse.train.rollout_log import RolloutLog, Sample, SampleToken, Timeline
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.rollout_log import (
+    RolloutLog,
+    Sample,
+    SampleToken,
+    Timeline,
+)
 
 CONFIG = (
     "student:\n  model: models/small-student\nteacher:\n  model: Example/Teacher-5M\nrollout:\n  schedule: async\n"

@@ -26,10 +26,10 @@ from toy_tokenizer import TEXT, toy_backend, toy_tokenizer
 
 from stillhouse.config import RunConfig, dump_config, load_config
 from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import StepOutput
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.train.engine import StepOutput
-from stillhouse.train.folder import WRITER
-from stillhouse.train.session import Session, prepare
+from stillhouse.output.folder import WRITER
+from stillhouse.run.session import Session, prepare
 
 MAX_TOKENS = 32
 ROOT = Path(__file__).parents[1]

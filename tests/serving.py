@@ -12,8 +12,8 @@ import torch
 from ranks import Ranks
 from runs import Command
 
-from stillhouse.teachers.spec import DocumentRows, SignalSpec
-from stillhouse.teachers.wire import SAFETENSORS, decode_answer, encode_request
+from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
+from stillhouse.signals.spec import DocumentRows, SignalSpec
 
 
 class Server:
@@ -93,7 +93,7 @@ class Server:
 
 def slow_model(seconds: float) -> None:
     """Each forward pass takes longer."""
-    from stillhouse.teachers.scorer import Scorer
+    from stillhouse.signals.scorer import Scorer
 
     score = Scorer.score
 
@@ -106,7 +106,7 @@ def slow_model(seconds: float) -> None:
 
 def out_of_memory_above(tokens: int) -> None:
     """A forward pass of more tokens fails as it does on a full GPU."""
-    from stillhouse.teachers.scorer import Scorer
+    from stillhouse.signals.scorer import Scorer
 
     score = Scorer.score
 
@@ -139,7 +139,7 @@ def nan_for_token(token: int) -> None:
 
 def slow_generation(seconds: float) -> None:
     """Each step of a completion takes longer."""
-    from stillhouse.rollouts.draws import Draws
+    from stillhouse.generation.draws import Draws
 
     call = Draws.__call__
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.objective import Signal
-from stillhouse.train.session import Session
+from stillhouse.run.session import Session
 
 #: a loss, and the gradient of each parameter
 Gradients = tuple[float, dict[str, Tensor]]

@@ -12,12 +12,12 @@ from shard_ranks import Rank, shared_pool
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from stillhouse.engine.engine import OptimizerSettings, make_optimizer
 from stillhouse.models import Decoder, add_lora, draw_lora, without_lora
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
 from stillhouse.parallel.stages import Stage, require_training
-from stillhouse.train.engine import OptimizerSettings, make_optimizer
 
 IDS = torch.arange(3, 40)[None]
 LABELS = IDS[0].roll(-1)

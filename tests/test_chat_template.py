@@ -6,7 +6,7 @@ import pytest
 from runs import contents, run, session_of, write_records, write_run
 from transformers import AutoTokenizer
 
-from stillhouse.train.identity import configuration_hash
+from stillhouse.checkpoint.identity import configuration_hash
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] }}"

@@ -9,8 +9,8 @@ import torch
 from runs import session_of, write_run
 
 from stillhouse.libraries import is_supported
-from stillhouse.train.check import _forward_backward, _single_terms, check
-from stillhouse.train.session import Session
+from stillhouse.run.session import Session
+from stillhouse.tools.check import _forward_backward, _single_terms, check
 
 LOSS = "0.3*cross_entropy + 0.1*z_loss + 0.7*jsd(0.5) + 0.01*entropy"
 needs_mtp = pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")

@@ -24,11 +24,11 @@ from two_tokenizers import GOLD, ULD, K, demo_text, tokenizer, write_model, writ
 from stillhouse.data import DataError, Documents
 from stillhouse.models import Decoder
 from stillhouse.objective import SortedTopK, SpanSignal, TopK
-from stillhouse.teachers import CrossTokenizerStore, TeacherInJob
-from stillhouse.teachers.cross_tokenizer import Method
-from stillhouse.teachers.labelled import labelled_log_probs
-from stillhouse.teachers.spec import DocumentRows, SignalSpec
-from stillhouse.train.session import objective_spec
+from stillhouse.run.session import objective_spec
+from stillhouse.signals import CrossTokenizerStore, TeacherInJob
+from stillhouse.signals.cross_tokenizer import Method
+from stillhouse.signals.labelled import labelled_log_probs
+from stillhouse.signals.spec import DocumentRows, SignalSpec
 
 TAU = 1.3
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from two_tokenizers import GOLD, ULD, tokenizer, write_model, write_pair
 
 from stillhouse.config import ConfigError, load_config
-from stillhouse.train.session import prepare
+from stillhouse.run.session import prepare
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from fork_server import fork_server
 from runs import ROOT, metrics, run, session_of, write_run, write_texts
 from toy_tokenizer import toy_tokenizer
 
+from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.data import Documents, load_documents
 from stillhouse.data.reading import local_files, read_records
 from stillhouse.data.token_cache import cached_documents, entry_key, user_folder
-from stillhouse.train.identity import configuration_hash
 
 
 def load(folder: Path, cache: Path | None, **options: Any) -> Documents:

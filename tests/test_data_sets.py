@@ -14,10 +14,10 @@ from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import Documents, PackedSequences, load_documents
-from stillhouse.train.evaluation import evaluate
-from stillhouse.train.progress import folder_name
-from stillhouse.train.session import Session, data_reports
-from stillhouse.train.write_cache import write_cache
+from stillhouse.loops.evaluate import evaluate
+from stillhouse.output.progress import folder_name
+from stillhouse.run.session import Session, data_reports
+from stillhouse.tools.write_cache import write_cache
 
 WEIGHTS = (0.7, 0.2, 0.1)
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stillhouse.demo import corpus, student
-from stillhouse.demo.corpus import Document
+from stillhouse.tools.demo import corpus, student
+from stillhouse.tools.demo.corpus import Document
 
 TEACHER = student.TEACHER
 SPLITS = ("teacher", "student", "held_out")

@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from stillhouse.demo.run import LABELS, OBJECTIVES, demo, table
-from stillhouse.demo.student import TEACHER
+from stillhouse.tools.demo.run import (
+    LABELS,
+    OBJECTIVES,
+    demo,
+    table,
+)
+from stillhouse.tools.demo.student import TEACHER
 
 STEPS = 1
 

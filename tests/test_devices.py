@@ -8,7 +8,7 @@ from runs import write_run
 
 from stillhouse.config import ConfigError
 from stillhouse.parallel import best_precision, choose_device
-from stillhouse.train.session import prepare, with_precision
+from stillhouse.run.session import prepare, with_precision
 
 
 @pytest.mark.parametrize(

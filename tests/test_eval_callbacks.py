@@ -9,7 +9,7 @@ from ranks import Ranks
 from runs import run, write_run
 
 from stillhouse.config import ConfigError, load_config
-from stillhouse.train.callbacks import EvaluationContext, checked_metrics
+from stillhouse.loops.callbacks import EvaluationContext, checked_metrics
 
 
 def lengths(context: EvaluationContext) -> dict[str, float]:

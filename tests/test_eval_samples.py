@@ -13,7 +13,7 @@ from runs import Command, run, session_of, write_records, write_run
 from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError, load_config
-from stillhouse.train.eval_samples import PROMPT_TOKENS, choose_prompts
+from stillhouse.loops.sampled_completions import PROMPT_TOKENS, choose_prompts
 
 SETTINGS = {"eval.samples": 3, "eval.task_tokens": 7, "eval.every": 2, "checkpoint.every": 2, "checkpoint.keep": 9}
 
@@ -72,7 +72,7 @@ def test_a_resumed_run_has_each_evaluation_once(tmp_path: Path) -> None:
 
 def end_after_an_evaluation() -> None:
     """Ends the process after the evaluation of step 4, before its checkpoint."""
-    from stillhouse.train.training import Training
+    from stillhouse.loops.training import Training
 
     save = Training.save
 

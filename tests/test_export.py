@@ -16,11 +16,11 @@ from test_train_layouts import distill
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stillhouse.checkpoint.save import save_checkpoint
 from stillhouse.libraries import is_supported
-from stillhouse.train.checkpoint import save_checkpoint
-from stillhouse.train.export_run import ExportSettings, export_run
-from stillhouse.train.progress import Progress
-from stillhouse.train.write_cache import write_cache
+from stillhouse.output.progress import Progress
+from stillhouse.tools.export_run import ExportSettings, export_run
+from stillhouse.tools.write_cache import write_cache
 
 IDS = torch.arange(3, 35)[None]
 PLAIN = ExportSettings(card=False)

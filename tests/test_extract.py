@@ -7,8 +7,13 @@ from shard_ranks import RankPool, shared_pool
 from torch import Tensor
 
 from stillhouse.objective import OutputHead
-from stillhouse.teachers.extract import ChosenRows, Extract, chosen_log_probs, ranked_log_probs
-from stillhouse.teachers.spec import SignalSpec
+from stillhouse.signals.extract import (
+    ChosenRows,
+    Extract,
+    chosen_log_probs,
+    ranked_log_probs,
+)
+from stillhouse.signals.spec import SignalSpec
 
 EVEN = ((0, 126), (126, 251))
 UNEVEN = ((0, 200), (200, 203), (203, 251))

@@ -15,10 +15,10 @@ from families import FAMILIES, build
 from toy_tokenizer import toy_tokenizer
 from transformers import GenerationConfig
 
+from stillhouse.generation import Completion, GenerationRequest, Sampling
+from stillhouse.generation.draws import Draws, _gumbel
+from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.models import Decoder, add_lora, eos_ids
-from stillhouse.rollouts import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.draws import Draws, _gumbel
-from stillhouse.rollouts.generate import Generator, check_generation
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 11, 1, 7, 5)

@@ -13,10 +13,10 @@ from shard_ranks import Rank, shared_pool
 from test_train_evaluation import log_probs
 from torch import Tensor
 
+from stillhouse.loops.held_out_tokens import PUSHED, gradients_by_term, held_out_tokens
 from stillhouse.objective import FullVocab, OutputHead, VocabShard
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
-from stillhouse.train.held_out import PUSHED, gradients_by_term, held_out_tokens
 
 LOSS = "0.4*cross_entropy(label_smoothing=0.1) + 0.2*forward_kl + 0.3*jsd(0.5) + 0.01*entropy"
 

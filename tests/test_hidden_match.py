@@ -21,7 +21,7 @@ from stillhouse.config import ConfigError
 from stillhouse.models import Decoder, HiddenPair, match_hidden
 from stillhouse.models.hidden_layers import numbered_layers
 from stillhouse.parallel.stages import Stage, require_pairs
-from stillhouse.train.session import Session
+from stillhouse.run.session import Session
 
 PAIRS: list[dict[str, Any]] = [
     {"student": 0, "teacher": 1, "scale": 0.7},

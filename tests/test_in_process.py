@@ -8,10 +8,10 @@ import pytest
 from generation_jobs import CPU, Problem, an_error_on_one_rank, on_ranks, one_process, requests, student
 from shard_ranks import shared_pool
 
+from stillhouse.generation import RolloutEngine, Sampling
+from stillhouse.generation.generate import Generator
+from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.parallel import Degrees
-from stillhouse.rollouts import RolloutEngine, Sampling
-from stillhouse.rollouts.generate import Generator
-from stillhouse.rollouts.in_process import InProcessEngine
 
 SAMPLED = Sampling(max_new_tokens=8, eos_ids=(2, 9), top_p=0.95)
 GREEDY = replace(SAMPLED, temperature=0.0)

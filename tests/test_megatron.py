@@ -29,7 +29,7 @@ from shard_ranks import RankPool
 
 from stillhouse.models import processors
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.parity import worst
+from stillhouse.tools.parity import worst
 
 CASES = [
     Case(Layout()),

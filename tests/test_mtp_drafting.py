@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
-from stillhouse.demo import corpus
-from stillhouse.demo.corpus import Document, split_of
 from stillhouse.models import Decoder, mtp, processors, targets
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective.spec import parse_objective
+from stillhouse.tools.demo import corpus
+from stillhouse.tools.demo.corpus import Document, split_of
 
 ROOT = Path(__file__).parents[1]
 

@@ -24,6 +24,7 @@ from rollout_cases import (
 from torch import Tensor
 
 from stillhouse.data import MicroBatch
+from stillhouse.engine.engine import _targets
 from stillhouse.models.processors import distillation
 from stillhouse.objective import (
     Correction,
@@ -38,7 +39,6 @@ from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.objective.tile import Tile
-from stillhouse.train.engine import _targets
 
 
 def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

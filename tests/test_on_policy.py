@@ -18,10 +18,10 @@ from serving import Server
 from test_train_resume import signal_at
 from toy_tokenizer import toy_tokenizer
 
+from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.config import ConfigError, RunConfig
-from stillhouse.train.identity import decisive_values
-from stillhouse.train.run import distill
-from stillhouse.train.session import prepare
+from stillhouse.run.run import distill
+from stillhouse.run.session import prepare
 
 HOOKS = """
 def length(prompt, completion, record):

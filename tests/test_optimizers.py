@@ -15,22 +15,22 @@ from runs import forward_backward, run, session_of, write_run
 from test_train_layouts import assert_same_model, distill
 from torch import nn
 
+from stillhouse.checkpoint.identity import decisive_values
+from stillhouse.checkpoint.integrity import stored_tensors, verified
+from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError
-from stillhouse.models import Decoder
-from stillhouse.parallel import Degrees, Layout
-from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
-from stillhouse.train.engine import Engine
-from stillhouse.train.identity import decisive_values
-from stillhouse.train.integrity import stored_tensors, verified
-from stillhouse.train.optimizer import (
+from stillhouse.engine.engine import Engine
+from stillhouse.engine.optimizer import (
     OptimizerSettings,
     embedding_weights,
     make_optimizer,
     require_optimizer,
     set_learning_rate,
 )
-from stillhouse.train.progress import Progress
-from stillhouse.train.session import Session
+from stillhouse.models import Decoder
+from stillhouse.output.progress import Progress
+from stillhouse.parallel import Degrees, Layout
+from stillhouse.run.session import Session
 
 KINDS = ["adamw", "muon", "adafactor", "adamw_8bit"]
 SETTINGS: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}

@@ -8,7 +8,7 @@ from families import build
 
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
-from stillhouse.parity import Row, differences, worst
+from stillhouse.tools.parity import Row, differences, worst
 
 
 def test_a_nan_in_any_position_is_called_different() -> None:

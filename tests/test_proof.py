@@ -16,8 +16,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from stillhouse.models import Decoder, ProofError, prove_decoder
 from stillhouse.models.proof import ProbeDocuments
 from stillhouse.parallel import single_process_runner
-from stillhouse.teachers.scorer import Part, Scorer
-from stillhouse.teachers.spec import DocumentRows, SignalSpec
+from stillhouse.signals.scorer import Part, Scorer
+from stillhouse.signals.spec import DocumentRows, SignalSpec
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

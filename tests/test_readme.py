@@ -15,9 +15,9 @@ from proofs import proof_rows
 import stillhouse.objective
 from stillhouse import Decoder
 from stillhouse.config import load_config
-from stillhouse.demo.student import TEACHER, save_new_student
 from stillhouse.models import processors
 from stillhouse.objective.spec import parse_objective
+from stillhouse.tools.demo.student import TEACHER, save_new_student
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -12,8 +12,8 @@ from report_runs import HOSTILE, Page, make_run
 from runs import ROOT
 
 from stillhouse.data.documents import DataReport
-from stillhouse.report import curves, held_out, write_report
-from stillhouse.report.reading import read_metrics
+from stillhouse.output.report import curves, held_out, write_report
+from stillhouse.output.report.reading import read_metrics
 
 
 @pytest.fixture
@@ -391,7 +391,7 @@ def test_data_that_are_not_there_have_no_row(run_dir):
 def test_every_metric_of_a_run_has_a_title(tmp_path):
     """A key in quotes in the code that writes metrics has a chart of its own, and not its key as a title."""
     keys = {"eval/mtp_1/acceptance", "eval/mtp_1/sampled_acceptance"}
-    for source in (ROOT / "stillhouse" / "train").glob("*.py"):
+    for source in (ROOT / "stillhouse").rglob("*.py"):
         keys |= set(re.findall(r'"((?:rollout|speed|train|eval|loss)/[a-z_]+)"', source.read_text()))
     keys -= {"eval/exact_match", "eval/acceptance", "eval/sampled_acceptance"}  # prefixes of keys
     run = make_run(tmp_path / "run", steps=2, every=1)

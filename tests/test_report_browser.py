@@ -11,9 +11,9 @@ from browser import CHROMIUM, Browser
 from report_runs import HOSTILE, Page, make_run
 from rollout_runs import make_on_policy_run
 
-from stillhouse.report import curves, write_report
-from stillhouse.report.held_out import shade
-from stillhouse.report.watch import ReportServer, WatchedReport
+from stillhouse.output.report import curves, write_report
+from stillhouse.output.report.held_out import shade
+from stillhouse.output.report.watch import ReportServer, WatchedReport
 
 QUIET = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

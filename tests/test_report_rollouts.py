@@ -11,10 +11,10 @@ import pytest
 from report_runs import HOSTILE, TEXT, Page, make_run
 from rollout_runs import make_on_policy_run, make_sample
 
-from stillhouse.report import rollout_files, rollouts, write_report
-from stillhouse.report.rollout_files import Span
-from stillhouse.train.folder import RunFolder
-from stillhouse.train.rollout_log import RolloutLog, Timeline
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.report import rollout_files, rollouts, write_report
+from stillhouse.output.report.rollout_files import Span
+from stillhouse.output.rollout_log import RolloutLog, Timeline
 
 FILES = ("timeline.jsonl", "samples.jsonl")
 ASSETS = Path(rollouts.__file__).parent / "assets"

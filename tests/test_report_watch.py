@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from report_runs import Page, make_run
 
 from stillhouse.cli import cli
-from stillhouse.report import write_report
-from stillhouse.report.differences import differences
-from stillhouse.report.page import read_runs
-from stillhouse.report.watch import ReportServer, WatchedReport, watch
+from stillhouse.output.report import write_report
+from stillhouse.output.report.differences import differences
+from stillhouse.output.report.page import read_runs
+from stillhouse.output.report.watch import ReportServer, WatchedReport, watch
 
 
 @pytest.fixture

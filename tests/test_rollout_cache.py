@@ -5,10 +5,10 @@ import torch
 from families import build
 from test_generate import CPU, SAMPLING, as_lists, requests
 
+from stillhouse.generation import generate
+from stillhouse.generation.cache import RoomyLayer, roomy_cache
+from stillhouse.generation.generate import Generator
 from stillhouse.models import Decoder
-from stillhouse.rollouts import generate
-from stillhouse.rollouts.cache import RoomyLayer, roomy_cache
-from stillhouse.rollouts.generate import Generator
 
 #: whether all layers of a family have full attention
 FAMILIES = {"llama": True, "qwen3": False, "gemma3": False}

@@ -26,16 +26,16 @@ from writer_cases import (
 )
 
 from stillhouse.config import ConfigError
+from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import single_process_runner
-from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.sglang import SglangApi
-from stillhouse.rollouts.vllm import VllmApi
-from stillhouse.rollouts.weights import publish
-from stillhouse.teachers.client.pool import ServerError
-from stillhouse.train.rollout_engine import open_engine
-from stillhouse.train.session import prepare
+from stillhouse.run.rollout_engine import open_engine
+from stillhouse.run.session import prepare
+from stillhouse.serving.client.pool import ServerError
+from stillhouse.serving.engines.sglang import SglangApi
+from stillhouse.serving.engines.vllm import VllmApi
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ import pytest
 from stub_writers import Fault, VllmWriter, WriterHandler, WriterServer, writing
 from writer_cases import TEMPERATURE, VOCABULARY, Student, engine_of, requests_of, results, wait_for_tokens
 
-from stillhouse.rollouts import http
-from stillhouse.rollouts.http import MOST_RESTORED
-from stillhouse.rollouts.probe import PROBE_TOKENS
-from stillhouse.rollouts.sample import Sampling
-from stillhouse.rollouts.vllm import VllmApi
-from stillhouse.teachers.client.pool import ServerError
+from stillhouse.generation.sample import Sampling
+from stillhouse.serving.client.pool import ServerError
+from stillhouse.serving.engines import http
+from stillhouse.serving.engines.http import MOST_RESTORED
+from stillhouse.serving.engines.probe import PROBE_TOKENS
+from stillhouse.serving.engines.vllm import VllmApi
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,17 @@ from threading import Thread
 
 import pytest
 
-from stillhouse.train.folder import RunFolder
-from stillhouse.train.logging import NoLog, RunLog
-from stillhouse.train.progress import Progress
-from stillhouse.train.rollout_log import CHARACTERS, TOKENS, RolloutLog, Sample, SampleToken, open_rollout_log
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.log import NoLog, RunLog
+from stillhouse.output.progress import Progress
+from stillhouse.output.rollout_log import (
+    CHARACTERS,
+    TOKENS,
+    RolloutLog,
+    Sample,
+    SampleToken,
+    open_rollout_log,
+)
 
 
 def sample(**changes) -> Sample:
@@ -134,7 +141,7 @@ def test_threads_lose_no_span(tmp_path):
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("stillhouse.train.rollout_log.is_first", lambda: False)
+    monkeypatch.setattr("stillhouse.output.rollout_log.is_first", lambda: False)
     with open_rollout_log(RunFolder(tmp_path), Progress(), NoLog()) as log:
         with log.timeline.span(1, "trainer", "wait"):
             pass

@@ -7,8 +7,8 @@ import pytest
 from stub_writers import VllmWriter, WriterHandler, writing
 from test_on_policy import losses, write
 
-from stillhouse.rollouts.probe import PROBE_TOKENS
-from stillhouse.train.run import distill
+from stillhouse.run.run import distill
+from stillhouse.serving.engines.probe import PROBE_TOKENS
 
 
 def shifted(handler: WriterHandler, content: dict[str, Any]) -> None:

@@ -18,8 +18,7 @@ from toy_tokenizer import toy_tokenizer
 
 from stillhouse.data import DataReport, Documents
 from stillhouse.data.prefixes import offsets_of
-from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
-from stillhouse.rollouts import (
+from stillhouse.generation import (
     POLICY_VERSION,
     Completion,
     GenerationRequest,
@@ -31,7 +30,8 @@ from stillhouse.rollouts import (
     require_versions,
     step_documents,
 )
-from stillhouse.rollouts.advantages import mean_and_deviation, with_advantages
+from stillhouse.generation.advantages import mean_and_deviation, with_advantages
+from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 
 STEPS, PROMPTS, SAMPLES = 12, 7, 3
 

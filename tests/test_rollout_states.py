@@ -17,11 +17,11 @@ from test_on_policy import write
 from test_rollout_queue import PROMPTS, SAMPLES, STEPS, LateEngine, queue_of
 from test_train_resume import signal_at
 
-from stillhouse.rollouts import QueueState, RolloutQueue, Sample
-from stillhouse.train.files import hashes
-from stillhouse.train.integrity import ROLLOUTS
-from stillhouse.train.progress import read_state, write_state
-from stillhouse.train.queue_file import read_queue, write_queue
+from stillhouse.checkpoint.integrity import ROLLOUTS
+from stillhouse.checkpoint.queue_file import read_queue, write_queue
+from stillhouse.generation import QueueState, RolloutQueue, Sample
+from stillhouse.output.files import hashes
+from stillhouse.output.progress import read_state, write_state
 
 #: the steps that are made before the checkpoint; the first groups of the next step are those from FIRST on
 STEP = 5

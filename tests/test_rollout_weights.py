@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from weights_jobs import growth_under, publish_under
 
+from stillhouse.generation import weights
+from stillhouse.generation.published import MANIFEST, read_manifest
+from stillhouse.generation.weights import BUCKET_BYTES, publish
 from stillhouse.libraries import is_supported
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora, is_lora
 from stillhouse.parallel import Degrees, single_process_runner
-from stillhouse.rollouts import weights
-from stillhouse.rollouts.published import MANIFEST, read_manifest
-from stillhouse.rollouts.weights import BUCKET_BYTES, publish
 
 LAYOUTS = {
     "fsdp 2": (Degrees(fsdp=2), "1f1b"),

@@ -17,8 +17,8 @@ from ranks import free_port
 from runs import Command, save_model, wait_for
 from serving import Server, slow_generation
 
-from stillhouse.teachers.server import connection
-from stillhouse.teachers.wire import JSON
+from stillhouse.serving.server import connection
+from stillhouse.serving.wire import JSON
 
 GENERATE, SCORE = "/inference/v1/generate", "/v1/score"
 JSON_LIMIT = 8 * 2**20

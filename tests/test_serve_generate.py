@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from serving import Server, slow_generation
 
 from stillhouse.data import load_tokenizer
+from stillhouse.generation import Completion, GenerationRequest, Sampling
+from stillhouse.generation.generate import Generator
+from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import single_process_runner
-from stillhouse.rollouts import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.generate import Generator
-from stillhouse.rollouts.http import ServedEngine
-from stillhouse.rollouts.stillhouse_client import StillhouseApi
-from stillhouse.rollouts.weights import publish
+from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.engines.stillhouse import StillhouseApi
 
 CPU = torch.device("cpu")
 PATH = "/inference/v1/generate"

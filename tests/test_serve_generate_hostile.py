@@ -9,10 +9,10 @@ from hostile import assert_survives, from_the_openapi_document
 from runs import save_model
 from serving import Server
 
+from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
-from stillhouse.rollouts.weights import publish
-from stillhouse.teachers.wire import JSON
+from stillhouse.serving.wire import JSON
 
 PATH = "/inference/v1/generate"
 

@@ -13,8 +13,8 @@ from runs import save_model
 from safetensors.torch import save
 from serving import Server
 
-from stillhouse.teachers.spec import DocumentRows, SignalSpec
-from stillhouse.teachers.wire import JSON, SAFETENSORS, encode_request
+from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
+from stillhouse.signals.spec import DocumentRows, SignalSpec
 
 JSON_LIMIT = 8 * 2**20
 

@@ -20,11 +20,11 @@ from test_on_policy import write
 from test_serve_generate import changed, load, published  # noqa: F401 (a fixture)
 from writer_cases import Student, engine_of, requests_of
 
-from stillhouse.rollouts.published import MANIFEST, read_manifest
-from stillhouse.rollouts.weights import version_folder
-from stillhouse.teachers.client import ServerError
-from stillhouse.train import rollouts
-from stillhouse.train.folder import RunFolder
+from stillhouse.generation.published import MANIFEST, read_manifest
+from stillhouse.generation.weights import version_folder
+from stillhouse.loops import step_samples as rollouts
+from stillhouse.output.folder import RunFolder
+from stillhouse.serving.client import ServerError
 
 WEIGHTS = "model.safetensors"
 SETTINGS: dict[str, Any] = {"train.steps": 6, "rollout.max_new_tokens": 9, "rollout.engine": "stillhouse"}
@@ -180,7 +180,7 @@ def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path,
 
 
 def cut_before_apply(path: str) -> None:
-    from stillhouse.rollouts.server.updates import WeightUpdates
+    from stillhouse.serving.generate.updates import WeightUpdates
 
     apply = WeightUpdates.apply
 
@@ -197,7 +197,7 @@ def cut_before_apply(path: str) -> None:
 
 def load_nothing() -> None:
     """A load that is said to have succeeded, and has changed nothing."""
-    from stillhouse.rollouts.server.updates import WeightUpdates
+    from stillhouse.serving.generate.updates import WeightUpdates
 
     apply = WeightUpdates.apply
 

@@ -13,15 +13,15 @@ from test_on_policy import losses, weights, write
 from transformers import AutoTokenizer
 from writer_cases import requests_of, results
 
-from stillhouse.rollouts.http import ServedEngine
-from stillhouse.rollouts.sample import Sampling
-from stillhouse.rollouts.sglang import SglangApi
-from stillhouse.rollouts.stillhouse_client import StillhouseApi
-from stillhouse.rollouts.vllm import VllmApi
-from stillhouse.teachers.client import ServerError
-from stillhouse.train.folder import RunFolder
-from stillhouse.train.run import distill
-from stillhouse.train.served_writer import FILE, require_same_writer
+from stillhouse.checkpoint.served_writer import FILE, require_same_writer
+from stillhouse.generation.sample import Sampling
+from stillhouse.output.folder import RunFolder
+from stillhouse.run.run import distill
+from stillhouse.serving.client import ServerError
+from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.engines.sglang import SglangApi
+from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.engines.vllm import VllmApi
 
 SETTINGS: dict[str, Any] = {"objective.loss": "cross_entropy", "rollout.writer": "teacher", "checkpoint.every": 2}
 TEXT = "Two and 3 is 5."

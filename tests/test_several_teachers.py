@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError
 from stillhouse.data import DataError
+from stillhouse.loops.evaluate import evaluate, means
 from stillhouse.objective.spec import TeacherShare, parse_objective
 from stillhouse.parallel.heads import HeadBuffers
-from stillhouse.teachers import SeparateTeacher, SeveralTeachers, WeightAverage
-from stillhouse.train.evaluation import evaluate, means
-from stillhouse.train.session import Session
+from stillhouse.run.session import Session
+from stillhouse.signals import SeparateTeacher, SeveralTeachers, WeightAverage
 
 LOSS = {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "data.eval": 0.0}
 SUBJECTS = ("math", "code")

@@ -101,7 +101,7 @@ def test_the_records_of_the_quick_start_are_read(tmp_path: Path) -> None:
     from toy_tokenizer import toy_tokenizer
 
     from stillhouse.config import load_config
-    from stillhouse.train.session import prepare
+    from stillhouse.run.session import prepare
 
     (shown,) = re.findall(r"```json\n(.*?)```", QUICK_START, flags=re.DOTALL)
     expected = ["A whole text: every token of it is to be predicted.", " Paris.", "Four."]

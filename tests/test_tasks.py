@@ -14,11 +14,16 @@ from benchmarks.task_models import Greedy, batch_of, character_tokenizer, new_mo
 from stillhouse import cli
 from stillhouse.cli.task import NAMES
 from stillhouse.config import ConfigError
-from stillhouse.config.task import LENGTHS, SHORTEST
+from stillhouse.config.task import LENGTHS, SHORTEST, TaskSpec
 from stillhouse.data import load_documents
-from stillhouse.rollouts import Completion, GenerationRequest
-from stillhouse.tasks import Problem, TaskSpec, exact_match, is_held_out, problem
-from stillhouse.train.task_evaluation import evaluate_tasks
+from stillhouse.data.problems import (
+    Problem,
+    exact_match,
+    is_held_out,
+    problem,
+)
+from stillhouse.generation import Completion, GenerationRequest
+from stillhouse.loops.task_evaluation import evaluate_tasks
 
 #: of seed 7: problems 0 and 4 for training, problem 1 held out
 GOLDEN = {

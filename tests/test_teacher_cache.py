@@ -16,12 +16,12 @@ from torch import Tensor
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
 from stillhouse.objective import OutputHead, TopK
-from stillhouse.teachers import SignalCache
-from stillhouse.teachers.cache.format import shard_name
-from stillhouse.teachers.extract import top_k_log_probs
-from stillhouse.train.folder import folder_lock
-from stillhouse.train.session import Session
-from stillhouse.train.write_cache import write_cache
+from stillhouse.output.folder import folder_lock
+from stillhouse.run.session import Session
+from stillhouse.signals import SignalCache
+from stillhouse.signals.cache.format import shard_name
+from stillhouse.signals.extract import top_k_log_probs
+from stillhouse.tools.write_cache import write_cache
 
 SHARD_BYTES = 5000
 
@@ -94,7 +94,7 @@ def test_all_ids_leave_nothing_outside() -> None:
 def test_a_cache_does_not_depend_on_where_it_was_interrupted(
     folder: Path, hidden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stillhouse.train import write_cache as module
+    from stillhouse.tools import write_cache as module
 
     compute, calls = module._Writer.compute, []
 
@@ -217,7 +217,7 @@ def test_rounded_hidden_states_change_gradients_by_their_rounding(
 def test_nan_of_the_teacher_is_refused_by_the_writer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stillhouse.train import write_cache as module
+    from stillhouse.tools import write_cache as module
 
     load = module.load_teacher
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.config import RunConfig
-from stillhouse.teachers import SignalCache
-from stillhouse.teachers.cache.distillkit import Compression, DistillkitFiles
-from stillhouse.train.export_cache import export_distillkit
-from stillhouse.train.import_cache import import_distillkit, import_speculators
-from stillhouse.train.write_cache import write_cache
+from stillhouse.signals import SignalCache
+from stillhouse.signals.cache.exchange.distillkit import Compression, DistillkitFiles
+from stillhouse.tools.export_cache import export_distillkit
+from stillhouse.tools.import_cache import import_distillkit, import_speculators
+from stillhouse.tools.write_cache import write_cache
 
 FORWARD_KL = {"objective.loss": "forward_kl"}
 K, VOCABULARY = 7, 400

@@ -9,7 +9,7 @@ from ranks import Ranks
 from runs import Command, contents, run, write_run
 from safetensors.torch import load_file
 
-from stillhouse.train.write_cache import write_cache
+from stillhouse.tools.write_cache import write_cache
 
 LIMIT = 180
 SHARD_BYTES = 5000
@@ -69,7 +69,7 @@ def test_two_processes_draw_what_one_draws(workspace: Path) -> None:
 
 
 def small_shards() -> None:
-    from stillhouse.train import cache_folder
+    from stillhouse.tools import cache_folder
 
     cache_folder.SHARD_BYTES = SHARD_BYTES
 
@@ -95,7 +95,8 @@ def kill_at(instant: int) -> None:
     import os
     import signal
 
-    from stillhouse.train import cache_folder, files, write_cache
+    from stillhouse.output import files
+    from stillhouse.tools import cache_folder, write_cache
 
     cache_folder.SHARD_BYTES = SHARD_BYTES
     calls = 0

@@ -10,10 +10,10 @@ from runs import contents, forward_backward, run, session_of, write_records, wri
 from torch import Tensor
 
 from stillhouse.config import RunConfig
-from stillhouse.teachers import SignalCache
-from stillhouse.train import cache_folder
-from stillhouse.train.merge_caches import merge_caches
-from stillhouse.train.write_cache import write_cache
+from stillhouse.signals import SignalCache
+from stillhouse.tools import cache_folder
+from stillhouse.tools.merge_caches import merge_caches
+from stillhouse.tools.write_cache import write_cache
 
 FORWARD_KL = {"objective.loss": "forward_kl"}
 SHARD_BYTES = 5000

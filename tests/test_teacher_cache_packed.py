@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stillhouse.objective import OutputHead
-from stillhouse.teachers import SignalCache, SignalSpec
-from stillhouse.teachers.cache.bits import pack_rows, unpack_rows
-from stillhouse.teachers.cache.format import shard_name
-from stillhouse.teachers.cache.layout import StoredRows, layout_of
-from stillhouse.teachers.labelled import labelled_log_probs
-from stillhouse.teachers.sampling import distinct
-from stillhouse.teachers.spec import DocumentRows
-from stillhouse.train.write_cache import write_cache
+from stillhouse.signals import SignalCache, SignalSpec
+from stillhouse.signals.cache.bits import pack_rows, unpack_rows
+from stillhouse.signals.cache.format import shard_name
+from stillhouse.signals.cache.layout import StoredRows, layout_of
+from stillhouse.signals.labelled import labelled_log_probs
+from stillhouse.signals.sampling import distinct
+from stillhouse.signals.spec import DocumentRows
+from stillhouse.tools.write_cache import write_cache
 
 FORWARD_KL = {"objective.loss": "forward_kl"}
 SHARD_BYTES = 5000

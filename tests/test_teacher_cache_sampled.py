@@ -10,10 +10,10 @@ from runs import contents, forward_backward, metrics, run, session_of, write_run
 from torch import Tensor
 
 from stillhouse.objective import DenseLogits, Distill, OutputHead, Signal, linear_objective, parse_divergence
-from stillhouse.teachers import SignalCache
-from stillhouse.teachers.sampling import draw, uniform_numbers
-from stillhouse.teachers.spec import SignalSpec
-from stillhouse.train.write_cache import write_cache
+from stillhouse.signals import SignalCache
+from stillhouse.signals.sampling import draw, uniform_numbers
+from stillhouse.signals.spec import SignalSpec
+from stillhouse.tools.write_cache import write_cache
 
 VOCABULARY, DRAWS, SHARD_BYTES = 251, 50, 5000
 FORWARD_KL = {"objective.loss": "forward_kl"}
@@ -119,7 +119,7 @@ def test_the_same_draws_in_other_batches_and_shards(folder: Path, tmp_path: Path
 def test_an_interrupted_cache_of_draws_has_the_same_bytes(
     folder: Path, tmp_path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stillhouse.train import write_cache as module
+    from stillhouse.tools import write_cache as module
 
     whole = written(folder, tmp_path / "whole", packed=packed)
     compute, calls = module._Writer.compute, []

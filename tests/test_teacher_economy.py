@@ -25,11 +25,11 @@ from stillhouse.models import Decoder
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.quantized import is_quantized, weight_bytes
 from stillhouse.parallel import Degrees, Layout, WaitingWeights
-from stillhouse.teachers import SignalCache
-from stillhouse.train import models
-from stillhouse.train.models import require_teachers_fit
-from stillhouse.train.session import Session, prepare
-from stillhouse.train.write_cache import write_cache
+from stillhouse.run import run_models as models
+from stillhouse.run.run_models import require_teachers_fit
+from stillhouse.run.session import Session, prepare
+from stillhouse.signals import SignalCache
+from stillhouse.tools.write_cache import write_cache
 
 CPU = torch.device("cpu")
 KINDS = ["int8", "nf4"]

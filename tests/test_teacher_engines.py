@@ -22,13 +22,13 @@ from torch.nn.functional import normalize
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
 from stillhouse.objective import Chosen, TopK
-from stillhouse.teachers import SignalsLostError
-from stillhouse.teachers.client import proof
-from stillhouse.teachers.client.api import ServerInfo
-from stillhouse.teachers.client.vllm_api import VllmApi
-from stillhouse.teachers.spec import DocumentRows, SignalSpec
-from stillhouse.train.run import distill
-from stillhouse.train.session import Session
+from stillhouse.run.run import distill
+from stillhouse.run.session import Session
+from stillhouse.serving.client import proof
+from stillhouse.serving.client.api import ServerInfo
+from stillhouse.serving.client.vllm_api import VllmApi
+from stillhouse.signals import SignalsLostError
+from stillhouse.signals.spec import DocumentRows, SignalSpec
 
 RECORDED = Path(__file__).parent / "engines"
 TOKENS = np.array([5, 17, 250, 999, 3, 42])

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.config import load_config
 from stillhouse.data import Documents, StepMicroBatches
+from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.step_samples import first_rollouts
 from stillhouse.parallel import ShardedMicroBatches
-from stillhouse.train.evaluation import evaluate
-from stillhouse.train.rollouts import first_rollouts
-from stillhouse.train.session import Session, prepare
+from stillhouse.run.session import Session, prepare
 
 PREFIX = "You know the answer: {answer}. "
 SYSTEM = {"role": "system", "content": "Be brief."}

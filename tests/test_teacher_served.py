@@ -34,15 +34,15 @@ from torch import Tensor
 from stillhouse.config import ConfigError
 from stillhouse.data import MicroBatch
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
-from stillhouse.teachers import SignalsLostError
-from stillhouse.teachers.cache.format import document_id
-from stillhouse.teachers.client.pool import ServerError, ServerPool
-from stillhouse.teachers.client.stillhouse_api import StillhouseApi
-from stillhouse.teachers.sampling import draw, uniform_numbers
-from stillhouse.teachers.spec import DocumentRows, SignalSpec
-from stillhouse.teachers.wire import KEY
-from stillhouse.train.run import distill
-from stillhouse.train.session import Session
+from stillhouse.run.run import distill
+from stillhouse.run.session import Session
+from stillhouse.serving.client.pool import ServerError, ServerPool
+from stillhouse.serving.client.stillhouse_api import StillhouseApi
+from stillhouse.serving.wire import KEY
+from stillhouse.signals import SignalsLostError
+from stillhouse.signals.cache.format import document_id
+from stillhouse.signals.sampling import draw, uniform_numbers
+from stillhouse.signals.spec import DocumentRows, SignalSpec
 
 #: requests of the proof at the start of a run
 PROOF = 3

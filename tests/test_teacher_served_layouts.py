@@ -13,7 +13,7 @@ from runs import Command, metrics, run, session_of, wait_for, write_run
 from safetensors.torch import load_file
 from serving import Server
 
-from stillhouse.teachers.wire import SAFETENSORS, decode_request
+from stillhouse.serving.wire import SAFETENSORS, decode_request
 
 LIMIT = 180
 OBJECTIVE = {"objective.loss": "0.3*cross_entropy + 0.7*forward_kl", "checkpoint.every": 2}

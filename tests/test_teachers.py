@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runs import forward_backward, session_of
 
 from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import Engine
 from stillhouse.models import Decoder
 from stillhouse.objective import FullVocab
 from stillhouse.objective.spec import parse_objective
@@ -25,9 +26,8 @@ from stillhouse.parallel import (
     shard_micro_batches,
     single_process_runner,
 )
-from stillhouse.teachers import ReadySignals, request_ahead
-from stillhouse.teachers.routing import LastStage, MicroBatchShape, route
-from stillhouse.train.engine import Engine
+from stillhouse.signals import ReadySignals, request_ahead
+from stillhouse.signals.routing import LastStage, MicroBatchShape, route
 
 CPU = torch.device("cpu")
 DEGREES = st.builds(

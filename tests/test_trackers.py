@@ -22,11 +22,11 @@ from runs import Command, wait_for, write_run
 from test_train_layouts import under_torchrun
 
 from stillhouse.config import ConfigError, TrainConfig
-from stillhouse.train.folder import RunFolder
-from stillhouse.train.logging import RunLog
-from stillhouse.train.progress import Progress
-from stillhouse.train.trackers import require_trackers
-from stillhouse.train.trackers.state import FILE
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.log import RunLog
+from stillhouse.output.progress import Progress
+from stillhouse.output.trackers import require_trackers
+from stillhouse.output.trackers.state import FILE
 
 Curves = dict[str, list[tuple[int, float]]]
 MLFLOW = ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")
@@ -291,7 +291,7 @@ class _Wandb(BaseHTTPRequestHandler):
 
 
 def _log_online(folder: str, port: int) -> None:
-    from stillhouse.train.trackers import wandb
+    from stillhouse.output.trackers import wandb
 
     wandb.SECONDS = 2.0
     proxies = [name for name in os.environ if name.lower().endswith("_proxy")]

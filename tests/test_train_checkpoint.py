@@ -17,19 +17,21 @@ from safetensors.torch import load_file
 from toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stillhouse.checkpoint import checkpoint_folder
+from stillhouse.checkpoint import save as checkpoint
+from stillhouse.checkpoint.checkpoint_folder import checkpoints, prune
+from stillhouse.checkpoint.export_weights import save_from_checkpoint
+from stillhouse.checkpoint.integrity import verified
+from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
+from stillhouse.engine.engine import Engine, OptimizerSettings
+from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
+from stillhouse.output import files
+from stillhouse.output.files import atomic_folder, remove_unfinished
+from stillhouse.output.folder import RunFolder, init_run_dir
+from stillhouse.output.progress import Progress, State, write_state
 from stillhouse.parallel import empty_decoder, single_process_runner
-from stillhouse.train import checkpoint, checkpoint_folder, files
-from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
-from stillhouse.train.checkpoint_folder import checkpoints, prune
-from stillhouse.train.engine import Engine, OptimizerSettings
-from stillhouse.train.export import save_from_checkpoint
-from stillhouse.train.files import atomic_folder, remove_unfinished
-from stillhouse.train.folder import RunFolder, init_run_dir
-from stillhouse.train.integrity import verified
-from stillhouse.train.off_policy import train
-from stillhouse.train.progress import Progress, State, write_state
-from stillhouse.train.session import Session
+from stillhouse.run.session import Session
 
 KNOWN_FILES = {".safetensors", ".json", ".jinja"}
 

@@ -13,12 +13,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.data import Documents
+from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_tokens import (
+    DOCUMENTS,
+    TOP,
+    held_out_tokens,
+    likeliest,
+)
+from stillhouse.loops.off_policy import train
 from stillhouse.objective import FullVocab, OutputHead, VocabShard
-from stillhouse.train.evaluation import evaluate
-from stillhouse.train.folder import RunFolder, init_run_dir
-from stillhouse.train.held_out import DOCUMENTS, TOP, held_out_tokens, likeliest
-from stillhouse.train.off_policy import train
-from stillhouse.train.session import Session
+from stillhouse.output.folder import RunFolder, init_run_dir
+from stillhouse.run.session import Session
 
 KEYS = ["cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "tokens"]
 

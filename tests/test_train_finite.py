@@ -10,11 +10,11 @@ from odd_lines import LINE, odd_id, vanishing, with_odd_line
 from runs import MAX_TOKENS, metrics, run, save_model, session_of, write_records, write_run
 from torch import Tensor
 
-from stillhouse.train.checkpoint_folder import checkpoints
-from stillhouse.train.folder import RunFolder, init_run_dir
-from stillhouse.train.integrity import verified
-from stillhouse.train.off_policy import train
-from stillhouse.train.session import Session
+from stillhouse.checkpoint.checkpoint_folder import checkpoints
+from stillhouse.checkpoint.integrity import verified
+from stillhouse.loops.off_policy import train
+from stillhouse.output.folder import RunFolder, init_run_dir
+from stillhouse.run.session import Session
 
 SETTINGS = {"train.steps": 8, "checkpoint.every": 1, "checkpoint.keep": 100, "checkpoint.best": None}
 

@@ -20,17 +20,17 @@ from torch import Tensor
 from toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM
 
+from stillhouse.checkpoint.export_weights import save_from_checkpoint
+from stillhouse.checkpoint.integrity import verified
+from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import StepMicroBatches
+from stillhouse.engine.depths import mtp_objective
 from stillhouse.models import Decoder
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.objective.spec import parse_objective
-from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
-from stillhouse.train.export import save_from_checkpoint
-from stillhouse.train.integrity import verified
-from stillhouse.train.mtp import mtp_objective
-from stillhouse.train.progress import Progress
-from stillhouse.train.session import Session, prepare
+from stillhouse.output.progress import Progress
+from stillhouse.run.session import Session, prepare
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 

@@ -16,10 +16,10 @@ from runs import Command, contents, forward_backward, metrics, run, session_of, 
 from toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import load_config
-from stillhouse.train.check import check
-from stillhouse.train.folder import RunFolder
-from stillhouse.train.logging import RunLog
-from stillhouse.train.progress import Progress
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.log import RunLog
+from stillhouse.output.progress import Progress
+from stillhouse.tools.check import check
 
 TRAIN_KEYS = {
     "step",

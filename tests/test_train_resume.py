@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from runs import Command, contents, metrics, run, wait_for, write_run, write_texts
 
-from stillhouse.train.logging import RunLog
+from stillhouse.output.log import RunLog
 
 LOSSES = ("loss/total_nats_per_token", "train/gradient_norm", "train/agreement", "tokens", "train/learning_rate")
 

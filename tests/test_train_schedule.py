@@ -9,7 +9,7 @@ import pytest
 from runs import MAX_TOKENS, session_of
 
 from stillhouse.config import TrainConfig
-from stillhouse.train.schedule import StepSchedule, learning_rate, make_step_schedule
+from stillhouse.engine.schedule import StepSchedule, learning_rate, make_step_schedule
 
 PEAK = 2.0
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import Engine
+from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
 from stillhouse.objective import FullVocab, OutputHead
 from stillhouse.objective.spec import parse_objective
+from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.parallel import single_process_runner
-from stillhouse.teachers import InStageTeacher
-from stillhouse.train.engine import Engine
-from stillhouse.train.folder import RunFolder, init_run_dir
-from stillhouse.train.off_policy import train
-from stillhouse.train.session import Session
+from stillhouse.run.session import Session
+from stillhouse.signals import InStageTeacher
 
 WORDS = ["The", "still", "is", "heated", "slowly", "and", "what", "boils", "first", "leaves", "first", "the", "heads"]
 

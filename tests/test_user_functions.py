@@ -20,8 +20,13 @@ from test_on_policy import losses, write
 from test_train_resume import signal_at
 from toy_tokenizer import toy_tokenizer
 
+from stillhouse.generation.hooks import (
+    UserFunction,
+    checked_reply,
+    checked_reward,
+    load_function,
+)
 from stillhouse.preemption import SECONDS_TO_RETURN
-from stillhouse.rollouts.hooks import UserFunction, checked_reply, checked_reward, load_function
 
 REWARDED = {"objective.loss": "policy_gradient + reverse_kl", "data.eval": 0}
 #: seconds after which a run with a function that does not return must have ended
@@ -483,7 +488,7 @@ def test_a_signal_ends_a_callback_that_hangs_and_the_next_start_repeats_the_eval
 @pytest.mark.parametrize("text", [floods("", "", {}), 100_000_000 * " ", 30_000_000 * "\u200b"], ids=("a", "b", "c"))
 def test_only_the_beginning_of_a_long_reply_is_tokenized(tmp_path: Path, text: str) -> None:
     from stillhouse.data.templates import tokenize
-    from stillhouse.rollouts import RolloutPlan, SampleWriter
+    from stillhouse.generation import RolloutPlan, SampleWriter
 
     tokenizer = toy_tokenizer()
     writer = SampleWriter(None, None, RolloutPlan(1, 0, 1, 1, 0), tokenizer, 512)  # type: ignore[arg-type]

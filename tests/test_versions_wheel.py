@@ -86,5 +86,5 @@ def test_its_commands_run_without_the_checkout(installed: Path, tmp_path: Path) 
     ran(installed, tmp_path, "stillhouse", "report", str(tmp_path / "out"))
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "uPlot" in page
-    teacher = "from stillhouse.demo.student import TEACHER; print((TEACHER / 'model.safetensors').exists())"
+    teacher = "from stillhouse.tools.demo.student import TEACHER; print((TEACHER / 'model.safetensors').exists())"
     assert ran(installed, tmp_path, "python", "-c", teacher) == "True\n"

@@ -26,7 +26,7 @@ class TrainedStep:
 def record_trained(path: str) -> None:
     """A hook of a run's processes. They also print their errors at once, without waiting for rank 0."""
     from stillhouse import cli
-    from stillhouse.train.rollouts import Rollouts
+    from stillhouse.loops.step_samples import Rollouts
 
     cli.SECONDS_FOR_FIRST = 0.0
     take, trained = Rollouts.take, Rollouts.trained

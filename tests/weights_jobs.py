@@ -7,10 +7,10 @@ import torch
 from loading_memory import growth
 from shard_ranks import Rank
 
+from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import add_lora, draw_lora
 from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder, load_weights
-from stillhouse.rollouts.weights import publish
 
 CPU = torch.device("cpu")
 

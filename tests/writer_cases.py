@@ -10,15 +10,15 @@ import torch
 from families import build
 from stub_writers import SglangWriter, StillhouseWriter, VllmWriter, WriterHandler, WriterServer
 
+from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.generation.weights import publish
 from stillhouse.models import Decoder
 from stillhouse.parallel import single_process_runner
-from stillhouse.rollouts.api import EngineApi
-from stillhouse.rollouts.http import ServedEngine
-from stillhouse.rollouts.sample import Completion, GenerationRequest, Sampling
-from stillhouse.rollouts.sglang import SglangApi
-from stillhouse.rollouts.stillhouse_client import StillhouseApi
-from stillhouse.rollouts.vllm import VllmApi
-from stillhouse.rollouts.weights import publish
+from stillhouse.serving.engines.api import EngineApi
+from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.engines.sglang import SglangApi
+from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.engines.vllm import VllmApi
 
 VOCABULARY, TEMPERATURE = 251, 0.7
 RECORDED = Path(__file__).parent / "engines"

@@ -141,9 +141,9 @@ def distill(arguments: tuple[str, ...], **flags: str | None) -> None:
     """
     config = load(arguments, flags)
     quiet_libraries()
+    from stillhouse.output.report import write_report
     from stillhouse.parallel import is_first
-    from stillhouse.report import write_report
-    from stillhouse.train.run import distill
+    from stillhouse.run.run import distill
 
     folder = distill(config)
     if is_first():
@@ -163,7 +163,7 @@ def check(arguments: tuple[str, ...], **flags: str | None) -> None:
     """
     config = load(arguments, flags)
     quiet_libraries()
-    from stillhouse.train.check import check
+    from stillhouse.tools.check import check
 
     check(config)
 
@@ -182,7 +182,7 @@ def parity(arguments: tuple[str, ...], **flags: str | None) -> None:
     config = load(arguments, flags)
     quiet_libraries()
     from stillhouse.parallel import destroy_process_group, is_first
-    from stillhouse.parity import HEADER, line, parity
+    from stillhouse.tools.parity import HEADER, line, parity
 
     same = True
     if is_first():
@@ -207,7 +207,7 @@ def verify(run_dir: Path) -> None:
     stillhouse verify runs/a
     """
     quiet_libraries()
-    from stillhouse.verify import verify
+    from stillhouse.tools.verify import verify
 
     findings = []
     for finding in verify(run_dir):
@@ -231,7 +231,7 @@ def demo(out: Path) -> None:
     stillhouse demo --out runs/demo
     """
     quiet_libraries()
-    from stillhouse.demo.run import demo
+    from stillhouse.tools.demo.run import demo
 
     demo(out)
 

@@ -8,7 +8,7 @@ import click
 from stillhouse.cli.arguments import configured, is_override, load, misused, quiet_libraries
 
 if TYPE_CHECKING:
-    from stillhouse.teachers.spec import SignalKind
+    from stillhouse.signals.spec import SignalKind
 
 FOLDER = click.Path(path_type=Path)
 SIGNALS: "dict[str, SignalKind]" = {"hidden": "hidden", "top_k": "top_k", "sampled": "sampled"}
@@ -66,8 +66,8 @@ def write(
     config = load(arguments, given)
     quiet_libraries()
     from stillhouse.parallel import destroy_process_group, is_first
-    from stillhouse.train.cache_served import write_served_cache
-    from stillhouse.train.write_cache import write_cache
+    from stillhouse.tools.cache_served import write_served_cache
+    from stillhouse.tools.write_cache import write_cache
 
     if config.teacher is not None and config.teacher.url is not None:
         asked = {"signal": signal, "top_k": top_k, "dtype": dtype}
@@ -104,7 +104,7 @@ def _with_student(
 def info(folder: Path) -> None:
     """What a cache holds."""
     quiet_libraries()
-    from stillhouse.teachers import SignalCache
+    from stillhouse.signals import SignalCache
 
     click.echo(SignalCache(folder).manifest.summary(folder))
 
@@ -114,7 +114,7 @@ def info(folder: Path) -> None:
 def verify(folder: Path) -> None:
     """Compare every shard with its hash, and check all rows."""
     quiet_libraries()
-    from stillhouse.teachers import SignalCache
+    from stillhouse.signals import SignalCache
 
     opened = SignalCache(folder)
     opened.verify()
@@ -131,7 +131,7 @@ def merge(folders: tuple[Path, ...], out: Path) -> None:
     stillhouse cache merge caches/a caches/b --out caches/c
     """
     quiet_libraries()
-    from stillhouse.train.merge_caches import merge_caches
+    from stillhouse.tools.merge_caches import merge_caches
 
     click.echo(merge_caches(folders, out).summary(out))
 
@@ -151,7 +151,7 @@ def export(folder: Path, config: str, to: str, out: Path) -> None:
     """
     run = load([config], {})
     quiet_libraries()
-    from stillhouse.train.export_cache import export_distillkit
+    from stillhouse.tools.export_cache import export_distillkit
 
     compression = export_distillkit(folder, run, out)
     click.echo(f"{out}: {compression.k} of {compression.d} ids per token in {compression.exact_dtype}")
@@ -193,8 +193,8 @@ def import_(
         raise misused("--compression and --packed are for --from distillkit")
     quiet_libraries()
     from stillhouse.config.yaml_text import read_yaml
-    from stillhouse.teachers.cache.distillkit import CONFIGURATION, Compression
-    from stillhouse.train.import_cache import import_distillkit, import_speculators
+    from stillhouse.signals.cache.exchange.distillkit import CONFIGURATION, Compression
+    from stillhouse.tools.import_cache import import_distillkit, import_speculators
 
     if form == "speculators":
         click.echo(import_speculators(source, teacher, out, dtype=dtype, device=device).summary(out))

@@ -58,7 +58,7 @@ def export(
     if size is None or int(size[1]) == 0:
         raise misused(f"--shard-size: got {shard_size!r}, expected a number and KB, MB or GB, such as 5GB")
     quiet_libraries()
-    from stillhouse.train.export_run import ExportSettings, export_run
+    from stillhouse.tools.export_run import ExportSettings, export_run
 
     settings = ExportSettings(merge, dtype, int(size[1]) * _UNITS[size[2]], card, mtp)
     checkpoint = export_run(path, out, step, settings)

@@ -96,10 +96,10 @@ def serve(teacher: str, *, no_token: bool, generate: bool, max_top_k: int, **opt
     if generate:
         if options.pop("quantize") is not None:
             raise click.UsageError("--quantize is for a teacher, and not with --generate")
-        from stillhouse.rollouts.server import serve_completions
+        from stillhouse.serving.generate import serve_completions
 
         serve_completions(teacher, **options)  # type: ignore[arg-type]
         return
-    from stillhouse.teachers.server import serve as run_server
+    from stillhouse.serving.server import serve as run_server
 
     run_server(teacher, max_top_k=max_top_k, **options)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from stillhouse.parallel.pair import (
 from stillhouse.parallel.pipeline import SCHEMES
 from stillhouse.parallel.processes import (
     destroy_process_group,
+    from_all_ranks,
     from_first,
     gathered,
     gathered_tensor,
@@ -70,6 +71,7 @@ __all__ = [
     "choose_device",
     "destroy_process_group",
     "empty_decoder",
+    "from_all_ranks",
     "from_first",
     "gathered",
     "gathered_tensor",

@@ -111,6 +111,14 @@ def gathered(value: Any, group: ProcessGroup | None, device: torch.device) -> li
     ]
 
 
+def from_all_ranks(value: Any, device: torch.device) -> list[Any]:
+    """Gather the value of every rank of the job, in the order of ranks. It can be anything that JSON can represent.
+
+    It needs no mesh.
+    """
+    return gathered(value, dist.group.WORLD if dist.is_initialized() else None, device)
+
+
 def gathered_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the whole tensor on a device: a collective of the processes that hold shards of it.
 

@@ -32,9 +32,9 @@ from runs import ROOT, Command, contents, metrics, wait_for, write_records, writ
 from safetensors.torch import load_file
 from trained_record import record_trained, trained, wrong_in
 
-from stillhouse.rollouts.published import MANIFEST
-from stillhouse.rollouts.weights import version_folder
-from stillhouse.train import rollouts
+from stillhouse.generation.published import MANIFEST
+from stillhouse.generation.weights import version_folder
+from stillhouse.loops import step_samples as rollouts
 
 STEPS, EVERY, PROMPTS, SAMPLES = 8, 2, 4, 2
 #: seconds in which a server must answer, and a rank; what is stopped is continued after at most STOPPED seconds, and

@@ -12,8 +12,8 @@ from typing import Any
 from test_train_resume import signal_at
 
 from stillhouse import preemption
-from stillhouse.train import training
-from stillhouse.train.logging import RunLog
+from stillhouse.loops import training
+from stillhouse.output.log import RunLog
 
 
 def signal_when(module: str, name: str, number: signal.Signals) -> None:

@@ -31,16 +31,16 @@ from stillhouse.data import (
     templates,
     tokenizer_fingerprint,
 )
+from stillhouse.generation.published import MANIFEST
+from stillhouse.generation.weights import BUCKET_BYTES, publish, version_folder
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
 from stillhouse.models.checks import check_saving
 from stillhouse.parallel import single_process_runner
 from stillhouse.parallel.loading import empty_decoder, load_weights
-from stillhouse.rollouts.published import MANIFEST
-from stillhouse.rollouts.server.updates import WeightUpdates
-from stillhouse.rollouts.weights import BUCKET_BYTES, publish, version_folder
-from stillhouse.train.in_words import in_words
-from stillhouse.train.layouts import layout_of
-from stillhouse.train.session import device_of, objective_spec
+from stillhouse.run.in_words import in_words
+from stillhouse.run.layouts import layout_of
+from stillhouse.run.session import device_of, objective_spec
+from stillhouse.serving.generate.updates import WeightUpdates
 
 Load = Callable[[random.Random], None]
 TOKENS = 32

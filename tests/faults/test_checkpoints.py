@@ -16,9 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from stillhouse import cli
-from stillhouse.train import integrity
-from stillhouse.train.integrity import require_covered, stored_tensors
-from stillhouse.train.progress import DamagedCheckpointError, State, _hash, write_state
+from stillhouse.checkpoint import integrity
+from stillhouse.checkpoint.integrity import require_covered, stored_tensors
+from stillhouse.output.progress import (
+    DamagedCheckpointError,
+    State,
+    _hash,
+    write_state,
+)
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"
 LAYOUTS = ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "context", "pipeline"))]

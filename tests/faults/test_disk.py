@@ -20,14 +20,14 @@ from serving import Server
 from test_checkpoints import at_once
 from test_on_policy import write
 
+from stillhouse.checkpoint import save as checkpoint
 from stillhouse.data import load_tokenizer
+from stillhouse.generation.published import read_manifest
+from stillhouse.generation.weights import publish, version_folder
 from stillhouse.models import Decoder
+from stillhouse.output.files import explained_write_errors
+from stillhouse.output.log import RunLog
 from stillhouse.parallel import single_process_runner
-from stillhouse.rollouts.published import read_manifest
-from stillhouse.rollouts.weights import publish, version_folder
-from stillhouse.train import checkpoint
-from stillhouse.train.files import explained_write_errors
-from stillhouse.train.logging import RunLog
 
 PUBLISHED = 100_000  # too little for one version of the weights
 BYTES = 2_000_000  # size of the small disk: enough for one checkpoint of these runs, but not for two

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stillhouse.report.reading import read_metrics
+from stillhouse.output.report.reading import read_metrics
 
 LINES = [
     *(b'{"loss": 1}', b'{"step": null}', b'{"step": "1"}', b'{"step": true}', b'{"step": 1, "a": "b"}', b"5", b"[]"),

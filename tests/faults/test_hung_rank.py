@@ -18,11 +18,11 @@ from ranks import Ranks
 from runs import contents, run, wait_for, write_run
 from test_train_resume import evaluations, last_step, losses
 
+from stillhouse.output.log import NoLog, RunLog
 from stillhouse.parallel import Degrees, Mesh, watchdog
 from stillhouse.parallel.processes import start
-from stillhouse.train import inputs
-from stillhouse.train import run as run_module
-from stillhouse.train.logging import NoLog, RunLog
+from stillhouse.run import inputs
+from stillhouse.run import run as run_module
 
 LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]
 SECONDS, LIMIT = 5, 180

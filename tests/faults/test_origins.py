@@ -10,7 +10,7 @@ from ranks import Ranks
 from runs import Command, contents, metrics, run, save_model, write_run
 from test_checkpoints import BEFORE, NEWEST, at_once, interrupted, layout, whole, zeroed
 
-from stillhouse.train.logging import NoLog, RunLog
+from stillhouse.output.log import NoLog, RunLog
 
 __all__ = ["layout", "whole"]
 

@@ -10,7 +10,7 @@ from ranks import Ranks
 from runs import Command, contents, run, save_model, wait_for, write_run, write_texts
 from test_checkpoints import at_once, interrupted, whole
 
-from stillhouse.train import agreement
+from stillhouse.run import agreement
 
 __all__ = ["whole"]
 
@@ -118,7 +118,7 @@ def test_unlike_versions_are_a_warning(here: Path, tmp_path: Path) -> None:
 
 def hold_before_lock(path: str) -> None:
     """Let the process wait for a file just before it locks the folder."""
-    from stillhouse.train import run as module
+    from stillhouse.run import run as module
 
     original = module.folder_lock
 

@@ -12,7 +12,7 @@ from runs import wait_for
 from serving import Server
 from test_on_policy import losses, write
 
-from stillhouse.train.rollouts import Rollouts
+from stillhouse.loops.step_samples import Rollouts
 
 #: seconds after which a run must have ended: SECONDS_TO_STOP, and some for the checkpoint
 SOON = 20.0

@@ -137,9 +137,9 @@ def test_a_teacher_that_runs_ahead_is_stopped_too(plain: Path) -> None:
 
 
 BEFORE_TRAINING = {
-    "preparing": ("stillhouse.train.inputs", "load_data"),
-    "loading": ("stillhouse.train.build", "load_student"),
-    "first evaluation": ("stillhouse.train.training", "evaluate"),
+    "preparing": ("stillhouse.run.inputs", "load_data"),
+    "loading": ("stillhouse.run.build_engine", "load_student"),
+    "first evaluation": ("stillhouse.loops.training", "evaluate"),
 }
 
 
@@ -206,7 +206,7 @@ def test_a_signal_at_the_end_of_a_run_does_not_stop_it(whole: Path) -> None:
     """The signal comes in the last step, or while the final model is written; the run still completes."""
     hooks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         (signal_at, (12, signal.SIGTERM)),
-        (signal_when, ("stillhouse.train.run", "_write_model", signal.SIGTERM)),
+        (signal_when, ("stillhouse.run.run", "_write_model", signal.SIGTERM)),
     ]
     for number, (hook, arguments) in enumerate(hooks):
         out = whole / f"end {number}"
@@ -313,7 +313,7 @@ def test_ctrl_c_also_ends_the_reader_of_the_output(whole: Path) -> None:
 def test_the_library_leaves_signals_alone(whole: Path) -> None:
     """A script that calls the library keeps its own signal handlers."""
     script = (
-        "import signal, sys; from stillhouse import load_config; from stillhouse.train.run import distill\n"
+        "import signal, sys; from stillhouse import load_config; from stillhouse.run.run import distill\n"
         "before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
         f"distill(load_config({str(whole / 'run.yaml')!r}, overrides=['out={whole / 'library'}']))\n"
         "assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]\n"
@@ -355,7 +355,7 @@ def outliving_child() -> None:
 
 
 def fork_when_data_are_read() -> None:
-    from stillhouse.train import inputs
+    from stillhouse.run import inputs
 
     read = inputs.load_data
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from stillhouse.data import StepMicroBatches
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Computation, Layout, Mesh, Runner
-from stillhouse.parity import relative_difference, whole
+from stillhouse.tools.parity import relative_difference, whole
 
 #: the factor of each rank's loss; bfloat16 cannot represent the sum of the factors
 LOSS_FACTORS = (1.0, 2.0**-9)

@@ -17,6 +17,8 @@ from shard_ranks import Rank
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import Engine, OptimizerSettings
+from stillhouse.engine.layer_losses import ROUTER_LOSS
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
 from stillhouse.models.head import local
 from stillhouse.models.mtp_objective import MtpObjective
@@ -32,8 +34,7 @@ from stillhouse.parallel import (
     build_runner,
     shard_micro_batches,
 )
-from stillhouse.parity import relative_difference, whole
-from stillhouse.teachers import (
+from stillhouse.signals import (
     InStageTeacher,
     NoTeacher,
     PendingSignals,
@@ -42,8 +43,7 @@ from stillhouse.teachers import (
     SignalSource,
     request_ahead,
 )
-from stillhouse.train.auxiliary import ROUTER_LOSS
-from stillhouse.train.engine import Engine, OptimizerSettings
+from stillhouse.tools.parity import relative_difference, whole
 
 VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
 SHAPE: dict[str, Any] = {

@@ -13,9 +13,13 @@ from layouts import LEARNING_RATE, SPEC, Case, batches, configurations, decoder
 from torch import Tensor
 from toy_tokenizer import toy_tokenizer
 
+from stillhouse.checkpoint.integrity import verified
+from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError
 from stillhouse.data import StepMicroBatches
+from stillhouse.engine.engine import Engine, OptimizerSettings
 from stillhouse.models.head import local
+from stillhouse.output.progress import Progress
 from stillhouse.parallel import (
     Degrees,
     Layout,
@@ -28,12 +32,8 @@ from stillhouse.parallel import (
 )
 from stillhouse.parallel.fsdp import apply_fsdp
 from stillhouse.parallel.processes import BACKENDS
-from stillhouse.teachers import InStageTeacher
-from stillhouse.train.checkpoint import load_checkpoint, save_checkpoint
-from stillhouse.train.engine import Engine, OptimizerSettings
-from stillhouse.train.integrity import verified
-from stillhouse.train.layouts import require_sharing
-from stillhouse.train.progress import Progress
+from stillhouse.run.layouts import require_sharing
+from stillhouse.signals import InStageTeacher
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(

@@ -19,7 +19,7 @@ from stillhouse.models import HiddenPair
 from stillhouse.models.adapter import is_lora
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import Degrees, Layout
-from stillhouse.parity import worst
+from stillhouse.tools.parity import worst
 
 GRADIENT, WEIGHT = 1e-5, 1e-4
 #: time limit of a case in seconds; it is long because eight processes may share two cores

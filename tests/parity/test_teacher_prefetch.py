@@ -13,8 +13,8 @@ from shard_ranks import Rank, shared_pool
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.parallel import Degrees, Layout, ModelSource, TeacherStudentPair, build_runner
-from stillhouse.parity import relative_difference, whole, worst
-from stillhouse.teachers import request_ahead
+from stillhouse.signals import request_ahead
+from stillhouse.tools.parity import relative_difference, whole, worst
 
 STEPS, LIMIT = 4, 120.0
 CASE = Case(Layout(Degrees(pipeline=2), "1f1b_ahead"), "llama", micro_batches=4)

@@ -1,0 +1,75 @@
+"""The folder of a run's checkpoints: which checkpoints it contains, which one is the best, which ones are removed."""
+
+import itertools
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from stillhouse.output.files import UNFINISHED
+from stillhouse.output.progress import PREFIX, DamagedCheckpointError, read_state
+
+#: in the name of a checkpoint that `set_aside` has renamed
+DAMAGED = ".damaged"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints, oldest first."""
+    named = (path for path in folder.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}\d+", path.name))
+    return sorted(named, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def prune(folder: Path, keep: int, best: str | None, greater: bool | None = None) -> list[str]:
+    """Remove all checkpoints but the newest `keep` and the one with the best value of the metric `best`.
+
+    greater: whether the highest value of it is the best one; None for a metric of which it is known.
+    A checkpoint whose state.json is damaged is not removed; the returned list describes each such damage.
+    """
+    every = checkpoints(folder)
+    metrics, damage = _evaluations(every)
+    kept = set(every[-keep:]) | (set(every) - metrics.keys())
+    if best is not None and (first := _best(metrics, best, greater)) is not None:
+        kept.add(first)
+    for path in every:
+        if path not in kept:
+            unfinished = path.with_name(path.name + UNFINISHED)
+            path.rename(unfinished)  # a removal that is interrupted must not leave a folder that looks complete
+            shutil.rmtree(unfinished)
+    return damage
+
+
+def best_checkpoint(paths: list[Path], metric: str, greater: bool | None = None) -> tuple[Path | None, list[str]]:
+    """The best of these checkpoints by a metric, if any has it, and a description of each damage of a state.json."""
+    metrics, damage = _evaluations(paths)
+    return _best(metrics, metric, greater), damage
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it no longer counts as a checkpoint but is kept; returns its new path."""
+    names = (f"{path.name}{DAMAGED}{number or ''}" for number in itertools.count())
+    free = next(each for each in map(path.with_name, names) if not each.exists())
+    return path.rename(free)
+
+
+def _best(metrics: Mapping[Path, Mapping[str, float]], metric: str, greater: bool | None) -> Path | None:
+    """The checkpoint with the lowest value of a metric (the highest, for an agreement and an exact match).
+
+    If several have the same value, it is the earliest one. None if no checkpoint has the metric.
+    """
+    if greater is None:
+        greater = metric.startswith("eval/exact_match") or metric.endswith("/agreement")
+    sign = -1.0 if greater else 1.0
+    values = [(sign * each[metric], path) for path, each in metrics.items() if metric in each]
+    return min(values)[1] if values else None
+
+
+def _evaluations(paths: list[Path]) -> tuple[dict[Path, dict[str, float]], list[str]]:
+    """The evaluation in each checkpoint, and a description of the damage for each whose state.json is damaged."""
+    metrics: dict[Path, dict[str, float]] = {}
+    damage: list[str] = []
+    for path in paths:
+        try:
+            metrics[path] = read_state(path).progress.metrics
+        except DamagedCheckpointError as error:
+            damage.append(str(error))
+    return metrics, damage

@@ -1,0 +1,150 @@
+"""Exports the student: safetensors, configuration and tokenizer in the formats of transformers and peft.
+
+Under a layout no rank has the whole student. So its files are written from a checkpoint's tensors, one at a time.
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from stillhouse.checkpoint.integrity import stored_tensors
+from stillhouse.config import StudentConfig
+from stillhouse.data import save_tokenizer
+from stillhouse.models import Decoder
+from stillhouse.models.adapter import is_lora, merged, save_lora
+from stillhouse.models.loading import auto_class, load_causal_lm
+from stillhouse.parallel import Runner
+from stillhouse.parallel.loading import checkpoint_names
+
+#: prefix of a weight's name in a checkpoint
+WEIGHT = "student."
+#: largest size of one file when a model is written from a checkpoint
+FILE_BYTES = 5 * 10**9
+
+
+def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
+    """Save the student as Hugging Face safetensors, configuration and tokenizer. Of a student with an adapter, only
+    the adapter and the tokenizer are saved.
+
+    resume: a checkpoint's tensors of this student, read for an adapter, and under a layout, where this process has
+    only a part of the student.
+    """
+    (student, *_) = runner.students()
+    if student.lora is not None:
+        save_lora(student, _stored_lora(resume), folder)
+    elif runner.mesh is None:
+        student.save_pretrained(folder)
+    else:
+        save_from_checkpoint(folder, student, resume)
+    save_tokenizer(tokenizer, folder)
+
+
+def save_from_checkpoint(folder: Path, part: Decoder, resume: Path, file_bytes: int = FILE_BYTES) -> None:
+    """Write what transformers' `save_pretrained` would write for the whole model, with the weights of a checkpoint.
+
+    part: this process's part of the model. Only one file of at most `file_bytes` is in memory at a time. The
+    exception is a model family whose weights transformers converts when it saves (stacked experts, which it stores
+    one by one): then the whole model is in memory.
+    """
+    stored = stored_tensors(resume)
+    dtype = stored[f"{WEIGHT}{part.embedding_name}"].properties.dtype
+    with torch.device("meta"):
+        whole = Decoder(
+            auto_class(part.config).from_config(part.config, dtype=dtype, trust_remote_code=False), verify=False
+        )
+    model = whole.pretrained
+    model.generation_config = part.pretrained.generation_config
+    if any(name.startswith(f"{WEIGHT}mtp.") for name in stored):
+        from stillhouse.models.mtp import add_mtp, declared_depths  # needs a later transformers than the rest
+
+        add_mtp(whole, declared_depths(model), is_new=False)
+    keys = {checkpoint_names(whole, name)[0]: f"{WEIGHT}{name}" for name in whole.state_dict()}
+
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        tensors = _read(resume, [keys[name] for name in names])
+        return {name: tensors[keys[name]] for name in names}
+
+    held_as = {name: stored[key] for name, key in keys.items()}
+    shapes = {
+        name: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for name, each in held_as.items()
+    }
+    written = revert_weight_conversion(model, dict(shapes))
+    if any(written.get(name) is not tensor for name, tensor in shapes.items()):
+        model.save_pretrained(folder, state_dict=read(keys), max_shard_size=file_bytes)
+        return
+    model.save_pretrained(folder, state_dict={})  # the configuration alone
+    write_weights(folder, written, read, file_bytes, model.num_parameters())
+
+
+def write_weights(
+    folder: Path,
+    shapes: Mapping[str, Tensor],
+    read: Callable[[Iterable[str]], dict[str, Tensor]],
+    file_bytes: int,
+    parameters: int | None = None,
+    file: str = SAFE_WEIGHTS_NAME,
+) -> None:
+    """Write weights as transformers does, with one file in memory at a time.
+
+    shapes: on the meta device. read: returns some of the weights. parameters: for the index; None: those of `shapes`.
+    file: the name of a single file; several ones have numbered names.
+    """
+    # peft reads one file alone
+    largest = file_bytes if file == SAFE_WEIGHTS_NAME else sys.maxsize
+    split = split_torch_state_dict_into_shards(dict(shapes), max_shard_size=largest)
+    for name, held in split.filename_to_tensors.items():
+        save_file(read(held), folder / (name if split.is_sharded else file), metadata={"format": "pt"})
+    if split.is_sharded:
+        total = sum(each.numel() for each in shapes.values()) if parameters is None else parameters
+        index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def save_merged(folder: Path, base: StudentConfig, adapter: Path, tokenizer: Any) -> None:
+    """Add an adapter to the base weights that it was trained on, in host memory; save a plain Hugging Face model."""
+    model = load_causal_lm(
+        base.model,
+        revision=base.revision,
+        dtype=base.dtype,
+        trust_remote_code=base.trust_remote_code,
+    )
+    merged(model, adapter).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def _stored_lora(resume: Path) -> dict[str, Tensor]:
+    """An adapter's matrices in a checkpoint, by their names in the decoder."""
+    stored = stored_tensors(resume)
+    names = [name for name in stored if name.startswith(WEIGHT) and is_lora(name)]
+    return {name.removeprefix(WEIGHT): each for name, each in _read(resume, names).items()}
+
+
+def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Read whole tensors of a checkpoint."""
+    stored = stored_tensors(resume)
+    tensors: dict[str, Any] = {
+        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
+    }
+    with one_process():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
+    return tensors
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

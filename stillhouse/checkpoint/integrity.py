@@ -1,0 +1,148 @@
+"""Verifies that a checkpoint is as it was written: every file by its hash, every tensor by its chunks.
+
+Without this, a lost or stale file of one rank would leave that rank's shards of all matrices at their initial values.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+from stillhouse.output.files import (
+    file_names,
+    gather_from_ranks,
+    hashes,
+    share,
+)
+from stillhouse.output.progress import (
+    STATE,
+    DamagedCheckpointError,
+    State,
+    read_state,
+)
+from stillhouse.parallel import Mesh, local_processes, local_rank
+
+#: the subfolder of a checkpoint that contains the weights and the optimizer's state
+RESUME = "resume"
+#: the samples of an on-policy run that are not trained (`queue_file.py`)
+ROLLOUTS = "rollouts.safetensors"
+_READ_TO_RESUME = (f"{RESUME}/", ROLLOUTS)
+_NAMED = 3
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class IntactCheckpoint:
+    """A checkpoint whose files `verified` has read and found to be as they were written."""
+
+    path: Path
+    state: State
+
+
+def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole: bool = False) -> IntactCheckpoint:
+    """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all raise.
+
+    shared: all ranks see the same folder; if not, each machine reads all of its files.
+    whole: also check the folder `student`, which is not needed to resume a run.
+
+    Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files, which may be intact.
+    """
+    state = _on_all_ranks(lambda: read_state(path), mesh)
+    if len(set(gather_from_ranks(json.dumps(asdict(state), sort_keys=True), mesh))) > 1:
+        raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
+    _on_all_ranks(lambda: _require_files(path, state, mesh, shared, ("",) if whole else _READ_TO_RESUME), mesh)
+    _on_all_ranks(lambda: require_covered(path, stored_tensors(path / RESUME)), mesh)
+    return IntactCheckpoint(path, state)
+
+
+def _on_all_ranks(read: Callable[[], Found], mesh: Mesh | None) -> Found:
+    """Call `read` on all ranks; returns its result on this rank. If it raises on one rank, all ranks raise its error.
+
+    Raises DamagedCheckpointError for damage, ValueError if a rank cannot read the files, which may be intact.
+    """
+    found, damage, unreadable = None, "", ""
+    try:
+        found = read()
+    except DamagedCheckpointError as error:
+        damage = str(error)
+    except OSError as error:
+        unreadable = f"a checkpoint cannot be read: {error}"
+    findings = gather_from_ranks([damage, unreadable], mesh)
+    for kind, texts in zip((DamagedCheckpointError, ValueError), zip(*findings, strict=True), strict=True):
+        if problem := next(filter(None, texts), None):
+            raise kind(problem)
+    return cast(Found, found)
+
+
+def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, prefixes: tuple[str, ...]) -> None:
+    """Check the files whose names begin like this against the hashes in state.json. This rank hashes its share.
+
+    Raises DamagedCheckpointError for a file that is lost or changed, and for a safetensors file that the state does
+    not list, because it would be loaded with the others.
+    """
+    expected = {name: value for name, value in state.files.items() if name.startswith(prefixes)}
+    there = {name for name in file_names(path) if name.startswith(prefixes) and name != STATE}
+    damage = [f"{name} is lost" for name in expected.keys() - there]
+    foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
+    damage += [f"{name} does not belong to it" for name in foreign]
+    names = sorted(expected)
+    own = share(names, mesh) if shared else names[local_rank() :: local_processes()]
+    found = hashes(path, [name for name in own if name in there])
+    damage += [
+        f"{name} is not what was written (its hash differs)" for name in found if found[name] != expected[name]
+    ]
+    if not expected:
+        damage.append(f"it has no files in {RESUME}")
+    if damage:
+        more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
+        raise DamagedCheckpointError(f"{path} is damaged: {', '.join(sorted(damage)[:_NAMED])}{more}")
+
+
+def stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:
+    """The shapes, dtypes and chunks of a checkpoint's tensors. Raises DamagedCheckpointError for damaged files."""
+    try:
+        stored = dcp.HuggingFaceStorageReader(path=str(resume)).read_metadata().state_dict_metadata
+    except (SafetensorError, ValueError) as error:
+        raise DamagedCheckpointError(f"{resume.parent} is damaged: {error}") from error
+    return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+
+
+def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:
+    """Raise DamagedCheckpointError for a tensor whose chunks overlap or do not cover all of it."""
+    for name, each in stored.items():
+        volume, overlap = sum(math.prod(chunk.sizes) for chunk in each.chunks), _overlap(each.chunks)
+        if volume != math.prod(each.size) or overlap:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: the {len(each.chunks)} chunks of '{name}' hold {volume:,} of "
+                f"{math.prod(each.size):,} elements{', and overlap' if overlap else ''}"
+            )
+
+
+def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether two chunks share an element: a sweep along the dim with the most different offsets."""
+    chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len(chunks) < 2:
+        return False
+    dims = range(len(chunks[0].sizes))
+    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=None)
+    if along is None:
+        return True  # two scalars
+    active: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        active = [each for each in active if each.offsets[along] + each.sizes[along] > chunk.offsets[along]]
+        if any(all(_overlap_along(one, chunk, dim) for dim in dims) for one in active):
+            return True
+        active.append(chunk)
+    return False
+
+
+def _overlap_along(one: ChunkStorageMetadata, other: ChunkStorageMetadata, dim: int) -> bool:
+    start, other_start = one.offsets[dim], other.offsets[dim]
+    return start < other_start + other.sizes[dim] and other_start < start + one.sizes[dim]

@@ -1,0 +1,110 @@
+"""The samples of an on-policy run that are finished and not trained, in a checkpoint: `rollouts.safetensors`.
+
+The checkpoint's state.json has a hash of the file. N tokens of all samples, R samples.
+"""
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
+from stillhouse.data.prefixes import offsets_of
+from stillhouse.generation import Completion, QueueState, Sample
+from stillhouse.libraries import reading
+from stillhouse.output.progress import DamagedCheckpointError
+
+#: the arrays of the file
+_DTYPES: dict[str, type] = {
+    "number_R": np.int64,
+    "prompt_R": np.int64,
+    "tokens_R": np.int64,
+    "finish_R": np.uint8,
+    "has_reward_R": np.uint8,
+    "reward_R": np.float64,
+    "ids_N": np.int32,
+    "log_probs_N": np.float32,
+    "versions_N": np.int32,
+    "is_written_N": np.uint8,
+}
+_FINISHES: tuple[Literal["stop", "length"], ...] = ("stop", "length")
+
+
+def write_queue(folder: Path, state: QueueState) -> None:
+    samples = state.samples
+    completions = [each.completion for each in samples]
+    values = {
+        "number_R": [np.array([each.number for each in samples])],
+        "prompt_R": [np.array([each.prompt for each in samples])],
+        "tokens_R": [np.array([len(each.ids_N) for each in completions])],
+        "finish_R": [np.array([_FINISHES.index(each.finish) for each in completions])],
+        "has_reward_R": [np.array([each.reward is not None for each in samples])],
+        "reward_R": [np.array([each.reward or 0.0 for each in samples])],
+        "ids_N": [each.ids_N for each in completions],
+        "log_probs_N": [each.log_probs_N for each in completions],
+        "versions_N": [each.versions_N for each in completions],
+        "is_written_N": [each.is_written_N for each in samples],
+    }
+    arrays = {name: _joined(parts, _DTYPES[name]) for name, parts in values.items()}
+    groups = {"asked_at": list(state.asked_at.items()), "trained": state.trained}
+    save_file(arrays, folder / ROLLOUTS, metadata={"groups": json.dumps(groups)})
+
+
+def read_queue(checkpoint: IntactCheckpoint) -> QueueState:
+    """Raises ValueError if the checkpoint has no such file, or another form of it."""
+    path = checkpoint.path / ROLLOUTS
+    if ROLLOUTS not in checkpoint.state.files:
+        raise DamagedCheckpointError(f"{checkpoint.path} has no {ROLLOUTS}: it is not of an on-policy run")
+    with reading(f"{path} cannot be read"), safe_open(path, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        groups = json.loads(file.metadata()["groups"])
+        _require_form(arrays)
+        asked_at = dict(groups["asked_at"])
+        trained = groups["trained"]
+        if len(asked_at) != len(groups["asked_at"]):
+            raise ValueError("a group that was asked for more than once")
+        if not all(type(each) is int for each in [*asked_at, *asked_at.values(), *trained]):
+            raise ValueError("groups and steps that are no integers")
+        ends = pairwise(offsets_of(arrays["tokens_R"]).tolist())
+        samples = [_sample(arrays, number, slice(*each)) for number, each in enumerate(ends)]
+        return QueueState(samples, asked_at, trained)
+
+
+def _require_form(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError unless these are the arrays that `write_queue` writes, with as many values as one another."""
+    if arrays.keys() != _DTYPES.keys():
+        raise ValueError(f"the arrays {sorted(arrays)}: expected {sorted(_DTYPES)}")
+    for name, each in arrays.items():
+        if each.dtype != _DTYPES[name] or each.ndim != 1:
+            raise ValueError(f"{name} of {each.dtype} with {each.ndim} dimensions: expected {_DTYPES[name]} with 1")
+    samples, tokens = len(arrays["tokens_R"]), int(arrays["tokens_R"].sum())
+    for name, each in arrays.items():
+        expected = samples if name.endswith("_R") else tokens
+        if len(each) != expected:
+            raise ValueError(f"{name} has {len(each)} values: expected {expected}, for {samples} samples")
+    if samples and arrays["tokens_R"].min() < 1:
+        raise ValueError("a sample without tokens")
+    for name, most in (("finish_R", len(_FINISHES) - 1), ("has_reward_R", 1), ("is_written_N", 1)):
+        if len(arrays[name]) and arrays[name].max() > most:
+            raise ValueError(f"{name} with the value {arrays[name].max()}: expected 0 to {most}")
+
+
+def _sample(arrays: Mapping[str, np.ndarray], number: int, tokens: slice) -> Sample:
+    completion = Completion(
+        arrays["ids_N"][tokens],
+        arrays["log_probs_N"][tokens],
+        arrays["versions_N"][tokens],
+        _FINISHES[arrays["finish_R"][number]],
+    )
+    reward = float(arrays["reward_R"][number]) if arrays["has_reward_R"][number] else None
+    is_written_N = arrays["is_written_N"][tokens].astype(bool)
+    return Sample(int(arrays["number_R"][number]), int(arrays["prompt_R"][number]), completion, is_written_N, reward)
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)

@@ -1,0 +1,1 @@
+"""The engine: the whole loss of a step, its gradient, and the optimizer."""

@@ -1,0 +1,96 @@
+"""The number of steps, and for each step its sequences and its learning rate, which depend on the step's number only.
+
+So a resumed run continues exactly as before: there is no state of a sampler or a scheduler to restore.
+"""
+
+import math
+from dataclasses import dataclass
+
+from stillhouse.config import RolloutConfig, TrainConfig
+from stillhouse.data import PackedMicroBatches, PackedSequences
+from stillhouse.generation import RolloutPlan
+
+#: the share of the steps after the warm-up in which the schedule wsd (warm-up, stable, decay) decays
+WSD_DECAY = 0.2
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """How the training data are divided into steps of packed sequences, and each step into micro-batches."""
+
+    steps: int
+    total_sequences: int
+    sequences_per_step: int
+    rows_per_micro_batch: int
+
+    def micro_batches(self, sequences: PackedSequences, step: int) -> PackedMicroBatches:
+        """The micro-batches of step `step` (from 0)."""
+        chosen = sequences.step_sequences(step, self.sequences_per_step, self.total_sequences)
+        starts = range(0, len(chosen), self.rows_per_micro_batch)
+        return sequences.micro_batches([chosen[start : start + self.rows_per_micro_batch] for start in starts])
+
+
+def make_step_schedule(
+    train: TrainConfig, sequences: int, max_tokens: int, data_ranks: int = 1, stages: int = 1
+) -> StepSchedule:
+    """The step schedule for a number of packed sequences of at most `max_tokens` tokens.
+
+    Each data rank should get at least as many micro-batches of a step as there are pipeline stages. If a step has
+    enough sequences for that, its micro-batches are made smaller than `train.micro_batch_tokens` where needed.
+    """
+    per_step = max(1, train.tokens_per_step // max_tokens)
+    rows = min(max(1, train.micro_batch_tokens // max_tokens), max(1, per_step // (data_ranks * stages)))
+    if train.steps is not None:
+        total = train.steps * per_step
+    else:
+        assert train.epochs is not None
+        total = max(1, round(train.epochs * sequences))
+    return StepSchedule(math.ceil(total / per_step), total, per_step, rows)
+
+
+def make_rollout_schedule(
+    train: TrainConfig,
+    rollout: RolloutConfig,
+    prompts: int,
+    dataset: int,
+    max_tokens: int,
+    seed: int,
+) -> tuple[StepSchedule, RolloutPlan]:
+    """The step schedule and the plan of an on-policy run. Its sequences are counted as if each had one sample.
+
+    Its micro-batches depend on the lengths of completions (`pack_step`). prompts, dataset: numbers of documents.
+    """
+    samples = rollout.samples_per_prompt
+    per_step = rollout.prompts_per_step or max(1, train.tokens_per_step // (max_tokens * samples))
+    if train.steps is not None:
+        steps = train.steps
+    else:
+        assert train.epochs is not None
+        steps = math.ceil(round(max(1.0, train.epochs * prompts) / (per_step * rollout.share), 6))
+    plan = RolloutPlan(prompts, dataset, per_step, samples, seed, rollout.share)
+    return StepSchedule(steps, steps * per_step * samples, per_step * samples, 1), plan
+
+
+def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
+    """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then `train.schedule`."""
+    warmup = train.warmup * steps if train.warmup < 1 else train.warmup
+    warmup = min(math.ceil(round(warmup, 6)), steps - 1)  # 0.07 of 100 steps is 7, not 7.000000000000001
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)  # 0 at the peak; 1 would be the step after the last
+    floor = train.min_learning_rate
+    return train.learning_rate * (floor + (1 - floor) * _height(train.schedule, progress))
+
+
+def _height(schedule: str, progress: float) -> float:
+    """The height of the learning rate between its minimum (0) and its peak (1)."""
+    match schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "wsd":
+            return min(1.0, (1.0 - progress) / WSD_DECAY)
+    raise AssertionError(schedule)

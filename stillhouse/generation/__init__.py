@@ -1,0 +1,31 @@
+"""Rollouts: completions that a model writes, from an engine in this process or from servers, and their rewards."""
+
+from stillhouse.generation.engine import RolloutEngine
+from stillhouse.generation.packing import POLICY_VERSION, TargetRules, step_documents
+from stillhouse.generation.plan import RolloutPlan
+from stillhouse.generation.queue import RolloutQueue, require_versions, staleness
+from stillhouse.generation.queue_state import QueueState
+from stillhouse.generation.sample import (
+    Completion,
+    GenerationRequest,
+    Sample,
+    Sampling,
+)
+from stillhouse.generation.turns import SampleWriter
+
+__all__ = [
+    "POLICY_VERSION",
+    "Completion",
+    "GenerationRequest",
+    "QueueState",
+    "RolloutEngine",
+    "RolloutPlan",
+    "RolloutQueue",
+    "Sample",
+    "SampleWriter",
+    "Sampling",
+    "TargetRules",
+    "require_versions",
+    "staleness",
+    "step_documents",
+]

@@ -1,0 +1,68 @@
+"""Rewards as advantages. Rewards may have any size that a float has: no sum or square of them overflows."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from stillhouse.generation.sample import Sample
+
+#: the divisor of the squares' sum in a standard deviation of n numbers: n, or n − 1
+Deviation = Literal["population", "sample"]
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def with_advantages(
+    samples: Sequence[Sample], how: Literal["normalized", "centered"], deviation: Deviation = "population"
+) -> list[Sample]:
+    """One prompt's samples with their advantages: the reward minus the mean, and if "normalized", divided by the
+    standard deviation of the rewards (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). If all rewards are equal,
+    and without rewards, advantages are 0.
+
+    Raises ValueError for centered advantages that float32 cannot represent.
+    """
+    given = [each.reward for each in samples if each.reward is not None]
+    if not given:
+        return list(samples)
+    assert len(given) == len(samples)
+    rewards, exponent = _scaled(given)
+    mean, spread = statistics.fmean(rewards), _deviation(rewards, deviation)
+    if spread <= 1e-6 * max(map(abs, rewards)):  # equal but for rounding
+        advantages = [0.0 for _ in rewards]
+    elif how == "normalized":
+        advantages = [(each - mean) / spread for each in rewards]
+    else:
+        advantages = [_unscaled(each - mean, exponent) for each in rewards]
+    if max(map(abs, advantages)) > _LARGEST:
+        raise ValueError(
+            f"rollout.reward gives rewards from {min(given):g} to {max(given):g} for the completions of a prompt: "
+            f"with rollout.advantage=centered, expected differences below {_LARGEST:.2g}; normalized takes any"
+        )
+    return [replace(each, advantage=advantage) for each, advantage in zip(samples, advantages, strict=True)]
+
+
+def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
+    """The mean and the population's standard deviation of some rewards."""
+    scaled, exponent = _scaled(rewards)
+    return math.ldexp(statistics.fmean(scaled), exponent), math.ldexp(statistics.pstdev(scaled), exponent)
+
+
+def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
+    """The rewards divided by a power of two, so that none is above 1, and its exponent. This changes no digit."""
+    exponent = math.frexp(max(map(abs, rewards)))[1]
+    return [math.ldexp(each, -exponent) for each in rewards], exponent
+
+
+def _unscaled(value: float, exponent: int) -> float:
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _deviation(rewards: Sequence[float], kind: Deviation) -> float:
+    return statistics.pstdev(rewards) if kind == "population" else statistics.stdev(rewards)

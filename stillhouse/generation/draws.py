@@ -1,0 +1,189 @@
+"""Draws the tokens of a batch of completions and records their log-probabilities, inside transformers' `generate`.
+
+`generate` calls a `Draws` with the logits of a step and an `Ends` with the tokens so far. `Draws` chooses the tokens
+itself and gives `generate` scores that leave it no other choice. So each completion has random numbers of its own: it
+does not depend on the completions that it shares a batch with (but for rounding), and the global random state is
+neither read nor changed.
+
+B completions, S tokens of prompt and completion so far, V rows of the head, N most tokens of a completion, K blocks
+of C tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from stillhouse.generation.sample import Sampling
+
+#: the constants of MurmurHash3's finalizer (Appleby 2011) and the golden ratio, as signed numbers of 32 bits
+_FIRST, _SECOND, _GOLDEN = (value - 2**32 * (value >= 2**31) for value in (0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9))
+#: the largest float32 below 1
+_BELOW_1 = 1 - 2.0**-24
+#: tokens that are drawn together at first, so that most of the vocabulary needs no noise of its own
+_BLOCK = 64
+#: the first counter of tokens' noise; blocks have smaller ones
+_TOKENS = 2**30
+
+
+class Draws(LogitsProcessor):
+    """Draws one token of each completion per call.
+
+    seeds: of each completion. vocabulary: rows of the head from this one on are never drawn. counted: the rows that
+    log-probabilities are over, those of the objective; None: all rows of the head.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        tokens: int,
+        vocabulary: int,
+        device: torch.device,
+        counted: int | None = None,
+    ):
+        assert counted is None or vocabulary <= counted
+        self._vocabulary, self._counted = vocabulary, counted
+        self._is_greedy = sampling.temperature == 0
+        self._temperature = sampling.temperature or 1.0
+        self._filters = _filters(sampling)
+        raw_BN = np.stack([np.random.PCG64(seed).random_raw(tokens) for seed in seeds])
+        self._seeds_BN2 = torch.from_numpy(raw_BN.view(np.int32).reshape(*raw_BN.shape, 2)).to(device)
+        self._ids_B: list[Tensor] = []
+        self._log_probs_B: list[Tensor] = []
+
+    def __call__(self, input_ids_BS: Tensor, logits_BV: Tensor) -> Tensor:
+        # few passes over the vocabulary, and in place: each one costs as much as a layer of a small model
+        scores_BV = logits_BV[:, : self._counted] / self._temperature
+        scores_BV -= scores_BV[:, : self._vocabulary].amax(-1, keepdim=True)
+        weights_BV = scores_BV.exp()
+        log_sum_B = weights_BV.sum(-1).log()
+        if self._is_greedy:
+            ids_B = scores_BV[:, : self._vocabulary].argmax(-1)
+        else:
+            ids_B = self._draw(input_ids_BS, scores_BV, weights_BV)
+        self._ids_B.append(ids_B)
+        self._log_probs_B.append(scores_BV.gather(1, ids_B[:, None])[:, 0] - log_sum_B)
+        return scores_BV.fill_(-torch.inf).scatter_(1, ids_B[:, None], 0.0)
+
+    def _draw(self, input_ids_BS: Tensor, scores_BV: Tensor, weights_BV: Tensor) -> Tensor:
+        """Draw a block of `_BLOCK` tokens by the largest sum of its log-probability and Gumbel noise, then one of its
+        tokens in the same way. weights_BV: exp(scores_BV).
+
+        Every block and token has noise of its own, so a difference in the last digits of the scores, as of another
+        batch or layout, hardly ever draws another token.
+        """
+        if self._filters:
+            scores_BV = scores_BV.clone()
+            scores_BV[:, self._vocabulary :] = -torch.inf
+            for each in self._filters:
+                scores_BV = each(input_ids_BS, scores_BV)
+            weights_BV = scores_BV.exp()
+        seeds_B2, whole = self._seeds_BN2[:, len(self._ids_B)], self._vocabulary // _BLOCK * _BLOCK
+        sums_BK = weights_BV[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+        rest_B1 = weights_BV[:, whole : self._vocabulary].sum(-1, keepdim=True)
+        blocks_BK = torch.cat([sums_BK, rest_B1], 1).log()
+        counters_1K = torch.arange(blocks_BK.shape[1], dtype=torch.int32, device=seeds_B2.device)[None]
+        block_B = (blocks_BK + _gumbel(seeds_B2, counters_1K)).argmax(-1)
+        ids_BC = block_B[:, None] * _BLOCK + torch.arange(_BLOCK, device=seeds_B2.device)
+        inside_BC = scores_BV.gather(1, ids_BC.clamp(max=self._vocabulary - 1))
+        inside_BC = inside_BC.where(ids_BC < self._vocabulary, -torch.inf)
+        noise_BC = _gumbel(seeds_B2, ids_BC.int() + _TOKENS)
+        return ids_BC.gather(1, (inside_BC + noise_BC).argmax(-1, keepdim=True))[:, 0]
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids, int32, and their log-probabilities, float32, [B, steps]; after its end, a row holds anything."""
+        ids_BN, log_probs_BN = torch.stack(self._ids_B, 1), torch.stack(self._log_probs_B, 1)
+        return ids_BN.int().cpu().numpy(), log_probs_BN.float().cpu().numpy()
+
+
+class Ends(StoppingCriteria):
+    """Finds where each completion ends: at an end of sequence, a stop text, or its most tokens `limit_B`.
+
+    Tokens of the prompt do not count: a prompt may contain the end of sequence and parts of stop texts.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        limits: Sequence[int],
+        prompt_tokens: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        device: torch.device,
+    ):
+        self._stop, self._tokenizer, self._prompt_tokens = sampling.stop, tokenizer, prompt_tokens
+        self._eos = torch.tensor(sampling.eos_ids, dtype=torch.int64, device=device)
+        self._limit_B = torch.tensor(limits, device=device)
+        self._length_B = torch.zeros_like(self._limit_B)  # 0: not ended
+        self._is_stop_B = torch.zeros_like(self._limit_B, dtype=torch.bool)
+
+    def __call__(self, input_ids_BS: Tensor, scores: object, **_: object) -> Tensor:
+        tokens = input_ids_BS.shape[1] - self._prompt_tokens
+        stops_B = torch.isin(input_ids_BS[:, -1], self._eos)
+        if self._stop:
+            stops_B = stops_B | self._has_stop_text(input_ids_BS[:, self._prompt_tokens :])
+        ends_B = (self._length_B == 0) & (stops_B | (self._limit_B <= tokens))
+        self._is_stop_B = self._is_stop_B | (ends_B & stops_B)
+        self._length_B = torch.where(ends_B, tokens, self._length_B)
+        return self._length_B > 0
+
+    def _has_stop_text(self, ids_BN: Tensor) -> Tensor:
+        assert self._tokenizer is not None
+        found = stop_texts(ids_BN.tolist(), self._stop, self._tokenizer)
+        return torch.tensor([each is not None for each in found], device=ids_BN.device)
+
+    def result(self) -> tuple[list[int], list[bool]]:
+        """For each completion its tokens, and whether it has ended rather than been cut."""
+        return self._length_B.tolist(), self._is_stop_B.tolist()
+
+
+def stop_texts(
+    ids: Sequence[Sequence[int]], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[str | None]:
+    """For each sequence of ids, the stop text at whose end it is, or None. No earlier token may have ended one."""
+    # every token but special ones is at least one byte of text; a special one is at least its name
+    window = max(len(each.encode()) for each in stop) + 8
+    texts = tokenizer.batch_decode(
+        [each[-window:] for each in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return [next((each for each in stop if each in text), None) for text in texts]
+
+
+def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:
+    """A number of the Gumbel distribution for each counter and pair of seeds (all int32), as float32.
+
+    It is −log of an exponential number −log(1 − u). Large noise, which decides a draw, has a small u of 31 bits,
+    which is exact in float32. A u that rounds to 1 would give −inf, so it becomes the number before 1. The bits are a
+    hash of counter and seeds: the same on every device.
+    """
+    state_BC = counters_BC * _GOLDEN + seeds_B2[:, :1]  # integers wrap around
+    state_BC = _mixed(state_BC, 16) * _FIRST + seeds_B2[:, 1:]
+    state_BC = _mixed(_mixed(state_BC, 13) * _SECOND, 16)
+    uniform_BC = (((state_BC & 0x7FFFFFFF).float() + 0.5) * 2.0**-31).clamp(max=_BELOW_1)
+    return -(-torch.log1p(-uniform_BC)).log()
+
+
+def _mixed(state: Tensor, bits: int) -> Tensor:
+    """state ^ (state >> bits), with zeros from the left."""
+    return state ^ ((state >> bits) & ((1 << (32 - bits)) - 1))
+
+
+def _filters(sampling: Sampling) -> list[LogitsProcessor]:
+    """What leaves only some tokens to be drawn, in transformers' order. vLLM applies min_p first."""
+    filters: list[LogitsProcessor] = []
+    if sampling.top_k:
+        filters.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        filters.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        filters.append(MinPLogitsWarper(sampling.min_p))
+    return filters

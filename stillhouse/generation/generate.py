@@ -1,0 +1,204 @@
+"""Completions in this process, with transformers' own `generate`.
+
+The model generates with its key-value cache, in eval mode and without gradients; its weights are those that are
+trained. Of the model's `generation_config`, nothing has an effect: `eos_ids` of the models reads the ends of sequence
+from it, and the caller passes them in `Sampling`.
+
+B completions, S tokens of the longest prompt.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from stillhouse.generation.cache import roomy_cache
+from stillhouse.generation.draws import Draws, Ends
+from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.libraries import reading
+from stillhouse.models import Decoder, check_document_length, evaluating
+from stillhouse.models.structure import describe
+from stillhouse.signals.scorer import NotFiniteError
+
+# largest difference of log-probabilities with the cache and without it, in nats: matrix products of other shapes
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+
+
+class Generator:
+    """Writes completions with a decoder.
+
+    device: where the decoder is. precision: returns the context of a forward pass, such as autocast. batch_tokens:
+    a batch has at most so many tokens of prompts, padding and completions, or a single completion. vocabulary: ids
+    from this one on are never drawn, because the tokenizer does not have them; None: all rows of the head.
+    counted_rows: the rows that log-probabilities are over; None: all rows of the head. tokenizer: needed for
+    `sampling.stop` alone.
+
+    Raises ValueError for a model that cannot generate, and for stop texts without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sampling: Sampling,
+        device: torch.device,
+        precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+        batch_tokens: int = 16384,
+        *,
+        vocabulary: int | None = None,
+        counted_rows: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        if not decoder.pretrained.can_generate():
+            raise ValueError(f"{describe(decoder.pretrained)} has no generate(): expected a causal language model")
+        if sampling.stop and tokenizer is None:
+            raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
+        self.decoder, self.sampling, self.device = decoder, sampling, device
+        self._precision, self.batch_tokens, self._tokenizer = precision, batch_tokens, tokenizer
+        rows = decoder.vocabulary_rows
+        self._counted = rows if counted_rows is None else min(counted_rows, rows)
+        self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
+
+    def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+        """Return the completions of the requests, in their order.
+
+        version: of the present weights; it is recorded for each token. Each completion depends on its own request
+        alone, but for rounding: what shares a batch is decided by `batches`.
+
+        Raises ValueError for a prompt without tokens, with ids that the model does not have, or too long for the
+        model's positions, and NotFiniteError, a ValueError, for weights that give logits which are not finite.
+        """
+        self.check(requests)
+        found: dict[int, Completion] = {}
+        for batch in self.batches(requests):
+            completions = self.batch([requests[at] for at in batch], version)
+            found.update(zip(batch, completions, strict=True))
+        return [found[at] for at in range(len(requests))]
+
+    def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
+        """Divide requests, by their positions in the sequence, into batches of similar lengths.
+
+        least: the least number of batches, if there are so many requests, for as many processes that share them.
+        """
+        prompts, limits = [len(each.prompt_ids) for each in requests], [self._limit(each) for each in requests]
+        most_rows = max(1, -(-len(requests) // least))
+        batches: list[list[int]] = []
+        prompt = limit = 0
+        for at in sorted(range(len(requests)), key=lambda at: (prompts[at], limits[at], at)):
+            # rows are padded to the longest prompt, and go on until the longest completion ends
+            prompt, limit = max(prompt, prompts[at]), max(limit, limits[at])
+            rows = len(batches[-1]) + 1 if batches else 0
+            if batches and rows <= most_rows and rows * (prompt + limit) <= self.batch_tokens:
+                batches[-1].append(at)
+            else:
+                batches.append([at])
+                prompt, limit = prompts[at], limits[at]
+        return batches
+
+    @torch.no_grad()
+    def batch(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+        """Return the completions of one batch of requests, which `check` has checked."""
+        width, limits = max(len(each.prompt_ids) for each in requests), [self._limit(each) for each in requests]
+        ids_BS = np.zeros((len(requests), width), dtype=np.int64)
+        mask_BS = np.zeros_like(ids_BS)
+        for row, request in enumerate(requests):
+            ids_BS[row, width - len(request.prompt_ids) :] = request.prompt_ids
+            mask_BS[row, width - len(request.prompt_ids) :] = 1
+        seeds = [each.seed for each in requests]
+        draws = Draws(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted)
+        ends = Ends(self.sampling, limits, width, self._tokenizer, self.device)
+        model = self.decoder.pretrained
+        settings = GenerationConfig(
+            max_new_tokens=max(limits), do_sample=False, use_cache=True, pad_token_id=0, disable_compile=True
+        )
+        with evaluating(model), _without_own_settings(model), self._precision():
+            model.generate(
+                torch.from_numpy(ids_BS).to(self.device),
+                generation_config=settings,
+                attention_mask=torch.from_numpy(mask_BS).to(self.device),
+                past_key_values=roomy_cache(model, width + max(limits)),
+                logits_processor=[draws],
+                stopping_criteria=[ends],
+            )
+        return self._completions(draws, ends, version)
+
+    def check(self, requests: Sequence[GenerationRequest]) -> None:
+        """Raise ValueError for a request that the model cannot answer, naming its number."""
+        model = self.decoder.pretrained
+        rows = model.get_input_embeddings().weight.shape[0]
+        for request in requests:
+            ids = request.prompt_ids
+            if len(ids) == 0 or self._limit(request) < 1:
+                raise ValueError(
+                    f"request {request.number}: {len(ids)} tokens of a prompt and at most {self._limit(request)} new "
+                    "ones: expected at least one of each"
+                )
+            smallest, largest = int(ids.min()), int(ids.max())
+            if smallest < 0 or largest >= rows:
+                raise ValueError(
+                    f"request {request.number}: token ids {smallest} to {largest}, expected 0 to {rows - 1}"
+                )
+        longest = max((len(each.prompt_ids) + self._limit(each) for each in requests), default=0)
+        check_document_length(model, longest, describe(model))
+
+    def _limit(self, request: GenerationRequest) -> int:
+        most = self.sampling.max_new_tokens
+        return most if request.max_new_tokens is None else min(most, request.max_new_tokens)
+
+    def _completions(self, draws: Draws, ends: Ends, version: int) -> list[Completion]:
+        (ids_BN, log_probs_BN), (lengths, stopped) = draws.result(), ends.result()
+        completions = []
+        for row, (length, is_stop) in enumerate(zip(lengths, stopped, strict=True)):
+            log_probs_N = log_probs_BN[row, :length]
+            if not np.isfinite(log_probs_N).all():
+                raise NotFiniteError(
+                    f"{describe(self.decoder.pretrained)}: its logits are not finite when it writes a completion: "
+                    "expected finite weights, and a dtype wide enough for the model"
+                )
+            versions_N = np.full(length, version, dtype=np.int32)
+            ids_N = ids_BN[row, :length].copy()
+            completions.append(Completion(ids_N, log_probs_N.copy(), versions_N, "stop" if is_stop else "length"))
+        return completions
+
+
+@torch.no_grad()
+def check_generation(decoder: Decoder, device: torch.device) -> None:
+    """Raise ValueError, naming the model type, if the model's `generate` fails or writes something else.
+
+    Two short prompts of different lengths are completed in one batch, and the log-probabilities of the tokens are
+    compared with those of a forward pass over the same tokens without cache and padding.
+    """
+    model = decoder.pretrained
+    rows = model.get_input_embeddings().weight.shape[0]
+    prompts = [(np.arange(tokens, dtype=np.int32) * 37 + 5) % rows for tokens in (3, 8)]
+    generator = Generator(decoder, Sampling(max_new_tokens=4, temperature=0.0), device)
+    with reading(f"{describe(model)}: its generate() fails"):
+        completions = generator.batch([GenerationRequest(at, ids, 0) for at, ids in enumerate(prompts)], 0)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, completion.ids_N]).astype(np.int64)).to(device)
+        with evaluating(decoder):
+            logits_SV = decoder(ids[None])[0, len(prompt) - 1 : -1]
+        expected = logits_SV.float().log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].cpu().numpy()
+        error = float(np.median(np.abs(expected - completion.log_probs_N)))
+        if not error <= _TOLERANCE[logits_SV.dtype]:
+            raise ValueError(
+                f"{describe(model)}: its generate() gives log-probabilities that differ by {error:.2g} nats from "
+                "those of its forward pass: expected a model that supports a cache and padding on the left; let a "
+                "server write the completions (rollout.engine)"
+            )
+
+
+@contextmanager
+def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Take the model's own generation settings away meanwhile.
+
+    transformers fills every setting that a caller of `generate` leaves out from the model's own `generation_config`,
+    and models come with penalties, suppressed tokens and limits there.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -1,0 +1,130 @@
+"""Makes documents of a step's samples, which are packed into micro-batches like any others.
+
+A step's documents are the student's samples, then completions from the dataset. All keep the columns and teachers'
+prefixes of their prompts, so that teachers are asked as in off-policy training.
+
+N tokens of all documents of the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stillhouse.data import DataReport, Documents
+from stillhouse.data.prefixes import offsets_of
+from stillhouse.generation.sample import Sample
+from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+
+#: the key of the version of the weights that wrote a token, among the tensors per token; −1 if none did
+POLICY_VERSION = "policy_version"
+
+
+@dataclass(frozen=True)
+class TargetRules:
+    """Which tokens of a sample count, and how much.
+
+    mask_truncated: no token of a completion without an end is a target. position_decay: the weight of the n-th token
+    of a completion is this number to the power n. by_student: the training student has written the samples; False:
+    a teacher has.
+    """
+
+    mask_truncated: bool = False
+    position_decay: float = 1.0
+    by_student: bool = True
+
+
+def step_documents(
+    prompts: Documents,
+    samples: Sequence[Sample],
+    rules: TargetRules,
+    dataset: Documents | None = None,
+    from_dataset: Sequence[int] = (),
+) -> Documents:
+    """The documents of a step. from_dataset: the numbers of the dataset's documents that the step has, too.
+
+    At least one sample or document is needed. Documents of the dataset count whole, with the weight of each position
+    in their completions.
+    """
+    parts = [_of_samples(prompts, samples, rules)] if samples else []
+    if len(from_dataset):
+        assert dataset is not None
+        parts.append(_of_dataset(dataset.select(from_dataset), rules))
+    return _joined(parts)
+
+
+def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRules) -> Documents:
+    ids, targets, weights, advantages, log_probs, versions = [], [], [], [], [], []
+    for each in samples:
+        prompt_ids, completion = prompts.tokens(each.prompt), each.completion
+        count, before = len(completion.ids_N), np.zeros(len(prompt_ids), dtype=np.float32)
+        is_masked = rules.mask_truncated and completion.finish == "length"
+        weights_N = _position_weights(count, rules)
+        written_N = each.is_written_N & (not is_masked)
+        ids.append(np.concatenate([prompt_ids, completion.ids_N]))
+        targets.append(np.concatenate([before > 0, written_N]))
+        weights.append(np.concatenate([before, weights_N]))
+        advantages.append(np.concatenate([before, np.full(count, each.advantage, np.float32)]))
+        log_probs.append(np.concatenate([before, completion.log_probs_N]))
+        versions.append(np.concatenate([before - 1, np.where(each.is_written_N, completion.versions_N, -1)]))
+    chosen = prompts.select([each.prompt for each in samples])
+    is_sampled_N = np.full(sum(map(len, ids)), float(rules.by_student), np.float32)
+    return replace(
+        chosen,
+        tokens_N=np.concatenate(ids).astype(np.int32),
+        targets_N=np.concatenate(targets),
+        offsets=offsets_of([len(each) for each in ids]),
+        sources=[f"{source} (sample {each.number})" for source, each in zip(chosen.sources, samples, strict=True)],
+        per_token={
+            ADVANTAGES: np.concatenate(advantages),
+            OLD_LOG_PROBS: np.concatenate(log_probs).astype(np.float32),
+            IS_SAMPLED: is_sampled_N,
+            POLICY_VERSION: np.concatenate(versions).astype(np.float32),
+        },
+        weights_N=np.concatenate(weights),
+    )
+
+
+def _of_dataset(documents: Documents, rules: TargetRules) -> Documents:
+    weights = []
+    for number in range(len(documents)):
+        targets = documents.targets(number)
+        place_N = np.cumsum(targets) - 1  # among the document's targets
+        weights.append(_position_weights(int(targets.sum()) or 1, rules)[np.maximum(place_N, 0)])
+    weights_N = np.concatenate(weights)
+    zeros_N = np.zeros(len(documents.tokens_N), dtype=np.float32)
+    per_token = {ADVANTAGES: zeros_N, OLD_LOG_PROBS: zeros_N, IS_SAMPLED: zeros_N, POLICY_VERSION: zeros_N - 1}
+    return replace(documents, per_token=per_token, weights_N=weights_N)
+
+
+def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
+    """The weights of the targets of a completion, [count] float32.
+
+    None is 0, however far it decays: a target counts in the loss's normaliser, which does not depend on the decay.
+    """
+    weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
+    return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)
+
+
+def _joined(parts: Sequence[Documents]) -> Documents:
+    """The documents of several parts with the same columns, teachers with prefixes and tensors per token."""
+    if len(parts) == 1:
+        return parts[0]
+    prefixes = {
+        name: type(first).joined([each.prefixes[name] for each in parts]) for name, first in parts[0].prefixes.items()
+    }
+    weights = [each.weights_N for each in parts if each.weights_N is not None]
+    assert len(weights) == len(parts)
+    lengths = np.concatenate([each.lengths_D for each in parts])
+    return Documents(
+        np.concatenate([each.tokens_N for each in parts]),
+        np.concatenate([each.targets_N for each in parts]),
+        offsets_of(lengths),
+        np.concatenate([each.keys_D for each in parts]),
+        [source for each in parts for source in each.sources],
+        DataReport("a step's rollouts"),
+        {name: [value for each in parts for value in each.columns[name]] for name in parts[0].columns},
+        prefixes,
+        per_token={name: np.concatenate([each.per_token[name] for each in parts]) for name in parts[0].per_token},
+        weights_N=np.concatenate(weights),
+    )

@@ -1,0 +1,217 @@
+"""Which samples are written when, and which of them a step trains on. Every schedule has the same rule of asking:
+
+    at step s, with the weights of version s, all groups of the steps up to s + ahead have been asked for
+
+`ahead` is 0 for sync, 1 and 2 for one_step_off and two_step_off. Such a step trains on its own groups.
+
+With `in_order=False` (async), a step trains on as many groups, on those that are finished first. A group that others
+overtake must still be trained at most `max_staleness` steps after it was asked for. So a step takes a group out of
+turn only if the steps after it have room for all others before their time is up. Overtaking needs slack: a group may
+be asked for half of `max_staleness` ahead, and wait for the other half.
+
+No token is then older than `max_staleness` versions, every group is trained exactly once, and none is dropped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from stillhouse.generation.advantages import Deviation, with_advantages
+from stillhouse.generation.plan import RolloutPlan
+from stillhouse.generation.queue_state import QueueState, require_groups, require_samples
+from stillhouse.generation.sample import Sample
+from stillhouse.generation.turns import SampleWriter
+
+#: seconds between two looks at other things while samples are waited for
+_TICK = 1.0
+
+
+class RolloutQueue:
+    """The samples of a run between the engine that writes them and the steps that train on them.
+
+    max_staleness: steps after which a group that was asked for has to be trained; with `in_order`, `ahead` or more.
+    advantage, deviation: how rewards become advantages (see `with_advantages`). alive: called now and then while
+    waiting. by_student: whether the versions of tokens are those of the student.
+    """
+
+    def __init__(
+        self,
+        writer: SampleWriter,
+        plan: RolloutPlan,
+        *,
+        ahead: int,
+        in_order: bool,
+        last_step: int,
+        max_staleness: int = 0,
+        advantage: Literal["normalized", "centered"] = "normalized",
+        deviation: Deviation = "population",
+        alive: Callable[[], None] = lambda: None,
+        by_student: bool = True,
+    ):
+        self.writer, self.plan, self.ahead, self.in_order = writer, plan, ahead, in_order
+        self.last_step, self.max_staleness = last_step, max_staleness
+        self.advantage, self.deviation, self._alive, self._by_student = advantage, deviation, alive, by_student
+        self._asked_at: dict[int, int] = {}
+        self._samples: dict[int, dict[int, Sample]] = {}
+        self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
+        self._trained: set[int] = set()
+        self._taken: dict[int, dict[int, Sample]] = {}  # the groups of the present step, until they are trained
+        #: when the samples that were taken last were asked for, and when the last one of them was finished
+        self.taken_times = (0.0, 0.0)
+
+    def ask(self, step: int) -> None:
+        """Ask for all groups that a step asks for, and for what a checkpoint lacks of earlier ones.
+
+        The engine has the weights of this step.
+        """
+        for later in range(step, min(step + self.ahead, self.last_step) + 1):
+            for group in self.plan.groups(later):
+                if group not in self._trained and group not in self._samples:
+                    self._asked_at[group] = step
+                    self._samples[group] = {}
+        under_way = set(self.writer.under_way)
+        self.writer.write(
+            [
+                (number, self.plan.prompt_of(group))
+                for group, samples in self._samples.items()
+                for number in self.plan.samples(group)
+                if number not in samples and number not in under_way
+            ]
+        )
+        # an engine in this process has written all of them by now
+        while finished := self.writer.finished(0.0):
+            self._keep(finished)
+
+    def has_asked(self, step: int) -> bool:
+        """Whether all samples of this step are finished or under way."""
+        under_way = set(self.writer.under_way)
+        return all(
+            group in self._samples and under_way.union(self._samples[group]).issuperset(self.plan.samples(group))
+            for group in self.plan.groups(step)
+        )
+
+    def wait_for(self, step: int) -> None:
+        """Wait until there are the groups that this step trains on."""
+        while not self._is_ready(step):
+            self._alive()
+            self._keep(self.writer.finished(_TICK))
+
+    def take(self, step: int) -> list[Sample]:
+        """The samples that a step trains on, in the order of their numbers, with advantages. Waits for them.
+
+        Until `trained` is called, a checkpoint still has them.
+        """
+        self.wait_for(step)
+        groups = sorted(self._chosen(step))
+        times = [self.writer.times.pop(number, None) for group in groups for number in self._samples[group]]
+        known = [each for each in times if each is not None]  # those of an earlier process are not
+        self.taken_times = (
+            min((asked for asked, _ in known), default=0.0),
+            max((end for _, end in known), default=0.0),
+        )
+        self._taken = {group: self._samples.pop(group) for group in groups}
+        self._finished = [group for group in self._finished if group not in self._taken]
+        taken: list[Sample] = []
+        for samples in self._taken.values():
+            taken += with_advantages([samples[number] for number in sorted(samples)], self.advantage, self.deviation)
+        return taken
+
+    def trained(self) -> None:
+        """The optimizer has made the step on the samples that were taken last: no later call gives them again."""
+        for group in self._taken:
+            del self._asked_at[group]
+        if not self.in_order:
+            self._trained |= self._taken.keys()
+            before = min(self._asked_at, default=None)
+            self._trained = {group for group in self._trained if before is not None and group > before}
+        self._taken = {}
+
+    def state(self) -> QueueState:
+        """What a checkpoint keeps. Samples that are under way are asked for again after a resume."""
+        self._keep(self.writer.salvage())
+        groups = self._samples | self._taken
+        samples = [each for group in sorted(groups) for each in groups[group].values()]
+        return QueueState(samples, dict(self._asked_at), sorted(self._trained))
+
+    def restore(self, state: QueueState, step: int) -> None:
+        """Go on with what a checkpoint of this step kept. The next `ask` asks for what it lacks.
+
+        Raises ValueError for a state that this run cannot have had after so many steps.
+        """
+        require_groups(
+            state,
+            self.plan,
+            step,
+            ahead=self.ahead,
+            in_order=self.in_order,
+            last_step=self.last_step,
+            max_staleness=max(self.ahead, self.max_staleness),
+        )
+        require_samples(state.samples, state.asked_at, step, self.writer, by_student=self._by_student)
+        self._asked_at, self._trained = dict(state.asked_at), set(state.trained)
+        self._samples = {group: {} for group in self._asked_at}
+        self._keep(state.samples)
+
+    def _keep(self, samples: Sequence[Sample]) -> None:
+        for each in samples:
+            group = each.number // self.plan.samples_per_prompt
+            self._samples[group][each.number] = each
+            if len(self._samples[group]) == self.plan.samples_per_prompt:
+                self._finished.append(group)
+
+    def _is_ready(self, step: int) -> bool:
+        finished = set(self._finished)
+        if self.in_order:
+            return finished.issuperset(self.plan.groups(step))
+        in_time = all(
+            sum(self._last_chance(group) <= until for group in finished) >= least
+            for until, least in self._least(step).items()
+        )
+        return in_time and len(finished) >= len(self.plan.groups(step))
+
+    def _chosen(self, step: int) -> Sequence[int]:
+        """The groups that the step trains on, of those that are finished."""
+        groups = self.plan.groups(step)
+        if self.in_order:
+            return groups
+        chosen: list[int] = []
+        for until, least in self._least(step).items():
+            in_time = [group for group in self._finished if self._last_chance(group) <= until]
+            missing = max(0, least - len(set(chosen).intersection(in_time)))
+            chosen += [group for group in in_time if group not in chosen][:missing]
+        others = [group for group in self._finished if group not in chosen]
+        return [*chosen, *others[: len(groups) - len(chosen)]]
+
+    def _last_chance(self, group: int) -> int:
+        """The last step that may train on a group that was asked for."""
+        return self._asked_at[group] + self.max_staleness
+
+    def _least(self, step: int) -> dict[int, int]:
+        """For each step from this one on, how many groups whose last chance is that step or earlier must be trained
+        now, because the steps after this one have room for the others only.
+        """
+        least, room = {}, 0
+        for until in range(step, step + self.max_staleness + 1):
+            room += len(self.plan.groups(until)) if until > step else 0
+            least[until] = sum(self._last_chance(group) <= until for group in self._asked_at) - room
+        return least
+
+
+def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -> None:
+    """Raise ValueError for a token whose version is newer than the step's, or older than the bound."""
+    for each in samples:
+        written_N = each.completion.versions_N[each.is_written_N]
+        oldest, newest = int(written_N.min()), int(written_N.max())
+        if not step - max_staleness <= oldest <= newest <= step:
+            raise ValueError(
+                f"sample {each.number} has tokens of versions {oldest} to {newest} in step {step + 1}: expected "
+                f"versions {max(0, step - max_staleness)} to {step}. The engine has other weights than it was given"
+            )
+
+
+def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
+    """How many tokens of the samples were written how many versions ago."""
+    counts: dict[int, int] = {}
+    for each in samples:
+        for version in each.completion.versions_N[each.is_written_N].tolist():
+            counts[step - version] = counts.get(step - version, 0) + 1
+    return counts

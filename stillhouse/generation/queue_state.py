@@ -1,0 +1,125 @@
+"""What a checkpoint keeps of a queue of samples, and whether it can be what a run had at the checkpoint's step.
+
+A state that is of another run, step or schedule would not fail: samples would be trained twice, or never. So all that
+follows from the step is compared with it. N tokens of a completion.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stillhouse.generation.plan import RolloutPlan
+from stillhouse.generation.sample import Sample
+from stillhouse.generation.turns import NOT_WRITTEN, SampleWriter
+
+
+@dataclass
+class QueueState:
+    """What a checkpoint keeps of a queue.
+
+    samples: finished, and not trained. asked_at: for each group that was asked for and is not trained, the step.
+    trained: the groups that were trained although an earlier one was not; `in_order` has none.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    asked_at: dict[int, int] = field(default_factory=dict)
+    trained: list[int] = field(default_factory=list)
+
+
+def require_groups(
+    state: QueueState, plan: RolloutPlan, step: int, *, ahead: int, in_order: bool, last_step: int, max_staleness: int
+) -> None:
+    """Raise ValueError unless these can be the groups of a run that has made `step` steps.
+
+    The last step that was begun is the one before, or, if the run lost its servers, the one that comes next.
+    """
+    asked, trained = state.asked_at, state.trained
+    if both := sorted(asked.keys() & set(trained)):
+        raise ValueError(f"group {both[0]} is both asked for and trained: expected one of them")
+    if trained and (in_order or len(set(trained)) < len(trained)):
+        raise ValueError(
+            f"the trained groups {trained[:9]}: expected none, because this schedule trains the groups in their order"
+            if in_order
+            else f"the trained groups {trained[:9]}: expected each of them once"
+        )
+    step_of = {
+        group: at
+        for at in range(max(0, step - max_staleness), min(step + ahead, last_step) + 1)
+        for group in plan.groups(at)
+    }
+    for group, at in asked.items():
+        own = step_of.get(group)
+        if own is None or not max(0, own - ahead) <= at <= min(own, step) or at + max_staleness < step:
+            raise ValueError(
+                f"group {group}, asked for at step {at}: after {step} steps, expected a group of the steps "
+                f"{max(0, step - max_staleness)} to {min(step + ahead, last_step)}, asked for at most {ahead} steps "
+                f"before its own, and at step {max(0, step - max_staleness)} to {step}"
+            )
+    _require_all(state, plan, step, ahead, last_step)
+
+
+def _require_all(state: QueueState, plan: RolloutPlan, step: int, ahead: int, last_step: int) -> None:
+    """Raise ValueError unless every group that was asked for so far is asked for or trained."""
+    due = plan.groups(step).start  # so many groups have been trained, whichever these are
+    first = min(state.asked_at, default=due)
+    kept = sorted([*state.asked_at, *state.trained])
+    stops = {
+        max(due, plan.groups(min(begun + ahead, last_step)).stop) if begun >= 0 else 0 for begun in (step - 1, step)
+    }
+    if kept != list(range(first, first + len(kept))) or first + len(kept) not in stops:
+        missing = sorted(set(range(first, max(stops))) - set(kept))
+        raise ValueError(
+            f"the groups {kept[:9]} are asked for or trained, without the groups {missing[:9]}: after {step} steps, "
+            f"expected all from {first} to {' or '.join(str(stop - 1) for stop in sorted(stops))}"
+        )
+    if first + len(state.trained) != due:
+        raise ValueError(
+            f"{first + len(state.trained)} groups have been trained after {step} steps: expected {due}, as each step "
+            "trains as many groups as the plan gives it"
+        )
+
+
+def require_samples(
+    samples: Sequence[Sample], asked_at: Mapping[int, int], step: int, writer: SampleWriter, *, by_student: bool
+) -> None:
+    """Raise ValueError for a sample that cannot be one of a run that has made `step` steps.
+
+    by_student: whether versions are those of the student; a teacher has version 0.
+    """
+    plan, seen = writer.plan, set[int]()
+    vocabulary = max(writer.tokenizer.get_vocab().values()) + 1
+    for each in samples:
+        group = each.number // plan.samples_per_prompt
+        if group not in asked_at:
+            raise ValueError(f"sample {each.number} is of group {group}, which was not asked for or is trained")
+        if each.number in seen:
+            raise ValueError(f"sample {each.number} is there more than once")
+        seen.add(each.number)
+        if each.prompt != (prompt := plan.prompt_of(group)):
+            raise ValueError(f"sample {each.number} has prompt {each.prompt}: expected {prompt}, that of its group")
+        oldest, newest = (asked_at[group], step) if by_student else (0, 0)
+        if problem := _problem(each, writer, vocabulary, range(oldest, newest + 1)):
+            raise ValueError(f"sample {each.number} {problem}")
+
+
+def _problem(sample: Sample, writer: SampleWriter, vocabulary: int, versions: range) -> str:
+    ids_N, versions_N = sample.completion.ids_N, sample.completion.versions_N
+    if len(ids_N) > writer.max_new_tokens:
+        return f"has {len(ids_N)} tokens: expected at most rollout.max_new_tokens, {writer.max_new_tokens}"
+    if ids_N.min() < 0 or ids_N.max() >= vocabulary:
+        return f"has the ids {ids_N.min()} to {ids_N.max()}: expected 0 to {vocabulary - 1}"
+    if (sample.is_written_N != (versions_N != NOT_WRITTEN)).any() or not sample.is_written_N.any():
+        return "has tokens with a version that no model wrote, or tokens of a model without one"
+    if writer.environment is None and not sample.is_written_N.all():
+        return "has tokens of an environment: this run has no rollout.environment"
+    written_N = versions_N[sample.is_written_N]
+    if written_N.min() not in versions or written_N.max() not in versions or (written_N[1:] < written_N[:-1]).any():
+        return (
+            f"has tokens of versions {written_N.min()} to {written_N.max()}: expected versions {versions.start} to "
+            f"{versions.stop - 1}, in this order"
+        )
+    if (sample.reward is None) != (writer.reward is None):
+        return f"has the reward {sample.reward}: this run has {'no' if writer.reward is None else 'a'} rollout.reward"
+    if sample.reward is not None and not math.isfinite(sample.reward):
+        return f"has the reward {sample.reward}: expected a finite number"
+    return ""

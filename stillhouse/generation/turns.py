@@ -1,0 +1,198 @@
+"""Writes samples turn by turn: the model writes, an environment may answer, and the model goes on.
+
+Without an environment, a sample is one turn. What the environment answers is part of the sample, but no target.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data import Documents
+from stillhouse.data.templates import tokenize
+from stillhouse.generation.engine import RolloutEngine
+from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward
+from stillhouse.generation.plan import RolloutPlan
+from stillhouse.generation.sample import Completion, GenerationRequest, Sample
+from stillhouse.preemption import OverdueError
+
+#: the version of a token that no model wrote
+NOT_WRITTEN = -1
+#: so many characters of a reply are read at first for each token that there is room for; and so many tokens more than
+#: twice this room are enough
+_CHARACTERS, _MARGIN = 16, 64
+
+
+@dataclass
+class _Open:
+    """A sample that is being written.
+
+    parts: what the model wrote and what the environment answered so far, in turn. turns: of the model. is_cut: no
+    room is left for another turn, although the environment has answered. asked: when, in seconds of `time.monotonic`.
+    """
+
+    number: int
+    prompt: int
+    parts: list[Completion] = field(default_factory=list)
+    turns: int = 0
+    is_cut: bool = False
+    asked: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(each.ids_N) for each in self.parts)
+
+
+class SampleWriter:
+    """Asks an engine for samples, and gives those that are finished.
+
+    max_new_tokens: of all turns of a sample together, the environment's included. reward, environment: see
+    `hooks.py`; they need the prompts' records.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        prompts: Documents,
+        plan: RolloutPlan,
+        tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int,
+        *,
+        reward: UserFunction | None = None,
+        environment: UserFunction | None = None,
+        max_turns: int = 1,
+    ):
+        self.engine, self.prompts, self.plan, self.tokenizer = engine, prompts, plan, tokenizer
+        self.max_new_tokens, self.max_turns = max_new_tokens, max_turns
+        self.reward, self.environment = reward, environment
+        self._futures: dict[Future[Completion], _Open] = {}
+        self._answered: dict[Future[Completion], float] = {}
+        #: by the numbers of finished samples: when they were asked for and when they were finished
+        self.times: dict[int, tuple[float, float]] = {}
+
+    @property
+    def under_way(self) -> list[int]:
+        """The numbers of the samples that are not finished."""
+        return [each.number for each in self._futures.values()]
+
+    def write(self, samples: Sequence[tuple[int, int]]) -> None:
+        """Ask for samples. samples: the number of each sample, and the number of its prompt."""
+        now = time.monotonic()
+        self._ask([_Open(number, prompt, asked=now) for number, prompt in samples])
+
+    def finished(self, seconds: float) -> list[Sample]:
+        """The samples that are finished since the last call. Waits up to so many seconds until there is one.
+
+        Raises ServerError if no server answers in time, ValueError for a reward or an answer that cannot be right,
+        OverdueError if one of these functions does not return after a signal.
+        """
+        found: list[Sample] = []
+        while self._futures and not found:
+            done, _ = wait(self._futures, seconds, FIRST_COMPLETED)
+            if not done:
+                break
+            # in the order of the requests, so that an engine in this process is always asked for the same batches
+            next_turns = []
+            for future in [each for each in self._futures if each in done]:
+                sample = self._futures.pop(future)
+                answered = self._answered.pop(future, time.monotonic())  # its callback may come after `wait`
+                sample.parts.append(future.result())
+                sample.turns += 1
+                if self._goes_on(sample):
+                    next_turns.append(sample)
+                else:
+                    self.times[sample.number] = sample.asked, answered
+                    found.append(self._sample(sample))
+            self._ask(next_turns)
+        return found
+
+    def salvage(self) -> list[Sample]:
+        """The samples that are finished, without waiting, and without the errors of others. For a checkpoint.
+
+        A sample that an environment may answer, or whose reward cannot be used, stays under way.
+        """
+        found: list[Sample] = []
+        for future in [each for each in self._futures if each.done() and not each.cancelled()]:
+            if future.exception() is not None or self.environment is not None:
+                continue
+            sample = replace(self._futures[future], parts=[future.result()])
+            try:
+                found.append(self._sample(sample))
+            except (ValueError, OverdueError):
+                continue  # raised where the samples are waited for
+            del self._futures[future]
+            self._answered.pop(future, None)
+        return found
+
+    def _ask(self, samples: Sequence[_Open]) -> None:
+        if not samples:
+            return
+        requests = [
+            GenerationRequest(
+                each.number * self.max_turns + each.turns,
+                np.concatenate([self.prompts.tokens(each.prompt), *(part.ids_N for part in each.parts)]),
+                self.plan.sample_seed(each.number, each.turns),
+                self.max_new_tokens - each.tokens,
+            )
+            for each in samples
+        ]
+        futures = self.engine.generate(requests)
+        for each in futures:  # called at once if the future is done already
+            each.add_done_callback(lambda future: self._answered.__setitem__(future, time.monotonic()))
+        self._futures |= dict(zip(futures, samples, strict=True))
+
+    def _goes_on(self, sample: _Open) -> bool:
+        """Let the environment answer; returns whether the model is to write another turn."""
+        if self.environment is None or sample.parts[-1].finish == "length" or sample.turns >= self.max_turns:
+            return False
+        reply = checked_reply(self.environment, *self._texts(sample))
+        room = self.max_new_tokens - sample.tokens
+        ids = self._reply_ids(reply, room) if reply else []
+        if not ids:
+            return False
+        sample.is_cut = len(ids) >= room
+        if room:
+            sample.parts.append(_not_written(ids[:room]))
+        return not sample.is_cut
+
+    def _reply_ids(self, reply: str, room: int) -> list[int]:
+        """The tokens of a reply. Of one with far more tokens than there is room for, only the beginning is read."""
+        characters = _CHARACTERS * (room + 1)
+        while True:
+            ids = tokenize(self.tokenizer, [reply[:characters]], special=False)[0]
+            # the last tokens of a beginning are not those of the whole reply
+            if characters >= len(reply) or len(ids) > 2 * room + _MARGIN:
+                return ids
+            characters *= 2
+
+    def _texts(self, sample: _Open) -> tuple[str, str, Any, str]:
+        prompt = self.tokenizer.decode(self.prompts.tokens(sample.prompt))
+        ids_N = np.concatenate([each.ids_N for each in sample.parts])
+        completion = self.tokenizer.decode(ids_N, skip_special_tokens=True)
+        return prompt, completion, self.prompts.records[sample.prompt], self.prompts.sources[sample.prompt]
+
+    def _sample(self, sample: _Open) -> Sample:
+        versions_N = np.concatenate([each.versions_N for each in sample.parts])
+        completion = Completion(
+            np.concatenate([each.ids_N for each in sample.parts]),
+            np.concatenate([each.log_probs_N for each in sample.parts]),
+            versions_N,
+            "length" if sample.is_cut else sample.parts[-1].finish,
+        )
+        reward = None if self.reward is None else checked_reward(self.reward, *self._texts(sample))
+        return Sample(sample.number, sample.prompt, completion, versions_N != NOT_WRITTEN, reward)
+
+
+def _not_written(ids: Sequence[int]) -> Completion:
+    """Tokens of an environment."""
+    count = len(ids)
+    return Completion(
+        np.asarray(ids, dtype=np.int32),
+        np.zeros(count, dtype=np.float32),
+        np.full(count, NOT_WRITTEN, dtype=np.int32),
+        "stop",
+    )

@@ -1,0 +1,286 @@
+"""The student's weights in a folder that the job and the servers of completions share.
+
+    weights/version-00000007/
+        model.safetensors, or model-00001-of-00003.safetensors … with model.safetensors.index.json
+        config.json, generation_config.json, and the tokenizer's files if a tokenizer is given
+        manifest.json      the version, the file of every tensor, and the sha256 of every file
+
+Names and values are those that transformers' `save_pretrained` writes, so that any engine reads them. Of a student
+with an adapter, the adapter alone is written, as peft writes it. A version is written under another name and renamed:
+a reader finds a whole version or none.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from stillhouse.data import save_tokenizer
+from stillhouse.generation.published import MANIFEST, VERSION_PREFIX, Manifest
+from stillhouse.models import Decoder
+from stillhouse.models.adapter import is_lora, save_lora
+from stillhouse.models.loading import auto_class
+from stillhouse.parallel import Runner, gathered, gathered_tensor
+from stillhouse.parallel.loading import checkpoint_names
+
+#: the largest size of one file, unless a single tensor is larger; so much host memory a rank needs to publish, and
+#: what gathering one tensor needs
+BUCKET_BYTES = 512 * 2**20
+#: so many versions stay in the folder: a server may still be reading the one before the last
+KEPT = 2
+#: what is raised where the files are written, for a full disk for example
+_WRITE_ERRORS = (OSError, SafetensorError, ValueError)
+_PARTIAL = ".partial"
+
+
+def publish(
+    runner: Runner,
+    folder: Path,
+    version: int,
+    *,
+    run: str = "",
+    bucket_bytes: int = BUCKET_BYTES,
+    tokenizer: Any = None,
+) -> Path:
+    """Write the student's present weights as a version below `folder`; returns its path. A collective of all ranks.
+
+    run: the identity of the run that publishes, whose folder this is; its manifests name it.
+
+    One tensor at a time is gathered from the ranks that hold its shards. Of each pipeline stage, one rank collects
+    tensors until a file of `bucket_bytes` is full, and writes it.
+
+    Older versions than the one before this are removed, and newer ones: a run that has resumed from a checkpoint
+    writes those again.
+
+    Raises ValueError for a model whose weights transformers converts when it saves them, if the conversion needs
+    several tensors together. Raises OSError on all ranks if one of them cannot write.
+    """
+    final = version_folder(folder, version)
+    partial = final.with_name(final.name + _PARTIAL)
+    with _written_on_all_ranks(runner):
+        if _is_first(runner):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    (student, *_) = runner.students()
+    with torch.no_grad():
+        kind: Literal["model", "adapter"] = "model" if student.lora is None else "adapter"
+        write = _write_model if kind == "model" else _write_adapter
+        write(partial, runner, bucket_bytes)
+    with _written_on_all_ranks(runner):
+        if _is_first(runner):
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, partial)
+            _write_manifest(partial, version, run, kind)
+            if final.exists():  # of a run that has resumed from an earlier checkpoint
+                shutil.rmtree(final)
+            os.rename(partial, final)
+            _remove_others(folder, version)
+    return final
+
+
+def version_folder(folder: Path, version: int) -> Path:
+    return folder / f"{VERSION_PREFIX}{version:08d}"
+
+
+def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
+    whole = _whole(runner)
+    names = {name: checkpoint_names(whole, name)[0] for name in whole.state_dict()}
+    held = _held(runner, names)
+    shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in held.items()}
+    _require_separable(whole.pretrained, shapes)
+    buckets = list(
+        split_torch_state_dict_into_shards(shapes, max_shard_size=bucket_bytes).filename_to_tensors.values()
+    )
+    counts = _gathered(len(buckets) if _collects(runner) else 0, runner)
+    rank = 0 if runner.mesh is None else runner.mesh.everyone.rank()
+    before, total = sum(counts[:rank]), sum(counts)
+    written: dict[str, str] = {}
+    with _written_on_all_ranks(runner) as failed:
+        for number, bucket in enumerate(buckets, start=before + 1):
+            file = SAFE_WEIGHTS_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+            tensors: dict[str, Tensor] = {}
+            for name in bucket:
+                tensor = _gather(held[name], runner)
+                if _collects(runner):
+                    tensors |= _as_saved(whole.pretrained, {name: tensor})
+            # a rank that cannot write goes on with the collectives in which the others wait for it
+            if _collects(runner) and not failed:
+                try:
+                    save_file(tensors, partial / file, metadata={"format": "pt"})
+                except _WRITE_ERRORS as error:
+                    failed.append(error)
+                written |= dict.fromkeys(tensors, file)
+    files = {name: file for own in _gathered(written, runner) for name, file in own.items()}
+    with _written_on_all_ranks(runner):
+        if _is_first(runner):
+            _write_configuration(partial, runner, whole)
+            _write_index(partial, files, whole.pretrained)
+            _require_all(partial, files, whole.pretrained, names)
+
+
+def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
+    """Each stage's matrices go through the shared folder to the rank that writes them in peft's format."""
+    held = {
+        name: each for student in runner.students() for name, each in student.state_dict().items() if is_lora(name)
+    }
+    own = {name: _gather(each, runner) for name, each in held.items()}
+    number = -1 if not _collects(runner) else 0 if runner.mesh is None else runner.mesh.everyone.rank()
+    with _written_on_all_ranks(runner):
+        if number >= 0:
+            save_file(own, partial / f"part-{number}")
+    numbers = [each for each in _gathered(number, runner) if each >= 0]
+    with _written_on_all_ranks(runner):
+        if _is_first(runner):
+            parts = [partial / f"part-{each}" for each in numbers]
+            save_lora(runner.students()[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
+            for part in parts:
+                part.unlink()
+
+
+def _whole(runner: Runner) -> Decoder:
+    """The whole student, for names and shapes: without memory under a layout, where no rank has it."""
+    (part, *_) = runner.students()
+    if runner.mesh is None:
+        return part
+    with torch.device("meta"):
+        model = auto_class(part.config).from_config(part.config, trust_remote_code=False)
+        return Decoder(model, verify=False)
+
+
+def _held(runner: Runner, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """This rank's tensors of the student, by their names in files. The copy of a tied embedding that a pipeline's
+    last stage holds is left out: the first stage writes it.
+    """
+    held: dict[str, Tensor] = {}
+    for student in runner.students():
+        held |= {names[name]: each for name, each in student.state_dict().items() if name in names}
+    return held
+
+
+def _gather(tensor: Tensor, runner: Runner) -> Tensor:
+    """A whole tensor in host memory: a collective of the ranks that hold its shards."""
+    tensor = gathered_tensor(tensor, runner.device) if runner.mesh is not None else tensor
+    return tensor.detach().cpu().contiguous() if _collects(runner) else tensor
+
+
+def _collects(runner: Runner) -> bool:
+    """Whether this rank writes its pipeline stage's tensors: one rank of those that hold a copy or shard of them."""
+    if runner.mesh is None:
+        return True
+    coordinate = runner.mesh.weights.get_coordinate()
+    return coordinate is not None and not any(coordinate[1:])
+
+
+def _is_first(runner: Runner) -> bool:
+    return runner.mesh is None or runner.mesh.everyone.rank() == 0
+
+
+def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in the form in which transformers saves them: a stack of experts as one tensor for each expert."""
+    return {name: each.contiguous() for name, each in revert_weight_conversion(model, dict(tensors)).items()}
+
+
+def _require_separable(model: PreTrainedModel, shapes: dict[str, Tensor]) -> None:
+    together = {name: each.shape for name, each in _as_saved(model, shapes).items()}
+    alone = [(k, v.shape) for name, each in shapes.items() for k, v in _as_saved(model, {name: each}).items()]
+    if len(alone) != len(together) or dict(alone) != together:
+        raise ValueError(
+            f"the weights of model type '{model.config.model_type}' cannot be published tensor by tensor: "
+            "transformers joins several of them when it saves; expected the engine transformers for this student"
+        )
+
+
+def _write_configuration(partial: Path, runner: Runner, whole: Decoder) -> None:
+    model = whole.pretrained
+    (part, *_) = runner.students()
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures, config.dtype = [type(model).__name__], next(part.parameters()).dtype
+    config.save_pretrained(partial)
+    if (generation := getattr(part.pretrained, "generation_config", None)) is not None:
+        generation.save_pretrained(partial)
+
+
+def _write_index(partial: Path, files: Mapping[str, str], model: PreTrainedModel) -> None:
+    if len(set(files.values())) == 1:
+        return
+    sizes = sum(path.stat().st_size for path in partial.glob("*.safetensors"))
+    metadata = {"total_parameters": model.num_parameters(), "total_size": sizes}
+    index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
+    (partial / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _require_all(partial: Path, files: Mapping[str, str], model: PreTrainedModel, names: Mapping[str, str]) -> None:
+    """Raise ValueError if a tensor was not written: an engine would keep its old weight, and only log a warning."""
+    source = model.state_dict()
+    meta = {name: each.to("meta") for name, each in source.items() if name in set(names.values())}
+    expected = set(_as_saved(model, meta)) if len(meta) == len(names) else set(files)
+    if missing := sorted(expected ^ files.keys()):
+        raise ValueError(f"{partial}: {len(missing)} tensors are missing or not the model's, first '{missing[0]}'")
+
+
+def _write_manifest(partial: Path, version: int, run: str, kind: Literal["model", "adapter"]) -> None:
+    tensors: dict[str, str] = {}
+    dtypes: set[str] = set()
+    for path in sorted(partial.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 it is no dict
+                tensors[name] = path.name
+                dtypes.add(file.get_slice(name).get_dtype())
+    files = {path.name: _hash(path) for path in sorted(partial.iterdir())}
+    manifest = Manifest(
+        version=version, run=run, kind=kind, dtypes=sorted(dtypes), tensors=tensors, files=files, complete=True
+    )
+    (partial / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def _remove_others(folder: Path, version: int) -> None:
+    found = {int(path.name.removeprefix(VERSION_PREFIX)): path for path in _versions(folder)}
+    kept = sorted(number for number in found if number <= version)[-KEPT:]
+    for number in found.keys() - set(kept):
+        shutil.rmtree(found[number])
+
+
+def _versions(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.glob(f"{VERSION_PREFIX}*") if path.name.removeprefix(VERSION_PREFIX).isdecimal())
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _gathered(value: Any, runner: Runner) -> list[Any]:
+    return [value] if runner.mesh is None else gathered(value, runner.mesh.everyone, runner.mesh.device)
+
+
+@contextmanager
+def _written_on_all_ranks(runner: Runner) -> Iterator[list[Exception]]:
+    """All ranks leave the block together. If one of them could not write, all raise its OSError, or its ValueError:
+    otherwise the others would wait for it. Yields a list for such errors that this rank has caught in the block.
+    """
+    failed: list[Exception] = []
+    try:
+        yield failed
+    except _WRITE_ERRORS as error:
+        failed.append(error)
+    own = [
+        [isinstance(each, ValueError), getattr(each, "errno", None), getattr(each, "strerror", None) or str(each)]
+        for each in failed[:1]
+    ]
+    for is_wrong, number, text in [each for rank in _gathered(own, runner) for each in rank][:1]:
+        if is_wrong:
+            raise ValueError(text)
+        raise OSError(text) if number is None else OSError(number, text)

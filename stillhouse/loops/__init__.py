@@ -1,0 +1,1 @@
+"""The loops of a run: off-policy, on-policy, and the evaluation of a student."""

@@ -1,0 +1,101 @@
+"""The user's own evaluations: Python functions that eval.callbacks names.
+
+def accuracy(context: EvaluationContext) -> dict[str, float]:
+    answers = context.generate(["2 + 2 ="])
+    return {"sums": float(answers[0].strip() == "4")}
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.templates import CompletionTemplate
+from stillhouse.generation import GenerationRequest
+from stillhouse.generation.hooks import finite_number, shown
+from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.output.files import gather_from_ranks
+from stillhouse.parallel import is_first
+from stillhouse.preemption import OverdueError
+from stillhouse.run.session import Session
+from stillhouse.run.user_functions import CALLBACKS, function_of
+from stillhouse.signals import SignalsLostError
+
+_NAME = re.compile(r"[\w.\-/]+")
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """What a callback gets. step: optimizer steps so far. folder: of the run, where a callback may write files of its
+    own. generate: completes texts greedily with the present student, up to eval.task_tokens tokens each; returns the
+    completions without special tokens, in the order of the texts."""
+
+    step: int
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    generate: Callable[[Sequence[str]], list[str]]
+
+
+class Callbacks:
+    """The functions of eval.callbacks, which rank 0 calls. engine: greedy, with the student's present weights."""
+
+    def __init__(self, session: Session, folder: Path, engine: InProcessEngine):
+        self._session, self._folder, self._engine = session, folder, engine
+
+    def evaluate(self, step: int, known: Mapping[str, float]) -> dict[str, float]:
+        """The callbacks' metrics, named `eval/<name>`; the same on all ranks. A collective of all processes.
+
+        known: metrics of this evaluation, whose names a callback must not use. Raises ValueError on all ranks if a
+        callback raises an error or returns something else than names with finite numbers, and SignalsLostError if it
+        does not return after a signal.
+        """
+        found: dict[str, float] = {}
+        problem, is_overdue = "", False
+        if is_first():
+            context = EvaluationContext(step, self._folder, self._session.tokenizer, self._generate)
+            for path in self._session.config.eval.callbacks:
+                try:
+                    function = function_of(CALLBACKS, path)
+                    found |= checked_metrics(function, function(context), {*known, *found})
+                except ValueError as error:
+                    problem = str(error)
+                    break
+                except OverdueError as error:
+                    problem, is_overdue = str(error), True
+                    break
+        found, problem, is_overdue = gather_from_ranks([found, problem, is_overdue], self._session.runner.mesh)[0]
+        if is_overdue:
+            raise SignalsLostError(problem)
+        if problem:
+            raise ValueError(problem)
+        return found
+
+    def _generate(self, texts: Sequence[str]) -> list[str]:
+        tokenizer = self._session.tokenizer
+        prompts = CompletionTemplate(tokenizer, "completion").encode_prompts(list(texts))
+        requests = [
+            GenerationRequest(number, np.asarray(ids, np.int32), number) for number, ids in enumerate(prompts)
+        ]
+        completions = self._engine.generate_on_this_rank(requests)  # the other ranks wait for this one's metrics
+        return [tokenizer.decode(each.ids_N.tolist(), skip_special_tokens=True) for each in completions]
+
+
+def checked_metrics(function: object, returned: Any, known: set[str]) -> dict[str, float]:
+    """What a callback has returned, under the keys of metrics. Raises ValueError; see `Callbacks`."""
+    if not isinstance(returned, Mapping):
+        raise ValueError(f"{function} gives {shown(returned)}: expected a dict of names and numbers")
+    metrics: dict[str, float] = {}
+    for name, value in returned.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"{function} gives the name {shown(name)}: expected letters, digits and any of _.-/")
+        number = None if isinstance(value, bool | np.bool_) else finite_number(value)
+        if number is None:
+            raise ValueError(f"{function} gives {shown(value)} for {name!r}: expected a finite number")
+        if f"eval/{name}" in known:
+            raise ValueError(f"{function} gives {name!r}, but this evaluation has an eval/{name} already")
+        metrics[f"eval/{name}"] = number
+    return metrics

@@ -1,0 +1,119 @@
+"""Held-out metrics per target token: cross-entropy, forward KL over the full vocabulary, agreement, entropies."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from stillhouse.data import MicroBatch
+from stillhouse.engine.depths import acceptance, by_depth
+from stillhouse.engine.engine import add_up
+from stillhouse.objective.keys import CHUNK_TOKENS, WEIGHTS
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import PairSignal, watchdog
+from stillhouse.run.session import Session
+from stillhouse.signals import NoTeacher
+
+#: metric keys of an evaluation, by the names that the objective gives the metrics
+KEYS = {
+    "cross_entropy": "eval/cross_entropy",
+    "forward_kl": "eval/forward_kl",
+    "agreement": "eval/agreement",
+    "student_entropy": "eval/student_entropy",
+    "teacher_entropy": "eval/teacher_entropy",
+    "uld": "eval/uld",
+    "teacher_cross_entropy": "eval/teacher_cross_entropy",
+}
+
+#: metrics of one distribution at one temperature
+ENTROPIES = ("student_entropy", "teacher_entropy")
+#: metrics that are no part of a loss
+DESCRIPTIONS = (*ENTROPIES, "agreement", "teacher_mass")
+
+
+def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
+    """Means over all target tokens of the held-out documents (see `Engine.evaluate`).
+
+    Each of several sets has its own metrics, `eval/<name>/…`, besides those over the tokens of all sets. They do not
+    depend on the run's own objective. Without a teacher, the metrics that need one are absent. Without
+    held-out data, the result is empty. of_teacher: also the teacher's own cross-entropy, which the student's
+    approaches, if there is one teacher whose signals are exact.
+    """
+    if session.evaluation is None:
+        return {}
+    watchdog.enter("an evaluation")
+    names, sequences = list(session.evaluation.documents.reports), session.evaluation
+    of_teacher = of_teacher and has_exact_teacher(session)
+    if not names:
+        parts = _parts(session, np.arange(len(sequences)))
+        return _metrics(session, session.engine.evaluate(parts, of_teacher=of_teacher))
+    sets = [np.flatnonzero(sequences.set_S == number) for number in range(len(names))]
+    sums = [session.engine.evaluate(_parts(session, numbers), of_teacher=of_teacher) for numbers in sets]
+    found = _metrics(session, add_up(sums))
+    for name, own in zip(names, sums, strict=True):
+        metrics = _metrics(session, own)
+        found |= {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in metrics.items()}
+    return found
+
+
+def _metrics(session: Session, sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of some held-out documents, from the sums over their target tokens."""
+    temperatures = {each.signal.temperature or 1.0 for each in session.stores.values()}
+    found = dict[str, float]()
+    known = means(by_depth(sums)[0], session.spec, mixes_temperatures=len(temperatures) > 1)
+    for of_teacher in ("", *(f"/{name}" for name in session.config.several)):
+        if f"continuation{of_teacher}" in known:  # the forward KL of spans at the rows of their later tokens
+            known[f"forward_kl{of_teacher}"] += known[f"continuation{of_teacher}"]
+        found |= {
+            f"{key}{of_teacher}": known[name + of_teacher] for name, key in KEYS.items() if name + of_teacher in known
+        }
+    return found | acceptance(sums) | {"eval/tokens": sums["tokens"]}
+
+
+def has_exact_teacher(session: Session) -> bool:
+    """Whether there is one teacher whose signals are exact: the label may be missing among the ids of another one."""
+    is_exact = all(each.signal.is_exact for each in session.stores.values())
+    return session.config.teacher is not None and is_exact and not isinstance(session.source, NoTeacher)
+
+
+def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperatures: bool) -> dict[str, float]:
+    """The metrics of a step or an evaluation per target token, under the names that the objective gives them.
+
+    A metric of one of several teachers is `<name>/<teacher>`, per token that this teacher judges. `<name>` is then
+    the mean over the teachers that report it: with their weights, or, if every token has one teacher, over tokens.
+    mixes_temperatures: the teachers have different ones, so that entropies have no mean.
+    """
+    found, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
+    for name, value in sums.items():
+        kind, _, teacher = name.partition("/")
+        # a part of the loss is per token, as the loss is; what only describes the tokens is their mean, by weight
+        count = WEIGHTS if kind.partition("#")[0] in DESCRIPTIONS and WEIGHTS in sums else "tokens"
+        tokens = sums[count] or 1.0
+        if kind in ("loss", "tokens", WEIGHTS, CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):
+            continue
+        if not teacher:
+            found[name] = value / tokens
+            continue
+        routed = sums.get(f"{count}/{teacher}")
+        own = tokens if routed is None else routed
+        share = objective.teachers[teacher].weight if routed is None else 1.0
+        if own:
+            of_one[name] = value / own
+        if not (mixes_temperatures and kind in ENTROPIES):
+            found[kind] = found.get(kind, 0.0) + share * value
+            weights[kind] = weights.get(kind, 0.0) + share * own
+    return {name: value / (weights.get(name) or 1.0) for name, value in found.items()} | of_one
+
+
+def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:
+    """These held-out sequences as micro-batches with their signals. A part has one for each data rank and stage."""
+    sequences = session.evaluation
+    assert sequences is not None
+    mesh, stages = session.runner.mesh, session.runner.layout.stages
+    together = 1 if mesh is None else mesh.degrees.data * stages
+    budget = session.config.eval.micro_batch_tokens or session.config.train.micro_batch_tokens
+    rows = max(1, budget // session.config.data.max_tokens)
+    micro_batches = [numbers[start : start + rows] for start in range(0, len(numbers), rows)]
+    for start in range(0, len(micro_batches), together):
+        part = session.shard(sequences.micro_batches(micro_batches[start : start + together]), training=False)
+        yield part, session.source.request(part).result()
+        del part

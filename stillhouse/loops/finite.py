@@ -1,0 +1,126 @@
+"""Stops the run at a loss or gradient that is not finite, before it changes a weight, and names its cause.
+
+The error names a term of the loss or a parameter, and the samples. All processes of a layout take part in the search,
+and all get the same findings.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from stillhouse.data import PackedMicroBatches, PackedSequences
+from stillhouse.engine.engine import StepOutput
+from stillhouse.objective import ObjectiveOutput
+from stillhouse.output.files import gather_from_ranks
+from stillhouse.output.folder import RunFolder
+from stillhouse.parallel import ShardedMicroBatches, is_first
+from stillhouse.parallel.gradients import local
+from stillhouse.run.session import Session
+
+#: an error names at most this many samples
+_NAMED = 5
+
+
+def stop_unless_finite(
+    session: Session, step: int, micro_batches: ShardedMicroBatches, output: StepOutput, norm: float
+) -> None:
+    """Raise ValueError if the step's loss or gradient norm is NaN or infinite. The weights are unchanged.
+
+    step: the step's number, counted from 1. output, norm: the output and the gradient norm of these micro-batches.
+    """
+    loss = output.sums["loss"]
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    packed = micro_batches.whole
+    assert isinstance(packed, PackedMicroBatches)
+    findings = _losses(session, micro_batches, output.own) or _gradients(session, packed)
+    session.engine.zero_grad()
+    where = "; ".join(findings) or "in no single micro-batch: the sum over the micro-batches overflowed"
+    what = "loss" if not math.isfinite(loss) else "gradient"
+    if not is_first():
+        raise ValueError(f"step {step}: the {what} is not finite; rank 0 prints the cause")
+    raise ValueError(
+        f"step {step}: the {what} is not finite (loss {loss:g}, gradient norm {norm:g}): {where}. "
+        f"No weight was changed by this step. {_advice(session)}"
+    )
+
+
+def _advice(session: Session) -> str:
+    """What the user can do: what can still be changed, and where to start again."""
+    precision = ", train.precision=fp32" if session.engine.bf16 else ""
+    checkpoints = RunFolder(Path(session.config.out)).checkpoints
+    last = max(checkpoints.glob("step-*"), default=None)
+    start = "there is no checkpoint yet: start again with such a change"
+    if last is not None:
+        start = f"start a run in another folder with such a change and with checkpoint.resume={last}"
+    return f"The usual remedies are a lower train.learning_rate{precision}, or to remove these samples; {start}"
+
+
+def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Sequence[ObjectiveOutput]) -> list[str]:
+    """Name the terms of the loss that are not finite, and the samples on which they are not finite.
+
+    outputs: one for each micro-batch; empty on processes without the last stage.
+    """
+    own: dict[str, list[int]] = {}
+    for micro_batch, output in zip(micro_batches, outputs, strict=True) if outputs else ():
+        for name, value_T in output.per_token.items():
+            own.setdefault(name, []).extend(micro_batch.document_T[~value_T.isfinite()].tolist())
+    found: dict[str, set[int]] = {}
+    for each in gather_from_ranks(own, session.runner.mesh):
+        for name, documents in each.items():
+            found.setdefault(name, set()).update(documents)
+    assert isinstance(micro_batches.whole, PackedMicroBatches)
+    sequences = micro_batches.whole.sequences
+    return [f"{name} on {_sources(session, sequences, documents)}" for name, documents in found.items() if documents]
+
+
+def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
+    """Run each micro-batch again by itself; name those whose gradient is not finite, and the first such parameter."""
+    findings = []
+    for rows in packed.rows:
+        _run_again(session, packed.sequences.micro_batches([rows]))
+        own = [
+            session.runner.shared_name(name)
+            for name, parameter in session.runner.named_parameters()
+            if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
+        ]
+        bad = list(dict.fromkeys(name for names in gather_from_ranks(own, session.runner.mesh) for name in names))
+        if bad:
+            where = _sources(session, packed.sequences, packed.documents(rows))
+            findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")
+    return findings
+
+
+def _sources(session: Session, sequences: PackedSequences, documents: Iterable[int]) -> str:
+    """The sources of those documents that fail by themselves, or of all documents if none of them does.
+
+    Each document is run by itself, because a NaN spreads to all documents that are packed into the same row.
+    """
+    candidates = sorted(set(documents))
+    found: list[int] = []
+    for document in candidates:
+        if len(found) == _NAMED:
+            break
+        if _fails_by_itself(session, sequences, document):
+            found.append(document)
+    named = (found or candidates)[:_NAMED]
+    sources = ", ".join(sequences.documents.sources[document] for document in named)
+    return f"{sources} and maybe others" if len(named) == _NAMED < len(candidates) else sources
+
+
+def _fails_by_itself(session: Session, sequences: PackedSequences, document: int) -> bool:
+    documents = sequences.documents.select([document])
+    packed = PackedSequences(documents, max_tokens=sequences.max_tokens, seed=0, gaps=sequences.gaps)
+    loss = _run_again(session, packed.micro_batches([np.array([0])]))
+    return not math.isfinite(loss) or not math.isfinite(session.engine.clip())
+
+
+def _run_again(session: Session, packed: PackedMicroBatches) -> float:
+    """Run one micro-batch by itself and return its loss. Afterwards the student has this micro-batch's gradient."""
+    session.engine.zero_grad()
+    micro_batches = session.shard(packed)
+    signals = session.source_for(session.engine).request(micro_batches).result()
+    return session.engine.forward_backward(micro_batches, signals, packed.normalizer).sums["loss"]

@@ -1,0 +1,235 @@
+"""Compares teacher and student on a few held-out documents, token by token, for tokens.json.
+
+C rows of a micro-batch that are shown, or a part of them; E hidden size of a model; V vocabulary; K tokens with the
+largest values; R ranks over which the vocabulary is sharded; S values per row.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from stillhouse.data import Documents, MicroBatch, PackedSequences
+from stillhouse.objective import (
+    Distill,
+    FullVocab,
+    OutputHead,
+    Signal,
+    Term,
+    VocabShard,
+    forward_kl,
+    linear_objective,
+    logits_objective,
+)
+from stillhouse.objective.head import Projection, common_vocabulary, operand_dtype
+from stillhouse.objective.keys import unique_names
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.objective.vocab import AsyncAllGather
+from stillhouse.output.files import gather_from_ranks
+from stillhouse.run.session import Session
+
+DOCUMENTS = 4
+TOKENS = 256
+TOP = 5
+#: the tokens whose logits a term's gradient raises most, and as many that it lowers most
+PUSHED = 3
+#: rows whose logits are computed at once
+ROWS = 64
+
+#: token ids with their probabilities or gradients, the largest first
+Ranked = list[tuple[int, float]]
+#: of one term of the objective at one row: its value in nats, the norm of the gradient of scale · value with respect
+#: to the student's logits, and the entries of that gradient that raise and lower a logit most
+OfTerm = tuple[float, float, Ranked, Ranked]
+#: for a row: the document, the position of the token that it predicts, the KL, the likeliest tokens of the teacher
+#: and of the student, and the terms by name
+Entry = tuple[int, int, float, Ranked, Ranked, dict[str, OfTerm]]
+
+
+@torch.no_grad()
+def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
+    """The content of tokens.json: for every token its text, its KL(teacher‖student), the five likeliest tokens of
+    teacher and student and, if it is a target, the gradient of each term of the objective.
+
+    All of them describe the distributions that predicted the token, so the first token of a document has none. Terms
+    that need the student's own completions have no gradient here.
+    Returns None without held-out data, and unless there is one teacher, of the full vocabulary. A collective of all
+    processes, with the same result on each.
+    """
+    sequences = session.evaluation
+    if sequences is None or not session.has_dense_teacher:
+        return None
+    chosen = _choose(sequences.documents)
+    micro_batches = session.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)
+    signals = session.source.request(micro_batches).result()
+    context = partial(_shown_rows, chosen, _without_rollouts(session.spec))
+    found = session.engine.process(_entries, context, micro_batches, signals)
+    own = [entry for entries in found for entry in entries]
+    all_ranks = gather_from_ranks(own, session.runner.mesh)
+    entries = {(document, position): entry for each in all_ranks for document, position, *entry in each}
+    documents = [_document(session, sequences.documents, document, entries) for document in chosen]
+    return {"step": step, "documents": documents}
+
+
+def _choose(documents: Documents) -> list[int]:
+    """Choose up to `DOCUMENTS` sufficiently long documents, the same ones in every run on this data."""
+    long_enough = np.flatnonzero(documents.lengths_D >= min(TOKENS, documents.lengths_D.max()) // 2)
+    ranked = sorted(long_enough.tolist(), key=lambda d: hashlib.sha256(documents.tokens(d).tobytes()).digest())
+    return ranked[:DOCUMENTS]
+
+
+def _sequences_with(sequences: PackedSequences, documents: list[int]) -> list[np.ndarray]:
+    """The packed sequences that contain these documents, one per micro-batch."""
+    holding = (number for number in range(len(sequences)) if set(documents) & set(sequences.members(number).tolist()))
+    return [np.array([number]) for number in holding]
+
+
+def _document(
+    session: Session, documents: Documents, document: int, entries: dict[tuple[int, int], list[Any]]
+) -> dict[str, Any]:
+    def texts(pairs: Ranked) -> list[tuple[str, float]]:
+        rounded = [(token, round(value, 6)) for token, value in pairs]
+        return [(session.tokenizer.decode([token]), value) for token, value in rounded if value]
+
+    tokens = []
+    for position, token in enumerate(documents.tokens(document)[:TOKENS].tolist()):
+        kl, teacher, student, terms = entries[document, position] if position else (None, [], [], {})
+        tokens.append(
+            {
+                "text": session.tokenizer.decode([token]),
+                "target": bool(documents.targets(document)[position]),
+                "kl": kl,
+                "teacher": texts(teacher),
+                "student": texts(student),
+                "terms": {
+                    name: {"value": value, "gradient": norm, "raises": texts(up), "lowers": texts(down)}
+                    for name, (value, norm, up, down) in terms.items()
+                },
+            }
+        )
+    return {"source": documents.sources[document], "tokens": tokens}
+
+
+def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
+    """The terms that held-out documents have, too; None if there are none."""
+    if not spec.needs_rollouts:
+        return spec
+    rest = replace(spec, sampled_kl=None, policy_gradient=None, teacher_kl=0.0, discount=0.0)
+    return rest if rest.cross_entropy or rest.divergence or rest.entropy else None
+
+
+@dataclass(frozen=True)
+class _ShownRows:
+    """The output processor's inputs besides hidden states and head. index_C: the rows that are shown. objective: its
+    terms get their gradients; None: no terms."""
+
+    micro_batch: MicroBatch
+    index_C: Tensor
+    teacher: FullVocab
+    objective: ObjectiveSpec | None
+
+
+def _shown_rows(
+    chosen: list[int], objective: ObjectiveSpec | None, micro_batch: MicroBatch, signal: Signal | None
+) -> _ShownRows:
+    assert isinstance(signal, FullVocab)
+    positions_T, document_T = micro_batch.position_ids_BS.flatten(), micro_batch.document_T
+    shown_T = torch.isin(document_T, torch.tensor(chosen, device=document_T.device)) & (positions_T < TOKENS - 1)
+    index_C = shown_T.nonzero()[:, 0]
+    return _ShownRows(micro_batch, index_C, FullVocab(signal.hidden_TE[index_C], signal.head), objective)
+
+
+def _entries(*, hidden_states: Tensor, head: OutputHead, context: _ShownRows, depth: int = 0) -> list[Entry]:
+    """The output processor. Calls collectives of the ranks that share the vocabulary, which have the same C rows."""
+    micro_batch, index_C, teacher = context.micro_batch, context.index_C, context.teacher
+    student = FullVocab(hidden_states.flatten(0, -2)[index_C], head)
+    kl_C = linear_objective(student.hidden_TE, head, [Distill(teacher, forward_kl())]).per_token["forward_kl"]
+    vocabulary = common_vocabulary([head, teacher.head])
+    student_top = likeliest(student, vocabulary, head.shard)
+    labels_C, weights_C = micro_batch.labels_T[index_C], micro_batch.weights_T[index_C]
+    terms: list[dict[str, OfTerm]] = [{} for _ in range(len(index_C))]
+    if context.objective is not None:
+        terms = gradients_by_term(context.objective, student, teacher, labels_C, weights_C)
+    with torch.autocast(kl_C.device.type, enabled=False):
+        teacher_top = likeliest(teacher, vocabulary, head.shard)
+    documents, positions = micro_batch.document_T[index_C], micro_batch.position_ids_BS.flatten()[index_C] + 1
+    return list(
+        zip(documents.tolist(), positions.tolist(), kl_C.tolist(), teacher_top, student_top, terms, strict=True)
+    )
+
+
+def gradients_by_term(
+    spec: ObjectiveSpec, student: FullVocab, teacher: FullVocab, labels_C: Tensor, weights_C: Tensor
+) -> list[dict[str, OfTerm]]:
+    """What each term of an objective does to the student's logits at each row; empty for a row of weight 0.
+
+    The gradient is that of weight · scale · value. In a step, it is divided by the number of target tokens.
+    """
+    head = student.head
+    vocabulary = common_vocabulary([head, teacher.head])  # also for a term that needs no teacher
+    shard = head.shard
+    if shard is not None and vocabulary < shard.rows:
+        shard = replace(shard, start=shard.within(vocabulary)[0], stop=shard.within(vocabulary)[1])
+    projection = Projection(head, vocabulary, operand_dtype(student.hidden_TE, head.weight_VD), shard)
+    found: list[dict[str, OfTerm]] = []
+    for rows in torch.arange(len(labels_C), device=labels_C.device).split(ROWS) if len(labels_C) else ():
+        logits_CV = projection.logits(student.hidden_TE[rows])
+        terms = spec.terms(labels_C[rows], FullVocab(teacher.hidden_TE[rows], teacher.head))
+        own = [_gradient(term, logits_CV, weights_C[rows], shard) for term in terms]
+        names = unique_names(terms)
+        counts = (weights_C[rows] != 0).tolist()
+        found += [
+            dict(zip(names, of_row, strict=True)) if counted else {}
+            for counted, of_row in zip(counts, zip(*own, strict=True), strict=True)
+        ]
+    return found
+
+
+def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShard | None) -> list[OfTerm]:
+    """What one term does to this rank's part of the logits, for each row."""
+    with torch.enable_grad(), torch.autocast(logits_CV.device.type, enabled=False):
+        leaf_CV = logits_CV.detach().requires_grad_()
+        output = logits_objective(leaf_CV, [term], shard=shard, weights_T=weights_C)
+        (gradient_CV,) = torch.autograd.grad(output.loss, leaf_CV)
+    norms_C = AsyncAllGather(gradient_CV.square().sum(1, keepdim=True), shard).wait().sum(0)[:, 0].sqrt()
+    start = 0 if shard is None else shard.start
+    count = min(PUSHED, logits_CV.shape[1] if shard is None else shard.rows)
+    raised, lowered = (
+        [[(token, value) for token, value in of_row if value > 0] for of_row in largest(each_CV, start, shard, count)]
+        for each_CV in (-gradient_CV, gradient_CV)
+    )
+    return list(zip(output.per_token[term.name].tolist(), norms_C.tolist(), raised, lowered, strict=True))
+
+
+def likeliest(signal: FullVocab, vocabulary: int, shard: VocabShard | None) -> list[Ranked]:
+    """The likeliest tokens of each row with their probabilities, from the same logits that the objective uses."""
+    dtype = operand_dtype(signal.hidden_TE, signal.head.weight_VD)
+    projection = Projection(signal.head, vocabulary, dtype, shard)
+    start = 0 if shard is None else shard.within(vocabulary)[0]
+    tops: list[Ranked] = []
+    for hidden_CE in signal.hidden_TE.split(ROWS) if len(signal.hidden_TE) else ():
+        logits_CV = projection.logits(hidden_CE)
+        normalizers_RC1 = AsyncAllGather(logits_CV.logsumexp(1, keepdim=True), shard).wait()
+        log_probs_CV = logits_CV - normalizers_RC1.logsumexp(0)
+        tops += largest(log_probs_CV.exp(), start, shard, min(TOP, vocabulary))
+    return tops
+
+
+def largest(values_CV: Tensor, start: int, shard: VocabShard | None, count: int) -> list[Ranked]:
+    """The ids of the `count` largest values of each row over the whole vocabulary, with the values.
+
+    start: the id of the first column, on this rank.
+    """
+    best_CK, ids_CK = values_CV.topk(min(count, values_CV.shape[1]))
+    missing = (0, count - best_CK.shape[1])  # a rank may have fewer rows of the vocabulary
+    parts = [pad(best_CK, missing, value=-torch.inf), pad(ids_CK + start, missing).to(best_CK.dtype)]
+    all_RCS = AsyncAllGather(torch.cat(parts, 1), shard).wait()
+    values_CS, ids_CS = (part.transpose(0, 1).flatten(1) for part in all_RCS.chunk(2, 2))
+    best_CK, columns_CK = values_CS.topk(count)
+    pairs = zip(ids_CS.gather(1, columns_CK).long().tolist(), best_CK.tolist(), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]

@@ -1,0 +1,29 @@
+"""The training loop on a fixed dataset: the teacher gives signals for the data's own tokens.
+
+`schedule.py` decides which micro-batches a step takes; `training.py` does what all loops do.
+"""
+
+from stillhouse.checkpoint.integrity import IntactCheckpoint
+from stillhouse.loops.training import training
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.progress import Progress
+from stillhouse.run.session import Session
+from stillhouse.signals import request_ahead
+
+
+def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
+    """Run all remaining steps; returns the run's progress at the end. The student then holds the final weights.
+
+    Raises ValueError for a loss or gradient that is not finite, before it is applied, and for weights that are not
+    finite, before they are saved. Raises Preempted after the step in which a rank has received a signal.
+    """
+    schedule, documents = session.step_schedule, session.train
+    with training(session, folder, checkpoint) as run:
+        sharded = (session.shard(schedule.micro_batches(documents, step)) for step in run.steps)
+        requests = request_ahead(session.source_for(session.engine), sharded)
+        for step in run.steps:
+            run.begin(step)
+            micro_batches, signals = next(requests)
+            output = run.learn(step, micro_batches, signals)
+            run.end(step, micro_batches, output)
+    return run.progress

@@ -1,0 +1,107 @@
+"""Held-out prompts that the student completes at each evaluation, for eval_samples.jsonl: how its text changes."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stillhouse.data import Documents
+from stillhouse.generation import GenerationRequest
+from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.lines import LineFile
+from stillhouse.parallel import is_first
+from stillhouse.run.session import Session
+
+CHARACTERS = 4000  # of a prompt, from its end; of a completion, from its start
+PROMPT_TOKENS = 32  # at most, of a document that is no prompt and completion
+
+
+@dataclass(frozen=True)
+class HeldOutPrompt:
+    """The beginning of a held-out document, and how it goes on there. source: its file and line."""
+
+    source: str
+    prompt_N: np.ndarray
+    reference_N: np.ndarray
+
+
+class EvalSamples:
+    """Completes the same prompts at each evaluation. engine: greedy, with the student's present weights.
+
+    file: None on all ranks except rank 0.
+    """
+
+    def __init__(self, session: Session, engine: InProcessEngine, file: LineFile | None):
+        assert session.evaluation is not None
+        settings, most = session.config.eval, session.config.data.max_tokens
+        self._tokenizer, self._engine, self._file = session.tokenizer, engine, file
+        self._prompts = choose_prompts(session.evaluation.documents, settings.samples)
+        self._requests = [
+            GenerationRequest(number, each.prompt_N, number, min(settings.task_tokens, most - len(each.prompt_N)))
+            for number, each in enumerate(self._prompts)
+        ]
+
+    def write(self, step: int) -> None:
+        """Complete the prompts and append the lines. A collective of all processes."""
+        completions = [each.result() for each in self._engine.generate(self._requests)]
+        if self._file is None:
+            return
+        records: list[dict[str, Any]] = []
+        for number, (each, completion) in enumerate(zip(self._prompts, completions, strict=True)):
+            reference_N = each.reference_N[: self._requests[number].max_new_tokens]
+            records.append(
+                {
+                    "step": step,
+                    "number": number,
+                    "source": each.source,
+                    "prompt": self._tokenizer.decode(each.prompt_N.tolist())[-CHARACTERS:],
+                    "reference": self._tokenizer.decode(reference_N.tolist())[:CHARACTERS],
+                    "completion": self._tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
+                    "tokens": len(completion.ids_N),
+                    "finish": completion.finish,
+                }
+            )
+        self._file.append(records)
+
+
+@contextmanager
+def eval_samples(
+    session: Session, folder: RunFolder, engine: InProcessEngine | None, kept: int
+) -> Iterator[EvalSamples | None]:
+    """The samples of a run's evaluations; None if it asks for none.
+
+    kept: the last step whose lines are kept; those of later steps are removed, because they are written again.
+    """
+    if not session.config.eval.samples:
+        yield None
+        return
+    assert engine is not None
+    with closing(LineFile(folder.eval_samples, kept)) if is_first() else nullcontext() as file:
+        yield EvalSamples(session, engine, file)
+
+
+def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
+    """Choose up to `count` prompts, the same ones in every run on this data. Several sets take turns.
+
+    A document with a prompt is cut where its first target begins. Another one is cut after half of its tokens, at
+    most `PROMPT_TOKENS`. One of a single token has no prompt.
+    """
+    ranked = sorted(range(len(documents)), key=lambda d: hashlib.sha256(documents.tokens(d).tobytes()).digest())
+    by_set: dict[int, list[int]] = {}
+    for document in ranked:
+        if len(documents.tokens(document)) > 1:
+            of_set = 0 if documents.set_D is None else int(documents.set_D[document])
+            by_set.setdefault(of_set, []).append(document)
+    turns = sorted((turn, of_set, each) for of_set, own in by_set.items() for turn, each in enumerate(own))
+    return [_prompt(documents, document) for _, _, document in turns[:count]]
+
+
+def _prompt(documents: Documents, document: int) -> HeldOutPrompt:
+    ids_N = documents.tokens(document)
+    first = int(np.flatnonzero(documents.targets(document))[0])
+    cut = first if first > 1 else max(1, min(PROMPT_TOKENS, len(ids_N) // 2))
+    return HeldOutPrompt(documents.sources[document], ids_N[:cut].astype(np.int32), ids_N[cut:])

@@ -1,0 +1,365 @@
+"""The rollouts of an on-policy run: from the configuration to the samples of a step, on all processes."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.checkpoint.served_writer import require_same_writer
+from stillhouse.config import RolloutConfig, RunConfig
+from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
+from stillhouse.generation import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutPlan,
+    RolloutQueue,
+    Sample,
+    SampleWriter,
+    TargetRules,
+    require_versions,
+    step_documents,
+)
+from stillhouse.generation.weights import publish
+from stillhouse.loops.waiting import waited_for
+from stillhouse.loops.weights_probe import (
+    gaps_of_servers,
+    probe_prompts,
+    probe_samples,
+    require_weights_in_use,
+    rounding,
+)
+from stillhouse.output.files import explained_write_errors
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.rollout_log import Timeline
+from stillhouse.parallel import ShardedMicroBatches, from_first, is_first, watchdog
+from stillhouse.preemption import OverdueError, requested
+from stillhouse.run.rollout_engine import open_engine
+from stillhouse.run.session import Session
+from stillhouse.run.user_functions import ENVIRONMENT, REWARD, function_of
+from stillhouse.serving.client import ServerError
+from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.signals import SignalsLostError
+from stillhouse.signals.stored import SECONDS_TO_STOP
+
+T = TypeVar("T")
+
+WAIT_FOR_COMPLETIONS = "wait for completions"
+
+#: how many steps ahead of its own a schedule asks for completions; async: see `queue.py`
+_AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
+
+
+class Rollouts:
+    """queue: of the samples, on rank 0; None on the other ranks, which get the samples from it.
+
+    Rewards and environments run on rank 0 alone. An engine in this job writes on all ranks together: what rank 0 asks
+    it for, the other ranks ask theirs for, too.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder):
+        assert session.config.rollout is not None
+        assert session.plan is not None
+        self.session, self.config = session, session.config.rollout
+        self.group = None if session.runner.mesh is None else session.runner.mesh.everyone
+        self.queue: RolloutQueue | None = None
+        #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
+        self.run, self.weights = "", folder.path / "weights"
+        if self.config.urls and self.config.writer == "student":
+            self.run = self._on_first(folder.identity)
+            self.weights = Path(self.config.weights) / self.run if self.config.weights else self.weights
+        self.engine: RolloutEngine | None = open_engine(session, self.config, self.run)
+        steps, prompts = session.step_schedule.steps, session.train.documents
+        if is_first():
+            assert self.engine is not None
+            engine = self.engine if self.config.urls or self.group is None else _Leading(self.engine, self._tell)
+            self.queue = make_queue(self.config, engine, prompts, session.plan, session.tokenizer, steps)
+
+    def require_same_writer(self, folder: RunFolder) -> None:
+        """Raise ValueError on all ranks if servers that keep their weights have others than when the run began."""
+        engine = self.engine
+        if self.config.urls and self.config.writer == "teacher":
+            self._on_first(lambda: require_same_writer(engine, folder) if isinstance(engine, ServedEngine) else None)
+
+    def ask(self, step: int, timeline: Timeline) -> None:
+        """Give the engine the weights of this step, and ask for the completions that the step asks for.
+
+        Except under async, the completions of this step are finished before: they have tokens of one version.
+        """
+        with watchdog.untimed(f"the completions of step {step + 1}"):
+            self._ask(step, timeline)
+
+    def _ask(self, step: int, timeline: Timeline) -> None:
+        queue, number, folder = self.queue, step + 1, None
+        if self.config.writer == "student" and self.config.urls:
+            # while the servers still write
+            with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
+                runner, tokenizer = self.session.runner, self.session.tokenizer
+                folder = publish(runner, self.weights, step, run=self.run, tokenizer=tokenizer)
+        with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
+            if self.config.schedule != "async":
+                self._on_first(lambda: queue.wait_for(step) if queue is not None and queue.has_asked(step) else None)
+        if self.config.writer == "student":
+            with timeline.span(number, "weights", f"version {step}"):
+                self._update_weights(step, folder)
+                if folder is not None:
+                    self._prove_weights(step)
+        # an engine in this job writes now; with servers, this only sends the requests
+        with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
+            self._on_first(lambda: None if queue is None else queue.ask(step))
+
+    def take(self, step: int, timeline: Timeline) -> list[Sample]:
+        """The samples of a step, the same on all ranks. Waits for them."""
+        queue = self.queue
+        phase = f"the completions of step {step + 1}"
+        with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
+            content = self._on_first(lambda: [] if queue is None else [_as_json(each) for each in queue.take(step)])
+        if queue is not None and queue.taken_times != (0.0, 0.0):
+            offset = timeline.seconds - time.monotonic()
+            start, stop = (offset + each for each in queue.taken_times)
+            timeline.add(step + 1, "rollout", f"{len(content)} completions", start, stop)
+        samples = [_from_json(each) for each in content]
+        if self.config.writer == "student":
+            require_versions(samples, step, self.config.max_staleness)
+        return samples
+
+    def micro_batches(self, step: int, samples: Sequence[Sample]) -> ShardedMicroBatches:
+        """This process's part of a step on these samples, and on the dataset's completions of the step."""
+        session, plan = self.session, self.session.plan
+        assert plan is not None
+        numbers = plan.from_dataset(step)
+        return self._sharded(partial(pack_step, samples=samples, dataset=session.dataset, from_dataset=numbers))
+
+    def _sharded(self, pack: Callable[..., PackedMicroBatches]) -> ShardedMicroBatches:
+        session, layout = self.session, self.session.runner.layout
+        parts = layout.degrees.data * (layout.stages if layout.stages > 1 else 1)
+        return session.shard(pack(session.config, session.train, parts=parts))
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def trained(self) -> None:
+        """The optimizer has made the step on the samples that were taken last."""
+        if self.queue is not None:
+            self.queue.trained()
+
+    def _update_weights(self, step: int, folder: Path | None) -> None:
+        """folder: what was published for servers; None for an engine in this job."""
+        engine = self.engine
+        if folder is None:
+            assert engine is not None
+            engine.update_weights(step, None)
+        elif engine is None:
+            self._on_first(lambda: None)
+        else:
+            update = partial(engine.update_weights, step, folder)
+            self._on_first(lambda: waited_for(update, partial(_alive, [])))
+
+    def _prove_weights(self, step: int) -> None:
+        """Raise SignalsLostError on all ranks if a server writes with other weights than the student's."""
+        engine, prompts = self.engine, probe_prompts(self.session.train.documents)
+
+        def written() -> list[Any]:
+            assert isinstance(engine, ServedEngine)
+            found = engine.probed
+            return [list(found), [_as_json(each) for each in probe_samples(prompts, found)]]
+
+        urls, content = self._on_first(written)
+        if not urls:  # each was started anew at this moment, and is given the weights again
+            return
+        samples = [_from_json(each) for each in content]
+        documents = step_documents(self.session.train.documents, samples, TargetRules())
+        micro_batches = self._sharded(partial(pack_documents, documents=documents))
+        gaps = gaps_of_servers(self.session, micro_batches, len(urls), len(prompts))
+        most = rounding(self.session, self.config)
+        require_weights_in_use(step, dict(zip(urls, gaps, strict=True)), most)
+        if isinstance(engine, ServedEngine):
+            engine.proved(urls[0], most)
+
+    def _tell(self, message: Any) -> Any:
+        return from_first(message, self.group, self.session.device)
+
+    def _on_first(self, action: Callable[[], T]) -> T:
+        """The result of an action on rank 0, on all ranks. It must be something that JSON can hold.
+
+        An error of rank 0 is raised on all ranks: ValueError, or SignalsLostError if no server answers, or a function
+        of the user's own does not return after a signal. Meanwhile the other ranks write what rank 0 asks its engine
+        for.
+        """
+        result: Any = None
+        problem, is_lost = "", False
+        if is_first():
+            try:
+                result = action()
+            except (ServerError, OverdueError) as error:
+                problem, is_lost = str(error), True
+            except ValueError as error:
+                problem = str(error)
+        message = self._tell({"done": [result, problem, is_lost]})
+        while "generate" in message:
+            assert self.engine is not None
+            # if a rank cannot, all ranks get the error, and rank 0 tells it
+            with suppress(ValueError):
+                self.engine.generate([_request_of(each) for each in message["generate"]])
+            message = self._tell(None)
+        result, problem, is_lost = message["done"]
+        if is_lost:
+            raise SignalsLostError(problem)
+        if problem:
+            raise ValueError(problem)
+        return result
+
+
+def first_rollouts(session: Session) -> ShardedMicroBatches:
+    """The micro-batches of the first step of a run whose completions are written in this job; nothing is saved."""
+    rollouts, timeline = Rollouts(session, RunFolder(Path(session.config.out))), Timeline(time.monotonic)
+    rollouts.ask(0, timeline)
+    return rollouts.micro_batches(0, rollouts.take(0, timeline))
+
+
+class _Leading:
+    """Rank 0's engine in a job of several processes: it tells the other ranks what it is asked for."""
+
+    def __init__(self, engine: RolloutEngine, tell: Callable[[Any], Any]):
+        self._engine, self._tell = engine, tell
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        self._tell({"generate": [_request_as_json(each) for each in requests]})
+        return self._engine.generate(requests)
+
+    def update_weights(self, version: int, folder: Path | None) -> None:
+        raise AssertionError("all ranks update their engine's weights together")
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _request_as_json(request: GenerationRequest) -> list[Any]:
+    return [request.number, request.prompt_ids.tolist(), request.seed, request.max_new_tokens]
+
+
+def _request_of(content: Sequence[Any]) -> GenerationRequest:
+    number, ids, seed, max_new_tokens = content
+    return GenerationRequest(number, np.array(ids, dtype=np.int32), seed, max_new_tokens)
+
+
+def _alive(since: list[float]) -> None:
+    """Called while completions are waited for. Raises ServerError some seconds after a signal to end the run."""
+    watchdog.progress()
+    if requested():
+        since.append(time.monotonic())
+        if time.monotonic() - since[0] > SECONDS_TO_STOP:
+            raise ServerError("a signal came while the run waited for completions")
+
+
+def make_queue(
+    rollout: RolloutConfig,
+    engine: RolloutEngine,
+    prompts: Documents,
+    plan: RolloutPlan,
+    tokenizer: PreTrainedTokenizerBase,
+    steps: int,
+) -> RolloutQueue:
+    """Raises ConfigError for a reward or an environment that cannot be loaded."""
+    writer = SampleWriter(
+        engine,
+        prompts,
+        plan,
+        tokenizer,
+        rollout.max_new_tokens,
+        reward=None if rollout.reward is None else function_of(REWARD, rollout.reward),
+        environment=None if rollout.environment is None else function_of(ENVIRONMENT, rollout.environment),
+        max_turns=rollout.max_turns if rollout.environment is not None else 1,
+    )
+    return RolloutQueue(
+        writer,
+        plan,
+        ahead=min(_AHEAD.get(rollout.schedule, (rollout.max_staleness + 1) // 2), rollout.max_staleness),
+        max_staleness=rollout.max_staleness,
+        in_order=rollout.schedule != "async",
+        last_step=steps - 1,
+        advantage=rollout.advantage,
+        deviation=rollout.deviation,
+        alive=partial(_alive, []),
+        by_student=rollout.writer == "student",
+    )
+
+
+def pack_step(
+    config: RunConfig,
+    prompts: PackedSequences,
+    samples: Sequence[Sample],
+    dataset: Documents | None = None,
+    from_dataset: Sequence[int] = (),
+    parts: int = 1,
+) -> PackedMicroBatches:
+    """The micro-batches of a step. from_dataset: see `step_documents`. parts: see `pack_documents`."""
+    rollout = config.rollout
+    assert rollout is not None
+    rules = TargetRules(
+        mask_truncated=rollout.truncated == "mask",
+        position_decay=rollout.position_decay,
+        by_student=rollout.writer == "student",
+    )
+    documents = step_documents(prompts.documents, samples, rules, dataset, from_dataset)
+    return pack_documents(config, prompts, documents, parts)
+
+
+def pack_documents(
+    config: RunConfig, prompts: PackedSequences, documents: Documents, parts: int = 1
+) -> PackedMicroBatches:
+    """The micro-batches of documents that begin with prompts.
+
+    parts: the least number of micro-batches, if there are as many documents. Completions are often far shorter than
+    `data.max_tokens`, so that sequences of this length would leave processes without a micro-batch.
+    """
+    widths_D = documents.lengths_D + documents.gaps_D(prompts.gaps)
+    capacity = min(prompts.max_tokens, max(int(widths_D.max()), math.ceil(widths_D.sum() / parts)))
+    packed = PackedSequences(
+        documents,
+        max_tokens=capacity,
+        seed=0,
+        shuffle=False,
+        gaps=prompts.gaps,
+        together=None if config.teachers is None else config.teachers.route,
+    )
+    most = 1 if config.flash_attentions else config.train.micro_batch_tokens // capacity
+    rows = max(1, min(most, len(packed) // parts))
+    numbers = np.arange(len(packed))
+    return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
+
+
+def _as_json(sample: Sample) -> dict[str, Any]:
+    completion = sample.completion
+    return {
+        "number": sample.number,
+        "prompt": sample.prompt,
+        "ids": completion.ids_N.tolist(),
+        "log_probs": completion.log_probs_N.tolist(),
+        "versions": completion.versions_N.tolist(),
+        "finish": completion.finish,
+        "is_written": sample.is_written_N.tolist(),
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+    }
+
+
+def _from_json(content: Mapping[str, Any]) -> Sample:
+    completion = Completion(
+        np.array(content["ids"], dtype=np.int32),
+        np.array(content["log_probs"], dtype=np.float32),
+        np.array(content["versions"], dtype=np.int32),
+        content["finish"],
+    )
+    is_written_N = np.array(content["is_written"], dtype=bool)
+    return Sample(
+        content["number"], content["prompt"], completion, is_written_N, content["reward"], content["advantage"]
+    )

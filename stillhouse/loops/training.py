@@ -1,0 +1,321 @@
+"""What every training loop does besides choosing micro-batches: progress, logs, evaluations, checkpoints, stopping.
+
+    with training(session, folder, checkpoint) as run:
+        for step in run.steps:
+            run.begin(step)
+            …                                                   the step's micro-batches and signals
+            output = run.learn(step, micro_batches, signals)
+            run.end(step, micro_batches, output)
+    return run.progress
+
+The loops are `off_policy.py` and `on_policy.py`.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from stillhouse.checkpoint.checkpoint_folder import prune
+from stillhouse.checkpoint.identity import configuration_hash
+from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
+from stillhouse.checkpoint.queue_file import read_queue
+from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
+from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config.loading import dotted_values
+from stillhouse.engine.depths import by_depth, depth_key
+from stillhouse.engine.engine import StepOutput
+from stillhouse.engine.layer_losses import ROUTER_LOSS
+from stillhouse.engine.schedule import learning_rate
+from stillhouse.generation import RolloutQueue
+from stillhouse.loops.callbacks import Callbacks
+from stillhouse.loops.evaluate import evaluate, means
+from stillhouse.loops.finite import stop_unless_finite
+from stillhouse.loops.sampled_completions import EvalSamples, eval_samples
+from stillhouse.loops.stopping import agreed_signal
+from stillhouse.loops.task_evaluation import TaskEvaluation, greedy_engine
+from stillhouse.models.hidden_match import HIDDEN
+from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.log import NoLog, RunLog, open_log
+from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
+from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, from_all_ranks, is_first, watchdog
+from stillhouse.preemption import Preempted, finishing
+from stillhouse.run.session import Session
+from stillhouse.signals import PendingSignals, SignalsLostError
+
+#: the keys of metrics that are no summand of the loss, or not in nats
+_KEYS = {
+    ROUTER_LOSS: f"loss/{ROUTER_LOSS}",
+    "student_entropy": "train/student_entropy_nats",
+    "teacher_entropy": "train/teacher_entropy_nats",
+    "agreement": "train/agreement",
+    "teacher_mass": "train/teacher_mass",
+}
+
+
+#: how the keys of the teacher's own cross-entropy end, also on one of several evaluation sets
+_TEACHER = "/teacher_cross_entropy"
+
+#: printed after a first step that has taught nothing
+_NO_GRADIENT = (
+    "warning: the gradient of step 1 is 0: a divergence is 0 between a model and itself (also with an adapter on it "
+    "that has not been trained), and a policy gradient is 0 where all completions of a prompt have the same reward"
+)
+#: sums over drawn tokens, which `rollout_metrics.py` reports
+_OF_DRAWS = ("log_ratio", "sampled", "ratio", "clipped")
+
+
+class Training:
+    """The state of a run between two steps. `progress` is up to date after each step.
+
+    queue: of an on-policy run, whose samples a checkpoint keeps.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        folder: RunFolder,
+        progress: Progress,
+        log: RunLog | NoLog,
+        queue: RolloutQueue | None = None,
+    ):
+        self.session, self.folder, self.progress, self.log, self.queue = session, folder, progress, log, queue
+        self.last_step = session.step_schedule.steps
+        self.steps = range(progress.step, self.last_step)
+        self.greedy = greedy_engine(session)
+        self.samples: EvalSamples | None = None
+        self._of_teacher: dict[str, float] | None = None
+        self._started = time.monotonic()
+        self._norm = self._rate = 0.0
+
+    def begin(self, step: int) -> None:
+        watchdog.enter(f"step {step + 1}")
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the present step has begun."""
+        return time.monotonic() - self._started
+
+    def learn(self, step: int, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> StepOutput:
+        """Make one optimizer step. Raises ValueError, before it, for a loss or gradient that is not finite."""
+        engine = self.session.engine
+        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.whole.normalizer)
+        self._norm = engine.clip()
+        stop_unless_finite(self.session, step + 1, micro_batches, output, self._norm)
+        self._rate = learning_rate(self.session.config.train, self.last_step, step)
+        engine.update(self._rate)
+        return output
+
+    def end(
+        self,
+        step: int,
+        micro_batches: ShardedMicroBatches,
+        output: StepOutput,
+        more_metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Log the step, and evaluate, save or stop where it is due. Raises Preempted after a rank got a signal."""
+        session, config, progress = self.session, self.session.config, self.progress
+        progress.step, progress.tokens = step + 1, progress.tokens + int(output.sums["tokens"])
+        speed = micro_batches.whole.tokens / self.seconds
+        metrics = _train_metrics(output.sums, session.spec, self._rate, self._norm, speed)
+        self.log.train(progress.step, progress.tokens, metrics | dict(more_metrics or {}))
+        if progress.step == 1 and self._norm == 0.0:
+            self.log.print_line(_NO_GRADIENT)
+        last = progress.step == self.last_step
+        saving = _due(progress.step, config.checkpoint.every) or last
+        progress.metrics = {}  # a checkpoint holds the evaluation of its own step only
+        compared = saving and _is_compared(config)
+        if self.evaluates and (_due(progress.step, config.eval.every) or compared or last):
+            self.evaluate()
+        mesh = session.runner.mesh
+        stopped_by = 0 if last else agreed_signal(mesh)
+        if saving or stopped_by:
+            saved = self.save()
+            if not stopped_by and not last:
+                stopped_by = agreed_signal(mesh)  # a signal may have come while the checkpoint was written
+        if stopped_by:
+            destroy_process_group()
+            raise Preempted(stopped_by, progress.step, saved)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate: held-out data, tasks or callbacks."""
+        return self.session.evaluation is not None or self.greedy is not None
+
+    def evaluate(self) -> None:
+        metrics = evaluate(self.session, of_teacher=self._of_teacher is None)
+        if self._of_teacher is None:  # it does not change during a run
+            self._of_teacher = {key: value for key, value in metrics.items() if key.endswith(_TEACHER)}
+        metrics |= self._of_teacher
+        if self.greedy is not None:
+            watchdog.enter("the evaluation of tasks")
+            self.greedy.update_weights(self.progress.step, None)
+            metrics |= TaskEvaluation(self.session, self.greedy).evaluate()
+            if self.samples is not None:
+                self.samples.write(self.progress.step)
+            watchdog.enter("eval.callbacks", timed=False)  # they may take any time
+            callbacks = Callbacks(self.session, self.folder.path, self.greedy)
+            metrics |= callbacks.evaluate(self.progress.step, metrics)
+            checkpoint = self.session.config.checkpoint
+            if checkpoint.best_of_callback and checkpoint.best not in metrics:
+                raise ConfigError(
+                    "checkpoint.best",
+                    f"got {checkpoint.best}, but the evaluation of step {self.progress.step} has only "
+                    f"{', '.join(metrics)}",
+                )
+        self.progress.metrics = metrics  # only now: a resumed run repeats an evaluation that was interrupted
+        self.log.evaluation(self.progress.step, self.progress.tokens, metrics)
+
+    def save(self) -> Path:
+        """Write a checkpoint, then remove the older ones that need not be kept; returns its path."""
+        progress, session, folder = self.progress, self.session, self.folder
+        watchdog.enter(f"the checkpoint of step {progress.step}", timed=False)
+        progress.seconds, progress.log_bytes, progress.log_sha256 = self.log.seconds, *self.log.position
+        saved = save_checkpoint(
+            folder.checkpoints,
+            progress,
+            session.runner,
+            session.engine.optimizer,
+            session.tokenizer,
+            session.engine.average,
+            None if self.queue is None else self.queue.state(),
+        )
+        if is_first():
+            settings = session.config.checkpoint
+            for damage in prune(folder.checkpoints, settings.keep, settings.best, settings.greater_is_better):
+                self.log.print_line(f"warning: {damage}")
+        return saved
+
+
+@contextmanager
+def training(
+    session: Session,
+    folder: RunFolder,
+    checkpoint: IntactCheckpoint | None = None,
+    queue: RolloutQueue | None = None,
+) -> Iterator[Training]:
+    """A run that is ready for its remaining steps; the checkpoint, if there is one, has been loaded.
+
+    If signals of teachers or completions cannot be had, the steps that are done are saved, and SignalsLostError is
+    raised. Afterwards the student holds the final weights.
+    """
+    progress = _progress(session, folder, checkpoint, queue)
+    with ExitStack() as stack:
+        steps, track = session.step_schedule.steps, session.config.track
+        values = dotted_values(session.config)
+        log = stack.enter_context(open_log(folder, progress, steps, track, values, session.device))
+        run = Training(session, folder, progress, log, queue)
+        is_due = _lacks_evaluation(session, progress)
+        run.samples = stack.enter_context(eval_samples(session, folder, run.greedy, progress.step - is_due))
+        if run.evaluates and is_due:
+            run.evaluate()
+        stack.enter_context(finishing("this step and a checkpoint of it"))
+        stack.enter_context(_saving_when_signals_are_lost(run))
+        yield run
+    watchdog.enter("the final model", timed=False)
+
+
+def _progress(
+    session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None, queue: RolloutQueue | None
+) -> Progress:
+    """The run's progress at its start, after the checkpoint, if there is one, has been loaded."""
+    progress, steps = Progress(), session.step_schedule.steps
+    if checkpoint is not None:
+        progress = load_checkpoint(checkpoint, session.runner, session.engine.optimizer, session.engine.average)
+        if session.config.rollout is not None and folder.owns(checkpoint.path):
+            _restore_queue(session, checkpoint, progress.step, queue)
+        if progress.step > steps:
+            raise ValueError(
+                f"{checkpoint.path} is at step {progress.step}, and this run ends at {steps}: nothing to train"
+            )
+        if not folder.owns(checkpoint.path):  # a checkpoint of another run, which has a log of its own
+            progress = replace(progress, started_from=str(checkpoint.path.resolve()), log_bytes=0)
+    return replace(
+        progress,
+        data=session.data_hashes,
+        models=session.model_hashes,
+        configuration=configuration_hash(session.config),
+    )
+
+
+def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, queue: RolloutQueue | None) -> None:
+    """Raise DamagedCheckpointError on all ranks if the samples in a checkpoint cannot be of this run at this step.
+
+    Rank 0 alone has a queue and reads them; the others would wait for it.
+    """
+    problem = ""
+    if queue is not None:
+        try:
+            queue.restore(read_queue(checkpoint), step)
+        except ValueError as error:
+            problem = str(error)
+    if problem := from_all_ranks(problem, session.device)[0]:
+        raise DamagedCheckpointError(
+            f"{checkpoint.path / ROLLOUTS} is not what this run has written: {problem}; restore it, or remove "
+            f"{checkpoint.path}, so that the run continues from the checkpoint before it"
+        )
+
+
+@contextmanager
+def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
+    """If the teacher's signals or completions cannot be had, save the steps that are done. All processes raise that
+    error.
+    """
+    try:
+        yield
+    except SignalsLostError as error:
+        step, session = run.progress.step, run.session
+        saved = run.folder.checkpoints / folder_name(step) if step else None  # nothing is trained before step 1
+        if saved is not None and not from_all_ranks(saved.exists(), session.device)[0]:
+            saved = run.save()
+        if stopped_by := agreed_signal(session.runner.mesh):
+            destroy_process_group()
+            raise Preempted(stopped_by, step, saved) from error
+        if saved is None:
+            raise
+        raise SignalsLostError(f"{error}; the run has stopped after a checkpoint: {saved}") from error
+
+
+def _is_compared(config: RunConfig) -> bool:
+    """Whether a checkpoint needs an evaluation, by which the best one is chosen."""
+    return config.eval.every > 0 and config.checkpoint.best is not None
+
+
+def _lacks_evaluation(session: Session, progress: Progress) -> bool:
+    """Whether the evaluation of the present step is still to be made: the first one, or one that was interrupted."""
+    step, config = progress.step, session.config
+    compared = _is_compared(config) and _due(step, config.checkpoint.every)
+    is_due = step == 0 or _due(step, config.eval.every) or compared or step == session.step_schedule.steps
+    return is_due and not progress.metrics
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _train_metrics(
+    sums: dict[str, float], objective: ObjectiveSpec, rate: float, norm: float, speed: float
+) -> dict[str, float]:
+    """A step's log record: each unscaled term and their scaled total, in nats per target token, and other metrics."""
+    metrics = {"loss/total_nats_per_token": sums["loss"]}
+    temperatures = {each.temperature or objective.temperature for each in objective.teachers.values()}
+    for depth, own in by_depth(sums).items():
+        for name, mean in means(own, objective, mixes_temperatures=len(temperatures) > 1).items():
+            kind, slash, teacher = name.partition("/")
+            if kind.partition("#")[0] in _OF_DRAWS:
+                continue
+            if kind.startswith(HIDDEN):
+                key = f"loss/{name}_per_token"  # no nats
+            else:
+                key = f"{_KEYS[kind]}{slash}{teacher}" if kind in _KEYS else f"loss/{name}_nats_per_token"
+            metrics[depth_key(key, depth)] = mean
+    return metrics | {
+        "train/learning_rate": rate,
+        "train/gradient_norm": norm,
+        "speed/tokens_per_second": speed,
+        "speed/chunk_tokens": sums[CHUNK_TOKENS],
+    }

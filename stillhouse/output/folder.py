@@ -1,0 +1,221 @@
+"""The run folder: which process may write to it, and which files every run writes into it.
+
+config.yaml  environment.json  data.json  metrics.jsonl  tokens.json  checkpoints/  hashes.json  model/  report.html
+On-policy runs also write timeline.jsonl and samples.jsonl, and runs with eval.samples eval_samples.jsonl.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from filelock import FileLock, Timeout
+
+import stillhouse
+from stillhouse.config import RunConfig, dump_config
+from stillhouse.display import escaped
+from stillhouse.output.files import (
+    UNFINISHED,
+    hashes,
+    remove_unfinished,
+    replace_text,
+)
+
+LOCK = ".lock"
+#: the file that tells a run from all others
+IDENTITY = "identity"
+#: The file that names the process that holds the lock, or was killed while it did. It is not the lock itself, because
+#: older versions of filelock empty the lock's file at every attempt to lock it.
+WRITER = ".writer"
+#: the file that contains a hash of every file of the final model
+HASHES = "hashes.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder that belongs to one run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """The adapter, if the run trains one; `model` is then the base model with the adapter merged in."""
+        return self.path / "adapter"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run is complete: the model is the last thing that it writes."""
+        return self.model.is_dir()
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """Who did what when, of an on-policy run."""
+        return self.path / "timeline.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """A few completions of each step, of an on-policy run."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def eval_samples(self) -> Path:
+        """The student's completions of a few held-out prompts at each evaluation."""
+        return self.path / "eval_samples.jsonl"
+
+    def identity(self) -> str:
+        """What tells this run from all others, also from those at the same path on other machines and from copies of
+        its folder. The first call writes a random number, so only one process may call this.
+        """
+        path = self.path / IDENTITY
+        if not path.exists():
+            self.write_text(IDENTITY, secrets.token_hex(16))
+        return hashlib.sha256(path.read_bytes() + str(self.path.resolve()).encode()).hexdigest()[:12]
+
+    def owns(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is this run's own, and not one of another run that this run started from."""
+        # Only the parent is resolved: the checkpoint itself may be a link to a larger disk.
+        return checkpoint.parent.resolve() == self.checkpoints.resolve()
+
+    def write_json(self, name: str, content: Any) -> None:
+        self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False))
+
+    def write_text(self, name: str, content: str) -> None:
+        """Write a file under a temporary name and rename it, so that a reader never sees half of it."""
+        replace_text(self.path / name, content)
+
+
+def init_run_dir(folder: RunFolder, config: RunConfig) -> None:
+    """Prepare the folder for this run, after `candidates` has found that the run may use it."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    for each in (folder.path, folder.checkpoints):
+        remove_unfinished(each)  # before anything is written, since these files may fill the disk
+    folder.write_text("config.yaml", dump_config(config))  # from now on the folder belongs to this run
+    folder.checkpoints.mkdir(exist_ok=True)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process until the block ends.
+
+    Raises ValueError if another process has locked it, and if it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK).acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"out: another process{_writer(folder)} is writing to {folder}; wait until it ends, or choose another "
+            "folder"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"out: {folder} cannot be written: {error.strerror or error}; choose another folder"
+        ) from error
+    with lock:
+        replace_text(folder / WRITER, f"process {os.getpid()} on {socket.gethostname()}")
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the folder may be lost; the file only serves a message
+                (folder / WRITER).unlink()
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether this file may be left over from a process that was killed before it had written anything complete."""
+    return path.name in (LOCK, WRITER) or path.name.endswith(UNFINISHED)
+
+
+def _writer(folder: Path) -> str:
+    """The process that holds the lock, in parentheses; "" if that is not written yet, or not readable."""
+    try:
+        text = (folder / WRITER).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return f" ({escaped(text)})"
+
+
+def require_intact_model(folder: RunFolder) -> str:
+    """Compare the final model of a complete run, and its adapter, with their hashes; returns the result in words.
+
+    Raises ValueError for a file that is lost or changed. Additional files are ignored.
+    """
+    path = folder.path / HASHES
+    if not path.is_file():
+        return f"not compared: there is no {HASHES}"
+    try:
+        expected = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    found = hashes(folder.path, sorted(expected))
+    wrong = [name for name, each in found.items() if each != expected[name]]
+    if wrong:
+        raise ValueError(
+            f"{folder.model} is damaged: these files are not what was written: {', '.join(wrong[:5])}; remove "
+            "that folder, and the same command writes the model again if the last checkpoint still exists"
+        )
+    return f"{len(found)} files"
+
+
+def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:
+    """Everything that a run's results and speed depend on besides its configuration."""
+    return {
+        "objective": objective,
+        "stillhouse": stillhouse.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _commit() -> str | None:
+    """The git commit of Stillhouse's source tree, plus "-dirty" if files differ from it; None outside a git tree."""
+    root = Path(stillhouse.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() or None

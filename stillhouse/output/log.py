@@ -1,0 +1,209 @@
+"""The output of a run: metrics.jsonl always, a live line on a terminal, and the trackers that `track` names."""
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from tqdm import tqdm
+
+from stillhouse.output.files import explained_write_errors
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.lines import append
+from stillhouse.output.progress import Progress
+from stillhouse.output.trackers import open_trackers
+from stillhouse.parallel import from_all_ranks, is_first, watchdog
+
+#: fewest seconds between printed steps if the output is not a terminal; on a terminal, one live line is redrawn
+_PLAIN_EVERY = 10.0
+#: what the live line shows of an on-policy run
+_ON_POLICY = {
+    "rollout/reward": "reward {:.3f}",
+    "rollout/completion_tokens": "length {:,.0f}",
+    "speed/waiting": "waiting {:.0%}",
+}
+
+
+def open_log(
+    folder: RunFolder,
+    progress: Progress,
+    steps: int,
+    track: Sequence[str],
+    values: Mapping[str, Any],
+    device: torch.device,
+) -> "RunLog | NoLog":
+    """The log of a run on rank 0, which writes it; on all other ranks a `NoLog`, which writes nothing.
+
+    A collective of all processes. Raises ValueError on all of them if the log or a tracker cannot be opened.
+    """
+    watchdog.enter("opening the log and the trackers", timed=False)  # a server may be slow
+    log: RunLog | NoLog = NoLog()
+    problem = ""
+    if is_first():
+        try:
+            log = RunLog(folder, progress, steps, track, values)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if problem := from_all_ranks(problem, device)[0]:
+        raise ValueError(problem)
+    return log
+
+
+class NoLog(nullcontext[Any]):
+    """Replaces the log on all ranks except rank 0; writes nothing."""
+
+    seconds = 0.0
+    position = (0, "")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def train(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        pass
+
+    evaluation = train
+
+    def print_line(self, line: str) -> None:
+        pass
+
+
+class RunLog:
+    """Writes the metrics of every step; a context manager that closes its files.
+
+    values: the configuration by dotted keys, for the trackers.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Progress,
+        steps: int,
+        track: Sequence[str],
+        values: Mapping[str, Any] | None = None,
+    ):
+        self._path = folder.metrics
+        # before lines are removed from the log, which show what the trackers have already
+        self._trackers = open_trackers(folder, track, progress.log_bytes, values or {}, self.print_line)
+        self._file, self._digest = _continue_file(self._path, progress.log_bytes)
+        self._seconds_before, self._started = progress.seconds, time.monotonic()
+        self._first, self._steps = progress.step, steps
+        self._bar = tqdm(
+            total=steps,
+            initial=progress.step,
+            # no progress bar, so that a narrow terminal has room for the metrics
+            bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            dynamic_ncols=True,
+            disable=None,
+            file=sys.stderr,
+        )
+        self._printed, self._left_out = -math.inf, 0
+        self._compiled = self._started
+        self._board = _tensorboard(folder.path, progress.step) if "tensorboard" in track else None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, including the time before it was resumed."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @property
+    def position(self) -> tuple[int, str]:
+        """The length and the sha256 of metrics.jsonl, after flushing all of it to disk."""
+        os.fsync(self._file.fileno())
+        return self._file.tell(), self._digest.hexdigest()
+
+    def train(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        self._write(step, tokens, metrics)
+        if step == self._first + 1:
+            self._compiled = time.monotonic()
+        parts = [
+            f"{key.removeprefix('loss/').removesuffix('_nats_per_token')} {value:.4f}"
+            for key, value in metrics.items()
+            if key.startswith("loss/")
+        ]
+        parts += [form.format(metrics[key]) for key, form in _ON_POLICY.items() if key in metrics]
+        line = ", ".join([f"{metrics['speed/tokens_per_second']:,.0f} tokens/s", *parts])
+        self._bar.update(step - self._bar.n)
+        self._bar.set_postfix_str(line, refresh=False)
+        if self._bar.disable and (time.monotonic() - self._printed >= _PLAIN_EVERY or step == self._steps):
+            left_out = f" (steps not shown before it: {self._left_out})" if self._left_out else ""
+            self._printed, self._left_out = time.monotonic(), 0
+            print(f"step {step}/{self._steps}: {line}, {self._remaining(step)} left{left_out}", flush=True)
+        else:
+            self._left_out += 1
+
+    def evaluation(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        self._write(step, tokens, metrics)
+        figures = ", ".join(
+            f"{key.removeprefix('eval/').replace('_', ' ')} {value:.4f}"
+            for key, value in metrics.items()
+            if key != "eval/tokens" and "/length_" not in key
+        )
+        self.print_line(f"step {step}: held-out {figures}")
+
+    def print_line(self, line: str) -> None:
+        """Print a line above the live line."""
+        if self._bar.disable:
+            print(line, flush=True)
+        else:
+            self._bar.write(line)
+
+    def _write(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # no NaN in JSON
+        record = {"step": step, "tokens": tokens, "seconds": round(self.seconds, 3), **finite}
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        append(self._path, self._file, line)
+        self._digest.update(line)
+        if self._board is not None:
+            with explained_write_errors(self._path.parent / "tensorboard"):
+                for key, value in metrics.items():
+                    self._board.add_scalar(key, value, step)
+        self._trackers.log(step, metrics)
+
+    def _remaining(self, step: int) -> str:
+        """The remaining time, estimated from the steps since the run was started or resumed."""
+        done = step - self._first - 1  # without the first step, in which functions are compiled
+        if not done and step < self._steps:
+            return "?"
+        seconds = (time.monotonic() - self._compiled) / max(1, done) * (self._steps - step)
+        return str(tqdm.format_interval(seconds))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        self._trackers.close(complete=kind is None)
+
+
+def _continue_file(path: Path, length: int) -> tuple[FileIO, Any]:
+    """Open the log to append to it, after removing all lines newer than the checkpoint; also returns its hash.
+
+    length: the length of the file when the checkpoint was written. `open_checkpoint` has verified this much of it.
+    """
+    with explained_write_errors(path):
+        # unbuffered, so that closing the file does not try again to write what failed
+        file = path.open("r+b" if length else "w+b", buffering=0)
+        beginning = file.read(length)
+        file.truncate(length)
+    return file, hashlib.sha256(beginning)
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # hide the metrics that an earlier process wrote after the checkpoint, since those steps are run again
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else 0)

@@ -1,0 +1,293 @@
+"""Which charts are drawn from the metrics of runs: their order, titles, units, and one series per run and side.
+
+Every metric of every run is drawn, except `NOT_DRAWN`: the known ones in the order of `CHARTS`, one chart for each
+term of the loss, and at the end all unknown metrics (for example of a later version), with their keys as titles.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+from stillhouse.output.report.reading import Line, Run
+
+NATS = "nats per token"
+TOTAL = "loss/total_nats_per_token"
+NOT_DRAWN = {"tokens", "seconds", "eval/tokens"}  # running totals and counts; the summary shows the first two
+POINTS = 2000  # per series; of a longer series, the extremes of each section are kept
+SET = re.compile(
+    r"eval/(?!exact_match/)([^/]+)/(cross_entropy|teacher_cross_entropy|forward_kl|agreement|student_entropy|teacher_entropy)"
+)
+TASK = "eval/exact_match/"  # the share of a task's answers that are right; the task's name follows
+LENGTH = "/length_"  # the same share over problems of one length, which follows
+DRAFTS = re.compile(r"eval/mtp_(\d+)/acceptance")
+LOG_FROM = 50.0  # from this ratio of largest to smallest value on, a logarithmic axis shows more than a linear one
+
+Points = list[tuple[float, float | None]]  # (step, value); None is a gap
+
+
+class Series(TypedDict):
+    run: int
+    side: str
+    steps: list[float]
+    values: list[float | None]
+    means: list[float | None] | None  # if points are left out: the mean of each shown point's section
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    unit: str
+    group: str
+    keys: dict[str, str]  # side (first drawn solid, second dashed) → metric; most charts have one unnamed side
+    log: bool = False  # the axis is logarithmic if the values span a large enough range
+    percent: bool = False
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart with its data. `log`: whether the axis is logarithmic at first. `label`: the curves in words."""
+
+    chart: Chart
+    series: list[Series]
+    log: bool
+    label: str
+
+    @property
+    def positive(self) -> bool:
+        """Whether a logarithmic axis can show all values."""
+        return all(value > 0 for one in self.series for value in one["values"] if value is not None)
+
+
+def _sides(key: str) -> dict[str, str]:
+    return {side: key.format(side) for side in ("student", "teacher")}
+
+
+def _means(key: str) -> dict[str, str]:
+    return {"mean": key, "largest": f"{key}_max"}
+
+
+CHARTS = (
+    Chart(
+        "Held-out cross-entropy",
+        NATS,
+        "Held out",
+        {"student": "eval/cross_entropy", "teacher": "eval/teacher_cross_entropy"},
+    ),
+    Chart("Held-out forward KL", NATS, "Held out", {"": "eval/forward_kl"}, log=True),
+    Chart("Held-out agreement", "of tokens, top 1", "Held out", {"": "eval/agreement"}, percent=True),
+    Chart("Held-out entropy", NATS, "Held out", _sides("eval/{}_entropy")),
+    Chart("Held-out ULD", "per token", "Held out", {"": "eval/uld"}),
+    Chart("Cut answers", "of answers", "Tasks", {"": "eval/tasks_truncated"}, percent=True),
+    Chart("Total loss", NATS, "Training", {"": TOTAL}),
+    Chart("Training entropy", NATS, "Training", _sides("train/{}_entropy_nats")),
+    Chart("Training agreement", "of tokens, top 1", "Training", {"": "train/agreement"}, percent=True),
+    Chart(
+        "Mass of the teacher's ids",
+        "of the teacher's distribution",
+        "Training",
+        {"": "train/teacher_mass"},
+        percent=True,
+    ),
+    Chart("Gradient norm", "before clipping", "Training", {"": "train/gradient_norm"}, log=True),
+    Chart("Learning rate", "per step", "Training", {"": "train/learning_rate"}),
+    Chart("Throughput", "tokens per second", "Training", {"": "speed/tokens_per_second"}),
+    Chart("Rows of a logits tile", "tokens, at most", "Training", {"": "speed/chunk_tokens"}),
+    Chart("Reward", "mean of a step's completions", "Rollouts", {"": "rollout/reward"}),
+    Chart("Reward, spread", "standard deviation", "Rollouts", {"": "rollout/reward_std"}),
+    Chart("Completion length", "tokens, mean", "Rollouts", {"": "rollout/completion_tokens"}),
+    Chart("Cut completions", "of completions", "Rollouts", {"": "rollout/truncated"}, percent=True),
+    Chart("Own completions", "of completions", "Rollouts", {"": "rollout/share"}, percent=True),
+    Chart("Staleness", "optimizer steps", "Rollouts", _means("rollout/staleness")),
+    Chart(
+        "Training against engine",
+        "nats, |log-ratio| at drawn tokens",
+        "Rollouts",
+        _means("rollout/log_ratio"),
+        log=True,
+    ),
+    Chart(
+        "Training against engine, same weights",
+        "nats, mean |log-ratio| at drawn tokens",
+        "Rollouts",
+        {"": "rollout/log_ratio_fresh"},
+        log=True,
+    ),
+    Chart("Importance ratio", "mean at drawn tokens", "Rollouts", {"": "rollout/ratio"}),
+    Chart("Limited ratios", "of drawn tokens", "Rollouts", {"": "rollout/clipped"}, percent=True),
+    Chart("Waiting", "of the trainer's time", "Rollouts", {"": "speed/waiting"}, percent=True),
+    Chart("Sampling", "tokens per second", "Rollouts", {"": "speed/sampled_tokens_per_second"}),
+)
+
+#: before this chart come the charts of held-out sets that have names
+_OF_SETS = next(number for number, chart in enumerate(CHARTS) if chart.group == "Tasks")
+
+
+def draw(runs: Sequence[Run]) -> list[Drawing]:
+    """Return the charts of these runs in the page's order, without charts that have no value."""
+    drawings = []
+    for chart in _charts(runs):
+        series = [
+            _series(run.lines, key, index, side) for index, run in enumerate(runs) for side, key in chart.keys.items()
+        ]
+        series = [one for one in series if any(value is not None for value in one["values"])]
+        if series:
+            chart, series = _without_unused_sides(chart, series)
+            drawings.append(Drawing(chart, series, chart.log and _spans(series), _label(chart, series, runs)))
+    return drawings
+
+
+def _without_unused_sides(chart: Chart, series: list[Series]) -> tuple[Chart, list[Series]]:
+    """Leave out the sides that no run has. If only the first is left, it needs no name."""
+    keys = {side: key for side, key in chart.keys.items() if any(one["side"] == side for one in series)}
+    if list(keys) == list(chart.keys)[:1]:
+        (key,) = keys.values()
+        return replace(chart, keys={"": key}), [Series({**one, "side": ""}) for one in series]
+    return replace(chart, keys=keys), series
+
+
+def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
+    """The charts of held-out sets that have names, each set under a heading of its own."""
+    names = dict.fromkeys(found[1] for key in keys if (found := SET.fullmatch(key)))
+    return [
+        replace(
+            chart,
+            group=f"Held out: {name}",
+            keys={side: key.replace("eval/", f"eval/{name}/", 1) for side, key in chart.keys.items()},
+        )
+        for name in names
+        for chart in CHARTS
+        if chart.group == "Held out"
+    ]
+
+
+def _charts(runs: Sequence[Run]) -> list[Chart]:
+    keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values if key not in NOT_DRAWN)
+    terms = [key for key in keys if key.startswith("loss/") and key != TOTAL]
+    tasks = [key for key in keys if key.startswith(TASK)]
+    charts = [
+        Chart(_task_title(key), "of answers", "Tasks", {"": key}, percent=True)
+        for key in sorted(tasks, key=lambda key: LENGTH in key)
+    ]
+    for chart in CHARTS:
+        is_total = TOTAL in chart.keys.values()
+        if chart is CHARTS[_OF_SETS]:
+            charts += _charts_of_sets(keys)
+        if not (is_total and _total_repeats(runs)):
+            charts.append(chart)
+        if is_total:
+            charts += [Chart(_term_title(key), _unit(key), "Training", {"": key}, log=True) for key in terms]
+    for found in filter(None, map(DRAFTS.fullmatch, keys)):
+        sides = {"greedy": found[0], "sampled": found[0].replace("/acceptance", "/sampled_acceptance")}
+        charts.append(Chart(f"Accepted drafts, depth {found[1]}", "of tokens", "Held out", sides, percent=True))
+    drawn = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
+    return charts + [Chart(key, "", "Other", {"": key}) for key in keys if key not in drawn]
+
+
+def _task_title(key: str) -> str:
+    return f"Exact match: {key.removeprefix(TASK).replace(LENGTH, ', length ')}"
+
+
+def _term_title(key: str) -> str:
+    name = re.sub("(_nats)?_per_token$", "", key.removeprefix("loss/"))
+    return f"Loss: {name}"
+
+
+def _unit(key: str) -> str:
+    """Of a term: a distance of hidden states has no unit."""
+    return NATS if "/hidden_" not in key else "per token"
+
+
+def _total_repeats(runs: Sequence[Run]) -> bool:
+    """Whether the total adds no information: every run has one term, and the term's values equal the total."""
+    for run in runs:
+        terms = {key for line in run.lines for key in line.values if key.startswith("loss/") and key != TOTAL}
+        if len(terms) != 1:
+            return False
+        term = terms.pop()
+        if not all(_is_close(line.values.get(term), line.values.get(TOTAL)) for line in run.lines):
+            return False
+    return True
+
+
+def _is_close(one: float | None, other: float | None) -> bool:
+    """Whether two values differ by no more than the rounding of float32."""
+    return one == other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)
+
+
+def _series(lines: Sequence[Line], key: str, run: int, side: str) -> Series:
+    points = _with_gaps([(line.step, line.values[key]) for line in lines if key in line.values])
+    shown = _thin(points)
+    return Series(
+        run=run,
+        side=side,
+        steps=[step for step, _ in shown],
+        values=[_rounded(value) for _, value in shown],
+        means=None if len(shown) == len(points) else _section_means(points, shown),
+    )
+
+
+def _section_means(points: Points, shown: Points) -> list[float | None]:
+    """For each point that is shown, the mean of its section: extremes alone, smoothed, would mislead."""
+    means: dict[float, float] = {}
+    for section in _sections(points):
+        values = [value for _, value in section if value is not None]
+        if values:
+            means |= dict.fromkeys((step for step, _ in section), sum(values) / len(values))
+    return [None if value is None else _rounded(means[step]) for step, value in shown]
+
+
+def _with_gaps(points: Points) -> Points:
+    """Insert a gap where steps are missing: where the distance is well above both of its neighbouring distances.
+
+    Comparing with both avoids a gap where the interval changes, or before a last evaluation that follows early.
+    """
+    distance = [after[0] - before[0] for before, after in itertools.pairwise(points)]
+    result = points[:1]
+    for index, point in enumerate(points[1:]):
+        inner = 0 < index < len(distance) - 1
+        if inner and distance[index] > 1.5 * max(distance[index - 1], distance[index + 1]):
+            result.append(((points[index][0] + point[0]) / 2, None))
+        result.append(point)
+    return result
+
+
+def _thin(points: Points) -> Points:
+    """Return at most `POINTS` points: the smallest (or a gap) and the largest of each section, to keep spikes."""
+    if len(points) <= POINTS:
+        return points
+    kept: Points = []
+    for part in _sections(points):
+        # None sorts below every number, so a gap replaces the smallest value.
+        low = min(part, key=lambda point: -math.inf if point[1] is None else point[1])
+        high = max(part, key=lambda point: -math.inf if point[1] is None else point[1])
+        kept += sorted({low, high}, key=lambda point: point[0])
+    return kept
+
+
+def _sections(points: Points) -> Iterator[Points]:
+    stretch = math.ceil(len(points) / (POINTS // 2))
+    return (points[start : start + stretch] for start in range(0, len(points), stretch))
+
+
+def _spans(series: list[Series]) -> bool:
+    values = [value for one in series for value in one["values"] if value is not None]
+    return min(values) > 0 and max(values) / min(values) >= LOG_FROM
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _label(chart: Chart, series: list[Series], runs: Sequence[Run]) -> str:
+    """Return the chart in words, for readers who cannot see it."""
+    parts = []
+    for one in series:
+        points = [(s, v) for s, v in zip(one["steps"], one["values"], strict=True) if v is not None]
+        name = " ".join(part for part in (runs[one["run"]].path.resolve().name, one["side"]) if part)
+        (first_step, first), (last_step, last) = points[0], points[-1]
+        parts.append(f"{name} {first:.4g} at step {first_step:g}, {last:.4g} at step {last_step:g}")
+    unit = f", {chart.unit}" if chart.unit else ""
+    return f"{chart.title}{unit}: {'; '.join(parts)}"

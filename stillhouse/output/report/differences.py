@@ -1,0 +1,42 @@
+"""The values of the configuration in which compared runs differ."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stillhouse.display import escaped
+from stillhouse.output.report.reading import Run
+
+ABSENT, NULL = "not set", "null"
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return (dotted key, one text for each run) of every value that is not the same in all runs.
+
+    A run without config.yaml has no configuration to compare, and differs in every key.
+    """
+    flat = [_flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    rows = [(key, [each.get(key, ABSENT) for each in flat]) for key in keys]
+    return [
+        (escaped(key), texts)
+        for key, texts in rows
+        if len(set(texts)) > 1 and not (set(texts) == {ABSENT, NULL} and _is_section(key, keys))
+    ]
+
+
+def _is_section(key: str, keys: Iterable[str]) -> bool:
+    """Whether a key that is null in one run is a section in another, whose values have rows of their own."""
+    return any(other.startswith(f"{key}.") for other in keys)
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """The values by their dotted keys, as text. A section that is null has no keys."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{before}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            found[f"{before}{key}"] = escaped(text)
+    return found

@@ -1,0 +1,321 @@
+"""Writes the page: puts the figures at the top, the charts, the shaded text and the tables into the template."""
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from stillhouse.display import escaped
+from stillhouse.output.report.curves import (
+    LENGTH,
+    NATS,
+    TASK,
+    Drawing,
+    draw,
+)
+from stillhouse.output.report.differences import differences
+from stillhouse.output.report.eval_samples import over_time
+from stillhouse.output.report.held_out import (
+    SHADES,
+    readouts,
+    shade_documents,
+    term_names,
+)
+from stillhouse.output.report.reading import Run, read_run
+from stillhouse.output.report.rollouts import show
+
+ASSETS = Path(__file__).parent / "assets"
+COLOURS = 8  # the style sheet's --run-0 … --run-7
+
+_DATA_LABELS = {
+    "read": "documents read",
+    "kept": "documents kept",
+    "skipped": "skipped: malformed",
+    "without_target": "dropped: no token to predict",
+    "cut_documents": "cut to the length limit",
+    "cut_tokens": "tokens cut off",
+    "form": "columns read as",
+    "split_documents": "texts cut into pieces",
+    "documents": "documents, each piece counted",
+    "records": "documents used",
+    "target_tokens": "tokens to predict",
+    "trained_share": "share of the tokens to train on",
+    "joined_turns": "turns that begin within a token of their prompt",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the summary. texts: one for each run, None if the run does not have the figure."""
+
+    name: str
+    unit: str
+    texts: list[str | None]
+
+
+def write_report(run_dir: Path, compare: Sequence[Path] = (), out: Path | None = None) -> Path:
+    """Write one self-contained page and return its path.
+
+    Args:
+        run_dir: the folder of a run, finished or not.
+        compare: folders of other runs, drawn into the same charts under their folders' names; at most 7.
+        out: the file to write; None: `run_dir/report.html`, and `run_dir/compare.html` for several runs.
+
+    Raises:
+        ValueError: a folder contains no run, a file is malformed, there are too many runs, or a run is given twice.
+    """
+    page = render(read_runs([Path(run_dir), *map(Path, compare)]))
+    target = Path(run_dir) / ("compare.html" if compare else "report.html") if out is None else Path(out)
+    partial = target.with_name(target.name + ".partial")
+    # A token's text may hold half of a surrogate pair, which UTF-8 cannot encode; a browser then shows U+FFFD.
+    try:
+        partial.write_bytes(page.encode("utf-8", errors="xmlcharrefreplace"))
+        os.replace(partial, target)
+    except OSError as error:
+        raise ValueError(
+            f"{target} cannot be written: {error.strerror}; the run itself is not changed, and `stillhouse report "
+            f"{run_dir}` writes the page again"
+        ) from error
+    return target
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the folders of runs that one page shows. Raises ValueError as `write_report` says."""
+    if len(paths) > COLOURS:
+        raise ValueError(
+            f"got {len(paths) - 1} runs to compare; at most {COLOURS - 1} can be distinguished in one chart"
+        )
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}")
+    return [read_run(path) for path in paths]
+
+
+def render(runs: Sequence[Run], *, watching: bool = False) -> str:
+    """Return the page of the first run, compared with the other runs. watching: it asks its server for later ones."""
+    run = runs[0]
+    drawings = draw(runs)
+    names = run_names([one.path for one in runs])
+    scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))}
+    return _template().render(
+        run=run,
+        names=names,
+        of_first=f" of {names[0]}" if len(runs) > 1 else "",
+        differences=differences(runs),
+        watching=watching,
+        title=title(run),
+        objective=objective(run),
+        figures=figures(runs),
+        groups=_groups(drawings),
+        documents=shade_documents(run.held_out) if run.held_out else [],
+        rollouts=show(run.rollouts) if run.rollouts else None,
+        prompts=over_time(run.eval_samples),
+        shades=SHADES,
+        terms=term_names(run.held_out) if run.held_out else [],
+        data_table=data_table(run.data or {}),
+        data_notes=data_notes(run.data or {}),
+        environment=[(key, _plain(value)) for key, value in (run.environment or {}).items() if key != "objective"],
+        embedded=_embedded(run, names, drawings),
+        styles=[
+            _asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if run.rollouts else []))
+        ],
+        scripts=scripts,
+        policy=_policy(scripts.values(), watching=watching),
+    )
+
+
+def _template() -> Template:
+    loader = FileSystemLoader(ASSETS)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["duration"] = _duration
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("report.html.jinja")
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Return folder names, with as many parent folders as are needed to make them different."""
+    parts = [path.resolve().parts for path in paths]
+    depth = 1
+    while len({one[-depth:] for one in parts}) < len(parts):
+        depth += 1
+    return ["/".join(one[-depth:]) for one in parts]
+
+
+def title(run: Run) -> str:
+    """Return `student ← teacher`: for a path its last part, for a hub id the whole id; several teachers' names."""
+    student, teacher = (_model_name(run.config.get(side)) for side in ("student", "teacher"))
+    if not student:
+        return run.path.resolve().name
+    several = run.config.get("teachers")
+    if isinstance(several, dict):
+        teacher = ", ".join(sorted(name for name, each in several.items() if isinstance(each, dict)))
+    return f"{student} ← {teacher}" if teacher else student
+
+
+def objective(run: Run) -> str:
+    """Return the objective in words if the run has recorded it, else its expression."""
+    if run.environment and run.environment.get("objective"):
+        return str(run.environment["objective"])
+    section = run.config.get("objective")
+    return str(section.get("loss", "")) if isinstance(section, dict) else ""
+
+
+def figures(runs: Sequence[Run]) -> list[Figure]:
+    last = [run.lines[-1] if run.lines else None for run in runs]
+    steps = [f"{line.step:,}" if line else None for line in last]
+    tokens = [_count(line.values.get("tokens")) if line else None for line in last]
+    seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
+    held_out = [
+        Figure("Held-out cross-entropy", NATS, _change(runs, "eval/cross_entropy", ".3f")),
+        Figure("Held-out forward KL", NATS, _change(runs, "eval/forward_kl", ".3f")),
+        Figure("Held-out agreement", "top 1", _change(runs, "eval/agreement", ".1f", scale=100, sign=" %")),
+    ]
+    return [
+        *(held_out if any(run.has_held_out_data for run in runs) else []),
+        *_on_policy_figures(runs),
+        Figure("Tokens", "predicted in training", tokens),
+        Figure("Steps", "of the optimizer", steps),
+        Figure("Time", "", seconds),
+    ]
+
+
+def _on_policy_figures(runs: Sequence[Run]) -> list[Figure]:
+    """Return the reward, and the exact match of each task, as far as the page's own run has them."""
+    keys = dict.fromkeys(
+        key for line in runs[0].lines for key in line.values if key.startswith(TASK) and LENGTH not in key
+    )
+    found = [
+        Figure(
+            f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, ".1f", scale=100, sign=" %")
+        )
+        for key in keys
+    ]
+    if runs[0].first_and_last("rollout/reward"):
+        found.append(Figure("Reward", "mean of a step", _change(runs, "rollout/reward", ".3f")))
+    return found
+
+
+def _change(runs: Sequence[Run], key: str, form: str, *, scale: float = 1, sign: str = "") -> list[str | None]:
+    pairs = [run.first_and_last(key) for run in runs]
+    return [" → ".join(f"{scale * value:{form}}{sign}" for value in pair) if pair else None for pair in pairs]
+
+
+def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return the data reports side by side: (names of the splits, rows of a label and one value per split)."""
+    reports = {name: report for name, report in data.items() if isinstance(report, dict)}
+    counts = dict.fromkeys(
+        key
+        for report in reports.values()
+        for key, value in report.items()
+        if not _is_note(value) and value not in (None, "")
+    )
+    rows = [
+        (
+            _DATA_LABELS.get(key, _words(key)),
+            ["" if report.get(key) is None else _plain(report[key]) for report in reports.values()],
+        )
+        for key in counts
+    ]
+    return list(reports), rows
+
+
+def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of the lists in the data reports, such as the first reasons for skips, and other values."""
+    notes = [(name, value) for name, value in data.items() if not isinstance(value, dict)]
+    for name, report in data.items():
+        if isinstance(report, dict):
+            notes += [(f"{name}, {_words(key)}", value) for key, value in report.items() if _is_note(value)]
+    return [(name, _plain(value)) for name, value in notes if value not in (None, [], {}, "")]
+
+
+def _is_note(value: object) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _groups(drawings: list[Drawing]) -> dict[str, list[tuple[int, Drawing]]]:
+    """Return the charts under their headings, each with its index in the embedded data."""
+    groups: dict[str, list[tuple[int, Drawing]]] = {}
+    for index, drawing in enumerate(drawings):
+        groups.setdefault(drawing.chart.group, []).append((index, drawing))
+    return groups
+
+
+def _embedded(run: Run, names: list[str], drawings: list[Drawing]) -> dict[str, object]:
+    charts = [
+        {
+            "title": f"{one.chart.group}: {one.chart.title}",
+            "log": one.log,
+            "positive": one.positive,
+            "percent": one.chart.percent,
+            "sides": list(one.chart.keys),
+            "series": one.series,
+        }
+        for one in drawings
+    ]
+    held_out = run.held_out
+    of_tokens = {
+        "documents": readouts(held_out) if held_out else [],
+        "terms": term_names(held_out) if held_out else [],
+        "shades": SHADES,
+    }
+    return {"runs": names, "charts": charts, **of_tokens}
+
+
+def _policy(scripts: Iterable[str], *, watching: bool) -> str:
+    """Return a Content-Security-Policy with which the page runs only its own scripts and loads nothing.
+
+    watching: it may ask the server that it comes from.
+    """
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    connect = "; connect-src 'self'" if watching else ""
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}{connect}"
+
+
+def _asset(name: str) -> Markup:
+    """Return one of our style sheets or scripts, to be put into the page unescaped."""
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))
+
+
+def _model_name(section: object) -> str:
+    name = str(section.get("model") or "") if isinstance(section, dict) else ""
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return Path(name).name if is_path else name
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return "\n".join(map(_plain, value))
+    return escaped(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value), lines=True)
+
+
+def _count(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"
+
+
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,174 @@
+"""Two files in the folder of an on-policy run, written by rank 0: who did what when, and a few completions per step.
+
+timeline.jsonl has one line for each piece of work, samples.jsonl one for each completion that is shown. Every line
+has the optimizer step that it belongs to. The lines of a file are in the order in which they were written, so a line
+of a later step can come before one of an earlier step. A run that continues from a checkpoint removes all lines of
+later steps, because it makes these steps again.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.lines import LineFile
+from stillhouse.output.log import NoLog, RunLog
+from stillhouse.output.progress import Progress
+from stillhouse.parallel import is_first
+
+Lane = Literal["rollout", "teacher", "trainer", "weights"]
+
+SAMPLES = 4  # of a step
+TOKENS = 512  # of a sample
+CHARACTERS = 4000  # of a prompt, from its end; of a completion, from its start
+#: what the trainer does while it waits begins with this word
+WAIT = "wait"
+
+
+@dataclass(frozen=True)
+class SampleToken:
+    """One token of a completion.
+
+    divergence: between teacher and student, in nats; None if it was not computed. version: of the weights that wrote
+    the token; None if the student did not write it. target: whether it is trained on.
+    """
+
+    text: str
+    divergence: float | None
+    version: int | None
+    target: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of a step. reward, advantage: None without a reward. staleness: optimizer steps between the
+    weights that wrote the completion and those that learn from it."""
+
+    prompt: str
+    completion: str
+    tokens: Sequence[SampleToken]
+    reward: float | None
+    advantage: float | None
+    finish: Literal["stop", "length"]
+    source: Literal["student", "dataset", "teacher"]
+    staleness: int
+
+
+def open_rollout_log(folder: RunFolder, progress: Progress, log: RunLog | NoLog) -> "RolloutLog":
+    """The rollout log of a run; on all ranks except rank 0, one that writes nothing."""
+    return RolloutLog(folder if is_first() else None, progress.step, lambda: log.seconds)
+
+
+class RolloutLog:
+    """Writes timeline.jsonl and samples.jsonl; a context manager that closes them.
+
+    folder: None to write nothing. step: of the checkpoint that the run continues from; 0 without one. clock: gives
+    the seconds of the run.
+    """
+
+    def __init__(self, folder: RunFolder | None, step: int, clock: Callable[[], float]):
+        self._samples = None if folder is None else LineFile(folder.samples, step)
+        self.timeline = Timeline(clock, None if folder is None else LineFile(folder.timeline, step))
+
+    def write(self, step: int, samples: Sequence[Sample] = ()) -> None:
+        """Write the spans that have been added so far, and the first `SAMPLES` samples of this step."""
+        self.timeline.write()
+        if self._samples is not None and samples:
+            self._samples.append([_sample_record(step, sample) for sample in samples[:SAMPLES]])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files. Spans of a step that was not finished are written only if the run ended without an error,
+        so that an error of the disk does not hide the error that ended the run."""
+        try:
+            if kind is None:
+                self.timeline.write()
+        finally:
+            self.timeline.close()
+            if self._samples is not None:
+                self._samples.close()
+
+
+class Timeline:
+    """Collects who did what when, in seconds of the run; may be used from several threads.
+
+    The clock is the host's. Work that a GPU does after its launch counts for what waits for it.
+    """
+
+    def __init__(self, clock: Callable[[], float], file: "LineFile | None" = None):
+        self._clock, self._file = clock, file
+        self._lock = threading.Lock()
+        self._unwritten: list[dict[str, Any]] = []
+        self._trainer: dict[int, list[tuple[str, float, float]]] = {}  # its spans, by step
+
+    @property
+    def seconds(self) -> float:
+        return self._clock()
+
+    @contextmanager
+    def span(self, step: int, lane: Lane, what: str) -> Iterator[None]:
+        """Add the time of the block. A block that ends with an error is not added."""
+        start = self._clock()
+        yield
+        self.add(step, lane, what, start, self._clock())
+
+    def add(self, step: int, lane: Lane, what: str, start: float, stop: float) -> None:
+        """Add a span of the run's seconds. step: the optimizer step that the work is for."""
+        record = {"step": step, "lane": lane, "what": what, "start": round(start, 4), "stop": round(stop, 4)}
+        with self._lock:
+            if self._file is not None:
+                self._unwritten.append(record)
+            if lane == "trainer":
+                self._trainer.setdefault(step, []).append((what, start, stop))
+
+    def waiting(self, step: int) -> float:
+        """The share of a step in which the trainer waited: of the time from its first span's start to its last one's
+        stop, the part in spans whose `what` begins with "wait". 0 without spans. Forgets the earlier steps."""
+        with self._lock:
+            spans = self._trainer.get(step, [])
+            self._trainer = {later: kept for later, kept in self._trainer.items() if later >= step}
+        waited = sum(stop - start for what, start, stop in spans if what.startswith(WAIT))
+        whole = max((stop for *_, stop in spans), default=0.0) - min((start for _, start, _ in spans), default=0.0)
+        return waited / whole if whole > 0 else 0.0
+
+    def write(self) -> None:
+        with self._lock:
+            records, self._unwritten = self._unwritten, []
+        if self._file is not None and records:
+            self._file.append(records)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _sample_record(step: int, sample: Sample) -> dict[str, Any]:
+    """The line of a sample. Numbers that are not finite become null, because JSON has none of them."""
+    tokens = [
+        {"text": each.text, "divergence": _finite(each.divergence), "version": each.version, "target": each.target}
+        for each in sample.tokens[:TOKENS]
+    ]
+    return {
+        "step": step,
+        "prompt": sample.prompt[-CHARACTERS:],
+        "completion": sample.completion[:CHARACTERS],
+        "tokens": tokens,
+        "length": len(sample.tokens),  # also of what is cut off
+        "reward": _finite(sample.reward),
+        "advantage": _finite(sample.advantage),
+        "finish": sample.finish,
+        "source": sample.source,
+        "staleness": sample.staleness,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(float(value), 5)

@@ -1,0 +1,89 @@
+"""trackers.json: by which names the trackers know a run, and which steps they have already."""
+
+import json
+import uuid
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stillhouse.output.folder import RunFolder
+
+FILE = "trackers.json"
+
+
+class TrackerState(BaseModel):
+    """name: the name of the run's folder, so that a copy of the folder does not write into the original's curves.
+    id: distinguishes runs whose folders have the same name. mlflow: the id that mlflow has given the run. active: the
+    trackers that get each line of metrics.jsonl that is written now. sent: for each tracker and metric, the last step
+    that it has, as far as the log does not show it.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    id: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], pattern="^[0-9a-f]{12}$")
+    mlflow: str | None = None
+    active: list[str] = []
+    sent: dict[str, dict[str, int]] = {}
+
+    @classmethod
+    def is_own(cls, folder: RunFolder) -> bool:
+        """Whether there is a state of this folder's run, which `open` does not refuse."""
+        path = folder.path / FILE
+        try:
+            return path.exists() and cls.model_validate_json(path.read_bytes()).name == folder.path.resolve().name
+        except ValidationError:
+            return False
+
+    @classmethod
+    def open(cls, folder: RunFolder, log_bytes: int) -> Self:
+        """The state of a run that continues after the first `log_bytes` bytes of its metrics.jsonl; none is active.
+
+        Raises ValueError for a file that this class has not written, and for one of another run's folder.
+        """
+        path, name = folder.path / FILE, folder.path.resolve().name
+        if not path.exists():
+            return cls(name=name)
+        remedy = f"remove {path} to start new curves in the trackers"
+        try:
+            state = cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ValueError(f"{path} is damaged: {error.errors()[0]['msg'].lower()}; {remedy}") from error
+        if state.name != name:
+            raise ValueError(f"{path} belongs to the run {state.name}, and this folder is {name}; {remedy}")
+        steps = _steps(folder, log_bytes)
+        for name in state.active:
+            state.sent[name] = _later(state.sent.get(name, {}), steps)
+        state.active = []
+        return state
+
+    def lost(self, name: str, logged: dict[str, int]) -> None:
+        """A tracker has failed. logged: for each metric, the last step that it got from this process."""
+        self.active.remove(name)
+        self.sent[name] = _later(self.sent.get(name, {}), logged)
+
+    def save(self, folder: RunFolder) -> None:
+        folder.write_text(FILE, self.model_dump_json(indent=1))
+
+
+def _later(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {key: max(one.get(key, -1), other.get(key, -1)) for key in one | other}
+
+
+def _steps(folder: RunFolder, log_bytes: int) -> dict[str, int]:
+    """The last step of each metric in metrics.jsonl after its first `log_bytes` bytes, which are about to be removed.
+
+    A line is sent after it has been written, so a last line without an end has not been sent.
+    """
+    found: dict[str, int] = {}
+    if not folder.metrics.is_file():
+        return found
+    *lines, _ = folder.metrics.read_bytes()[log_bytes:].split(b"\n")
+    for line in lines:
+        try:
+            record = json.loads(line)
+            step = int(record.pop("step"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{folder.metrics} is damaged after byte {log_bytes:,}: {line[:60]!r}") from error
+        found |= {key: max(step, found.get(key, -1)) for key in record}
+    return found

@@ -1,0 +1,35 @@
+"""Trackio. Its own environment variables apply, such as TRACKIO_DIR. TRACKIO_PROJECT is read here."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from stillhouse.libraries import imported, reading
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.trackers.state import TrackerState
+
+
+class TrackioRun:
+    def __init__(self, run: Any):
+        self._run = run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, *, complete: bool) -> None:  # trackio has no runs that failed
+        self._run.finish()
+
+
+def open_trackio(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> TrackioRun:
+    """Start the run, or continue the run of the same name: trackio knows runs by their names, so the id is in it."""
+    trackio = imported("trackio", "track")
+    with reading("track: trackio cannot start a run"):
+        run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "stillhouse"),
+            name=f"{state.name}-{state.id}",
+            config=dict(values),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+        )
+    return TrackioRun(run)

@@ -1,0 +1,45 @@
+"""Weights & Biases. Its own environment variables apply, such as WANDB_MODE, WANDB_PROJECT and WANDB_DIR."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from stillhouse.libraries import imported, reading
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.trackers.state import TrackerState
+
+#: how long the end of a run waits until everything is sent; what is not is on the disk, for `wandb sync`
+SECONDS = 120.0
+
+
+class WandbRun:
+    def __init__(self, run: Any):
+        self._run = run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, *, complete: bool) -> None:
+        self._run.finish(exit_code=0 if complete else 1)
+
+
+def open_wandb(folder: RunFolder, state: TrackerState, values: Mapping[str, Any]) -> WandbRun:
+    """Start the run, or continue the run with the same id. Raises ValueError if wandb cannot start it."""
+    wandb = imported("wandb", "track")
+    with reading("track: wandb cannot start a run; log in with `wandb login`, or set WANDB_MODE=offline"):
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "stillhouse"),
+            name=os.environ.get("WANDB_NAME", state.name),
+            id=state.id,
+            # offline, wandb has nothing to compare with, and a later process only has the same id
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow",
+            dir=os.environ.get("WANDB_DIR", str(folder.path)),
+            config=dict(values),
+            settings=wandb.Settings(
+                console=os.environ.get("WANDB_CONSOLE", "off"),
+                # wandb itself waits forever for a server that does not answer, and the model is written afterwards
+                finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", SECONDS)),
+                finish_timeout_raises=True,
+            ),
+        )
+    return WandbRun(run)

@@ -1,0 +1,114 @@
+"""Checks before the first step that all ranks do the same run in the same folder.
+
+If one rank had another learning rate, seed, teacher or data, no operation would fail, but the ranks would train a
+mixture of two runs. If the folder were a local disk on each machine, no operation would fail either, but each
+checkpoint would lack the shards of the other machines.
+"""
+
+import platform
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import stillhouse
+from stillhouse.config import ConfigError, RunConfig
+from stillhouse.config.loading import dotted_values
+from stillhouse.output.files import UNFINISHED, explained_write_errors
+from stillhouse.parallel import from_all_ranks, is_first
+
+#: how long it may take until a file written by another machine is visible through a network file system's cache
+_SECONDS_TO_SEE = 30.0
+
+
+def require_same_configuration(config: RunConfig, device: torch.device) -> list[str]:
+    """Raise ConfigError on all ranks, naming the first key that differs, if their configurations are not the same.
+
+    Returns a warning for each rank and library if the rank does not have rank 0's version of the library.
+    """
+    values = dotted_values(config)
+    values.pop("device")  # each rank may name its own GPU
+    if different := _difference(values, device):
+        key, rank, first, other = different
+        raise ConfigError(
+            key,
+            f"rank 0 has {first!r} and rank {rank} has {other!r}: every rank must be started with the same command "
+            "and the same file",
+        )
+    versions = library_versions()
+    first, *others = from_all_ranks(versions, device)
+    return [
+        f"rank {rank} runs {name} {each[name]} and rank 0 runs {name} {first[name]}: their results may differ"
+        for rank, each in enumerate(others, start=1)
+        for name in versions
+        if each[name] != first[name]
+    ]
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of the libraries that affect the last digits of a result."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "stillhouse": stillhouse.__version__,
+    }
+
+
+def require_same_sources(hashes: Mapping[str, str], device: torch.device) -> None:
+    """Raise ValueError on all ranks, naming the first difference, if their data, tokenizers or model files differ."""
+    if different := _difference(hashes, device):
+        name, rank, first, other = different
+        raise ValueError(
+            f"{name}: rank {rank} and rank 0 read different files under the same name (hashes {other[:12]} and "
+            f"{first[:12]}): every machine needs the same files"
+        )
+
+
+def require_shared_folder(folder: Path, device: torch.device) -> None:
+    """Raise ValueError on all ranks unless each rank sees the files that all other ranks create in the folder."""
+    if not dist.is_initialized():
+        return
+    rank, token = dist.get_rank(), from_all_ranks(uuid.uuid4().hex if is_first() else "", device)[0]
+
+    def probe(of: int) -> Path:
+        return folder / f".{token}-{of}{UNFINISHED}"
+
+    created = not folder.exists()
+    with explained_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe(rank).touch()  # an empty file, which even a full disk can take
+    hosts = from_all_ranks(socket.gethostname(), device)
+    unseen = set(range(len(hosts)))
+    end = time.monotonic() + _SECONDS_TO_SEE
+    while unseen and time.monotonic() < end:
+        unseen = {of for of in unseen if not probe(of).exists()}
+        if unseen:
+            time.sleep(0.1)
+    findings = from_all_ranks(sorted(unseen), device)
+    probe(rank).unlink()
+    if not any(findings):
+        return
+    if created and not any(folder.iterdir()):
+        folder.rmdir()
+    viewer, missing = next((viewer, each[0]) for viewer, each in enumerate(findings) if each)
+    raise ValueError(
+        f"out: {folder} is not one folder for all ranks: rank {viewer} on {hosts[viewer]} does not see what rank "
+        f"{missing} on {hosts[missing]} wrote into it; expected a folder on a file system that all machines share"
+    )
+
+
+def _difference(values: Mapping[str, Any], device: torch.device) -> tuple[str, int, Any, Any] | None:
+    """The first key whose value differs between ranks, a rank where it differs, rank 0's value, that rank's value."""
+    ranks = from_all_ranks(dict(values), device)
+    for key in ranks[0] | values:
+        for rank, each in enumerate(ranks):
+            if each.get(key) != ranks[0].get(key):
+                return key, rank, ranks[0].get(key), each.get(key)
+    return None

@@ -1,0 +1,199 @@
+"""Opens the engine that writes completions, as the configuration names it."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.config import ConfigError, RolloutConfig, RunConfig
+from stillhouse.generation import RolloutEngine, Sampling
+from stillhouse.generation.generate import Generator, check_generation
+from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.generation.student_copy import StudentCopy
+from stillhouse.loops.weights_probe import probe_prompts
+from stillhouse.models import Decoder, eos_ids
+from stillhouse.parallel import from_all_ranks, is_first, log_rank0
+from stillhouse.run.initial import configuration
+from stillhouse.run.run_models import model_source, prepared_for_training
+from stillhouse.run.session import Session
+from stillhouse.run.stores import TOKEN
+from stillhouse.serving.client import ServerError
+from stillhouse.serving.engines.api import EngineApi
+from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.engines.sglang import SglangApi
+from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.engines.vllm import VllmApi
+
+#: tokens of a batch of completions, in micro-batches: without a backward pass, far fewer activations are kept
+_BATCHES = 8
+#: so many prompts show whether a teacher's server has the student's tokenizer
+_PROBES = 16
+
+
+def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> RolloutEngine | None:
+    """The engine; None on ranks that get the completions from rank 0.
+
+    run: the identity of the run whose published weights servers write with.
+
+    Raises ConfigError for a model that cannot generate, and for a teacher that cannot write.
+    """
+    if rollout.writer == "teacher" and not rollout.urls:
+        teacher = _writing_teacher(session)
+        return InProcessEngine(
+            _generator(session, sampling_of(rollout, eos_ids(session.tokenizer, teacher)), teacher)
+        )
+    if rollout.urls:
+        if session.student.lora is not None and rollout.writer == "student" and rollout.engine != "vllm":
+            raise ConfigError(
+                "rollout.engine",
+                f"got {rollout.engine} with student.adapter, which takes whole models: expected vllm or transformers",
+            )
+        return _served(session, rollout, run)
+    return in_process_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
+
+
+def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
+    """An engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
+    if session.runner.mesh is None:
+        return InProcessEngine(_generator(session, sampling, session.student))
+    copy = student_copy(session)
+    return InProcessEngine(_generator(session, sampling, copy.decoder), copy=copy)
+
+
+def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine | None:
+    """The servers on rank 0, and None on the other ranks. Raises ConfigError on all ranks if one cannot be used."""
+    engine, problem = None, ""
+    rows, counted = session.student.vocabulary_rows, counted_rows(session)
+    if counted < rows:
+        log_rank0(
+            f"warning: a server's log-probabilities are over all {rows:,} rows of the student's head, and training's "
+            f"over the {counted:,} that the teacher has, too: rollout/log_ratio has the difference"
+        )
+    if is_first():
+        prompts = session.train.documents
+        probes = [prompts.tokens(each).tolist() for each in probe_prompts(prompts)]
+        try:
+            engine = ServedEngine(
+                rollout.urls,
+                sampling_of(rollout, eos_ids(session.tokenizer, session.student)),
+                _api(rollout, session.student),
+                vocabulary=min(rows, known_ids(session.tokenizer)),
+                timeout=rollout.timeout,
+                token=os.environ.get(TOKEN),
+                warn=lambda line: log_rank0(f"warning: {line}"),
+                own_weights=rollout.writer == "teacher",
+                probes=probes,
+                run=run,
+            )
+            if rollout.writer == "teacher":
+                ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
+                engine.require_tokenizer(session.tokenizer, session.tokenizer.decode(ids_N, skip_special_tokens=True))
+        except (ValueError, ServerError) as error:
+            problem = str(error)
+    if problem := from_all_ranks(problem, session.device)[0]:
+        raise ConfigError("rollout.url", problem)
+    return engine
+
+
+def _api(rollout: RolloutConfig, student: Decoder) -> EngineApi:
+    if rollout.engine == "vllm":  # of an adapter, the server's own base stays as it is
+        takes_models = rollout.writer == "student" and student.lora is None
+        return VllmApi(is_tied=student.tied and takes_models)
+    return {"stillhouse": StillhouseApi, "sglang": SglangApi}[rollout.engine]()
+
+
+def student_copy(session: Session) -> StudentCopy:
+    """The whole student on this process, beside its part of it. A collective of all processes."""
+    config = session.config
+    source = model_source("student", config.student.model, config.student, session.device, False, config.seed)
+    return StudentCopy(session.runner, lambda: prepared_for_training(source.build(), config))
+
+
+def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        rollout.max_new_tokens,
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        rollout.min_p,
+        tuple(rollout.stop),
+        eos,
+    )
+
+
+def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Generator:
+    return make_generator(
+        session.config,
+        sampling,
+        decoder,
+        session.tokenizer,
+        session.device,
+        session.engine.precision,
+        counted_rows(session),
+    )
+
+
+def counted_rows(session: Session) -> int:
+    """The number of the student's rows that have a probability in training: with a divergence, at most as many as
+    every exact teacher has (`common_vocabulary`).
+    """
+    rows = [session.student.vocabulary_rows]
+    if session.spec.divergence is not None:
+        rows += [each.vocabulary_rows for each in session.teachers.values()]
+        for section, store in session.stores.items():
+            is_same_tokenizer = session.config.teacher_sections[section].cross_tokenizer is None
+            if store.signal.is_exact and is_same_tokenizer and store.teacher_folder is not None:
+                rows.append(configuration(str(store.teacher_folder)).get_text_config().vocab_size)
+    return min(rows)
+
+
+def make_generator(
+    config: RunConfig,
+    sampling: Sampling,
+    decoder: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    precision: Callable[[], AbstractContextManager[Any]],
+    counted_rows: int | None = None,
+) -> Generator:
+    """counted_rows: see `Generator`. Raises ConfigError for a decoder that cannot generate."""
+    try:
+        check_generation(decoder, device)
+    except ValueError as error:
+        asked = {
+            "rollout.engine": config.rollout is not None,
+            "eval.tasks": bool(config.eval.tasks),
+            "eval.samples": bool(config.eval.samples),
+        }
+        key = next((key for key, is_asked in asked.items() if is_asked), "eval.callbacks")
+        raise ConfigError(key, str(error)) from error
+    return Generator(
+        decoder,
+        sampling,
+        device,
+        precision,
+        max(_BATCHES * config.train.micro_batch_tokens, config.data.max_tokens),
+        vocabulary=known_ids(tokenizer),
+        counted_rows=counted_rows,
+        tokenizer=tokenizer,
+    )
+
+
+def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of ids up to the tokenizer's last one. Ids from there on have no text, and are never drawn."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _writing_teacher(session: Session) -> Decoder:
+    teacher = session.teacher
+    if teacher is None or session.runner.mesh is not None:
+        raise ConfigError(
+            "rollout.writer",
+            "got teacher: expected one teacher that is loaded in this process (teacher.model, without torchrun), or "
+            "servers of it (rollout.engine and rollout.url)",
+        )
+    return teacher

@@ -1,0 +1,295 @@
+"""The models of a run: their files, how they are loaded, and how a student is prepared for training."""
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig
+
+from stillhouse.config import ConfigError, MtpConfig, RunConfig, StudentConfig, TeacherConfig
+from stillhouse.libraries import reading, require_feature
+from stillhouse.models import (
+    Decoder,
+    HiddenPair,
+    add_lora,
+    balance_routers,
+    check_finite_weights,
+    draw_lora,
+    match_hidden,
+    model_fingerprint,
+    prove_decoder,
+    quantized_identity,
+)
+from stillhouse.parallel import Layout, ModelSource, empty_decoder, load_weights, local_folder, process_count
+from stillhouse.parallel.loading import allocate, read_weights
+from stillhouse.run.initial import initial_weights
+from stillhouse.run.layouts import layout_of
+from stillhouse.signals import SignalStore
+
+
+def model_fingerprints(config: RunConfig, stores: Mapping[str, SignalStore]) -> dict[str, str]:
+    """For the student and each teacher, a hash of the model's files; for a model of the hub, the commit; for a store,
+    its identity. A student that is its own teacher has one hash.
+    """
+    hashes = {"student": source_fingerprint(config.student.model, config.student.revision)}
+    if config.student.init is not None:
+        hashes["student"] = initial_fingerprint(config, hashes["student"])
+    for section, teacher in config.teacher_sections.items():
+        if section in stores:
+            hashes[section] = stores[section].identity
+        elif teacher.model is not None:
+            of_files = source_fingerprint(teacher.model, teacher.revision)
+            hashes[section] = quantized_identity(of_files, teacher.quantize)
+    return hashes
+
+
+def require_adapters(student: StudentConfig) -> None:
+    """Raise ConfigError if the student has an adapter and peft is not installed."""
+    if student.adapter is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("student.adapter", "peft is not installed; pip install 'stillhouse[lora]'")
+
+
+def require_teachers_fit(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError for a teacher that cannot be quantized, or be in host memory between uses, in this run."""
+    for section, teacher in config.teacher_sections.items():
+        if teacher.quantize is not None and layout.degrees.processes > 1:
+            raise ConfigError(
+                f"{section}.quantize",
+                f"got {teacher.quantize} under {layout}, which divides plain weights: expected null, or teacher.url "
+                "with `stillhouse serve --quantize`",
+            )
+        if teacher.offload:
+            _require_offload(config, section, layout, device)
+
+
+def _require_offload(config: RunConfig, section: str, layout: Layout, device: torch.device) -> None:
+    key = f"{section}.offload"
+    if device.type == "cpu":
+        raise ConfigError(
+            key, "got true on a CPU, where everything is in host memory already: expected false, or a GPU"
+        )
+    if section == "teacher" and teacher_is_base(config):
+        raise ConfigError(key, "got true for a teacher that is the student without its adapter: expected false")
+    degrees = (teacher_layout(config, section) or layout).degrees
+    if degrees.processes > 1 and degrees.replicate * degrees.shard == 1:
+        raise ConfigError(
+            key, f"got true under {degrees}, which does not use FSDP: expected fsdp, replicate or context above 1"
+        )
+
+
+def teacher_is_base(config: RunConfig) -> bool:
+    """Whether the teacher is the student without its adapter, so that one model in memory serves as both."""
+    student, teacher = config.student, config.teacher
+    if student.adapter is None or teacher is None or teacher.url is not None:
+        return False
+    same = all(getattr(student, key) == getattr(teacher, key) for key in ("model", "revision", "attention"))
+    return same and teacher.quantize is None and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
+
+
+def load_student(config: RunConfig, device: torch.device) -> Decoder:
+    """Load the student onto the device, prepare it for training, and check that its weights are finite."""
+    name, revision = config.student.model, config.student.revision
+    if config.student.init is None:
+        loaded = load_model("student", name, config.student, device)
+    else:
+        loaded = _initialised(config, device)
+    student = prepared_for_training(loaded, config)
+    draw_lora(student, config.seed)
+    if student.hidden_match is not None:
+        student.hidden_match.draw(config.seed)
+    if student.mtp is not None:
+        if student.mtp.is_new:
+            student.mtp.draw(student.pretrained, config.seed)
+        else:
+            read_weights(student, local_folder(name, revision), "mtp.")
+        check_finite_weights(student, "student")
+        prove_decoder(student)
+    return student
+
+
+def _initialised(config: RunConfig, device: torch.device) -> Decoder:
+    source = student_source(config, device, offload=False)
+    empty = source.build()
+    assert source.load_weights is not None
+    source.load_weights(empty)
+    return Decoder(empty.pretrained)  # which verifies it
+
+
+def load_teacher(config: RunConfig, device: torch.device) -> Decoder:
+    """Load the teacher onto the device and check that its weights are finite."""
+    assert config.teacher is not None
+    assert config.teacher.model is not None
+    return load_model("teacher", config.teacher.model, config.teacher, device)
+
+
+def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None:
+    """A teacher's own layout, if its section has the key `parallel`; else None."""
+    teacher = config.teacher_sections.get(section)
+    if teacher is None or teacher.parallel is None:
+        return None
+    for key in ("gather_dtype", "offload"):
+        if getattr(teacher.parallel, key):
+            raise ConfigError(f"{section}.parallel.{key}", f"is of both models: expected parallel.{key} in its place")
+    layout = layout_of(teacher.parallel, process_count(), f"{section}.parallel")
+    return replace(layout, offload=config.parallel.offload or teacher.offload)
+
+
+def source_fingerprint(name: str, revision: str | None) -> str:
+    """A hash of the files of a model's folder; for a model of the hub, the commit."""
+    if os.path.isdir(name):
+        return model_fingerprint(name)
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
+
+
+def initial_fingerprint(config: RunConfig, of_files: str) -> str:
+    """A hash of all that the student's first weights depend on. of_files: the hash of the student's own files."""
+    init, teacher = config.student.init, config.teacher
+    assert init is not None
+    values: list[Any] = [of_files, init.source, init.layers, config.seed]
+    if init.source == "teacher":
+        assert teacher is not None
+        values[3] = source_fingerprint(str(teacher.model), teacher.revision)
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def student_source(config: RunConfig, device: torch.device, offload: bool) -> ModelSource:
+    """The student with the weights of its files, or with those of `student.init`."""
+    student = config.student
+    source = model_source("student", student.model, student, device, offload, config.seed)
+    if student.init is None:
+        return source
+    folder = local_folder(student.model, student.revision)
+    fill = initial_weights(config, folder)
+
+    def weights(decoder: Decoder) -> None:
+        allocate(decoder, device, offload=offload)
+        fill(decoder)
+        if decoder.hidden_match is not None:
+            decoder.hidden_match.draw(config.seed)
+        check_finite_weights(decoder, "student")
+
+    return replace(source, load_weights=weights)
+
+
+def model_source(
+    which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
+) -> ModelSource:
+    """which: the key of the model's section. name: its hub id or folder. offload: keep its weights in host memory
+    between uses.
+    """
+    if model.trust_remote_code:
+        raise ConfigError(
+            f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
+        )
+    folder = local_folder(name, model.revision)
+
+    def weights(decoder: Decoder) -> None:
+        load_weights(decoder, folder, device, offload=offload)
+        draw_lora(decoder, seed)
+        if decoder.hidden_match is not None:
+            decoder.hidden_match.draw(seed)
+        if decoder.mtp is not None:
+            decoder.mtp.draw(decoder.pretrained, seed)
+        check_finite_weights(decoder, which)
+
+    build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention)
+    return ModelSource(build, weights, offload=offload, name=which)
+
+
+def head_source(
+    which: str, teacher: TeacherConfig, store: SignalStore, device: torch.device, offload: bool, seed: int
+) -> ModelSource:
+    """The teacher of a store with hidden states, of which only the output head can be built."""
+    assert store.teacher_folder is not None
+    return model_source(which, str(store.teacher_folder), teacher, device, offload, seed)
+
+
+def prepared_for_training(student: Decoder, config: RunConfig) -> Decoder:
+    """Prepare the student for training: adapter, MTP layers, router losses, activation checkpointing, train mode."""
+    adapter = config.student.adapter
+    if adapter is not None:
+        options = adapter.model_dump(exclude={"type"})
+        try:
+            add_lora(student, **options, base=config.student.model, revision=config.student.revision)
+        except ValueError as error:
+            raise ConfigError("student.adapter.targets", str(error)) from error
+    if config.student.mtp is not None:
+        _add_mtp(student, config.student.mtp)
+    if config.objective.router_aux_loss:
+        try:
+            balance_routers(student)
+        except ValueError as error:
+            raise ConfigError("objective.router_aux_loss", str(error)) from error
+    if config.objective.hidden:
+        _match_hidden(student, config)
+    if config.train.activation_checkpointing:
+        student.gradient_checkpointing_enable()
+    return student.train()
+
+
+def hidden_pairs(config: RunConfig) -> list[HiddenPair]:
+    return [HiddenPair(each.student, each.teacher, each.loss, each.scale) for each in config.objective.hidden]
+
+
+def _match_hidden(student: Decoder, config: RunConfig) -> None:
+    """Add the projectors of the hidden-state loss, without values, and its hooks."""
+    assert config.teacher is not None
+    with reading(f"the configuration of {config.teacher.model!r} cannot be read"):
+        teacher = AutoConfig.from_pretrained(
+            str(config.teacher.model),
+            revision=config.teacher.revision,
+            trust_remote_code=config.teacher.trust_remote_code,
+        ).get_text_config()
+    try:
+        match_hidden(student, hidden_pairs(config), teacher.num_hidden_layers, teacher.hidden_size)
+    except ValueError as error:
+        raise ConfigError("objective.hidden", str(error)) from error
+
+
+def _add_mtp(student: Decoder, mtp: MtpConfig) -> None:
+    """Add the layers of multi-token prediction, without values."""
+    try:
+        require_feature("multi-token prediction")
+    except ValueError as error:
+        raise ConfigError("student.mtp", str(error)) from error
+    from stillhouse.models.mtp import add_mtp, declared_depths, freeze_main
+
+    declared = declared_depths(student.pretrained) if mtp.init == "auto" else 0
+    if declared not in (0, mtp.depths):
+        raise ConfigError(
+            "student.mtp.depths",
+            f"got {mtp.depths}, but the student's configuration has num_mtp_layers={declared}: expected {declared},"
+            " or student.mtp.init=new",
+        )
+    try:
+        add_mtp(student, mtp.depths, is_new=not declared)
+    except ValueError as error:
+        raise ConfigError("student.mtp", str(error)) from error
+    if mtp.train == "heads":
+        freeze_main(student)
+
+
+def load_model(which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device) -> Decoder:
+    """Load a model onto the device and check that its weights are finite. which: its name in errors."""
+    try:
+        decoder = Decoder.from_pretrained(
+            name,
+            revision=model.revision,
+            dtype=model.dtype,
+            attention=model.attention,
+            trust_remote_code=model.trust_remote_code,
+            device=device,
+            quantize=model.quantize if isinstance(model, TeacherConfig) else None,
+        )
+    except ValueError as error:
+        raise ValueError(f"{which}: {error}") from error
+    check_finite_weights(decoder, which)
+    return decoder

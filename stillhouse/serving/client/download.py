@@ -1,0 +1,66 @@
+"""Fetches a teacher's configuration, tokenizer and output head from `stillhouse serve`, once per machine and teacher.
+
+The files are kept in `~/.cache/stillhouse/teachers`, or in the folder that the environment variable STILLHOUSE_CACHE
+names. Every file is compared with its hash, also when the folder is found again.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from filelock import FileLock
+
+from stillhouse.serving.client.api import ServerInfo
+from stillhouse.serving.client.pool import ServerPool
+
+#: no path, no code, and nothing that a loader would unpickle
+_ALLOWED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(json|txt|model|jinja|safetensors)")
+HEAD = "model.safetensors"
+
+
+def download_teacher(pool: ServerPool, info: ServerInfo) -> Path:
+    """The folder with the teacher's files. Raises ValueError for files that do not have the promised hashes."""
+    for name in info.files:
+        if not _ALLOWED.fullmatch(name):
+            raise ValueError(f"{info.url} offers a file {name!r}: expected configuration, tokenizer and head only")
+    if "config.json" not in info.files or HEAD not in info.files:
+        raise ValueError(f"{info.url} offers {sorted(info.files)}: expected config.json and {HEAD} among them")
+    table = json.dumps(sorted(info.files.items())).encode()
+    folder = _root() / hashlib.sha256(table).hexdigest()[:32]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not _is_whole(folder, info):
+            _fetch(pool, info, folder)
+    return folder
+
+
+def _fetch(pool: ServerPool, info: ServerInfo, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        for name, digest in info.files.items():
+            path = "/v1/head" if name == HEAD else f"/v1/files/{name}"
+            answer = pool.ask(info.url, path)
+            if answer.status_code != 200 or hashlib.sha256(answer.content).hexdigest() != digest:
+                raise ValueError(
+                    f"{info.url}{path} answers {answer.status_code} with {len(answer.content):,} bytes that do not "
+                    "have the hash in /v1/info: are there several teachers behind one address?"
+                )
+            (Path(unfinished) / name).write_bytes(answer.content)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(unfinished, folder)
+
+
+def _is_whole(folder: Path, info: ServerInfo) -> bool:
+    """Whether the folder has these files with these hashes, and no others."""
+    if not folder.is_dir() or {path.name for path in folder.iterdir()} != set(info.files):
+        return False
+    return all(
+        hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest for name, digest in info.files.items()
+    )
+
+
+def _root() -> Path:
+    return Path(os.environ.get("STILLHOUSE_CACHE", "~/.cache/stillhouse")).expanduser() / "teachers"

@@ -1,0 +1,285 @@
+"""A store of signals that servers of the teacher fill on request."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from textwrap import shorten
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import httpx2
+import numpy as np
+from torch import Tensor
+from transformers import AutoConfig
+
+from stillhouse.data import DataError, Documents
+from stillhouse.data.tokenizers import MOST_IDS
+from stillhouse.libraries import reading
+from stillhouse.models import model_fingerprint
+from stillhouse.serving.client.api import (
+    Api,
+    NeedsModelError,
+    Scores,
+    ServerInfo,
+)
+from stillhouse.serving.client.download import download_teacher
+from stillhouse.serving.client.pool import Call, ServerPool
+from stillhouse.serving.client.sglang_api import SglangApi
+from stillhouse.serving.client.stillhouse_api import StillhouseApi
+from stillhouse.serving.client.vllm_api import VllmApi
+from stillhouse.signals.cache.content import problem_in
+from stillhouse.signals.spec import (
+    DTYPES,
+    DocumentRows,
+    SignalKind,
+    SignalSpec,
+)
+
+if TYPE_CHECKING:
+    from stillhouse.serving.client.proof import Proof
+
+APIS: tuple[Api, ...] = (StillhouseApi(), VllmApi(), SglangApi())
+
+
+@dataclass(frozen=True)
+class SignalRequest:
+    """What a run wants of a server. dtype: "auto" is that of the teacher's saved weights."""
+
+    signal: SignalKind = "hidden"
+    top_k: int = 64
+    temperature: float = 1.0
+    dtype: str = "auto"
+
+
+class RemoteSignals:
+    """The signals of a teacher behind one or several servers; a `SignalStore`.
+
+    spec: what the servers are asked for. width: E, the teacher's width (0 if it is unknown and not needed).
+    vocabulary: the rows of the teacher's head; None if unknown.
+    prove, prove_every: `prove` is called with URLs of servers before every n-th reading (0: never), and with those
+    that answer again after they had failed, unless every answer has the teacher's hash. It raises ValueError for a
+    wrong server, and returns the servers that are proven.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        api: Api,
+        servers: Sequence[ServerInfo],
+        spec: SignalSpec,
+        *,
+        width: int,
+        vocabulary: int | None,
+        teacher_folder: Path | None,
+    ):
+        self.pool, self.api, self.servers = pool, api, servers
+        self.signal, self.width, self.vocabulary, self.teacher_folder = spec, width, vocabulary, teacher_folder
+        self.prove: Callable[[Sequence[str]], set[str]] | None = None
+        self.prove_every = 0
+        self.proof: Proof | None = None
+        self._reads = count(1)
+        self._proving = Lock()
+        #: servers that were away and are not proven yet
+        self._unproven: set[str] = set()
+
+    @property
+    def may_take_long(self) -> bool:
+        return True  # it has a timeout of its own
+
+    @property
+    def name(self) -> str:
+        return ", ".join(each.url for each in self.servers)
+
+    @property
+    def identity(self) -> str:
+        """The teacher's own hash; that of its files here, if the server tells none; else its name."""
+        first = self.servers[0]
+        if first.identity is not None:
+            return first.identity
+        if self.teacher_folder is not None:
+            return model_fingerprint(self.teacher_folder)
+        return hashlib.sha256(first.model.encode()).hexdigest()
+
+    def require(self, documents: Documents, what: str) -> None:
+        """Raise DataError for the first document that a server cannot score. what: their name in the message."""
+        if self.vocabulary is not None:
+            documents.check_ids(self.vocabulary, "teacher")
+        limits = [each.max_tokens for each in self.servers if each.max_tokens is not None]
+        # an engine that counts a generated token, too, scores one token less
+        longest = min(limits, default=np.inf) - (self.api.name != "stillhouse")
+        beyond = np.flatnonzero(documents.lengths_D > longest)
+        if len(beyond):
+            tokens = int(documents.lengths_D[beyond[0]])
+            raise DataError(
+                documents.sources[int(beyond[0])],
+                f"{tokens:,} tokens of {what}, but the teacher's server scores at most {longest:,.0f}: start it with "
+                "a longer limit, or cut the documents",
+            )
+
+    def read(self, wanted: Sequence[DocumentRows]) -> Scores:
+        if self.prove is not None and self.prove_every and next(self._reads) % self.prove_every == 0:
+            self.prove([each.url for each in self.servers if not self.pool.is_failing(each.url)])
+        while True:
+            answered_by: set[str] = set()
+            found = self.scores(wanted, answered_by=answered_by)
+            if not answered_by & self._unproven_servers():
+                return found
+
+    def _unproven_servers(self) -> set[str]:
+        """Prove the servers that were away, which may have come back with other weights.
+
+        Returns those that cannot be asked now, whose answers must not be used. All readings wait for the proof.
+        """
+        if self.prove is None or self.servers[0].identity is not None:
+            return set()
+        with self._proving:
+            self._unproven.update(self.pool.take_returned())
+            self._unproven -= self.prove([url for url in self._unproven if not self.pool.is_failing(url)])
+            return set(self._unproven)
+
+    def scores(
+        self,
+        wanted: Sequence[DocumentRows],
+        *,
+        url: str | None = None,
+        spec: SignalSpec | None = None,
+        timeout: float | None = None,
+        answered_by: set[str] | None = None,
+    ) -> Scores:
+        """For each of these, the tensors of a signal.
+
+        url: ask only this server. spec: another signal than the run's. timeout: another one than the pool's.
+        answered_by: gets the addresses of the servers that have answered.
+
+        Raises ServerError (an OSError) if no server answers, and ValueError for a request that a server refuses.
+        """
+        spec = spec or self.signal
+        calls = self.api.calls(self.servers[0], spec, self.width, wanted)
+        answers = self.pool.score([self._checked(call, spec, answered_by) for _, call in calls], url, timeout)
+        found: list[dict[str, Tensor]] = [{}] * len(wanted)
+        for (numbers, _), parts in zip(calls, answers, strict=True):
+            for number, part in zip(numbers, parts, strict=True):
+                found[number] = part
+        return found
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _checked(self, call: Call[Scores], spec: SignalSpec, answered_by: set[str] | None) -> Call[Scores]:
+        """The call, whose answer is refused if it has what no teacher can give."""
+
+        def parse(response: httpx2.Response) -> Scores:
+            parts = call.parse(response)
+            for part in parts:
+                if problem := problem_in(spec, self.vocabulary or MOST_IDS, part):
+                    raise ValueError(f"{problem} in the answer")
+            if answered_by is not None:
+                answered_by.add(str(response.request.url).removesuffix(call.path))
+            return parts
+
+        return replace(call, parse=parse)
+
+
+def connect(
+    urls: Sequence[str],
+    wanted: SignalRequest,
+    *,
+    api: str = "auto",
+    model_folder: Path | None = None,
+    timeout: float = 600.0,
+    token: str | None = None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> RemoteSignals:
+    """Ask the servers who they are, and fetch what the run needs of the teacher.
+
+    model_folder: the teacher's configuration, tokenizer and weights, for servers that do not offer them. Raises
+    ValueError for servers of different teachers, and for a signal that they cannot give. Raises ServerError (an
+    OSError) for a server that does not answer.
+    """
+    pool = ServerPool(urls, timeout, token, warn)
+    with ExitStack() as on_error:
+        on_error.callback(pool.close)
+        store = _connected(pool, wanted, api, model_folder)
+        on_error.pop_all()
+    return store
+
+
+def _connected(pool: ServerPool, wanted: SignalRequest, api: str, model_folder: Path | None) -> RemoteSignals:
+    urls = [each.url for each in pool.servers]
+    chosen = _api_of(pool, urls[0], api)
+    servers = [chosen.describe(pool, url) for url in urls]
+    for each in servers[1:]:
+        _require_same(servers[0], each)
+    _require_signal(chosen, servers, wanted)
+    folder = download_teacher(pool, servers[0]) if servers[0].files else model_folder
+    if wanted.signal == "hidden" and folder is None:
+        raise NeedsModelError(
+            f"hidden states from {chosen.name} need the teacher's output head; expected the model that the server "
+            "has loaded"
+        )
+    if wanted.signal == "chosen" and folder is None:
+        raise NeedsModelError(
+            f"ids that the student chooses for {chosen.name} need the size of the teacher's vocabulary; expected the "
+            "model that the server has loaded"
+        )
+    width, vocabulary, dtype = servers[0].width or 0, servers[0].vocabulary, "float32"
+    if folder is not None:
+        with reading(f"{folder}: its configuration cannot be read"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            text = config.get_text_config()
+            found, rows = int(text.hidden_size), int(text.vocab_size)
+            dtype = str(config.dtype or "float32").removeprefix("torch.")
+        if width not in (0, found) or vocabulary not in (None, rows):
+            raise ValueError(
+                f"{urls[0]} serves a teacher of width {width} and vocabulary {vocabulary}, but {folder} has {found} "
+                f"and {rows}"
+            )
+        width, vocabulary = found, rows
+    spec = _spec(wanted, dtype)
+    return RemoteSignals(pool, chosen, servers, spec, width=width, vocabulary=vocabulary, teacher_folder=folder)
+
+
+def _require_same(first: ServerInfo, other: ServerInfo) -> None:
+    """Raise ValueError for servers of different teachers. A server without the teacher's hash needs the same name."""
+    names = ("identity", "vocabulary", "width", "dtype", "files")
+    for name in names if first.identity is not None else (*names, "model"):
+        if getattr(first, name) != getattr(other, name):
+            own, others = (shorten(str(getattr(each, name)), 100) for each in (first, other))
+            raise ValueError(
+                f"{first.url} and {other.url} serve different teachers: {name} is {own} and {others}; expected "
+                "servers of one teacher"
+            )
+
+
+def _require_signal(api: Api, servers: Sequence[ServerInfo], wanted: SignalRequest) -> None:
+    for server in servers:
+        known = api.signals if server.signals is None else server.signals
+        if wanted.signal not in known:
+            raise ValueError(
+                f"{server.url} ({api.name}) cannot give the signal {wanted.signal}: expected "
+                f"{' or '.join(sorted(known))}"
+            )
+        if wanted.signal in ("top_k", "chosen") and server.max_top_k is not None and wanted.top_k > server.max_top_k:
+            raise ValueError(f"{server.url} gives at most {server.max_top_k} ids per token, got top_k={wanted.top_k}")
+    if wanted.signal not in api.any_temperature and wanted.temperature != 1.0:
+        raise ValueError(
+            f"{api.name} gives {wanted.signal} only at temperature 1, whatever it is asked for; the objective has "
+            f"temperature {wanted.temperature:g}: expected the signal hidden, which gives every temperature"
+        )
+
+
+def _spec(wanted: SignalRequest, saved_dtype: str) -> SignalSpec:
+    if wanted.signal != "hidden":
+        return SignalSpec(wanted.signal, "float32", wanted.top_k, wanted.temperature)
+    dtype = saved_dtype if wanted.dtype == "auto" else wanted.dtype
+    return SignalSpec("hidden", dtype if dtype in DTYPES else "float32")
+
+
+def _api_of(pool: ServerPool, url: str, name: str) -> Api:
+    for api in APIS:
+        if api.name == name or (name == "auto" and api.recognises(pool, url)):
+            return api
+    raise ValueError(f"{url} is not a server that is known here: expected {', '.join(api.name for api in APIS)}")

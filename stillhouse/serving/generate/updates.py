@@ -1,0 +1,169 @@
+"""New weights for a server that writes completions, read from a folder of published weights.
+
+An HTTP thread reads a version into host memory and compares it there with its hashes and with the model; the model's
+thread copies it between two batches. So every completion is written by one version, and a folder that is refused, or
+that somebody changes meanwhile, changes nothing. While a version is read, the host holds it a second time.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from stillhouse.display import escaped
+from stillhouse.generation.published import OTHER_BYTES, PublishedFolder, published_folder
+from stillhouse.libraries import reading
+from stillhouse.models import Decoder
+from stillhouse.models.structure import describe
+from stillhouse.parallel.loading import checkpoint_names
+from stillhouse.parallel.stacked_experts import parts_of_stack
+
+#: the version of the weights that the server was started with, as vLLM names it
+FIRST_VERSION = "default"
+#: the most bytes of all headers of safetensors files
+_HEADER_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class NewWeights:
+    """A version that was read and compared. tensors: by their names in the model."""
+
+    label: str
+    tensors: Mapping[str, Tensor]
+
+
+class WeightUpdates:
+    """version: of the present weights. All methods but `apply` and `close` may be called from any thread."""
+
+    def __init__(self, decoder: Decoder):
+        self.version = FIRST_VERSION
+        self._decoder, self._what = decoder, describe(decoder.pretrained)
+        self._expected = _expected(decoder)
+        self._bytes = _HEADER_BYTES + sum(each.nbytes for each in self._expected.values())
+        self._waiting: deque[tuple[NewWeights, Future[None]]] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def read(self, folder: Path, label: str, manifest: str | None = None) -> NewWeights:
+        """Read the weights of a folder. label: the version's name from then on. manifest: the sha256 of its manifest.
+
+        Raises ValueError unless the folder is complete, is the one with this manifest, fits the model in each tensor,
+        and holds finite values.
+        """
+        shown = escaped(str(folder))[:200]
+        if not folder.is_absolute() or "\0" in str(folder):
+            raise ValueError(f"folder '{shown}': expected an absolute path on the server's machine")
+        with published_folder(folder) as published:
+            if manifest not in (None, published.sha256):
+                raise ValueError(
+                    f"{shown} has another manifest than its run has published: the server sees an older or another "
+                    "folder there; expected the folder that the run writes to, on a file system that shows new files"
+                )
+            if published.manifest.kind != "model":
+                raise ValueError(
+                    f"{shown} has an adapter: expected a whole model; write completions of a student with an "
+                    "adapter in its own process (rollout.engine=transformers) or with vLLM"
+                )
+            stored = self._tensors(published)
+        self._compare(shown, stored)
+        return NewWeights(label, self._by_own_names(stored))
+
+    def submit(self, weights: NewWeights) -> "Future[None]":
+        """Ask for new weights. The future is done when they are in use."""
+        done: Future[None] = Future()
+        with self._lock:
+            if self._closed:
+                done.set_exception(ValueError("the server is about to end"))
+            else:
+                self._waiting.append((weights, done))
+        return done
+
+    def apply(self) -> None:
+        """Copy the weights that were asked for, between two batches."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                weights, done = self._waiting.popleft()
+            with torch.no_grad():
+                for name, value in self._decoder.state_dict().items():
+                    value.copy_(weights.tensors[name])
+            self.version = weights.label
+            done.set_result(None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for _, done in self._waiting:
+                done.set_exception(ValueError("the server is about to end"))
+            self._waiting.clear()
+
+    def _tensors(self, published: PublishedFolder) -> dict[str, Tensor]:
+        """The tensors of a folder, all of whose files were compared with their hashes."""
+        rest, others = self._bytes, OTHER_BYTES
+        found, files = dict[str, Tensor](), dict[str, str]()
+        for name in sorted(published.manifest.files):
+            if not name.endswith(".safetensors"):
+                others -= published.compare(name, others)
+                continue
+            content = published.read(name, rest)
+            rest -= len(content)
+            with reading(f"{published.path / escaped(name)[:200]}"):
+                tensors = load(content)
+            found |= tensors
+            files |= dict.fromkeys(tensors, name)
+        if files != published.manifest.tensors:
+            raise ValueError(
+                f"{published.path} does not hold the tensors that its manifest names: publish the weights again"
+            )
+        return found
+
+    def _compare(self, shown: str, stored: Mapping[str, Tensor]) -> None:
+        for name in sorted(stored.keys() | self._expected.keys()):
+            here, there = (_shown(each.get(name)) for each in (self._expected, stored))
+            if here != there:
+                raise ValueError(
+                    f"{shown} does not fit {self._what}: '{escaped(name)}' is {there} there and {here} in the "
+                    "server; expected the same model with the same dtype (--dtype)"
+                )
+            if not bool(stored[name].isfinite().all()):
+                raise ValueError(f"{shown}: '{escaped(name)}' has values that are NaN or infinite: expected a model")
+
+    def _by_own_names(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors by their names in the model, which has the experts of a layer as one stack."""
+        found = {}
+        for name, value in self._decoder.state_dict().items():
+            found[name] = self._own(name, len(value) if value.dim() else 1, stored)
+            assert found[name].shape == value.shape, name
+        return found
+
+    def _own(self, name: str, experts: int, stored: dict[str, Tensor]) -> Tensor:
+        candidates = checkpoint_names(self._decoder, name)
+        for candidate in candidates:
+            if candidate in stored:
+                return stored[candidate]
+        parts = parts_of_stack(self._decoder, candidates[0])
+        # taken out, so that the host does not hold all experts once more
+        return torch.stack(
+            [torch.cat([stored.pop(each.replace("*", str(number))) for each in parts]) for number in range(experts)]
+        )
+
+
+def _expected(decoder: Decoder) -> dict[str, Tensor]:
+    """Each tensor that transformers writes for the model, on the meta device."""
+    held = {
+        checkpoint_names(decoder, name)[0]: torch.empty_like(value, device="meta")
+        for name, value in decoder.state_dict().items()
+    }
+    return dict(revert_weight_conversion(decoder.pretrained, held))
+
+
+def _shown(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"

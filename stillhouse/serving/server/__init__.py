@@ -1,0 +1,5 @@
+"""A server of a teacher's exact signals (see `serve.py`). It needs the extra `serve`."""
+
+from stillhouse.serving.server.serve import serve
+
+__all__ = ["serve"]

@@ -1,0 +1,177 @@
+"""What stands before every route: the bearer token, the limits of bodies, and answers to clients that have gone.
+
+The middleware is plain ASGI, so that a request without the token is refused before any of its body is read.
+"""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+import h11
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stillhouse.serving.server.connection import OPEN_PATHS
+from stillhouse.serving.server.errors import RequestError, error_response
+
+#: how long a client may take to send a body, and to read each part of an answer
+BODY_SECONDS, SEND_SECONDS = 120.0, 120.0
+_PIECE = 2**20
+
+
+class BearerToken:
+    """Answers 401 to every request without the token, except to those of `OPEN_PATHS`."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self._app, self._expected = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            if len(given) != 1 or not hmac.compare_digest(given[0], self._expected):
+                refused = error_response(
+                    HTTPStatus.UNAUTHORIZED,
+                    "expected the header `Authorization: Bearer` with this server's token",
+                    headers={"WWW-Authenticate": "Bearer"} | _unread(scope),
+                )
+                await refused(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _UnreadError(Exception):
+    """The client does not read its answer."""
+
+
+class AnsweredByProtocol:
+    """The outermost layer. uvicorn itself answers what is no HTTP, even if a route has begun, which then cannot. A
+    client that does not read its answer is given up.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send(message)
+            except TimeoutError as error:
+                raise _UnreadError from error
+
+        try:
+            await self._app(scope, receive, in_time)
+        except (h11.LocalProtocolError, _UnreadError):
+            return  # uvicorn closes a connection whose answer is not complete
+
+
+class Counted:
+    """Calls `count(path, status, seconds)` after each answer."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, int, float], None]):
+        self._app, self._count = app, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, statuses = asyncio.get_running_loop().time(), [int(HTTPStatus.INTERNAL_SERVER_ERROR)]
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses[0] = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            self._count(scope["path"], statuses[0], asyncio.get_running_loop().time() - started)
+
+
+class Bodies:
+    """Reads bodies, each of at most its limit and all together of at most `total` bytes."""
+
+    def __init__(self, total: int):
+        self._total, self._held = total, 0
+
+    @asynccontextmanager
+    async def read(self, request: Request, limit: int) -> AsyncIterator[bytes]:
+        """Yield a request's body, which counts until the end of the block.
+
+        Raises RequestError for a body that is too large, that is sent too slowly, or that has no room.
+        """
+        content = bytearray()
+        try:
+            await self._receive(request, limit, content)
+            yield bytes(content)
+        finally:
+            self._held -= len(content)
+
+    async def _receive(self, request: Request, limit: int, content: bytearray) -> None:
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise _too_large(limit, request.scope)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    if len(content) + len(chunk) > limit:
+                        raise _too_large(limit, request.scope)
+                    if self._held + len(chunk) > self._total:
+                        raise RequestError(
+                            HTTPStatus.TOO_MANY_REQUESTS,
+                            "too many bodies are being read: try again",
+                            headers={"Retry-After": "1"} | _unread(request.scope),
+                        )
+                    self._held += len(chunk)
+                    content += chunk
+        except TimeoutError as error:
+            raise RequestError(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the body did not arrive within {BODY_SECONDS:g} s",
+                headers={"Connection": "close"},
+            ) from error
+
+
+class Answer(Response):
+    """A response that calls `sent` when it has been sent, or cannot be."""
+
+    def __init__(self, content: bytes, media_type: str, sent: Callable[[], None]):
+        super().__init__(None, media_type=media_type)
+        self.headers["Content-Length"] = str(len(content))
+        self._content, self._sent = content, sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            view = memoryview(self._content)
+            for start in range(0, len(view), _PIECE):
+                piece = bytes(view[start : start + _PIECE])
+                more = start + _PIECE < len(view)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+        finally:
+            self._sent()
+
+
+async def until_disconnected(request: Request) -> None:
+    """Return when the client has closed its connection; its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large(limit: int, scope: Scope) -> RequestError:
+    return RequestError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"the body is too large: expected at most {limit:,} bytes of this content type",
+        headers=_unread(scope),
+    )
+
+
+def _unread(scope: Scope) -> dict[str, str]:
+    """Headers of an answer that is given before the end of the body. The connection stays open, so that what still
+    arrives is read and forgotten (see `connection.py`): a client that sends all of it first would otherwise find a
+    reset connection and no answer. A client that waits for `100 Continue` sends nothing more.
+    """
+    return {"Connection": "close"} if any(name == b"expect" for name, _ in scope["headers"]) else {}

@@ -1,0 +1,113 @@
+"""The address of a server, and the thread in which it speaks HTTP."""
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from stillhouse.serving.server.connection import Connection, Room
+from stillhouse.serving.server.gate import AnsweredByProtocol
+
+#: how long the last answers may take to be sent
+LAST_SECONDS = 60.0
+#: connections that the system accepts for the server before it takes them
+BACKLOG = 2048
+
+
+class HttpThread:
+    """uvicorn in a thread of its own. There it installs no signal handlers: the main thread tells it to end.
+
+    Raises OSError for an address on which another process listens by now.
+    """
+
+    def __init__(self, app: ASGIApp, sockets: Sequence[socket.socket]):
+        for each in sockets:
+            _listen(each)
+        config = uvicorn.Config(
+            AnsweredByProtocol(Room(app)),
+            http=Connection,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=int(LAST_SECONDS),
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=(list(sockets),), name="http", daemon=True)
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(2 * LAST_SECONDS)
+
+
+def check_address(host: str, token: str | None, *, require_token: bool) -> None:
+    """Raise ValueError for a token that no header holds, and for an address that others reach without a token."""
+    if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(
+            "the token is empty or has characters that no HTTP header holds: expected ASCII without spaces"
+        )
+    if token is None and require_token and not _is_loopback(host):
+        raise ValueError(
+            f"host {host} is reachable from other machines and no token is set: expected STILLHOUSE_TOKEN, --token, "
+            "or --no-token to serve everyone"
+        )
+
+
+def check_sizes(batch_tokens: int, queue_tokens: int | None) -> None:
+    if batch_tokens < 1:
+        raise ValueError(f"batch tokens {batch_tokens}: expected 1 or more")
+    if queue_tokens is not None and queue_tokens < batch_tokens:
+        raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
+
+
+def ready_line(listening: socket.socket, token: str | None) -> str:
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"serving on http://{shown}:{port}{'' if token is None else ' with a bearer token'}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # another name
+
+
+def bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # with the protocol named, asyncio sets TCP_NODELAY; without it, each answer waits 40 ms for an acknowledgement
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise _unusable(host, port, error) from error
+    return listening
+
+
+def _listen(bound_socket: socket.socket) -> None:
+    """Two processes may bind one port while neither listens on it: the second one to listen learns it only here."""
+    try:
+        bound_socket.listen(BACKLOG)
+    except OSError as error:
+        host, port = bound_socket.getsockname()[:2]
+        raise _unusable(host, port, error) from error
+
+
+def _unusable(host: str, port: int, error: Exception) -> OSError:
+    return OSError(f"host {host}, port {port} cannot be used: {error}")

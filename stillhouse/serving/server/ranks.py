@@ -1,0 +1,96 @@
+"""Sends each batch from rank 0, which speaks HTTP, to the other tensor-parallel ranks.
+
+A batch is sent as the bytes of one safetensors file: its documents as tensors, and what they ask for as JSON in the
+header. So nothing that arrives can run code. A length comes first; it can also say that there is nothing yet, which
+keeps the collective from timing out, or that the server ends.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
+
+from stillhouse.parallel import Mesh
+from stillhouse.serving.wire import KEY, header_of
+from stillhouse.signals.scorer import Part, Ranked, Scorer
+from stillhouse.signals.spec import DocumentRows, SignalSpec
+
+#: how often idle ranks hear from rank 0
+BEAT_SECONDS = 60.0
+_NOTHING, _END = 0, -1
+
+
+class Ranks:
+    """The ranks that compute the same batches. Without a mesh, this process is alone and nothing is sent."""
+
+    def __init__(self, mesh: Mesh | None):
+        self.mesh = mesh
+        self._sent = time.monotonic()
+
+    @property
+    def is_alone(self) -> bool:
+        return self.mesh is None
+
+    def send(self, parts: Sequence[Part]) -> None:
+        if self.mesh is None:
+            return
+        content = torch.frombuffer(bytearray(_encoded(parts)), dtype=torch.uint8)
+        self._broadcast(torch.tensor([len(content)]))
+        self._broadcast(content)
+
+    def beat(self) -> None:
+        """Show the other ranks that rank 0 is alive, if they have not heard from it for some time."""
+        if self.mesh is not None and time.monotonic() - self._sent > BEAT_SECONDS:
+            self._broadcast(torch.tensor([_NOTHING]))
+
+    def send_end(self) -> None:
+        self._broadcast(torch.tensor([_END]))
+
+    def follow(self, scorer: Scorer) -> None:
+        """On the other ranks: compute what rank 0 sends until it says that the server ends."""
+        while (length := int(self._broadcast(torch.zeros(1, dtype=torch.int64)))) != _END:
+            if length != _NOTHING:
+                content = self._broadcast(torch.zeros(length, dtype=torch.uint8))
+                scorer.score(_decoded(content.cpu().numpy().tobytes()))
+
+    def _broadcast(self, values: Tensor) -> Tensor:
+        if self.mesh is not None:
+            values = values.to(self.mesh.device)
+            dist.broadcast(values, 0, group=self.mesh.everyone)
+            self._sent = time.monotonic()
+        return values
+
+
+def _encoded(parts: Sequence[Part]) -> bytes:
+    lengths = [part.tokens for part in parts]
+    tensors = {
+        "token_ids": torch.from_numpy(np.concatenate([part.document.tokens for part in parts]).astype(np.int32)),
+        "offsets": torch.tensor([0, *lengths]).cumsum(0),
+        "rows": torch.tensor([[part.document.rows.start, part.document.rows.stop] for part in parts]),
+    }
+    for number, part in enumerate(parts):
+        if part.document.ids_NK is not None:
+            tensors[f"ids.{number}"] = part.document.ids_NK.contiguous()
+    wanted = [
+        {"ranked": part.wanted.top_k} if isinstance(part.wanted, Ranked) else asdict(part.wanted) for part in parts
+    ]
+    return save(tensors, {KEY: json.dumps(wanted)})
+
+
+def _decoded(content: bytes) -> list[Part]:
+    tensors = load(content)
+    token_ids, bounds = tensors["token_ids"].numpy(), tensors["offsets"].tolist()
+    parts = []
+    for number, ((start, stop), rows, wanted) in enumerate(
+        zip(pairwise(bounds), tensors["rows"].tolist(), header_of(content), strict=True)
+    ):
+        document = DocumentRows(token_ids[start:stop], range(*rows), tensors.get(f"ids.{number}"))
+        parts.append(Part(document, Ranked(wanted["ranked"]) if "ranked" in wanted else SignalSpec(**wanted)))
+    return parts

@@ -1,0 +1,232 @@
+"""The body of `POST /v1/score` and of its answer: one safetensors file each, of D documents with N rows together.
+
+    request     token_ids [·] int32     the tokens of all documents, one after the other
+                offsets [D+1] int64     the tokens of document d are offsets[d]:offsets[d+1]
+                rows [D, 2] int32       the rows of each document that are asked for: from, and up to but without
+                ids [N, K] int32        "chosen": the ids whose log-probabilities are asked for
+    answer      offsets [D+1] int64     the rows of document d are offsets[d]:offsets[d+1] of the following tensors
+                hidden, ids, …          the tensors of the signal (`SignalSpec.tensors`)
+
+The header of each has one key, `score`, with JSON: `ScoreOptions` in a request, and the same with the identity of the
+teacher under `teacher` in an answer. A request may be JSON instead (`ScoreBody`).
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from stillhouse.libraries import reading
+from stillhouse.signals.spec import DocumentRows, SignalKind, SignalSpec
+
+T = TypeVar("T")
+
+
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # unions hash their members
+
+
+#: of a list with millions of wrong values, only the first one is reported
+FirstWrong = Annotated[list[T], _FailFast()]
+
+KEY = "score"
+SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
+
+
+class ScoreOptions(BaseModel):
+    """Which signal is asked for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    signal: SignalKind = "hidden"
+    dtype: str = "float32"
+    top_k: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, gt=0)
+
+    def spec(self) -> SignalSpec:
+        """Raises ValueError for options that do not go together."""
+        temperature = self.temperature
+        if temperature is None and self.signal != "hidden":
+            temperature = 1.0
+        return SignalSpec(self.signal, self.dtype, self.top_k, temperature)
+
+
+class ScoreBody(ScoreOptions):
+    """A request in JSON. rows: from, and up to but without; left out: all rows. ids: per document, row and id."""
+
+    token_ids: FirstWrong[FirstWrong[int]] = Field(min_length=1)
+    rows: FirstWrong[tuple[int, int]] | None = None
+    ids: FirstWrong[FirstWrong[FirstWrong[int]]] | None = None
+
+
+def encode_request(signal: SignalSpec, documents: Sequence[DocumentRows]) -> bytes:
+    tensors = {
+        "token_ids": torch.from_numpy(np.concatenate([each.tokens for each in documents]).astype(np.int32)),
+        "offsets": _offsets([len(each.tokens) for each in documents]),
+        "rows": torch.tensor([[each.rows.start, each.rows.stop] for each in documents], dtype=torch.int32),
+    }
+    chosen = [each.ids_NK for each in documents if each.ids_NK is not None]
+    if chosen:
+        tensors["ids"] = torch.cat(chosen).to(torch.int32)
+    return save(tensors, {KEY: json.dumps(_options(signal))})
+
+
+def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
+    """Raises ValueError, in one line, for anything that is not a request of at most so many documents."""
+    if content_type == JSON:
+        return _from_json(content, most_documents)
+    if content_type != SAFETENSORS:
+        raise ValueError(f"content type '{content_type}': expected {JSON} or {SAFETENSORS}")
+    options, tensors = _decoded(content, "the request")
+    try:
+        signal = ScoreOptions.model_validate(options).spec()
+    except ValidationError as error:
+        raise ValueError(_first_problem(error)) from error
+    expected = {"token_ids": torch.int32, "offsets": torch.int64, "rows": torch.int32}
+    if signal.kind == "chosen":
+        expected["ids"] = torch.int32
+    found = {name: each.dtype for name, each in tensors.items()}
+    if found != expected:
+        raise ValueError(f"tensors {found}: expected {expected}")
+    token_ids, offsets, rows = (tensors[name] for name in ("token_ids", "offsets", "rows"))
+    if token_ids.dim() != 1:
+        raise ValueError(f"token_ids of shape {list(token_ids.shape)}: expected one dim")
+    _require_few(offsets.numel() - 1, most_documents)
+    documents = [each.numpy() for each in _divided(token_ids, offsets, "token_ids")]
+    if rows.shape != (len(documents), 2):
+        raise ValueError(f"rows of shape {list(rows.shape)}: expected [{len(documents)}, 2]")
+    ranges = [
+        _row_range(start, stop, len(tokens)) for tokens, (start, stop) in zip(documents, rows.tolist(), strict=True)
+    ]
+    return signal, _with_ids(signal, documents, ranges, tensors.get("ids"))
+
+
+def encode_answer(teacher: str, signal: SignalSpec, parts: Sequence[dict[str, Tensor]]) -> bytes:
+    """teacher: the identity of the teacher. parts: the signal's tensors for each document of the request."""
+    names = list(parts[0])
+    tensors = {name: torch.cat([each[name] for each in parts]).contiguous() for name in names}
+    tensors["offsets"] = _offsets([len(each[names[0]]) for each in parts])
+    return save(tensors, {KEY: json.dumps({**_options(signal), "teacher": teacher})})
+
+
+def decode_answer(
+    content: bytes, signal: SignalSpec, width: int, documents: Sequence[DocumentRows]
+) -> tuple[str, list[dict[str, Tensor]]]:
+    """The identity of the teacher, and the signal's tensors for each document.
+
+    Raises ValueError for an answer that is truncated, of another request, of other shapes, or not finite.
+    """
+    options, tensors = _decoded(content, "the answer")
+    teacher = options.pop("teacher", None)
+    if not isinstance(teacher, str) or options != _options(signal):
+        raise ValueError(f"the answer has {options}: expected {_options(signal)} and the teacher")
+    offsets = _offsets([len(each.rows) for each in documents])
+    if "offsets" not in tensors or not torch.equal(tensors.pop("offsets"), offsets):
+        raise ValueError("the answer has other rows than the request")
+    expected = {name: ([int(offsets[-1]), *row], dtype) for name, (row, dtype) in signal.tensors(width).items()}
+    found = {name: (list(each.shape), each.dtype) for name, each in tensors.items()}
+    if found != expected:
+        raise ValueError(f"the answer has {found}: expected {expected}")
+    for name, each in tensors.items():
+        if each.isnan().any() or (name == "hidden" and each.isinf().any()):
+            raise ValueError(f"'{name}' of the answer is not finite")
+    bounds = offsets.tolist()
+    return teacher, [{name: each[start:stop] for name, each in tensors.items()} for start, stop in pairwise(bounds)]
+
+
+def _from_json(content: bytes, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:
+    try:
+        body = ScoreBody.model_validate_json(content)
+    except ValidationError as error:
+        raise ValueError(_first_problem(error)) from error
+    _require_few(len(body.token_ids), most_documents)
+    for tokens in body.token_ids:
+        if not tokens or not all(0 <= each < 2**31 for each in tokens):
+            raise ValueError("token_ids: expected one token or more per document, each from 0 to 2³¹ − 1")
+    documents = [np.array(each, dtype=np.int32) for each in body.token_ids]
+    rows = body.rows if body.rows is not None else [(0, len(each)) for each in documents]
+    if len(rows) != len(documents):
+        raise ValueError(f"rows of {len(rows)} documents: expected {len(documents)}")
+    ranges = [_row_range(*each, len(tokens)) for tokens, each in zip(documents, rows, strict=True)]
+    ids = None
+    if body.ids is not None:
+        try:
+            ids = torch.tensor([row for document in body.ids for row in document], dtype=torch.int32)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"ids: expected as many for every row, each from −1 to 2³¹ − 1 ({error})") from error
+    signal = ScoreOptions(**body.model_dump(include=set(ScoreOptions.model_fields))).spec()
+    return signal, _with_ids(signal, documents, ranges, ids)
+
+
+def _require_few(documents: int, most: int) -> None:
+    if documents > most:
+        raise ValueError(f"{documents} sequences: expected at most {most} per request")
+
+
+def _with_ids(
+    signal: SignalSpec, documents: Sequence[np.ndarray], ranges: Sequence[range], ids: Tensor | None
+) -> list[DocumentRows]:
+    if signal.kind != "chosen":
+        if ids is not None:
+            raise ValueError(f"ids with signal {signal.kind}: expected them only with chosen")
+        return [DocumentRows(*each) for each in zip(documents, ranges, strict=True)]
+    shape = [sum(map(len, ranges)), signal.top_k]
+    if ids is None or list(ids.shape) != shape:
+        raise ValueError(f"ids of shape {None if ids is None else list(ids.shape)}: expected {shape}")
+    parts = ids.split([len(each) for each in ranges])
+    return [DocumentRows(*each) for each in zip(documents, ranges, parts, strict=True)]
+
+
+def _decoded(content: bytes, what: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The JSON of a body's header and its tensors."""
+    with reading(f"{what} is not a safetensors body"):
+        tensors = load(content)
+        options = header_of(content)
+        if not isinstance(options, dict):
+            raise ValueError(f"'{KEY}' of its header is no object")
+    return options, tensors
+
+
+def header_of(content: bytes) -> Any:
+    """The JSON that a safetensors body has under `KEY` in its header."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header["__metadata__"][KEY])
+
+
+def _options(signal: SignalSpec) -> dict[str, Any]:
+    return {
+        "signal": signal.kind,
+        "dtype": signal.dtype,
+        "top_k": signal.top_k,
+        "temperature": signal.temperature,
+    }
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+
+
+def _divided(values: Tensor, offsets: Tensor, name: str) -> list[Tensor]:
+    bounds = offsets.tolist() if offsets.dim() == 1 else []
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    if not lengths or min(lengths) < 1 or bounds[0] != 0 or bounds[-1] != len(values):
+        raise ValueError(f"offsets: expected from 0 up to the {len(values)} {name}, with one or more per document")
+    return list(values.split(lengths))
+
+
+def _row_range(start: int, stop: int, tokens: int) -> range:
+    if not 0 <= start < stop <= tokens:
+        raise ValueError(f"rows {start} to {stop} of a document of {tokens} tokens: expected some of its rows")
+    return range(start, stop)
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else str(first["msg"])

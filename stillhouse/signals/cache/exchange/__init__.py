@@ -1,0 +1,1 @@
+"""Caches in the formats of other tools."""

@@ -1,0 +1,231 @@
+"""DistillKit's compressed log-probabilities: Parquet rows of one document each.
+
+    input_ids               list of N ids
+    compressed_logprobs     list of N - 1 lists of bytes: row t is the teacher's distribution of token t + 1
+    bytepacked_indices      list of N - 1 lists of bytes
+
+The bytes mean what a configuration says that is not in the file (`DistributionQuantizationConfig` of DistillKit; its
+newer versions write it beside the data as compression_config.yaml). Read here is the exact form, exact_k = k: a row's
+bytes are K log-probabilities in `exact_dtype` in descending order, little-endian, or the first one and K - 1
+differences (`delta_encoding`); the ids have ceil(log2 d) bits each, the most significant one first. Log-probabilities
+that a polynomial or quantized residuals approximate are refused.
+
+N tokens, K ids per row.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from stillhouse.libraries import reading
+from stillhouse.objective.signals import TAIL_FLOOR
+from stillhouse.signals.cache.bits import bytes_for, pack_rows, unpack_rows
+from stillhouse.signals.cache.content import MASS_TOLERANCE
+from stillhouse.signals.spec import DTYPES
+
+CONFIGURATION = "compression_config.yaml"
+COLUMNS = ("input_ids", "compressed_logprobs", "bytepacked_indices")
+SCHEMA = pa.schema(
+    [pa.field(COLUMNS[0], pa.list_(pa.uint64()))]
+    + [pa.field(name, pa.list_(pa.list_(pa.uint8()))) for name in COLUMNS[1:]]
+)
+#: documents of a Parquet row group that is written
+GROUP = 64
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The keys of DistillKit's configuration that decide the exact form.
+
+    d: the vocabulary. k: ids per row. exact_dtype: of the log-probabilities. delta_encoding: see above.
+    """
+
+    d: int
+    k: int
+    exact_dtype: str
+    delta_encoding: bool
+
+    @classmethod
+    def of(cls, given: Any, source: object) -> "Compression":
+        """Raises ValueError, naming the source and the key, for anything but a configuration of the exact form."""
+        if not isinstance(given, dict):
+            raise ValueError(f"{source}: expected the keys of DistillKit's compression configuration")
+        numbers: dict[str, int] = {}
+        for key in ("d", "k", "exact_k"):
+            value = given.get(key)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{source}: {key} is {value!r}: expected a positive number")
+            numbers[key] = value
+        for key in ("polynomial_terms", "residual_bins"):
+            if given.get(key):
+                raise ValueError(
+                    f"{source}: {key} approximates log-probabilities: expected the exact form, exact_k = k"
+                )
+        if numbers["exact_k"] != numbers["k"]:
+            raise ValueError(f"{source}: exact_k is {numbers['exact_k']} of k = {numbers['k']}: expected all exact")
+        dtype, delta = given.get("exact_dtype", "float32"), given.get("delta_encoding", True)
+        if dtype not in DTYPES or type(delta) is not bool:
+            raise ValueError(
+                f"{source}: exact_dtype {dtype!r}, delta_encoding {delta!r}: expected {', '.join(DTYPES)}"
+            )
+        return cls(numbers["d"], numbers["k"], dtype, delta)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "d": self.d,
+            "k": self.k,
+            "exact_k": self.k,
+            "exact_dtype": self.exact_dtype,
+            "polynomial_terms": None,
+            "residual_bins": [],
+            "delta_encoding": self.delta_encoding,
+        }
+
+    @property
+    def id_bits(self) -> int:
+        """As DistillKit computes it, in float32."""
+        return max(1, int(np.ceil(np.log2(np.float32(self.d)))))
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """The bytes of a row in the columns of log-probabilities and of ids."""
+        return self.k * DTYPES[self.exact_dtype].itemsize, bytes_for(self.k, self.id_bits)
+
+
+class DistillkitFiles:
+    """Parquet files of a folder, or one file. Raises ValueError, naming the file, for files of another form."""
+
+    def __init__(self, source: Path, compression: Compression):
+        self.compression = compression
+        paths = [source] if source.is_file() else sorted(source.glob("*.parquet"), key=_by_number)
+        if not paths:
+            raise ValueError(f"{source} has no Parquet files")
+        #: file, row group, and place in it of every document
+        self._places: list[tuple[Path, int, int]] = []
+        self._group: tuple[tuple[Path, int], pa.Table] | None = None
+        for path in paths:
+            with reading(f"{path} is not a Parquet file with {', '.join(COLUMNS)}"):
+                file = pq.ParquetFile(path)
+                missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
+                if missing:
+                    raise ValueError(f"it has no column {missing[0]}")
+                groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            self._places += [(path, number, at) for number, rows in enumerate(groups) for at in range(rows)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def where(self, document: int) -> str:
+        path, group, at = self._places[document]
+        return f"{path} row group {group} row {at}"
+
+    def tokens(self) -> Iterator[np.ndarray]:
+        """The ids of each document, int64; one row group in memory at a time."""
+        for document, (path, group, at) in enumerate(self._places):
+            if at == 0:
+                with reading(f"{path} is damaged"):
+                    column = pq.ParquetFile(path).read_row_group(group, columns=[COLUMNS[0]])[COLUMNS[0]]
+            with reading(f"{self.where(document)}: 'input_ids' is no list of ids"):
+                yield np.array(column[at].values.cast(pa.int64()).to_numpy(zero_copy_only=False), dtype=np.int64)
+
+    def signal(self, document: int, rows: int, vocabulary: int) -> dict[str, Tensor]:
+        """The tensors of "top_k" for the first `rows` rows. Raises ValueError for rows that no teacher gives."""
+        path, group, at = self._places[document]
+        if self._group is None or self._group[0] != (path, group):
+            with reading(f"{path} is damaged"):
+                self._group = (path, group), pq.ParquetFile(path).read_row_group(group, columns=list(COLUMNS[1:]))
+        table, where = self._group[1], self.where(document)
+        parts = []
+        for name, size in zip(COLUMNS[1:], self.compression.row_bytes, strict=True):
+            with reading(f"{where}: '{name}' is no list of rows of {size} bytes each"):
+                parts.append(_bytes(table[name][at].values, size))
+        if len(parts[0]) != len(parts[1]) or len(parts[0]) not in (rows, rows + 1):
+            raise ValueError(
+                f"{where}: {len(parts[0])} and {len(parts[1])} rows of {rows + 1} tokens: expected {rows} of both"
+            )
+        return _checked(where, self.compression, vocabulary, parts[0][:rows], parts[1][:rows])
+
+
+def encode(compression: Compression, ids: Tensor, log_probs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of rows of log-probabilities and of ids, [N, ·] uint8 each. No differences are taken."""
+    values = log_probs.to(DTYPES[compression.exact_dtype]).contiguous()
+    return values.view(torch.uint8).numpy(), pack_rows(ids.numpy(), compression.id_bits)
+
+
+def write_parquet(
+    path: Path, compression: Compression, documents: Iterator[tuple[np.ndarray, dict[str, Tensor]]]
+) -> None:
+    """Write a Parquet file. documents: the token ids and the tensors of "top_k" of each, without the last row."""
+    with pq.ParquetWriter(path, SCHEMA) as writer:
+        held: list[list[Any]] = []
+        for tokens, found in documents:
+            log_probs, ids = encode(compression, found["ids"], found["log_probs"])
+            held.append([tokens.astype(np.uint64), list(log_probs), list(ids)])
+            if len(held) == GROUP:
+                writer.write_table(_table(held))
+                held = []
+        if held:
+            writer.write_table(_table(held))
+
+
+def _checked(
+    where: str, compression: Compression, vocabulary: int, log_prob_bytes: np.ndarray, id_bytes: np.ndarray
+) -> dict[str, Tensor]:
+    dtype = DTYPES[compression.exact_dtype]
+    log_probs = torch.from_numpy(log_prob_bytes).view(dtype)
+    if compression.delta_encoding:
+        log_probs = log_probs.float().cumsum(1).to(dtype)
+    ids = torch.from_numpy(unpack_rows(id_bytes, compression.k, compression.id_bits).astype(np.int32))
+    tolerance = MASS_TOLERANCE[compression.exact_dtype]
+    mass_N = log_probs.double().exp().sum(1)
+    ordered = ids.sort(1).values
+    problems = {
+        f"an id that is not in the vocabulary of {vocabulary}": (ids >= min(vocabulary, compression.d)).any(1),
+        "an id twice": (ordered[:, 1:] == ordered[:, :-1]).any(1),
+        "a log-probability that is NaN or positive": ~(log_probs <= 0).all(1),
+        "fewer entries than k": log_probs.isneginf().any(1),
+        "log-probabilities that do not descend": (log_probs[:, 1:] > log_probs[:, :-1]).any(1),
+        "more mass than 1": mass_N > 1 + tolerance,
+    }
+    for problem, is_wrong_N in problems.items():
+        if is_wrong_N.any():
+            raise ValueError(
+                f"{where}: the distribution of token {int(is_wrong_N.nonzero()[0, 0]) + 1} has {problem}; "
+                "is this the configuration that the file was written with?"
+            )
+    tail_N = (1 - mass_N).clamp(min=TAIL_FLOOR).log().float()
+    return {"ids": ids, "log_probs": log_probs, "tail_log_prob": tail_N}
+
+
+def _bytes(rows: pa.ListArray, size: int) -> np.ndarray:
+    """A list of lists of bytes as an array [rows, size]."""
+    lengths = rows.value_lengths()
+    if rows.null_count or (len(rows) and {each.as_py() for each in lengths.unique()} != {size}):
+        raise ValueError(f"its rows have {lengths.unique().to_pylist()[:5]} bytes")
+    flat = rows.flatten()
+    if flat.null_count or flat.type != pa.uint8():
+        raise ValueError(f"its values are {flat.type}, {flat.null_count} of them null")
+    return np.array(flat.to_numpy(zero_copy_only=False)).reshape(len(rows), size)
+
+
+def _table(documents: Sequence[Sequence[Any]]) -> pa.Table:
+    columns = zip(*documents, strict=True)
+    return pa.Table.from_arrays(
+        [
+            pa.array([list(each) for each in column], type=field.type)
+            for column, field in zip(columns, SCHEMA, strict=True)
+        ],
+        schema=SCHEMA,
+    )
+
+
+def _by_number(path: Path) -> tuple[int, str]:
+    digits = "".join(each for each in path.stem if each.isdigit())
+    return (int(digits) if digits else -1, path.name)

@@ -1,0 +1,160 @@
+"""The files of a cache of teacher signals.
+
+    caches/qwen3-8b/
+        cache.json                  what the cache holds and who computed it (`Manifest`)
+        teacher/                    the teacher's configuration and tokenizer; with hidden states, its output head
+        shards/00000.safetensors    the signals of some documents
+        shards/00000.json           the shard's hash, written after the shard
+        index.json                  a hash of every other file; written last, so a cache without it is unfinished
+
+A shard is one safetensors file. Its tensors are, for D documents with N rows together:
+
+    document        [D, 16] uint8       the document's id (`document_id`)
+    first_row       [D] int32           the first row of the document that is stored
+    offsets         [D+1] int64         the rows of document d are offsets[d]:offsets[d+1] of the following tensors
+    hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`), or its packed form (layout.py)
+
+Row t of a document is the teacher's distribution of token t + 1. Rows are stored from the first to the last one that
+predicts a target. A document is found by its tokens, so the order, the packing and the number of epochs of a run do
+not matter, and neither does the position of the document in its file.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stillhouse.config.teacher import CACHED
+from stillhouse.signals.cache.layout import ShardLayout, layout_of
+from stillhouse.signals.spec import SignalSpec
+
+FORMAT = 2
+MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", CACHED, "shards"
+ID_BYTES = 16
+CACHE_KEY = "cache"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a cache holds and who computed it.
+
+    teacher: the model's name. teacher_hash: of its files. tokenizer_hash: of its tokenizer. vocabulary: rows of the
+    teacher's head. width: the teacher's width. documents, rows: their number. documents_hash: of the ids and row
+    ranges of all documents. shards: their number. versions: of the libraries. packed: whether ids and counts have as
+    few bits as they need.
+
+    Raises ValueError for a signal that cannot be packed.
+    """
+
+    signal: SignalSpec
+    teacher: str
+    teacher_hash: str
+    tokenizer_hash: str
+    vocabulary: int
+    width: int
+    documents: int
+    rows: int
+    documents_hash: str
+    shards: int
+    versions: dict[str, str]
+    packed: bool = False
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
+
+    @property
+    def layout(self) -> ShardLayout:
+        return layout_of(self.signal, self.width, self.vocabulary, packed=self.packed)
+
+    @property
+    def identity(self) -> str:
+        """A hash of everything but the versions. Each shard holds it, so that one of another cache is refused."""
+        decisive = {key: value for key, value in asdict(self).items() if key != "versions"}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    def summary(self, folder: Path) -> str:
+        """A complete cache in two lines, for a terminal. Its size is that of its shards on disk."""
+        size = sum((folder / shard_name(number)).stat().st_size for number in range(self.shards))
+        packed = ", packed" * self.packed
+        return (
+            f"{folder}: {self.signal}{packed} of {self.teacher} for {self.documents:,} documents\n"
+            f"{self.rows:,} tokens, {size / max(self.rows, 1):,.1f} bytes each, {size / 2**20:,.1f} MiB in "
+            f"{self.shards:,} shard{'s' * (self.shards != 1)}"
+        )
+
+    def differences(self, other: "Manifest") -> list[tuple[str, Any, Any]]:
+        """The name and the two values of everything but the versions that differs."""
+        own, others = asdict(self), asdict(other)
+        return [(name, own[name], others[name]) for name in own if name != "versions" and own[name] != others[name]]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, path: object) -> "Manifest":
+        """Raises ValueError, naming the path, for anything that `to_json` has not written."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.get("format") != FORMAT:
+                raise ValueError(f"its format is {fields.get('format')}, expected {FORMAT}")
+            return cls(**{**fields, "signal": SignalSpec(**fields["signal"])})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is not the description of a cache: {error}") from error
+
+
+def document_id(tokens: np.ndarray) -> bytes:
+    """The id of a document: a hash of its token ids."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").data).digest()[:ID_BYTES]
+
+
+def documents_hash(documents: Iterable[tuple[bytes, range]]) -> str:
+    """A hash of the ids and rows of all documents of a cache, in their order."""
+    digest = hashlib.sha256()
+    for document, rows in documents:
+        digest.update(document)
+        digest.update(np.array([rows.start, rows.stop], dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+def target_rows(targets: np.ndarray) -> range:
+    """The rows of a document from the first to the last one that predicts a target; row t predicts token t + 1.
+
+    targets: [tokens] bool, whether a token is to be predicted.
+    """
+    predicting = np.flatnonzero(targets[1:])
+    return range(int(predicting[0]), int(predicting[-1]) + 1) if len(predicting) else range(0)
+
+
+def shard_tensors(
+    layout: ShardLayout, documents: Sequence[tuple[bytes, range]], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """All tensors of a shard. documents: the id and the stored rows of each. tensors: the signal of these rows."""
+    offsets = np.concatenate([[0], np.cumsum([len(rows) for _, rows in documents])]).astype(np.int64)
+    ids = b"".join(document for document, _ in documents)
+    return {
+        "document": torch.frombuffer(bytearray(ids), dtype=torch.uint8).view(len(documents), ID_BYTES),
+        "first_row": torch.tensor([rows.start for _, rows in documents], dtype=torch.int32),
+        "offsets": torch.from_numpy(offsets),
+        **layout.pack(tensors, offsets),
+    }
+
+
+def shard_name(number: int) -> str:
+    return f"{SHARDS}/{number:05d}.safetensors"
+
+
+def shard_identity(manifest: Manifest, number: int) -> str:
+    """What a shard holds under `CACHE_KEY` in its header."""
+    return f"{manifest.identity} {number}"
+
+
+def record_name(number: int) -> str:
+    """The file with a shard's hash."""
+    return f"{SHARDS}/{number:05d}.json"

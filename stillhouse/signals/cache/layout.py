@@ -1,0 +1,229 @@
+"""How the tensors of a signal lie in a shard: as they are, or packed into as few bits as their numbers need.
+
+Packed tensors of a shard, for D documents with N rows together; `ids` are of the K ids of a row, M draws per row:
+
+    ids             [N, ·] uint8        "top_k": each row's ids in ceil(log2 V) bits each; with a label, id + 1 in
+                                        ceil(log2(V + 1)) bits, since an id may be -1
+    distinct        [N] uint8           "sampled": how many different ids a row has
+    pairs           [·] uint8           each row's pairs of an id and its count - 1, one after the other; a row begins
+                                        with a byte of its own
+    pair_offsets    [D+1] int64         the pairs of document d are pair_offsets[d]:pair_offsets[d+1]
+
+Reading gives exactly the tensors that were written.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stillhouse.signals.cache.bits import (
+    bits_for,
+    bytes_for,
+    pack_rows,
+    read_bits,
+    unpack_rows,
+    write_bits,
+)
+from stillhouse.signals.spec import SignalSpec
+
+TensorForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class StoredRows(NamedTuple):
+    """Some rows of a document. document: its number in the shard. start: its first row in the shard.
+
+    rows: the rows that are wanted, counted from `start`.
+    """
+
+    document: int
+    start: int
+    rows: range
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start + self.rows.start, self.start + self.rows.stop)
+
+
+class ShardLayout(Protocol):
+    """The form of a signal in a shard. `file`: an opened safetensors file."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """For the packed form of draws, the most that a token can need."""
+        ...
+
+    def forms(self) -> TensorForms:
+        """For each tensor of a shard, all dims after the first one, and the dtype."""
+        ...
+
+    def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
+        """The tensors of a shard from those of the signal. offsets: [D+1], where each document's rows begin."""
+        ...
+
+    def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
+        """The tensors of the signal. Raises ValueError if the shard's tensors do not fit each other."""
+        ...
+
+
+def layout_of(spec: SignalSpec, width: int, vocabulary: int, *, packed: bool) -> ShardLayout:
+    """width: of the teacher. vocabulary: V. Raises ValueError for hidden states, which have no packed form."""
+    if not packed:
+        return Plain(spec, width)
+    if spec.kind == "hidden":
+        raise ValueError("hidden states have no packed form: expected --packed with top_k or sampled")
+    return PackedDraws(spec, vocabulary) if spec.kind == "sampled" else PackedIds(spec, vocabulary)
+
+
+@dataclass(frozen=True)
+class Plain:
+    spec: SignalSpec
+    width: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.spec.bytes_per_token(self.width)
+
+    def forms(self) -> TensorForms:
+        return self.spec.tensors(self.width)
+
+    def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
+        return dict(tensors)
+
+    def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
+        return {name: _rows(file, name, part) for name in self.forms()}
+
+
+@dataclass(frozen=True)
+class PackedIds:
+    """Log-probabilities as they are, ids in as few bits as the vocabulary needs."""
+
+    spec: SignalSpec
+    vocabulary: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.forms().values())
+
+    @property
+    def _least(self) -> int:
+        return -1 if self.spec.with_label else 0
+
+    @property
+    def _bits(self) -> int:
+        return bits_for(self.vocabulary - self._least)
+
+    def forms(self) -> TensorForms:
+        plain = self.spec.tensors(0)
+        (entries,), _ = plain["ids"]
+        return plain | {"ids": ((bytes_for(entries, self._bits),), torch.uint8)}
+
+    def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
+        ids = tensors["ids"]
+        _require_range(ids, self._least, self.vocabulary)
+        strings = pack_rows(ids.numpy() - self._least, self._bits)
+        return {**tensors, "ids": torch.from_numpy(strings)}
+
+    def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
+        found = {name: _rows(file, name, part) for name in self.forms()}
+        (entries,), _ = self.spec.tensors(0)["ids"]
+        ids = unpack_rows(found["ids"].numpy(), entries, self._bits).astype(np.int64) + self._least
+        return found | {"ids": torch.from_numpy(ids.astype(np.int32))}
+
+
+@dataclass(frozen=True)
+class PackedDraws:
+    """As many pairs of an id and a count as a row has different ids."""
+
+    spec: SignalSpec
+    vocabulary: int
+
+    @property
+    def draws(self) -> int:
+        assert self.spec.top_k is not None
+        return self.spec.top_k
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 1 + bytes_for(self.draws, self._bits)
+
+    @property
+    def _count_bits(self) -> int:
+        return bits_for(self.draws)
+
+    @property
+    def _bits(self) -> int:
+        return bits_for(self.vocabulary) + self._count_bits
+
+    def forms(self) -> TensorForms:
+        return {
+            "distinct": ((), torch.uint8),
+            "pairs": ((), torch.uint8),
+            "pair_offsets": ((), torch.int64),
+        }
+
+    def pack(self, tensors: Mapping[str, Tensor], offsets: np.ndarray) -> dict[str, Tensor]:
+        ids, counts = tensors["ids"].numpy(), tensors["counts"].numpy()
+        present = ids >= 0
+        distinct = present.sum(1)
+        _require_range(tensors["ids"], -1, self.vocabulary)
+        if (present != (np.arange(self.draws) < distinct[:, None])).any() or (present != (counts > 0)).any():
+            raise ValueError("the ids and counts of a row have gaps: expected its different ids first, then -1 and 0")
+        starts = np.concatenate([[0], np.cumsum(bytes_for_each(distinct, self._bits))])
+        # the counts of a row add up to the number of draws, so none is larger
+        values = (ids.astype(np.int64) << self._count_bits) | (np.minimum(counts, self.draws).astype(np.int64) - 1)
+        pairs = write_bits(values[present], self._positions(starts[:-1], distinct), self._bits, int(starts[-1]))
+        return {
+            "distinct": torch.from_numpy(distinct.astype(np.uint8)),
+            "pairs": torch.from_numpy(pairs),
+            "pair_offsets": torch.from_numpy(starts[offsets].astype(np.int64)),
+        }
+
+    def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
+        until = StoredRows(part.document, part.start, range(part.rows.stop))
+        distinct = _rows(file, "distinct", until).numpy().astype(np.int64)
+        if distinct.size and distinct.max() > self.draws:
+            raise ValueError(f"'distinct' has {distinct.max()} ids in a row of {self.draws} draws")
+        starts = np.concatenate([[0], np.cumsum(bytes_for_each(distinct, self._bits))])
+        first, stop = (int(each) for each in file.get_slice("pair_offsets")[part.document : part.document + 2])
+        low, high = int(starts[part.rows.start]), int(starts[part.rows.stop])
+        if not 0 <= first <= first + high <= stop:
+            raise ValueError(f"'pair_offsets' of document {part.document} does not fit 'distinct'")
+        string = file.get_slice("pairs")[first + low : first + high].numpy()
+        if len(string) != high - low:
+            raise ValueError("'pairs' ends before the last row")
+        distinct = distinct[part.rows.start :]
+        positions = self._positions(starts[part.rows.start : part.rows.stop] - low, distinct)
+        values = read_bits(string, positions, self._bits).astype(np.int64)
+        ids = np.full((len(distinct), self.draws), -1, dtype=np.int32)
+        counts = np.zeros((len(distinct), self.draws), dtype=np.uint8)
+        present = np.arange(self.draws) < distinct[:, None]
+        ids[present] = values >> self._count_bits
+        counts[present] = (values & ((1 << self._count_bits) - 1)) + 1
+        return {"ids": torch.from_numpy(ids), "counts": torch.from_numpy(counts)}
+
+    def _positions(self, starts: np.ndarray, distinct: np.ndarray) -> np.ndarray:
+        """The position of every pair, in bits. starts: of each row, in bytes."""
+        before = np.concatenate([[0], np.cumsum(distinct)])
+        place = np.arange(before[-1]) - np.repeat(before[:-1], distinct)
+        return np.repeat(8 * starts, distinct) + place * self._bits
+
+
+def bytes_for_each(numbers: np.ndarray, width: int) -> np.ndarray:
+    return -(-numbers.astype(np.int64) * width // 8)
+
+
+def _rows(file: Any, name: str, part: StoredRows) -> Tensor:
+    found: Tensor = file.get_slice(name)[part.slice]
+    if len(found) != len(part.rows):
+        raise ValueError(f"'{name}' ends before the last row")
+    return found
+
+
+def _require_range(ids: Tensor, least: int, vocabulary: int) -> None:
+    if ids.numel() and not (int(ids.min()) >= least and int(ids.max()) < vocabulary):
+        raise ValueError(f"ids from {int(ids.min())} to {int(ids.max())}: expected {least} to {vocabulary - 1}")

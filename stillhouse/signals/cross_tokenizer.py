@@ -1,0 +1,319 @@
+"""Signals of a teacher with another tokenizer, translated to the student's tokens: approximations.
+
+The teacher reads the same text in its own tokens. Its K likeliest ids and the log-probability of every actual token
+come from another store, and become one of two signals at the student's rows (`SpanSignal`, `SortedTopK`):
+
+    gold   GOLD's merged probabilities, as one top-k signal over the student's ids
+    uld    the sorted probabilities at rows where both tokenizers begin a span (arXiv 2402.12030)
+
+With gold, a span has student tokens y_0 … y_k and teacher tokens x_0 … x_l. At the row that predicts y_0, the
+teacher's next token is one of these disjoint events, and each counts for one outcome of the student:
+
+    x_0 and then x_1 … x_l             y_0; its probability is P = Π_j p(x_j)
+    x_0 and then something else        the student's token for the bytes of x_0; p(x_0) − P
+    one of the other K likeliest ids   the student's token for its bytes
+    any other id                       the tail
+
+The token for some bytes is the one with these bytes, or else the first of those into which the student's tokenizer
+cuts them within a text: a text that begins with these bytes most likely begins with that token. Where the student's
+tokenizer puts a space before a text, it is the first token with that space (▁the). Bytes that are no whole characters
+and no token count for the tail. The probabilities of events for one token add up, and those of all outcomes are 1.
+
+N rows of a document, R rows of the teacher, K ids of the teacher per row, B = K + 2 outcomes (K ids, y_0, x_0).
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data import Documents, tokenizer_fingerprint
+from stillhouse.data.alignment import ABSENT, AlignedDocument, Aligner, Span
+from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
+from stillhouse.objective.signals import Tail
+from stillhouse.signals.in_job import TeacherInJob
+from stillhouse.signals.spec import DocumentRows, SignalSpec
+
+Method = Literal["gold", "uld"]
+
+
+@dataclass(frozen=True)
+class AlignedSpec(SignalSpec):
+    """What there is for every row of the student. top_k: K of the teacher.
+
+    ids            [N, B] int32       with gold: the student's ids; -1 is none
+    log_probs      [N, B] float32     their log-probabilities; with uld [N, K], the teacher's, whatever the ids
+    tail_log_prob  [N]                the log of the mass of all other outcomes
+    weight         [N]                1 at rows that predict the first token of a span, else 0
+    continuation   [N]                with gold: the span's probability at rows that predict a later token, else 0
+    """
+
+    method: Method = "gold"
+
+    def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        assert self.top_k is not None
+        entries = self.top_k + 2 if self.method == "gold" else self.top_k
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "log_probs": ((entries,), torch.float32),
+            "tail_log_prob": ((), torch.float32),
+            "weight": ((), torch.float32),
+        }
+        if self.method == "gold":
+            found |= {"ids": ((entries,), torch.int32), "continuation": ((), torch.float32)}
+        return found
+
+    def as_signal(self, found: dict[str, Tensor], tail: Tail) -> Signal:
+        if self.method == "uld":
+            return SortedTopK(found["log_probs"], found["tail_log_prob"], found["weight"])
+        first = TopK(found["ids"], found["log_probs"], tail, found["tail_log_prob"], self.temperature)
+        return SpanSignal(first, found["weight"], found["continuation"])
+
+    def __str__(self) -> str:
+        what = "merged probabilities of spans of text" if self.method == "gold" else "sorted probabilities"
+        return (
+            f"{what} (teacher.cross_tokenizer={self.method}: an approximation, from the top {self.top_k} "
+            f"log-probabilities at temperature {self.temperature:g})"
+        )
+
+
+class CrossTokenizerStore:
+    """A `SignalStore` for the student's documents, from a store for the same texts in the teacher's tokens.
+
+    inner: the teacher, which gives "top_k" with a label. Raises ValueError for a tokenizer whose tokens have no exact
+    bytes.
+    """
+
+    teacher_folder: Path | None = None
+
+    def __init__(
+        self,
+        inner: TeacherInJob,
+        student: PreTrainedTokenizerBase,
+        teacher: PreTrainedTokenizerBase,
+        method: Method,
+    ):
+        spec = inner.signal
+        assert spec.with_label
+        self.inner, self.aligner = inner, Aligner(student, teacher)
+        self.signal = AlignedSpec("top_k", "float32", spec.top_k, spec.temperature, method=method)
+        self._teacher_tokenizer = tokenizer_fingerprint(teacher)
+        self.warnings: list[str] = []
+        if tokenizer_fingerprint(student) == self._teacher_tokenizer:
+            self.warnings.append(
+                "student and teacher have the same tokenizer: the exact divergence needs no teacher.cross_tokenizer"
+            )
+
+    def start(self, device: torch.device) -> None:
+        """Load the teacher, in a process that reads signals."""
+        self.inner.start(device)
+
+    @property
+    def width(self) -> int:
+        return self.inner.width
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(f"{self.inner.identity} {self._teacher_tokenizer}".encode()).hexdigest()
+
+    @property
+    def may_take_long(self) -> bool:
+        return self.inner.may_take_long
+
+    def require(self, documents: Documents, what: str) -> None:
+        """Raise DataError for the first document that cannot be aligned, or that the inner store refuses."""
+        self.inner.require(self.aligner.translate(documents), what)
+
+    def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
+        aligned = self.aligner.align([each.tokens for each in wanted])
+        spans = [_needed(each.rows, document.spans) for each, document in zip(wanted, aligned, strict=True)]
+        asked = [at for at, found in enumerate(spans) if found]
+        teacher_rows = {at: _teacher_rows(spans[at]) for at in asked}
+        questions = [DocumentRows(aligned[at].teacher_tokens, teacher_rows[at]) for at in asked]
+        answers = self.inner.read(questions) if questions else []
+        found = [self._empty(len(each.rows)) for each in wanted]
+        for at, answer in zip(asked, answers, strict=True):
+            teacher = _TeacherRows.of(answer, aligned[at], teacher_rows[at])
+            if self.signal.method == "gold":
+                self._merge(found[at], wanted[at], spans[at], teacher, aligned[at].begins)
+            else:
+                _sort(found[at], wanted[at].rows, spans[at], teacher)
+        return found
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _empty(self, rows: int) -> dict[str, Tensor]:
+        return {
+            name: torch.zeros(rows, *shape, dtype=dtype) for name, (shape, dtype) in self.signal.tensors(0).items()
+        }
+
+    def _merge(
+        self,
+        into: dict[str, Tensor],
+        wanted: DocumentRows,
+        spans: Sequence[Span],
+        teacher: "_TeacherRows",
+        begins: frozenset[int],
+    ) -> None:
+        """Fill in the rows of a document's spans with gold's signal. begins: see `AlignedDocument`."""
+        starts_S = torch.tensor([span.student.start - 1 for span in spans]) - wanted.rows.start
+        stops_S = torch.tensor([span.student.stop - 1 for span in spans]) - wanted.rows.start
+        tokens_S = torch.from_numpy(wanted.tokens[[span.student.start for span in spans]].astype(np.int64))
+        log_p_S = teacher.log_probs_of(spans)
+        begins_S = torch.tensor([span.student.start in begins for span in spans])
+        ids_SB, log_probs_SB, tail_S = self._outcomes(teacher, teacher.starts_of(spans), tokens_S, log_p_S, begins_S)
+        is_inside_S = (starts_S >= 0) & (starts_S < len(wanted.rows))
+        places = starts_S[is_inside_S]
+        into["ids"][places] = ids_SB[is_inside_S].int()
+        into["log_probs"][places] = log_probs_SB[is_inside_S].float()
+        into["tail_log_prob"][places] = tail_S[is_inside_S].float()
+        into["weight"][places] = 1.0
+        later_S = (starts_S + 1).clamp(min=0)
+        owner_N, place_N = _places(later_S, torch.maximum(stops_S.clamp(max=len(wanted.rows)), later_S))
+        into["continuation"][place_N] = log_p_S[owner_N].exp().float()
+
+    def _outcomes(
+        self, teacher: "_TeacherRows", starts_S: Tensor, first_S: Tensor, log_p_S: Tensor, begins_S: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The student's ids, their log-probabilities and the tail for each span, in float64.
+
+        starts_S: the teacher's row that predicts x_0. first_S: y_0. log_p_S: log P. begins_S: whether the student's
+        tokenizer puts a space before y_0.
+        """
+        x_0_S, log_x_0_S = teacher.labels_R[starts_S], teacher.log_labels_R[starts_S]
+        ids_SK, log_p_SK = teacher.ids_RK[starts_S], teacher.log_probs_RK[starts_S]
+        log_p_SK = log_p_SK.masked_fill((ids_SK < 0) | (ids_SK == x_0_S[:, None]), -math.inf)
+        # x_0 without its continuation: p(x_0) − P, from the probability of the continuation alone
+        log_later_S = (log_p_S - log_x_0_S).masked_fill(log_p_S == -math.inf, -math.inf)
+        log_rest_S = log_x_0_S + _log_one_less(log_later_S)
+        twin_SB = self._twins(torch.cat([ids_SK, x_0_S[:, None]], 1), begins_S)
+        log_p_SB = torch.cat([log_p_SK, log_rest_S[:, None]], 1)
+        is_y_0_SB = twin_SB == first_S[:, None]
+        log_y_0_S = torch.cat([log_p_S[:, None], log_p_SB.masked_fill(~is_y_0_SB, -math.inf)], 1).logsumexp(1)
+        is_outcome_SB = (twin_SB >= 0) & ~is_y_0_SB & (log_p_SB > -math.inf)
+        in_tail_SB = log_p_SB.masked_fill(twin_SB >= 0, -math.inf)
+        tail_S = torch.cat([teacher.tail_R[starts_S][:, None], in_tail_SB], 1).logsumexp(1)
+        twin_SB, log_p_SB = _added_up(
+            twin_SB.masked_fill(~is_outcome_SB, ABSENT), log_p_SB.masked_fill(~is_outcome_SB, -math.inf)
+        )
+        ids_SB = torch.cat([first_S[:, None], twin_SB], 1)
+        return ids_SB, torch.cat([log_y_0_S[:, None], log_p_SB], 1), tail_S
+
+    def _twins(self, ids_SB: Tensor, begins_S: Tensor) -> Tensor:
+        """The student's first token of each id, or -1. A head may have more rows than its tokenizer has ids."""
+        first_of = torch.from_numpy(np.stack([self.aligner.first_of, self.aligner.first_of_text])).long()
+        is_known_SB = (ids_SB >= 0) & (ids_SB < first_of.shape[1])
+        return first_of[begins_S.long()[:, None], ids_SB.masked_fill(~is_known_SB, 0)].masked_fill(
+            ~is_known_SB, ABSENT
+        )
+
+
+@dataclass(frozen=True)
+class _TeacherRows:
+    """What the teacher says at some rows of a document, in float64. The ids are the K likeliest, without the label.
+
+    labels_R: the token that follows each row. log_labels_R: its log-probability.
+    """
+
+    rows: range
+    ids_RK: Tensor
+    log_probs_RK: Tensor
+    tail_R: Tensor
+    labels_R: Tensor
+    log_labels_R: Tensor
+
+    @classmethod
+    def of(cls, answer: dict[str, Tensor], document: AlignedDocument, rows: range) -> "_TeacherRows":
+        labels_R = torch.from_numpy(document.teacher_tokens[rows.start + 1 : rows.stop + 1].astype(np.int64))
+        ids_RB, log_probs_RB = answer["ids"].long(), answer["log_probs"].double()
+        # the last entry is the label, where it is not among the K ids
+        is_label_RB = ids_RB == labels_R[:, None]
+        assert bool(is_label_RB.any(1).all())
+        log_labels_R = log_probs_RB.masked_fill(~is_label_RB, -math.inf).amax(1)
+        ids_RK, log_probs_RK = ids_RB[:, :-1], log_probs_RB[:, :-1]
+        return cls(rows, ids_RK, log_probs_RK, answer["tail_log_prob"].double(), labels_R, log_labels_R)
+
+    def log_probs_of(self, spans: Sequence[Span]) -> Tensor:
+        """log P of each span: the sum of the log-probabilities of its teacher tokens."""
+        stops_S = torch.tensor([span.teacher.stop - 1 for span in spans]) - self.rows.start
+        owner_N, row_N = _places(self.starts_of(spans), stops_S)
+        return torch.zeros(len(spans), dtype=torch.float64).index_add_(0, owner_N, self.log_labels_R[row_N])
+
+    def starts_of(self, spans: Sequence[Span]) -> Tensor:
+        """Where the row is that predicts the first teacher token of each span, int64."""
+        return torch.tensor([span.teacher.start - 1 for span in spans], dtype=torch.int64) - self.rows.start
+
+    def sorted_at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The K largest log-probabilities, and the mass outside of them; the label's is a part of it."""
+        tail_N = self.tail_R[rows]
+        is_outside_N = (self.ids_RK[rows] != self.labels_R[rows][:, None]).all(1)
+        log_label_N = self.log_labels_R[rows].masked_fill(~is_outside_N, -math.inf)
+        return self.log_probs_RK[rows], torch.logaddexp(tail_N, log_label_N)
+
+
+def _sort(into: dict[str, Tensor], rows: range, spans: Sequence[Span], teacher: _TeacherRows) -> None:
+    """Fill in the rows that predict the first token of a span with the teacher's sorted probabilities."""
+    inside = [span for span in spans if span.student.start - 1 in rows]
+    places = torch.tensor([span.student.start - 1 - rows.start for span in inside], dtype=torch.int64)
+    log_probs_NK, tail_N = teacher.sorted_at(teacher.starts_of(inside))
+    into["log_probs"][places], into["tail_log_prob"][places] = log_probs_NK.float(), tail_N.float()
+    into["weight"][places] = 1.0
+
+
+def _needed(rows: range, spans: Sequence[Span]) -> list[Span]:
+    """The spans that have a token which one of these rows predicts, if both sides have a row that predicts the first.
+
+    Row t predicts token t + 1, so the first token of a document has no row.
+    """
+    return [
+        span
+        for span in spans
+        if span.student.stop - 1 > rows.start
+        and span.student.start - 1 < rows.stop
+        and span.student.start > 0
+        and span.teacher.start > 0
+    ]
+
+
+def _teacher_rows(spans: Sequence[Span]) -> range:
+    """The teacher's rows that predict the tokens of these spans."""
+    return range(spans[0].teacher.start - 1, spans[-1].teacher.stop - 1)
+
+
+def _added_up(ids_SB: Tensor, log_p_SB: Tensor) -> tuple[Tensor, Tensor]:
+    """The probabilities of equal ids of a row added up, in descending order of ids; the entries left over are -1."""
+    ids_SB, order_SB = ids_SB.sort(1, descending=True)
+    log_p_SB = log_p_SB.gather(1, order_SB)
+    is_new_SB = torch.ones_like(ids_SB, dtype=torch.bool)
+    is_new_SB[:, 1:] = ids_SB[:, 1:] != ids_SB[:, :-1]
+    largest_S1 = log_p_SB.amax(1, keepdim=True).clamp(min=torch.finfo(log_p_SB.dtype).min)
+    mass_SB = torch.zeros_like(log_p_SB).scatter_add_(1, is_new_SB.cumsum(1) - 1, (log_p_SB - largest_S1).exp())
+    first_SB = mass_SB.gather(1, is_new_SB.cumsum(1) - 1).log() + largest_S1
+    is_outcome_SB = is_new_SB & (ids_SB >= 0)
+    return ids_SB.masked_fill(~is_outcome_SB, ABSENT), first_SB.masked_fill(~is_outcome_SB, -math.inf)
+
+
+def _places(starts_S: Tensor, stops_S: Tensor) -> tuple[Tensor, Tensor]:
+    """All integers of S ranges, [N], and the range that each of them is of."""
+    lengths_S = stops_S - starts_S
+    owner_N = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
+    before_S = lengths_S.cumsum(0) - lengths_S
+    return owner_N, torch.arange(len(owner_N)) - before_S[owner_N] + starts_S[owner_N]
+
+
+def _log_one_less(log_p: Tensor) -> Tensor:
+    """log(1 − p), which is −inf for p = 1."""
+    near = torch.log(-torch.expm1(log_p.clamp(max=0.0)))
+    far = torch.log1p(-log_p.exp().clamp(max=1.0))
+    return torch.where(log_p > -math.log(2), near, far)

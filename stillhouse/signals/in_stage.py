@@ -1,0 +1,32 @@
+"""Signal sources for a teacher in the student's own stages and for a run without a teacher."""
+
+from stillhouse.parallel import IN_STAGE, Runner, ShardedMicroBatches
+from stillhouse.signals.source import ReadySignals
+
+
+class InStageTeacher:
+    """The teacher runs within the student's forward and backward pass.
+
+    Under a schedule that prefetches the teacher, the teacher runs up to one step ahead, in the pipeline's bubbles, on
+    the micro-batches that were requested.
+    """
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+
+    @property
+    def steps_ahead(self) -> int:
+        return 1 if self._runner.prefetches_teacher else 0
+
+    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+        self._runner.announce(micro_batches)
+        return ReadySignals([IN_STAGE] * len(micro_batches))
+
+
+class NoTeacher:
+    """The source for objectives without a divergence: every signal is None."""
+
+    steps_ahead = 0
+
+    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+        return ReadySignals([None] * len(micro_batches))

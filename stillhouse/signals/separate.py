@@ -1,0 +1,210 @@
+"""A teacher that runs before the student, mostly in a layout of its own: it sends hidden states, never its logits.
+
+The teacher's layers and its last norm have their own runner, which computes the hidden states of all micro-batches of
+a step. Each process of the student's last stage then receives the hidden states of its own micro-batches. The
+student's last stage also holds the teacher's head, distributed like the student's head, and applies it to these
+hidden states (`TeacherHidden`).
+
+B rows, S tokens per row of a micro-batch, E the teacher's width.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.models import Decoder
+from stillhouse.objective import OutputHead
+from stillhouse.parallel import (
+    Computation,
+    Layout,
+    Mesh,
+    ModelSource,
+    ShardedMicroBatches,
+    TeacherHidden,
+    WaitingWeights,
+    build_runner,
+    only_layers,
+    prove_runner,
+    shard_micro_batches,
+)
+from stillhouse.signals.routing import (
+    LastStage,
+    MicroBatchShape,
+    columns,
+    empty_part,
+    route,
+    shapes_of,
+)
+from stillhouse.signals.source import ReadySignals
+
+
+class SeparateTeacher:
+    """The layers of a teacher in their own layout and mesh, for a student in another layout.
+
+    keep_head: whether `decoder` also has the teacher's output head. mesh, student_mesh: None for a single process.
+    With layout.offload, the weights are in host memory between requests; a single process then moves all of them to
+    the device for each request, and several processes leave it to FSDP.
+
+    Constructing one is a collective of all processes. Raises ValueError for a model that the layout does not fit, and
+    for a family whose models cannot be cut into stages.
+    """
+
+    steps_ahead = 0  # `request` computes the signals at once: an earlier request would only hold memory longer
+
+    def __init__(
+        self,
+        source: ModelSource,
+        layout: Layout,
+        mesh: Mesh | None,
+        student_layout: Layout,
+        student_mesh: Mesh | None,
+        device: torch.device,
+        *,
+        keep_head: bool = False,
+    ):
+        own = source if keep_head else replace(source, build=only_layers(source.build))
+        self._runner = build_runner(layout, mesh, own, None, prove=False)
+        self._device, self._width = device, self.decoder.config.get_text_config().hidden_size
+        self._dtype = next(self.decoder.parameters()).dtype
+        self._weights: WaitingWeights | None = None
+        if layout.offload and mesh is None:
+            self._weights = WaitingWeights(self.decoder, device)
+        if mesh is not None or own.load_weights is not None:
+            with self._on_device():
+                prove_runner(self._runner, own, None, teacher_in_stages=False)
+        self._exchange: _Exchange | None = None
+        if mesh is not None:
+            assert student_mesh is not None
+            last_stages = LastStage.of(mesh, layout.last_rank), LastStage.of(student_mesh, student_layout.last_rank)
+            self._exchange = _Exchange(mesh, student_mesh, *last_stages, self._width, self._dtype)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The teacher's part on this process; the first part where the process has several stages."""
+        return self._runner.students()[0]
+
+    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+        """Compute the signals of this process's micro-batches at once.
+
+        They are `TeacherHidden` on processes with the student's last stage and None on all others.
+        """
+        return self.request_some(micro_batches, range(len(micro_batches.whole)))
+
+    @torch.no_grad()
+    def request_some(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> ReadySignals:
+        """The same, but the teacher runs only on the chosen micro-batches of the whole step; the others get zeros."""
+        exchange, own = self._exchange, self._own(micro_batches, chosen)
+        own = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in own]
+        with self._on_device():
+            hidden = self._runner.forward(_HIDDEN_STATES, own, [None] * len(own)) if own else []
+        if exchange is not None:
+            return ReadySignals(exchange(hidden, chosen, micro_batches))
+        found: dict[int, Tensor] = dict(zip(chosen, hidden, strict=True))
+        absent = torch.zeros((), dtype=self._dtype, device=self._device)
+        return ReadySignals(
+            [
+                TeacherHidden(found[number] if number in found else absent.expand(*each.shape_BS, self._width))
+                for number, each in enumerate(micro_batches)
+            ]
+        )
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._weights is None else self._weights.on_device()
+
+    def _own(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
+        """This process's part of the chosen micro-batches in the teacher's layout."""
+        whole, has_all = micro_batches.whole, len(chosen) == len(micro_batches.whole)
+        if not chosen:
+            return ()
+        if has_all and self._exchange is None:
+            return micro_batches
+        part = whole if has_all else StepMicroBatches([whole[number] for number in chosen])
+        return shard_micro_batches(part, None if self._exchange is None else self._exchange.mesh, self._device)
+
+
+class _Exchange:
+    """Sends the teacher's hidden states to the processes of the student's last stage."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        student_mesh: Mesh,
+        teacher: LastStage,
+        student: LastStage,
+        width: int,
+        dtype: torch.dtype,
+    ):
+        self.mesh, self._student_mesh, self._last_stages = mesh, student_mesh, (teacher, student)
+        self._width, self._dtype = width, dtype
+        # NCCL: all processes of a group must take part in its first collective
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.everyone)
+
+    def __call__(
+        self, hidden: Sequence[Tensor], chosen: Sequence[int], micro_batches: ShardedMicroBatches
+    ) -> list[TeacherHidden | None]:
+        """Return the signals of this process's micro-batches.
+
+        hidden: of those of the chosen micro-batches that this process of the teacher has.
+        """
+        whole_BS, uniform_shapes = micro_batches.whole.shapes_BS, micro_batches.uniform_shapes
+        shapes = shapes_of(whole_BS, chosen, self.mesh, self._student_mesh, uniform_shapes=uniform_shapes)
+        mine = range(self.mesh.coordinate("data"), len(chosen), self.mesh.degrees.data)
+        sent = dict(zip((chosen[place] for place in mine), hidden, strict=False))
+        received: dict[int, Tensor] = {}
+        numbers = _numbers(self._student_mesh, len(shapes))
+        if dist.get_rank() in self._last_stages[1].ranks_DCT:
+            for number in numbers:
+                part = empty_part(shapes[number], self._student_mesh, self._width, self._dtype)
+                # nothing arrives for a micro-batch on which the teacher does not run
+                received[number] = part.contiguous() if shapes[number].rows else part
+        self._transfer(sent, received, shapes)
+        return [TeacherHidden(received[each]) if each in received else None for each in numbers]
+
+    def _transfer(
+        self, sent: dict[int, Tensor], received: dict[int, Tensor], shapes: Sequence[MicroBatchShape]
+    ) -> None:
+        """Send this process's hidden states, and receive those of the other processes into `received`."""
+        rank, everyone = dist.get_rank(), self.mesh.everyone
+        operations: list[dist.P2POp] = []
+        arriving: list[tuple[Tensor, Tensor]] = []
+        for each in route(shapes, *self._last_stages):
+            shape = shapes[each.micro_batch]
+            if rank == each.source:
+                first = columns(shape.teacher_BS, self.mesh).start
+                sent_BSE = (
+                    sent[each.micro_batch][: shape.rows, each.start - first : each.stop - first]
+                    .to(self._dtype)
+                    .contiguous()
+                )
+                if each.target != rank:
+                    operations.append(dist.P2POp(dist.isend, sent_BSE, each.target, everyone))
+            if rank == each.target:
+                first = columns(shape.student_BS, self._student_mesh).start
+                part = received[each.micro_batch][: shape.rows, each.start - first : each.stop - first]
+                if each.source == rank:
+                    part.copy_(sent_BSE)
+                else:
+                    arriving.append((part, torch.empty(part.shape, dtype=self._dtype, device=self.mesh.device)))
+                    operations.append(dist.P2POp(dist.irecv, arriving[-1][1], each.source, everyone))
+        for request in dist.batch_isend_irecv(operations) if operations else ():
+            request.wait()
+        for part, arrived in arriving:
+            part.copy_(arrived)
+
+
+def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+    return hidden_states
+
+
+_HIDDEN_STATES = Computation(_hidden_states, lambda *_: None, nullcontext)
+
+
+def _numbers(mesh: Mesh, count: int) -> range:
+    """Return which of a step's `count` micro-batches this process has, by number."""
+    return range(mesh.coordinate("data"), count, mesh.degrees.data)

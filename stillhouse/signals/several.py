@@ -1,0 +1,126 @@
+"""Several teachers as one source: each judges all documents, or each document has one teacher.
+
+T tokens of a micro-batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stillhouse.objective import Signal
+from stillhouse.parallel import (
+    NamedSignals,
+    PairSignal,
+    Runner,
+    ShardedMicroBatches,
+    StudentHidden,
+    TeacherHidden,
+    shard_micro_batches,
+)
+from stillhouse.signals.separate import SeparateTeacher
+from stillhouse.signals.source import PendingSignals, SignalSource
+from stillhouse.signals.stored import StoredTeacher
+
+
+class SeveralTeachers:
+    """teachers: their sources, by their names. runner: the student's.
+
+    route: the column of the data that names each document's teacher; None: each teacher judges all documents.
+    """
+
+    def __init__(
+        self, teachers: Mapping[str, SignalSource], runner: Runner, device: torch.device, route: str | None = None
+    ):
+        self.teachers, self._runner, self._device, self._route = teachers, runner, device, route
+
+    @property
+    def steps_ahead(self) -> int:
+        return max(each.steps_ahead for each in self.teachers.values())
+
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+        """Request the signals. Teachers that use the job's own devices begin only when the signals are needed."""
+        rows = None if self._route is None else self._rows(micro_batches, self._route)
+        views = {name: self._view(micro_batches, name, rows) for name in self.teachers}
+        pending = {name: source.request(views[name]) for name, source in self.teachers.items() if source.steps_ahead}
+        return _Pending(self, micro_batches, views, pending, rows)
+
+    def request_now(self, name: str, view: ShardedMicroBatches) -> Sequence[PairSignal]:
+        """The signals of a teacher in this job for its view of the micro-batches."""
+        source = self.teachers[name]
+        if isinstance(source, SeparateTeacher) and self._route is not None:
+            return source.request_some(view, self._chosen(view, name)).result()
+        return source.request(view).result()
+
+    def close(self) -> None:
+        for each in self.teachers.values():
+            if isinstance(each, StoredTeacher):
+                each.close()
+
+    def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> list[dict[str, Tensor]]:
+        """For each of this process's micro-batches: each teacher's rows with a weight."""
+        found = []
+        for each in micro_batches:
+            index, document_T = each.valid_index.cpu(), each.document_T.cpu()
+            documents, place_C = document_T[index].unique(return_inverse=True)
+            names = [micro_batches.whole.value(document, route) for document in documents.tolist()]
+            found.append(
+                {
+                    name: index[torch.tensor([other == name for other in names], dtype=torch.bool)[place_C]].to(
+                        each.valid_index.device
+                    )
+                    for name in self.teachers
+                }
+            )
+        return found
+
+    def _chosen(self, view: ShardedMicroBatches, name: str) -> list[int]:
+        """The numbers of the whole step's micro-batches with a document of this teacher."""
+        assert self._route is not None
+        whole, chosen = view.whole, []
+        for number in range(len(whole)):
+            documents = whole.documents_of(number)
+            if any(whole.value(document, self._route) == name for document in documents):
+                chosen.append(number)
+        return chosen
+
+    def _view(
+        self, micro_batches: ShardedMicroBatches, name: str, rows: list[dict[str, Tensor]] | None
+    ) -> ShardedMicroBatches:
+        """The micro-batches as one teacher reads them: with its inputs, and only its rows."""
+        whole, view = micro_batches.whole.for_teacher(name), micro_batches
+        if whole is not micro_batches.whole:
+            view = shard_micro_batches(
+                whole, self._runner.mesh, self._device, uniform_shapes=micro_batches.uniform_shapes
+            )
+        if rows is None:
+            return view
+        own = [replace(each, valid_index=found[name]) for each, found in zip(view, rows, strict=True)]
+        return ShardedMicroBatches(own, view.whole, uniform_shapes=view.uniform_shapes)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    teacher: SeveralTeachers
+    micro_batches: ShardedMicroBatches
+    views: Mapping[str, ShardedMicroBatches]
+    pending: Mapping[str, PendingSignals]
+    rows: list[dict[str, Tensor]] | None
+
+    def result(self) -> Sequence[PairSignal]:
+        named = {
+            name: self.pending[name].result() if name in self.pending else self.teacher.request_now(name, view)
+            for name, view in self.views.items()
+        }
+        found: list[PairSignal] = []
+        for at in range(len(self.micro_batches)):
+            signals = {name: each[at] for name, each in named.items()}
+            here = {
+                name: each
+                for name, each in signals.items()
+                if isinstance(each, Signal | TeacherHidden | StudentHidden)
+            }
+            # none are here on a process without the student's last stage
+            found.append(NamedSignals(here, None if self.rows is None else self.rows[at]) if here else None)
+        return found

@@ -1,0 +1,212 @@
+"""The signal source of a run whose teacher's signals are in a store: a cache on disk, or a server.
+
+A store is asked by documents, not by positions in a micro-batch. So the order, the packing and the number of epochs
+of a run do not matter to it.
+
+B rows of S tokens, T = B·S, E the teacher's width, K ids per token.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stillhouse.data import Documents, MicroBatch
+from stillhouse.objective.signals import Tail
+from stillhouse.parallel import PairSignal, Runner, ShardedMicroBatches, TeacherHidden, gathered, watchdog
+from stillhouse.preemption import requested
+from stillhouse.signals.source import PendingSignals
+from stillhouse.signals.spec import DocumentRows, SignalSpec
+
+#: while signals are waited for: seconds between two looks whether the process is to stop, and how long it waits on
+SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
+#: the tensors of a step's micro-batches
+StepTensors = list[dict[str, Tensor]]
+
+
+class SignalStore(Protocol):
+    """Signals that were computed elsewhere."""
+
+    @property
+    def signal(self) -> SignalSpec: ...
+
+    @property
+    def width(self) -> int:
+        """E, the teacher's width."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """A hash that changes if the teacher changes."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Where the store is, for messages: a folder or a URL."""
+        ...
+
+    @property
+    def may_take_long(self) -> bool:
+        """Whether `read` may take longer than a step may, without being hung. The same on all processes."""
+        ...
+
+    @property
+    def teacher_folder(self) -> Path | None:
+        """The teacher's configuration and tokenizer, and with hidden states its output head; None if unknown."""
+        ...
+
+    def require(self, documents: Documents, what: str) -> None:
+        """Raise ValueError unless the store has signals for these documents. what: their name in the message."""
+        ...
+
+    def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
+        """For each of these, the tensors of `SignalSpec.tensors` on the CPU. Called from several threads.
+
+        Raises ValueError or OSError if they cannot be had.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up what is under way; `read` then raises."""
+        ...
+
+
+class SignalsLostError(ValueError):
+    """The teacher's signals of a step cannot be had. All processes of a job raise it, before the step has begun."""
+
+
+class StoredTeacher:
+    """Reads the signals of the coming steps in threads, while the engine computes.
+
+    Only processes with the student's last stage need signals, and of those that share their tokens (tensor parallel)
+    only the first one reads them. Each reads the rows of its own tokens that have a weight, and no others.
+
+    tail: how the mass outside of a sparse signal's ids counts. name: of one of several teachers, which may read a
+    prefix before each document.
+    """
+
+    steps_ahead = 2
+
+    def __init__(self, store: SignalStore, runner: Runner, tail: Tail = "bucket", name: str = ""):
+        self.store, self.runner, self._tail, self._name = store, runner, tail, name
+        self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
+
+    def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
+        return self._request(micro_batches)
+
+    def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> PendingSignals:
+        """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU."""
+        reads = self.runner.has_results
+        future = self._threads.submit(self._read, micro_batches, ids) if reads else None
+        return _Reading(future, self, micro_batches)
+
+    def received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[PairSignal]:
+        """Wait for what the threads read, and move it to the devices. A collective of all processes.
+
+        Raises SignalsLostError on all processes if one of them could not read.
+        """
+        with watchdog.untimed("the teacher's signals") if self.store.may_take_long else nullcontext():
+            found = self._waited(reading)
+        if not self.runner.has_last_stage:
+            return [None] * len(micro_batches)
+        return [
+            self._as_signal(self._shared(found[at] if found else None, each), each)
+            for at, each in enumerate(micro_batches)
+        ]
+
+    def _waited(self, reading: "Future[StepTensors] | None") -> StepTensors:
+        """What the thread has read, after all processes have it; empty on a process that does not read."""
+        error, found = "", StepTensors()
+        if reading is not None:
+            try:
+                stopping_since = None
+                while not reading.done():
+                    if requested():
+                        stopping_since = stopping_since or time.monotonic()
+                        if time.monotonic() - stopping_since > SECONDS_TO_STOP:
+                            break
+                    wait([reading], timeout=SECONDS_BETWEEN_LOOKS)
+                if reading.done():
+                    found = reading.result()
+                else:
+                    error = "a signal came while the run waited for the teacher"
+            # torch's errors, too: the other processes wait for this one below
+            except (ValueError, OSError, RuntimeError, CancelledError) as problem:
+                error = str(problem) or type(problem).__name__
+        mesh = self.runner.mesh
+        errors = [error] if mesh is None else gathered(error, mesh.everyone, mesh.device)
+        if any(errors):
+            raise SignalsLostError(next(each for each in errors if each))
+        return found
+
+    def close(self) -> None:
+        """Give up the requests that are under way, so that the process can end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.store.close()
+        self._threads.shutdown(wait=True)
+
+    def _read(self, step: ShardedMicroBatches, ids: Sequence[Tensor]) -> StepTensors:
+        """The tensors of a step's micro-batches on the CPU; rows without a weight are 0."""
+        wanted: list[DocumentRows] = []
+        places: list[tuple[dict[str, Tensor], Tensor, np.ndarray]] = []
+        step_tensors = [self._empty(each, pinned=True) for each in step]
+        for number, (micro_batch, tensors) in enumerate(zip(step, step_tensors, strict=True)):
+            valid_index = micro_batch.valid_index.cpu()
+            document_C = micro_batch.document_T.cpu()[valid_index].numpy()
+            position_C = micro_batch.position_ids_BS.cpu().flatten()[valid_index].numpy()
+            for document in np.unique(document_C).tolist():
+                chosen = np.flatnonzero(document_C == document)
+                first, last = int(position_C[chosen].min()), int(position_C[chosen].max())
+                rows_C, ids_NK = position_C[chosen] - first, None
+                if ids:
+                    ids_NK = torch.full((last + 1 - first, ids[number].shape[1]), -1, dtype=torch.int32)
+                    ids_NK[rows_C] = ids[number][chosen]
+                tokens, shift = step.whole.teacher_tokens(document, self._name)
+                wanted.append(DocumentRows(tokens, range(first + shift, last + 1 + shift), ids_NK))
+                places.append((tensors, valid_index[chosen], rows_C))
+        for (tensors, index_C, rows_C), stored in zip(places, self.store.read(wanted), strict=True):
+            for name, value in stored.items():
+                tensors[name][index_C] = value[rows_C]
+        return step_tensors
+
+    def _empty(self, micro_batch: MicroBatch, *, pinned: bool) -> dict[str, Tensor]:
+        pinned = pinned and micro_batch.labels_T.device.type == "cuda"
+        return {
+            name: torch.zeros(len(micro_batch.labels_T), *shape, dtype=dtype, pin_memory=pinned)
+            for name, (shape, dtype) in self.store.signal.tensors(self.store.width).items()
+        }
+
+    def _shared(self, found: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """One micro-batch's tensors on the device, sent to all processes that share its tokens."""
+        device, mesh = micro_batch.labels_T.device, self.runner.mesh
+        own = self._empty(micro_batch, pinned=False) if found is None else found
+        moved = {name: each.to(device, non_blocking=True) for name, each in own.items()}
+        if mesh is not None and mesh.degrees.tensor > 1:
+            for each in moved.values():
+                dist.broadcast(each, group=mesh.tokens.get_group("tensor"), group_src=0)
+        return moved
+
+    def _as_signal(self, found: dict[str, Tensor], micro_batch: MicroBatch) -> PairSignal:
+        if self.store.signal.kind == "hidden":
+            return TeacherHidden(found["hidden"].view(*micro_batch.shape_BS, -1))
+        return self.store.signal.as_signal(found, self._tail)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The signals of a step that threads read into host memory. future: None on a process that does not read."""
+
+    future: "Future[StepTensors] | None"
+    teacher: StoredTeacher
+    micro_batches: ShardedMicroBatches
+
+    def result(self) -> Sequence[PairSignal]:
+        return self.teacher.received(self.future, self.micro_batches)

@@ -1,9 +1,0 @@
-"""A teacher's signals on disk: written once by `stillhouse cache`, read by any number of runs.
-
-`format.py`: what the files are. `reader.py`: checks and reads them.
-"""
-
-from stillhouse.teachers.cache.format import Manifest, document_id, target_rows
-from stillhouse.teachers.cache.reader import SignalCache
-
-__all__ = ["Manifest", "SignalCache", "document_id", "target_rows"]

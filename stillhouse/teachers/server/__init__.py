@@ -1,5 +1,0 @@
-"""A server of a teacher's exact signals (see `serve.py`). It needs the extra `serve`."""
-
-from stillhouse.teachers.server.serve import serve
-
-__all__ = ["serve"]

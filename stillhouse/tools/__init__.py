@@ -1,0 +1,1 @@
+"""Commands beside training: check, parity, verify, caches, exports and the demo."""

@@ -1,0 +1,186 @@
+"""The folder of a cache that is being written: complete shards are kept, whatever ends the command.
+
+The folder says what is being written (`cache.json`) before the first shard, so that another command cannot continue
+it. A shard is complete when its record exists; a command that is started again computes only the missing ones. The
+index is written last: a folder without it is no cache for a reader.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from stillhouse.output.files import (
+    UNFINISHED,
+    explained_write_errors,
+    file_names,
+    flush,
+    hashes,
+    replace_text,
+    require_space,
+)
+from stillhouse.output.folder import folder_lock, is_leftover
+from stillhouse.parallel import is_first, process_count, process_rank, wait_for_all
+from stillhouse.run.agreement import require_shared_folder
+from stillhouse.signals.cache.format import (
+    CACHE_KEY,
+    INDEX,
+    MANIFEST,
+    SHARDS,
+    TEACHER,
+    Manifest,
+    documents_hash,
+    record_name,
+    shard_identity,
+    shard_name,
+    shard_tensors,
+)
+
+#: the size of a shard before packing, unless a single document needs more
+SHARD_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """A folder that all processes of a job write to; each computes every n-th shard."""
+
+    path: Path
+    manifest: Manifest
+
+    def write(
+        self, save_teacher: Callable[[Path], None], compute: Callable[[int], dict[str, Tensor]], device: torch.device
+    ) -> None:
+        """Write the cache, or the part of it that is missing. A collective of all processes.
+
+        save_teacher: writes the files of the teacher's folder. compute: the tensors of a shard, by its number.
+        Raises ValueError for a folder in which something else was written.
+        """
+        with folder_lock(self.path) if is_first() else nullcontext():
+            self._begin(save_teacher)
+            require_shared_folder(self.path, device)
+            self._write_shards(compute)
+            wait_for_all()
+            if is_first():
+                self._finish()
+
+    def _begin(self, save_teacher: Callable[[Path], None]) -> None:
+        """Create the folder, or check that an existing one has a part of the same cache."""
+        if not is_first():
+            return
+        self._require_own_folder()
+        replace_text(self.path / MANIFEST, self.manifest.to_json())
+        with explained_write_errors(self.path):
+            (self.path / SHARDS).mkdir(exist_ok=True)
+            for path in self.path.rglob(f"*{UNFINISHED}"):
+                path.unlink()
+            require_space(self.path, self._missing_bytes(), None)
+            save_teacher(self.path / TEACHER)
+
+    def _write_shards(self, compute: Callable[[int], dict[str, Tensor]]) -> None:
+        """Compute this process's shards that are not complete yet."""
+        every = range(process_rank(), self.manifest.shards, process_count())
+        own = [number for number in every if not self._is_complete(number)]
+        for number in tqdm(own, desc="shards", unit="shard", disable=not is_first() or not own):
+            tensors = compute(number)
+            path = self.path / shard_name(number)
+            partial = path.with_name(path.name + UNFINISHED)
+            with explained_write_errors(path):
+                save_file(tensors, partial, metadata={CACHE_KEY: shard_identity(self.manifest, number)})
+                flush(partial)
+                partial.rename(path)
+            record = {"sha256": hashes(self.path, [shard_name(number)])[shard_name(number)]}
+            replace_text(self.path / record_name(number), json.dumps(record))
+
+    def _finish(self) -> None:
+        """Write the index, after all processes have written their shards."""
+        written = {name: digest for number in range(self.manifest.shards) for name, digest in self._record(number)}
+        small = [name for name in file_names(self.path) if not name.startswith((SHARDS, INDEX, "."))]
+        replace_text(self.path / INDEX, json.dumps({"sha256": {**hashes(self.path, small), **written}}, indent=1))
+
+    def _require_own_folder(self) -> None:
+        path = self.path / MANIFEST
+        if path.is_file():
+            found = Manifest.from_json(path.read_text(encoding="utf-8"), path)
+            different = [
+                f"{name} {theirs!r} there and {ours!r} here"
+                for name, theirs, ours in found.differences(self.manifest)
+            ]
+            if different:
+                raise ValueError(f"{self.path} has another cache: {'; '.join(different)}; expected another folder")
+        elif not all(is_leftover(path) for path in self.path.iterdir()):
+            raise ValueError(f"{self.path} is not empty and has no cache: expected a new folder")
+
+    def _missing_bytes(self) -> int:
+        held = sum(path.stat().st_size for path in (self.path / SHARDS).glob("*.safetensors"))
+        return max(0, self.manifest.rows * self.manifest.layout.bytes_per_token - held)
+
+    def _is_complete(self, number: int) -> bool:
+        """Whether a shard has the hash of its record, which is written after the shard."""
+        if not (self.path / record_name(number)).is_file():
+            return False
+        return dict(self._record(number)) == hashes(self.path, [shard_name(number)])
+
+    def _record(self, number: int) -> Iterator[tuple[str, str]]:
+        path = self.path / record_name(number)
+        try:
+            yield shard_name(number), str(json.loads(path.read_text(encoding="utf-8"))["sha256"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is missing or damaged ({error}): delete it, and start the command again"
+            ) from error
+
+
+def divide(lengths: Sequence[int], rows: int) -> list[range]:
+    """Divide documents into shards of at most `rows` rows, or of one document that has more. No shard is empty.
+
+    lengths: the stored rows of each document. Returns the numbers of each shard's documents.
+    """
+    borders, held = list[int](), rows + 1
+    for number, length in enumerate(lengths):
+        if held + length > rows:
+            borders.append(number)
+            held = 0
+        held += length
+    return [range(*each) for each in zip(borders, [*borders[1:], len(lengths)], strict=True)]
+
+
+def write_documents(
+    out: Path,
+    about: Manifest,
+    documents: Sequence[tuple[bytes, range]],
+    read: Callable[[Sequence[int]], list[dict[str, Tensor]]],
+    save_teacher: Callable[[Path], None],
+    shard_bytes: int | None = None,
+) -> Manifest:
+    """Write a cache of signals that exist already, one shard in memory at a time.
+
+    about: the description of the cache; its numbers of documents, rows and shards are filled in here. documents: the
+    id and the rows of each. read: the signals of several documents' rows, by their places in `documents`.
+    """
+    lengths = [len(rows) for _, rows in documents]
+    if not lengths:
+        raise ValueError(f"{out}: there are no documents with two tokens or more; nothing is written")
+    per_token = about.signal.bytes_per_token(about.width)
+    shards = divide(lengths, max(1, (shard_bytes or SHARD_BYTES) // per_token))
+    manifest = replace(
+        about,
+        documents=len(documents),
+        rows=sum(lengths),
+        documents_hash=documents_hash(documents),
+        shards=len(shards),
+    )
+
+    def compute(number: int) -> dict[str, Tensor]:
+        parts = read(shards[number])
+        tensors = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+        own = [documents[document] for document in shards[number]]
+        return shard_tensors(manifest.layout, own, tensors)
+
+    CacheFolder(out, manifest).write(save_teacher, compute, torch.device("cpu"))
+    return manifest

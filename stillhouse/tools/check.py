@@ -1,0 +1,268 @@
+"""`stillhouse check`: does everything that a run does before its first update, and prints the findings.
+
+It shows models, tokenizer, template, data, and one step with its peak memory and each term's gradient norm. It
+changes no weight and writes no file.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from stillhouse.checkpoint.resume import candidates, require_unchanged_sources
+from stillhouse.config import RunConfig
+from stillhouse.data import Documents
+from stillhouse.display import escaped
+from stillhouse.engine.depths import mtp_in_words
+from stillhouse.engine.engine import Engine, StepOutput
+from stillhouse.loops.finite import stop_unless_finite
+from stillhouse.loops.step_samples import first_rollouts
+from stillhouse.models import Decoder
+from stillhouse.objective.divergence import weighted_parts
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.progress import read_state
+from stillhouse.parallel import ShardedMicroBatches, is_first
+from stillhouse.parallel.gradients import local
+from stillhouse.run.session import (
+    Session,
+    adapter_in_words,
+    data_reports,
+    prepare,
+)
+
+#: how many characters of the sample document are shown
+_SAMPLE = 600
+
+
+Result = TypeVar("Result")
+
+
+def check(config: RunConfig) -> None:
+    """Print the findings. Raises the errors that the run itself would raise; an error about its folder comes last."""
+    with closing(prepare(config, announce=is_first())) as session:
+        occupied: ValueError | None = None
+        try:
+            state = _state(session)
+        except ValueError as error:
+            state, occupied = "cannot be used, see the error below", error
+        for line in _lines(session, state):
+            if is_first():
+                print(line, flush=True)
+        if occupied is not None:
+            raise occupied
+
+
+def _state(session: Session) -> str:
+    """Describe what the run would find in its folder. Raises ValueError if the run may not use the folder."""
+    folder = RunFolder(Path(session.config.out))
+    newest = next(iter(candidates(session.config)), None)
+    if newest is not None and folder.owns(newest):
+        require_unchanged_sources(newest, read_state(newest).progress, session)
+    if folder.complete:
+        return "contains this run, which is complete"
+    return f"resumes from {newest.name}" if newest else "a new run"
+
+
+def _lines(session: Session, state: str) -> Iterator[str]:
+    """The printed lines. state: a description of the run folder."""
+    config, step_schedule = session.config, session.step_schedule
+    yield _row("student", _model_line(session.student))
+    for section, teacher in session.teachers.items():
+        yield _row(section.removeprefix("teachers."), _model_line(teacher))
+    for section, store in session.stores.items():
+        name = "signals" if section == "teacher" else section.removeprefix("teachers.")
+        yield _row(name, f"{store.signal}, from {store.name}")
+    if config.student.mtp is not None and session.engine.mtp is not None:
+        yield _row("mtp", mtp_in_words(config.student.mtp, session.student, session.engine.mtp))
+    if session.student.lora is not None:
+        yield _row("adapter", adapter_in_words(session))
+    is_shared = all(each.cross_tokenizer is None for each in session.config.teacher_sections.values())
+    same = ", the same for both" if session.config.teacher is not None and is_shared else ""
+    same = ", the same for all" if session.config.teachers is not None and is_shared else same
+    yield _row("tokenizer", f"{len(session.tokenizer):,} tokens, hash {session.tokenizer_hash[:12]}{same}")
+    yield from (_row("warning", warning) for warning in session.warnings)
+    for which, report in data_reports(session).items():
+        yield _row(f"data {which}", report.summary())
+    if session.evaluation is None:
+        yield _row("data eval", "no data is held out, so there will be no held-out metrics")
+    if session.plan is None:
+        yield _row("packing", f"{len(session.train):,} sequences, {session.train.fill:.0%} full")
+        yield _row(
+            "steps",
+            f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences "
+            f"(at most {config.data.max_tokens:,} tokens each), {step_schedule.rows_per_micro_batch} per micro-batch",
+        )
+    else:
+        plan = session.plan
+        yield _row(
+            "steps",
+            f"{step_schedule.steps:,} of {plan.prompts_per_step * plan.samples_per_prompt} completions, "
+            f"{plan.samples_per_prompt} of each prompt; {plan.share:.0%} of them written by the "
+            f"{config.rollout.writer if config.rollout else 'student'}",
+        )
+        if plan.dataset:
+            written = sum(len(plan.from_dataset(step)) for step in range(step_schedule.steps))
+            of_it = f"the dataset's, which has {plan.dataset:,}: {written / plan.dataset:.2f} passes over it"
+            yield _row("dataset", f"{written:,} of the completions are {of_it}")
+    yield _row("device", f"{session.device}, {config.train.precision}")
+    yield _row("run folder", f"{config.out}: {state}")
+    if session.plan is None:
+        yield _row("sample", f"{session.train.documents.sources[0]}, the tokens to predict are in ⟦ ⟧:")
+    else:
+        yield _row("prompt", f"{session.train.documents.sources[0]}, the completion follows it:")
+    yield _sample(session, session.train.documents)
+    yield from _step_lines(session)
+
+
+def _model_line(decoder: Decoder) -> str:
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    dtype = str(next(decoder.parameters()).dtype).removeprefix("torch.")
+    tied = ", tied" if decoder.tied else ""
+    return (
+        f"{type(decoder.pretrained).__name__}, {parameters:,} parameters, {dtype}, "
+        f"head of {decoder.vocabulary_rows:,} rows{tied}"
+    )
+
+
+def _sample(session: Session, documents: Documents) -> str:
+    """The beginning of the first document as the student sees it, with the targets in brackets."""
+    ids, targets = documents.tokens(0), documents.targets(0)
+    text, is_target = "", False
+    for start, stop in _runs(targets.tolist()):
+        is_target = bool(targets[start])
+        piece = session.tokenizer.decode(ids[start:stop].tolist())
+        text += f"⟦{piece}⟧" if is_target else piece
+    return escaped(text[:_SAMPLE], lines=True) + ("…" if len(text) > _SAMPLE else "")
+
+
+def _runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each stretch of equal values."""
+    start = 0
+    for position in range(1, len(values) + 1):
+        if position == len(values) or values[position] != values[start]:
+            yield start, position
+            start = position
+
+
+def _step_lines(session: Session) -> Iterator[str]:
+    """Run one step without its update; show time, peak memory, loss, and the gradient norm of each term alone.
+
+    No server is asked for completions, because that would give it this student's weights.
+    """
+    config, engine = session.config, session.engine
+    if config.rollout is not None and config.rollout.urls:
+        yield _row("one step", "left out, because servers write the completions")
+        return
+    yield f"running one step twice{_size(session)}; functions are compiled the first time …"
+    parameters = [each for each in session.student.parameters() if each.requires_grad]
+    with PeakMemory(session.device) as memory:
+        if session.plan is None:
+            micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        else:
+            micro_batches = first_rollouts(session)
+        first, output = _timed(lambda: _forward_backward(session, engine, micro_batches))
+        norm = float(session.runner.clip(0.0))
+    stop_unless_finite(session, 1, micro_batches, output, norm)
+    optimizer_bytes = 2 * sum(local(each).numel() * each.element_size() for each in parameters)
+    tokens = sum(each.input_ids_BS.numel() for each in micro_batches)
+    loss = output.sums["loss"]
+    engine.zero_grad()
+    seconds, _ = _timed(lambda: _forward_backward(session, engine, micro_batches).sums)
+    times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
+    yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
+    yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
+    terms = [(name, engine.with_objective(spec)) for name, spec in _single_terms(session.spec)]
+    losses = [*terms, *engine.single_losses()]
+    yield f"running the same step with each of {len(losses)} losses alone …"
+    for name, alone in losses:
+        engine.zero_grad()
+        _forward_backward(session, alone, micro_batches)
+        yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")
+    engine.zero_grad()
+
+
+def _size(session: Session) -> str:
+    """How long a step is, for whom it takes minutes; "" where completions are still to be written."""
+    if session.plan is not None:
+        return ""
+    schedule = session.step_schedule
+    micro_batches = -(-schedule.sequences_per_step // schedule.rows_per_micro_batch)
+    return f" (sequences: {schedule.sequences_per_step}, micro-batches: {micro_batches})"
+
+
+def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
+    started = time.monotonic()
+    result = call()
+    return time.monotonic() - started, result
+
+
+def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMicroBatches) -> StepOutput:
+    signals = session.source_for(engine).request(micro_batches).result()
+    return engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
+
+
+def _single_terms(spec: ObjectiveSpec) -> Iterator[tuple[str, ObjectiveSpec]]:
+    """For each term, an objective with that term alone, which keeps its scale. z_loss comes with cross_entropy."""
+    none = replace(spec, cross_entropy=None, z_loss=0.0, divergence=None, uld=None, entropy=None)
+    none = replace(none, sampled_kl=None, policy_gradient=None)
+    if spec.cross_entropy is not None:
+        yield "cross_entropy", replace(none, cross_entropy=spec.cross_entropy)
+    if spec.z_loss:
+        yield "with z_loss", replace(none, cross_entropy=spec.cross_entropy, z_loss=spec.z_loss)
+    if spec.divergence is not None:
+        for scale, part in weighted_parts(spec.divergence):
+            yield str(part), replace(none, divergence=part, divergence_scale=scale * spec.divergence_scale)
+    if spec.sampled_kl is not None:
+        yield f"sampled_kl({spec.estimator})", replace(none, sampled_kl=spec.sampled_kl)
+    if spec.policy_gradient is not None:
+        yield "policy_gradient", replace(none, policy_gradient=spec.policy_gradient)
+    if spec.uld is not None:
+        yield "uld", replace(none, uld=spec.uld)
+    if spec.entropy is not None:
+        yield "entropy", replace(none, entropy=spec.entropy)
+
+
+class PeakMemory:
+    """Measures the peak memory within a `with` block: of the GPU; without a GPU, of the process (on Linux)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.peak_bytes: int | None = None
+        self.before_bytes = 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before_bytes = torch.cuda.memory_allocated(self.device)
+        elif Path("/proc/self/clear_refs").exists():
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the resident set
+            self.before_bytes = _status_bytes("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        elif Path("/proc/self/clear_refs").exists():
+            self.peak_bytes = _status_bytes("VmHWM")
+
+    def in_words(self) -> str:
+        if self.peak_bytes is None:
+            return "not measured on this system"
+        added = self.peak_bytes - self.before_bytes
+        return f"{self.peak_bytes / 2**30:.2f} GiB, of which this step added {added / 2**30:.2f} GiB"
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(key)
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<16}{escaped(value, lines=True)}"

@@ -1,0 +1,56 @@
+"""Writes a cache in the form of another project: the command `stillhouse cache export`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from stillhouse.config import RunConfig, yaml_text
+from stillhouse.output.files import atomic_folder
+from stillhouse.run.inputs import load_run_data
+from stillhouse.signals import SignalCache
+from stillhouse.signals.cache.exchange.distillkit import CONFIGURATION, Compression, write_parquet
+from stillhouse.signals.cache.format import document_id
+
+
+def export_distillkit(folder: Path, config: RunConfig, out: Path) -> Compression:
+    """Write DistillKit's Parquet file and its compression configuration to a new folder, or to none at all.
+
+    config: of the run whose data are in the cache, which has the hash of a document's tokens but not the tokens. The
+    log-probabilities are written as they are stored; the mass outside of the ids has no place in that form.
+
+    Raises ValueError for other signals than top-k ids, for documents that the cache lacks, and for rows that are
+    missing, since DistillKit reads all of a document.
+    """
+    cache = SignalCache(folder)
+    spec = cache.signal
+    if spec.kind != "top_k" or spec.with_label:
+        raise ValueError(f"{folder} has {spec}: DistillKit reads top-k log-probabilities without the actual token's")
+    if out.exists():
+        raise ValueError(f"{out} exists: expected a new folder")
+    assert spec.top_k is not None
+    compression = Compression(cache.manifest.vocabulary, spec.top_k, spec.dtype, delta_encoding=False)
+    data, stored = load_run_data(config, {}), dict(cache.documents())
+
+    def documents() -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
+        for each in (each.documents for each in (data.train, data.evaluation) if each is not None):
+            for number in range(len(each)):
+                tokens = each.tokens(number)
+                rows = stored.pop(document_id(tokens), None)
+                if rows is not None and rows != range(len(tokens) - 1):
+                    raise ValueError(
+                        f"{folder} has rows {rows.start} to {rows.stop - 1} of the {len(tokens)} tokens of "
+                        f"{each.sources[number]}: expected all but the last; write the cache with "
+                        "objective.tokens=all"
+                    )
+                if rows is not None:
+                    yield tokens, cache.read_document(document_id(tokens), rows)
+
+    with atomic_folder(out, exclusive=True) as partial:
+        write_parquet(partial / "data_0.parquet", compression, documents())
+        if stored:
+            raise ValueError(f"{folder} has {len(stored):,} documents that are not in the data of this configuration")
+        text = yaml_text.write_yaml(compression.as_dict())
+        (partial / CONFIGURATION).write_text(text, encoding="utf-8")
+    return compression

@@ -1,0 +1,269 @@
+"""Exports the student of a run or a checkpoint as a plain Hugging Face folder: `stillhouse export`.
+
+A checkpoint has its student as whole tensors, whatever layout has written it (`export.py`). So an export needs one
+process, and one file of weights in memory at a time. The exception is an adapter that is merged into its base: then
+the whole model is in host memory.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+
+from stillhouse.checkpoint.checkpoint_folder import best_checkpoint, checkpoints
+from stillhouse.checkpoint.export_weights import write_weights
+from stillhouse.checkpoint.integrity import IntactCheckpoint, stored_tensors, verified
+from stillhouse.config import RunConfig, load_config
+from stillhouse.libraries import reading
+from stillhouse.models.adapter import merged
+from stillhouse.models.loading import auto_class, load_causal_lm, parse_dtype
+from stillhouse.models.mtp_names import without_mtp
+from stillhouse.output.files import atomic_folder, file_names
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.model_card import Exported, model_card
+from stillhouse.output.progress import STATE, folder_name
+from stillhouse.run.run_models import source_fingerprint
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS, _STUDENT = ".safetensors", "student/"
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """How to export. merge: an adapter into its base; None: yes, if the student has one. dtype: None for the one that
+    was trained. shard_bytes: the largest size of one file. card: write README.md. mtp: with the MTP layers, if the
+    student has some.
+    """
+
+    merge: bool | None = None
+    dtype: str | None = None
+    shard_bytes: int = 5 * 10**9
+    card: bool = True
+    mtp: bool = True
+
+
+def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings) -> IntactCheckpoint:
+    """Write the student of a run's folder, or of one checkpoint, to the new folder `out`; returns its checkpoint.
+
+    step: of a run's folder, a number, "best" or "last" (None). Raises ValueError for a folder that is no run, a
+    checkpoint that is damaged or removed meanwhile, an adapter whose base has changed, and weights that the dtype
+    cannot represent.
+    """
+    out = out.resolve()  # it may be a link to an empty folder
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out: {out} exists and is not empty: expected a new folder")
+    checkpoint = verified(_chosen(path, step), whole=True)
+    student, run = checkpoint.path / "student", checkpoint.path.parent.parent
+    has_adapter = (student / ADAPTER_CONFIG).is_file()
+    if settings.merge is not None and not has_adapter:
+        raise ValueError(f"{checkpoint.path} has no adapter: expected neither --merge nor --adapter")
+    if not settings.mtp and not _mtp_prefixes(student):
+        raise ValueError(f"--no-mtp: the student of {checkpoint.path} has no MTP layers: expected no such option")
+    config = _configuration(run, checkpoint) if settings.card or has_adapter else None
+    merges = has_adapter and settings.merge is not False
+    with atomic_folder(out, exclusive=True) as folder, _still_there(checkpoint):
+        if has_adapter:
+            assert config is not None
+            _require_same_base(config, checkpoint)
+        files = [name.removeprefix(_STUDENT) for name in checkpoint.state.files if name.startswith(_STUDENT)]
+        if merges:
+            assert config is not None
+            merged_folder = folder / "merged"
+            _save_merged(merged_folder, config, student)
+            dtype = settings.dtype or config.student.dtype
+            _copy(merged_folder, file_names(merged_folder), folder, dtype, settings)
+            shutil.rmtree(merged_folder)
+            _copy_others(student, [name for name in files if name != ADAPTER_CONFIG], folder)
+        else:
+            _copy(student, files, folder, settings.dtype, settings)
+        if settings.card:
+            assert config is not None
+            adapter = "merged" if merges else "alone" if has_adapter else ""
+            found = Exported(_command(run, checkpoint, settings), _dtype_of(folder), adapter, _has_template(folder))
+            (folder / "README.md").write_text(model_card(run, config, checkpoint, found), encoding="utf-8")
+    return checkpoint
+
+
+@contextmanager
+def _still_there(checkpoint: IntactCheckpoint) -> Iterator[None]:
+    """Its run removes a checkpoint by `checkpoint.keep`, also while it is exported: raise ValueError then."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if all((checkpoint.path / name).exists() for name in checkpoint.state.files):
+            raise
+        raise ValueError(
+            f"{checkpoint.path} was removed while it was exported (a run keeps checkpoint.keep of them): expected a"
+            " later --step, or a larger checkpoint.keep"
+        ) from error
+
+
+def _chosen(path: Path, step: str | None) -> Path:
+    """The checkpoint that is meant."""
+    if (path / STATE).is_file():
+        if step is not None:
+            raise ValueError(f"--step: {path} is one checkpoint already: expected a run's folder with --step")
+        return path
+    if not (path / "config.yaml").is_file():
+        raise ValueError(f"{path} is neither a run nor a checkpoint: expected the `out` folder of a run")
+    every = checkpoints(RunFolder(path).checkpoints)
+    if not every:
+        raise ValueError(f"{path} has no complete checkpoint: expected a run that has written one")
+    if step in (None, "last"):
+        return every[-1]
+    if step == "best":
+        settings = load_config(path / "config.yaml").checkpoint
+        best, damage = None, list[str]()
+        if settings.best is not None:
+            best, damage = best_checkpoint(every, settings.best, settings.greater_is_better)
+        if damage:
+            raise ValueError(f"--step: the best checkpoint is not known: {damage[0]}; name a step")
+        if best is None:
+            raise ValueError(f"--step: no checkpoint in {path} has the metric of checkpoint.best: name a step")
+        return best
+    names = {each.name: each for each in every}
+    if not str(step).isdecimal() or folder_name(int(str(step))) not in names:
+        raise ValueError(
+            f"--step: got {step}, expected best, last or one of the steps that {path} has: "
+            f"{', '.join(str(int(name.rpartition('-')[2])) for name in names)}"
+        )
+    return names[folder_name(int(str(step)))]
+
+
+def _configuration(run: Path, checkpoint: IntactCheckpoint) -> RunConfig:
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ValueError(
+            f"{checkpoint.path} is not in the folder of its run: expected <run>/checkpoints/<checkpoint> with "
+            f"{path}; a student without an adapter can be exported without it (--no-card)"
+        )
+    return load_config(path)
+
+
+def _require_same_base(config: RunConfig, checkpoint: IntactCheckpoint) -> None:
+    """Raise ValueError unless the base model's files are those that the adapter was trained on."""
+    base = config.student
+    if source_fingerprint(base.model, base.revision) != checkpoint.state.progress.models.get("student"):
+        raise ValueError(
+            f"student: the files of {base.model} are not those that the adapter in {checkpoint.path} was trained on: "
+            "restore them"
+        )
+
+
+def _save_merged(folder: Path, config: RunConfig, adapter: Path) -> None:
+    """Write W + scale · B A, computed in float32, or in float64 if the run had that."""
+    base = config.student
+    model = load_causal_lm(
+        base.model,
+        revision=base.revision,
+        dtype="float64" if base.dtype == "float64" else "float32",
+        trust_remote_code=base.trust_remote_code,
+    )
+    merged(model, adapter).save_pretrained(folder)
+
+
+def _mtp_prefixes(source: Path) -> tuple[str, ...]:
+    """How the names of the MTP layers' weights begin; empty for a model or an adapter without them."""
+    if not (source / CONFIG_NAME).is_file():
+        return ()
+    with reading(f"{source}: its configuration cannot be read"):
+        return tuple(without_mtp(AutoConfig.from_pretrained(source, trust_remote_code=False)))
+
+
+def _copy(source: Path, names: Sequence[str], target: Path, dtype: str | None, settings: ExportSettings) -> None:
+    """Copy these files of a model or an adapter, its weights in another dtype, with one file in memory at a time."""
+    stored = stored_tensors(source)
+    wanted = None if dtype is None else parse_dtype(dtype)
+    paths = [source / name for name in sorted(names) if name.endswith(_WEIGHTS)]
+    left_out = () if settings.mtp else _mtp_prefixes(source)
+    files = {name: path for path in paths for name in _names(path) if not name.startswith(left_out)}
+    kept = _kept_in_float32(source) if wanted in (torch.bfloat16, torch.float16) else []
+
+    def to(name: str) -> torch.dtype:
+        own: torch.dtype = stored[name].properties.dtype
+        is_kept = any(part in name.split(".") for part in kept)
+        return wanted if own.is_floating_point and isinstance(wanted, torch.dtype) and not is_kept else own
+
+    def read(names: Any) -> dict[str, Tensor]:
+        return {name: _rounded(name, files[name], to(name)) for name in names}
+
+    shapes = {name: torch.empty(stored[name].size, dtype=to(name), device="meta") for name in files}
+    if (source / ADAPTER_CONFIG).is_file():
+        write_weights(target, shapes, read, settings.shard_bytes, file=ADAPTER_WEIGHTS)
+    else:
+        write_weights(target, shapes, read, settings.shard_bytes)
+    if left_out:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        without_mtp(config)
+        config.save_pretrained(target)
+    _copy_others(source, names, target)
+    if dtype is not None and (target / CONFIG_NAME).is_file():
+        content = json.loads((target / CONFIG_NAME).read_bytes())
+        (target / CONFIG_NAME).write_text(json.dumps(_with_dtype(content, dtype), indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_others(source: Path, names: Iterable[str], target: Path) -> None:
+    """Copy those of the files that are no weights and not there yet: configurations, tokenizer and chat template."""
+    for name in names:
+        is_weights = name.endswith(_WEIGHTS) or name == SAFE_WEIGHTS_INDEX_NAME
+        if not is_weights and not (target / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _rounded(name: str, path: Path, dtype: torch.dtype) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name).to(dtype)
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise ValueError(f"--dtype: {dtype} cannot represent '{name}': expected bfloat16 or float32")
+    return tensor
+
+
+def _kept_in_float32(source: Path) -> list[str]:
+    """The parts of names of weights that transformers computes in float32 whatever the model's dtype is."""
+    if not (source / CONFIG_NAME).is_file():
+        return []
+    with reading(f"{source}: its configuration cannot be read"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
+    return sorted(model._keep_in_fp32_modules_strict or [])
+
+
+def _with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A model's configuration, and those of its parts, with another dtype of the weights."""
+    nested = {key: _with_dtype(each, dtype) if isinstance(each, dict) else each for key, each in content.items()}
+    return {key: dtype if key in ("dtype", "torch_dtype") else value for key, value in nested.items()}
+
+
+def _dtype_of(folder: Path) -> str:
+    sizes: dict[torch.dtype, int] = {}
+    for each in stored_tensors(folder).values():
+        sizes[each.properties.dtype] = sizes.get(each.properties.dtype, 0) + each.size.numel()
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+
+
+def _has_template(folder: Path) -> bool:
+    with reading(f"the tokenizer of {folder} cannot be read"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).chat_template is not None
+
+
+def _command(run: Path, checkpoint: IntactCheckpoint, settings: ExportSettings) -> str:
+    """The command, with the last part of the run's path alone."""
+    merge = {None: "", True: " --merge", False: " --adapter"}[settings.merge]
+    dtype = "" if settings.dtype is None else f" --dtype {settings.dtype}"
+    mtp = "" if settings.mtp else " --no-mtp"
+    return f"stillhouse export {run.name} --step {checkpoint.state.progress.step}{merge}{dtype}{mtp} --out FOLDER"

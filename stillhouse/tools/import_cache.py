@@ -1,0 +1,254 @@
+"""Writes a cache from the files of other projects: the command `stillhouse cache import`.
+
+A file of another project says neither which model has written it nor which token a row belongs to. So the teacher
+itself computes some of the documents, and files that disagree with it are refused.
+
+N tokens of a document, K ids per row, V vocabulary, E the teacher's width.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data import load_tokenizer, tokenizer_fingerprint
+from stillhouse.models import Decoder, check_finite_weights, evaluating, model_fingerprint
+from stillhouse.parallel.loading import local_folder
+from stillhouse.run.agreement import library_versions
+from stillhouse.signals.cache.exchange.distillkit import Compression, DistillkitFiles
+from stillhouse.signals.cache.exchange.speculators import SpeculatorsFiles
+from stillhouse.signals.cache.format import Manifest, document_id
+from stillhouse.signals.spec import DTYPES, SignalSpec
+from stillhouse.signals.teacher_folder import save_teacher
+from stillhouse.tools.cache_folder import write_documents
+
+#: how many documents the teacher computes, spread over all of them
+PROBES = 5
+#: hidden states: relative error; log-probabilities: mean error in nats. Another engine's kernels and bfloat16 cause
+#: about a tenth of these; a shift by one token, another layer or another model many times as much
+HIDDEN_ERROR, NATS = 0.1, 0.1
+
+
+def import_distillkit(
+    source: Path,
+    compression: Compression,
+    teacher: str,
+    out: Path,
+    *,
+    temperature: float = 1.0,
+    packed: bool = False,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    shard_bytes: int | None = None,
+) -> Manifest:
+    """Write a cache of top-k log-probabilities from DistillKit's Parquet files, or continue to write it.
+
+    teacher: a folder or hub id; it computes some documents, to compare. temperature: of the log-probabilities. The
+    mass outside of the ids is not in the files: it is computed as 1 − Σp, which has few digits on peaked rows.
+
+    Raises ValueError, naming file and row, for rows that no teacher gives, and for files of another teacher.
+    """
+    files = DistillkitFiles(source, compression)
+    decoder, tokenizer, fingerprint = _load(teacher, dtype, device)
+    vocabulary = decoder.vocabulary_rows
+    if compression.d < vocabulary and compression.d < len(tokenizer):
+        raise ValueError(f"d = {compression.d}, but the teacher has {len(tokenizer)} tokens: expected its vocabulary")
+    spec = SignalSpec("top_k", compression.exact_dtype, compression.k, temperature)
+    numbers, documents = _documents(files.tokens(), files.where, vocabulary)
+
+    def read_one(at: int) -> dict[str, Tensor]:
+        return files.signal(numbers[at], len(documents[at][1]), vocabulary)
+
+    chosen = _spread(len(documents))
+    for at, tokens in zip(chosen, _tokens_of(files.tokens(), [numbers[at] for at in chosen]), strict=True):
+        found = read_one(at)
+        error = _nats(decoder, tokens, found, temperature)
+        if not error <= NATS:
+            raise ValueError(
+                f"{files.where(numbers[at])}: its log-probabilities differ from the teacher's by {error:.2g} nats on "
+                f"average, expected at most {NATS:g}: is {teacher} the model that wrote them, at temperature "
+                f"{temperature:g}?"
+            )
+    about = _about(spec, teacher, fingerprint, tokenizer, decoder, packed=packed)
+    return write_documents(
+        out,
+        about,
+        documents,
+        lambda places: [read_one(at) for at in places],
+        lambda folder: save_teacher(folder, decoder, tokenizer, with_head=False),
+        shard_bytes,
+    )
+
+
+def import_speculators(
+    source: Path,
+    teacher: str,
+    out: Path,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    shard_bytes: int | None = None,
+) -> Manifest:
+    """Write a cache of hidden states from speculators' files, or continue to write it.
+
+    teacher: a folder or hub id; its last norm is applied to the states, and it computes some documents, to compare.
+
+    Raises ValueError, naming the file, for states that are not those of this teacher's last layer.
+    """
+    files = SpeculatorsFiles(source)
+    stored_dtype = next((name for name, each in DTYPES.items() if each == files.dtype()), None)
+    if stored_dtype is None:
+        raise ValueError(f"{files.where(0)}: hidden_states of {files.dtype()}: expected {', '.join(DTYPES)}")
+    decoder, tokenizer, fingerprint = _load(teacher, dtype, device)
+    about = _about(SignalSpec("hidden", stored_dtype), teacher, fingerprint, tokenizer, decoder)
+    numbers, documents = _documents(files.tokens(), files.where, decoder.vocabulary_rows)
+    chosen = _spread(len(documents))
+    probes = [numbers[at] for at in chosen]
+    norm: nn.Module | None = None
+    for place, (number, tokens) in enumerate(zip(probes, _tokens_of(files.tokens(), probes), strict=True)):
+        found = files.last_layer(number, len(tokens), about.width)
+        needed = _needed_norm(decoder, tokens, found, files.where(number))
+        if place and needed is not norm:
+            raise ValueError(f"{files.where(number)} is normed otherwise than {files.where(probes[0])}")
+        norm = needed
+
+    @torch.no_grad()
+    def read_one(at: int) -> dict[str, Tensor]:
+        rows = documents[at][1]
+        hidden_NE = files.last_layer(numbers[at], len(rows) + 1, about.width)[: len(rows)]
+        if hidden_NE.dtype != DTYPES[stored_dtype]:
+            raise ValueError(
+                f"{files.where(numbers[at])}: {hidden_NE.dtype}, expected {stored_dtype} as in the first"
+            )
+        return {"hidden": (hidden_NE if norm is None else _normed(norm, hidden_NE)).to(DTYPES[stored_dtype])}
+
+    return write_documents(
+        out,
+        about,
+        documents,
+        lambda places: [read_one(at) for at in places],
+        lambda folder: save_teacher(folder, decoder, tokenizer, with_head=True),
+        shard_bytes,
+    )
+
+
+def _load(teacher: str, dtype: str, device: torch.device | str) -> tuple[Decoder, PreTrainedTokenizerBase, str]:
+    """The teacher, its tokenizer, and a hash of its files (of a model of the hub, its commit)."""
+    tokenizer = load_tokenizer(teacher)
+    decoder = Decoder.from_pretrained(teacher, dtype=dtype, device=device).eval()
+    check_finite_weights(decoder, "teacher")
+    folder = Path(local_folder(teacher))
+    return decoder, tokenizer, model_fingerprint(folder) if Path(teacher).is_dir() else folder.name
+
+
+def _about(
+    spec: SignalSpec,
+    teacher: str,
+    fingerprint: str,
+    tokenizer: PreTrainedTokenizerBase,
+    decoder: Decoder,
+    *,
+    packed: bool = False,
+) -> Manifest:
+    """The description of the cache, without its numbers of documents, rows and shards."""
+    return Manifest(
+        spec,
+        teacher,
+        fingerprint,
+        tokenizer_fingerprint(tokenizer),
+        decoder.vocabulary_rows,
+        decoder.config.get_text_config().hidden_size,
+        documents=0,
+        rows=0,
+        documents_hash="",
+        shards=0,
+        versions=library_versions(),
+        packed=packed,
+    )
+
+
+def _documents(
+    tokens: Iterable[np.ndarray], where: Callable[[int], str], vocabulary: int
+) -> tuple[list[int], list[tuple[bytes, range]]]:
+    """The number in the source, and the id and rows, of every different document of two tokens or more."""
+    numbers, documents, seen = list[int](), list[tuple[bytes, range]](), set[bytes]()
+    for number, each in enumerate(tokens):
+        if len(each) and (each.min() < 0 or each.max() >= vocabulary):
+            raise ValueError(f"{where(number)}: token ids from {each.min()} to {each.max()} of {vocabulary}")
+        document = document_id(each)
+        if len(each) > 1 and document not in seen:
+            seen.add(document)
+            numbers.append(number)
+            documents.append((document, range(len(each) - 1)))
+    return numbers, documents
+
+
+def _spread(count: int) -> list[int]:
+    return sorted({round(at) for at in np.linspace(0, count - 1, min(PROBES, count))})
+
+
+def _tokens_of(tokens: Iterable[np.ndarray], numbers: list[int]) -> list[np.ndarray]:
+    wanted = set(numbers)
+    return [each for number, each in enumerate(tokens) if number in wanted]
+
+
+@torch.no_grad()
+def _nats(decoder: Decoder, tokens: np.ndarray, found: dict[str, Tensor], temperature: float) -> float:
+    """Mean over rows of Σ p·|log p − the teacher's log p| over the ids of the row."""
+    device = decoder.output_weight.device
+    with evaluating(decoder):
+        logits_NV = decoder(torch.from_numpy(tokens)[None].to(device))[0, :-1].float() / temperature
+    log_p_NK = logits_NV.log_softmax(1).cpu().gather(1, found["ids"].long())
+    stored_NK = found["log_probs"].float()
+    return float((stored_NK.exp() * (stored_NK - log_p_NK).abs()).sum(1).mean())
+
+
+def _needed_norm(decoder: Decoder, tokens: np.ndarray, found_NE: Tensor, where: str) -> nn.Module | None:
+    """The module that turns the stored states into the teacher's hidden states; None if they are those already."""
+    before_NE, after_NE, norm = _around_last_norm(decoder, tokens)
+    errors = [float((found_NE.float() - each).norm() / each.norm()) for each in (before_NE, after_NE)]
+    fits = [error <= HIDDEN_ERROR for error in errors]
+    if fits == [True, False]:
+        return norm
+    if fits == [False, True]:
+        return None
+    raise ValueError(
+        f"{where}: its last layer differs from the teacher's by {errors[0]:.2g} before the last norm and by "
+        f"{errors[1]:.2g} after it, relative to their norm; expected at most {HIDDEN_ERROR:g} at one of them: is it "
+        "the last layer of this teacher, with row t of token t?"
+    )
+
+
+@torch.no_grad()
+def _around_last_norm(decoder: Decoder, tokens: np.ndarray) -> tuple[Tensor, Tensor, nn.Module]:
+    """The input and the output [N, E] of the module that gives the teacher's hidden states, and the module."""
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def note(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(output, Tensor) and arguments and isinstance(arguments[0], Tensor):
+            calls.append((module, arguments[0], output))
+
+    handles = [
+        each.register_forward_hook(note) for each in decoder.backbone.modules() if each is not decoder.backbone
+    ]
+    try:
+        with evaluating(decoder):
+            hidden_BNE = decoder(torch.from_numpy(tokens)[None].to(decoder.output_weight.device), head=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for module, before_BNE, after_BNE in reversed(calls):
+        if after_BNE is hidden_BNE and before_BNE.shape == hidden_BNE.shape:
+            return before_BNE[0].float().cpu(), hidden_BNE[0].float().cpu(), module
+    raise ValueError(
+        f"the last norm of {decoder.config.model_type} was not found: its hidden states cannot be imported"
+    )
+
+
+def _normed(norm: nn.Module, hidden_NE: Tensor) -> Tensor:
+    weight = next(norm.parameters())
+    normed: Tensor = norm(hidden_NE.to(weight.device, weight.dtype))
+    return normed.cpu()

@@ -1,0 +1,90 @@
+"""Joins caches of one teacher: the command `stillhouse cache merge`."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from stillhouse.output.files import flush
+from stillhouse.signals import SignalCache
+from stillhouse.signals.cache.format import TEACHER, Manifest
+from stillhouse.signals.compare import row_differences
+from stillhouse.tools.cache_folder import write_documents
+
+#: what has to be the same in all of them
+SAME = ("signal", "teacher_hash", "tokenizer_hash", "vocabulary", "width", "packed")
+#: how far the numbers of one teacher may differ, relative to their norm: its rounding depends on the batch
+TOLERANCE = 0.02
+
+
+def merge_caches(folders: Sequence[Path], out: Path, *, shard_bytes: int | None = None) -> Manifest:
+    """Write a cache with the documents of all given caches, in their order, or continue to write it.
+
+    Of a document that is in several caches, the first one counts. Raises ValueError for caches of different teachers,
+    tokenizers or signals, and for a document of which two caches have different rows or different numbers.
+    """
+    if len(folders) < 2:
+        raise ValueError(f"got {len(folders)} cache: expected two or more")
+    caches = [SignalCache(folder) for folder in folders]
+    first = caches[0]
+    for other in caches[1:]:
+        _require_same(first, other)
+    owners: dict[bytes, SignalCache] = {}
+    held: dict[bytes, range] = {}
+    for cache in caches:
+        for document, rows in cache.documents().items():
+            owner, own_rows = owners.setdefault(document, cache), held.setdefault(document, rows)
+            if owner is not cache:
+                _require_equal(document, own_rows, rows, owner, cache)
+    documents = list(held.items())
+
+    def read(numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+        wanted = [documents[at] for at in numbers]
+        return [owners[document].read_document(document, rows) for document, rows in wanted]
+
+    return write_documents(
+        out, first.manifest, documents, read, lambda folder: _copy(first.teacher_folder, folder), shard_bytes
+    )
+
+
+def _require_same(first: SignalCache, other: SignalCache) -> None:
+    different = [
+        f"{name} is {getattr(first.manifest, name)} there and {getattr(other.manifest, name)} here"
+        for name in SAME
+        if getattr(first.manifest, name) != getattr(other.manifest, name)
+    ]
+    heads = [each.hashes.get(f"{TEACHER}/model.safetensors") for each in (first, other)]
+    if not different and heads[0] != heads[1]:
+        different = ["the output heads differ (was the teacher loaded in another dtype?)"]
+    if different:
+        raise ValueError(
+            f"{other.folder} cannot be merged with {first.folder}: {'; '.join(different)}; "
+            "expected caches of one teacher and signal"
+        )
+
+
+def _require_equal(document: bytes, own_rows: range, rows: range, owner: SignalCache, other: SignalCache) -> None:
+    where = f"document {document.hex()} is in {owner.folder} and in {other.folder}"
+    if rows != own_rows:
+        raise ValueError(
+            f"{where} with other rows, {own_rows.start} to {own_rows.stop - 1} and {rows.start} to {rows.stop - 1}: "
+            "expected caches that were written with the same objective.tokens"
+        )
+    ours, theirs = (cache.read_document(document, rows) for cache in (owner, other))
+    if not _are_close(ours, theirs):
+        raise ValueError(f"{where} with other signals: expected signals of one teacher")
+
+
+def _are_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    if "counts" in ours:  # drawn with the same random numbers: only a draw at a border may change
+        differs_N = (ours["counts"] != theirs["counts"]).any(1) | (ours["ids"] != theirs["ids"]).any(1)
+        return int(differs_N.sum()) <= max(1, TOLERANCE * len(differs_N))
+    return bool(row_differences(ours, theirs).mean() <= TOLERANCE)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        shutil.copyfile(path, folder / path.name)
+        flush(folder / path.name)
