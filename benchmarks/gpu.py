@@ -43,8 +43,8 @@ def stages(device: str) -> list[Stage]:
     tiny_objective = [*tiny, "--teacher-width", "64", "--peer-rounds", "1", "--floor-rounds", "1", "--skip", "memory"]
     tiny_objective += ["first_call", "--floor-rows", "64"]
     return [
-        Stage("tests of the objective", [*tests, "tests/test_objective_gpu.py"], []),
-        Stage("tests of offload", [*tests, "tests/parity/test_offload.py"], []),
+        Stage("tests of the objective", [*tests, "tests/gradients/test_objective_gpu.py"], []),
+        Stage("tests of offload", [*tests, "tests/layouts/test_offload.py"], []),
         Stage(
             "objective, V=151,936",
             ["-m", "benchmarks.objective", *bf16, *LARGE, "--tokens", "8192", "--vocabulary", "151936"],

@@ -6,7 +6,7 @@ The teacher is a second GPTModel in the same pipeline stages. Megatron's own sch
 states stay on the last stage, where the student's output processor compares teacher and student. Instead of a teacher
 model, a file can give the teacher's top-k log-probabilities. The section `objective` has Stillhouse's keys. The
 weights of both models are random: load yours where `build` is called. It needs `pip install megatron-core` and
-CUDA devices (tests/cuda_is_cpu.py replaces them in this repository's tests).
+CUDA devices (tests/kit/cuda_is_cpu.py replaces them in this repository's tests).
 
 `data` and `teacher.top_k` are safetensors files of the same N rows: input_ids [N, S + 1]; ids and log_probs
 [N, S, K], tail_log_prob [N, S]. B rows of a micro-batch, S tokens, K entries.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-import shard_ranks
+from kit import shard_ranks
 
 from stillhouse.libraries import FEATURES, is_supported
 
@@ -49,7 +49,7 @@ LONGEST = ("test_demo_run", "test_train_layouts", "test_parity", "test_chaos", "
 collect_ignore = (
     []
     if is_supported("multi-token prediction")
-    else ["test_mtp.py", "test_mtp_decoder.py", "test_mtp_drafting.py", "test_train_mtp.py"]
+    else ["gradients/test_mtp.py", "unit/test_mtp_decoder.py", "runs/test_mtp_drafting.py", "runs/test_train_mtp.py"]
 )
 
 

@@ -20,7 +20,7 @@ MISSING_HERE = ("no CUDA device", "no chromium on the path")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table. proofs: (file below tests/, name of a test or "" for all tests of the file)."""
+    """A row of a table. proofs: (name of a file, name of a test or "" for all tests of the file)."""
 
     text: str
     proofs: tuple[tuple[str, str], ...]
@@ -58,7 +58,7 @@ def proof_rows(page: str) -> list[Row]:
 def _proofs(line: str) -> Iterable[tuple[str, str]]:
     """Yield the tests of a row: `test_a.py::test_one`, `::test_two` of the same file, or only a file."""
     file = ""
-    for path, test in re.findall(r"`((?:\w+/)?test_\w+\.py)?(?:::(test_\w+))?`", line.rpartition("| ")[2]):
+    for path, test in re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", line.rpartition("| ")[2]):
         file = path or file
         yield file, test
 
@@ -68,7 +68,7 @@ def read_outcomes(paths: Iterable[Path]) -> dict[tuple[str, str], list[str]]:
     cases: dict[tuple[str, str, str], str] = {}
     for path in paths:
         for case in ElementTree.parse(path).getroot().iter("testcase"):
-            file = case.get("classname", "").removeprefix("tests.").replace(".", "/") + ".py"
+            file = case.get("classname", "").rpartition(".")[2] + ".py"
             name, _, parameters = without_group(case.get("name", "")).partition("[")
             kinds = {child.tag for child in case}
             outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"

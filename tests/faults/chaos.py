@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ranks import Ranks
-from runs import contents, metrics, save_model, write_run
+from kit.ranks import Ranks
+from kit.runs import contents, metrics, save_model, write_run
 
 STEPS, EVERY = 12, 3
 #: LIMIT: seconds after which a run of this size counts as hung. TIMEOUT: seconds in which a rank must answer

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from chaos import DISK, LIMIT, Hung, Traceback, Trial, command, ended, log_lines, require_no_traceback
-from ranks import Ranks, free_port
-from runs import ROOT, Command, contents, metrics, wait_for, write_records, write_run
+from kit.ranks import Ranks, free_port
+from kit.runs import ROOT, Command, contents, metrics, wait_for, write_records, write_run
+from kit.trained_record import record_trained, trained, wrong_in
 from safetensors.torch import load_file
-from trained_record import record_trained, trained, wrong_in
 
 from stillhouse.generation.published import MANIFEST
 from stillhouse.generation.weights import version_folder

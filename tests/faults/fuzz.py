@@ -74,7 +74,7 @@ def work(subject: str, seed: int, first: int, mutations: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     import torch
     import transformers
-    from subjects import SUBJECTS, crashing
+    from kit.subjects import SUBJECTS, crashing
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -6,7 +6,7 @@ from pathlib import Path
 import chaos
 import chaos_rollouts
 import pytest
-from trained_record import TrainedStep, wrong_in
+from kit.trained_record import TrainedStep, wrong_in
 
 
 @pytest.mark.parametrize(

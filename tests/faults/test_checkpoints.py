@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
-from runs import contents, run, save_model, write_run
+from kit.ranks import Ranks
+from kit.runs import contents, run, save_model, write_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata

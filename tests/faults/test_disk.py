@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
-from runs import Command, contents, run, save_model, write_run
-from serving import Server
+from kit.ranks import Ranks
+from kit.runs import Command, contents, run, save_model, write_run
+from kit.serving import Server
 from test_checkpoints import at_once
 from test_on_policy import write
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from fuzz import outcome, run
-from subjects import SUBJECTS
+from kit.subjects import SUBJECTS
 
 MUTATIONS = 30
 

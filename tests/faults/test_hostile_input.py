@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT, run, save_model, write_run
-from toy_tokenizer import toy_tokenizer
+from kit.runs import ROOT, run, save_model, write_run
+from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.config import ConfigError, load_config
 from stillhouse.data import load_tokenizer

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import Ranks
-from runs import contents, run, wait_for, write_run
+from kit.ranks import Ranks
+from kit.runs import contents, run, wait_for, write_run
 from test_train_resume import evaluations, last_step, losses
 
 from stillhouse.output.log import NoLog, RunLog
@@ -265,7 +265,7 @@ def group_timeouts(rank: int, port: int, results: Any) -> None:
 def test_no_collective_gives_up_before_the_watchdog() -> None:
     """torch's groups do not inherit the time limit of the default group; NCCL's default is 10 minutes."""
     import torch.multiprocessing as multiprocessing
-    from ranks import free_port
+    from kit.ranks import free_port
 
     context = multiprocessing.get_context("forkserver")
     results, port = context.Queue(), free_port()

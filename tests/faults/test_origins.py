@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
-from runs import Command, contents, metrics, run, save_model, write_run
+from kit.ranks import Ranks
+from kit.runs import Command, contents, metrics, run, save_model, write_run
 from test_checkpoints import BEFORE, NEWEST, at_once, interrupted, layout, whole, zeroed
 
 from stillhouse.output.log import NoLog, RunLog

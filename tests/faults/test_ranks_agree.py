@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
-from runs import Command, contents, run, save_model, wait_for, write_run, write_texts
+from kit.ranks import Ranks
+from kit.runs import Command, contents, run, save_model, wait_for, write_run, write_texts
 from test_checkpoints import at_once, interrupted, whole
 
 from stillhouse.run import agreement

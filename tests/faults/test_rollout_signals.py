@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
-from runs import wait_for
-from serving import Server
+from kit.ranks import Ranks
+from kit.runs import wait_for
+from kit.serving import Server
 from test_on_policy import losses, write
 
 from stillhouse.loops.step_samples import Rollouts

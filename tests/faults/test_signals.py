@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
-from runs import Command, contents, run, wait_for, write_run
-from signal_hooks import hang_at_step, ignoring_signal_at, interrupt_in, interrupt_main_thread, signal_when
+from kit.ranks import Ranks
+from kit.runs import Command, contents, run, wait_for, write_run
+from kit.signal_hooks import hang_at_step, ignoring_signal_at, interrupt_in, interrupt_main_thread, signal_when
 from test_train_resume import evaluations, last_step, losses, signal_at
 
 LAYOUTS = ["fsdp=2", "tensor=2", "pipeline=2", "context=2"]

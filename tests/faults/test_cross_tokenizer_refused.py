@@ -1,0 +1,111 @@
+"""What a run with a teacher of another tokenizer refuses, by the name of the key, the document or the model."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.runs import run, session_of, write_records, write_run
+from kit.two_tokenizers import GOLD, ULD, tokenizer, write_model, write_pair
+from safetensors.torch import load_file, save_file
+
+from stillhouse.config import ConfigError, load_config
+from stillhouse.run.session import prepare
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("cross"))
+
+
+def refused(folder: Path, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        prepare(write_run(folder, **settings), announce=False)
+    return str(error.value)
+
+
+def test_another_tokenizer_is_refused_and_the_key_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"different tokenizers: .* or set teacher.cross_tokenizer to gold or uld"):
+        session_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective.loss": "uld"}, "objective.loss: got 'uld': uld needs teacher.cross_tokenizer=uld"),
+        ({**GOLD, "objective.loss": "uld"}, "objective.loss: got 'uld': uld needs teacher.cross_tokenizer=uld"),
+        (
+            {**ULD, "objective.loss": "forward_kl"},
+            "objective.loss: got 'forward_kl' with teacher.cross_tokenizer=uld",
+        ),
+        ({**ULD, "checkpoint.best": "eval/forward_kl"}, "checkpoint.best: got eval/forward_kl with"),
+        ({**ULD, "teacher.tail": "drop"}, "teacher.tail: got drop, which has no effect"),
+        ({**GOLD, "teacher.top_k": 10_000}, "teacher.top_k: got 10000, expected at most 512"),
+        ({**GOLD, "teacher.parallel": {"fsdp": 1}}, "teacher.parallel: expected null with teacher.cross_tokenizer"),
+        ({"teacher.top_k": 7}, "teacher.top_k: has an effect only with teacher.url or teacher.cross_tokenizer"),
+        ({**GOLD, "teacher.signal": "chosen"}, "teacher.signal: has an effect only with teacher.url"),
+    ],
+)
+def test_settings_that_do_not_go_together(folder: Path, settings: dict[str, Any], message: str) -> None:
+    assert message in refused(folder, **settings)
+
+
+@pytest.mark.parametrize(("source", "given"), [("cache", "caches/a"), ("url", "http://127.0.0.1:1")])
+def test_signals_that_come_from_elsewhere_are_refused(folder: Path, source: str, given: str) -> None:
+    config = write_run(folder, **GOLD).model_dump()
+    config["teacher"] |= {"model": None, source: given}
+    with pytest.raises(ConfigError, match=f"teacher.cross_tokenizer: got gold with teacher.{source}"):
+        load_config(None, settings=config)
+
+
+def test_a_teacher_that_is_the_students_base_is_refused(folder: Path) -> None:
+    settings = {"teacher.model": str(folder / "student"), "student.adapter": {"type": "lora", "r": 2}}
+    assert "teacher.cross_tokenizer: got gold for a teacher that is the student without its adapter" in refused(
+        folder, **GOLD, **settings
+    )
+
+
+def test_a_tokenizer_without_exact_bytes_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "words", "words", family="qwen3", seed=2)
+    found = refused(folder, **GOLD, **{"teacher.model": str(tmp_path / "words")})
+    assert "teacher.cross_tokenizer: the tokens of" in found
+    assert "WordPiece" in found
+
+
+def test_a_document_that_cannot_be_aligned_is_refused_by_its_line(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "teacher", "pieces", family="qwen3", seed=2)
+    write_records(tmp_path / "train.jsonl", [{"text": "fine"}, {"text": "a▁b"}])
+    settings = {"teacher.model": str(tmp_path / "teacher"), "data.train": str(tmp_path / "train.jsonl")}
+    assert f"{tmp_path / 'train.jsonl'}:2: the teacher's tokenizer changes its text" in refused(
+        folder, **GOLD, **settings
+    )
+
+
+def test_no_cache_is_written(folder: Path, tmp_path: Path) -> None:
+    write_run(folder, **GOLD)
+    found = run("cache", folder / "run.yaml", "--out", tmp_path / "cache", code=2).err
+    assert "teacher.cross_tokenizer: got gold: a cache holds the signals of one tokenizer" in found
+
+
+def test_the_same_tokenizer_gives_a_warning(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "teacher", "small", family="qwen3", seed=2)
+    session = session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / "teacher")})
+    assert any("have the same tokenizer" in warning for warning in session.warnings)
+    session.close()
+
+
+def test_a_teacher_with_weights_that_are_not_finite(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "teacher", "large", family="qwen3", seed=2)
+    path = tmp_path / "teacher" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"teacher: .*norm.weight.* are NaN or infinite"):
+        session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / "teacher")})
+
+
+def test_a_teacher_whose_head_has_no_row_for_a_token(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "teacher", "small", family="qwen3", seed=2)
+    tokenizer("large").save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ValueError, match=r"the teacher's token id \d+, but the teacher's head has 301 rows"):
+        session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / "teacher")})

@@ -1,0 +1,252 @@
+"""Clients that say nothing, say too much or come too late: the others are answered all the time."""
+
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from kit.ranks import free_port
+from kit.runs import Command, save_model, wait_for
+from kit.serving import Server, slow_generation
+
+from stillhouse.serving.server import connection
+from stillhouse.serving.wire import JSON
+
+GENERATE, SCORE = "/inference/v1/generate", "/v1/score"
+JSON_LIMIT = 8 * 2**20
+#: fewer connections than in earnest, so that the tests need not open thousands
+FEW = 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("serve") / "model", "qwen3", seed=2)
+
+
+def few_connections(seconds: float) -> None:
+    connection.CONNECTIONS, connection.SPARE, connection.HEADER_SECONDS = FEW, 20, seconds
+
+
+@pytest.fixture(scope="module", params=["score", "generate"])
+def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    options = ["--generate"] if request.param == "generate" else []
+    with Server(folder, *options, hook=few_connections, hook_arguments=(4.0,)) as running:
+        yield running
+
+
+def opened(server: Server, content: bytes = b"") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    client.sendall(content)
+    return client
+
+
+def is_answered(server: Server, path: str = "/v1/info") -> bool:
+    return httpx2.get(server.url + path, timeout=10).status_code == 200
+
+
+HALVES = {
+    "idle": b"",
+    "half a header": b"GET /v1/info HTTP/1.1\r\nhost: x\r\nx-more: a",
+    "idle after an answer": b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n",
+    "half a second header": b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\nGET /v1",
+}
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_connections_that_say_nothing_cost_nobody_a_place(server: Server, kind: str) -> None:
+    with ExitStack() as clients:
+        for _ in range(FEW + 50):
+            clients.enter_context(opened(server, HALVES[kind]))
+        for path in ("/healthz", "/v1/info"):
+            assert is_answered(server, path)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_connection_that_waits_is_closed_after_some_seconds(server: Server, kind: str) -> None:
+    with opened(server, HALVES[kind]) as client:
+        started = time.monotonic()
+        while client.recv(4096):
+            pass
+        assert time.monotonic() - started < 15
+
+
+def test_a_header_that_comes_byte_by_byte_is_given_up(server: Server) -> None:
+    with opened(server, b"GET /v1/info HTTP/1.1\r\nhost: x\r\nx: ") as client:
+        started = time.monotonic()
+        while _sends(client) and time.monotonic() - started < 30:
+            time.sleep(0.2)
+        assert time.monotonic() - started < 12
+
+
+def _sends(client: socket.socket) -> bool:
+    try:
+        client.sendall(b"a")
+    except ConnectionError:
+        return False
+    return True
+
+
+def test_requests_without_their_bodies_leave_room_for_probes(server: Server) -> None:
+    path = GENERATE if server.info().get("generates") else SCORE
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{{".encode()
+    )
+    with ExitStack() as clients:
+        waiting = [clients.enter_context(opened(server, head)) for _ in range(FEW)]
+        for _ in range(5):
+            assert is_answered(server, "/healthz")
+        refused = httpx2.get(server.url + "/v1/info", timeout=10)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "too many requests at a time"
+        assert refused.headers["retry-after"] == "1"
+    for each in waiting:
+        each.close()
+    wait_for(lambda: is_answered_or_refused(server) == 200, 30)
+
+
+def is_answered_or_refused(server: Server) -> int:
+    return httpx2.get(server.url + "/v1/info", timeout=10).status_code
+
+
+@pytest.mark.parametrize("more", [1, 1000, 2**20, 60 * 2**20])
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunks"])
+def test_a_body_over_the_limit_gets_413_and_no_reset(server: Server, more: int, is_chunked: bool) -> None:
+    """The client sends all of it before it reads, as most of them do."""
+    content = b" " * (JSON_LIMIT + more)
+    path = GENERATE if server.info().get("generates") else SCORE
+    body: Any = iter([content]) if is_chunked else content
+    answer = httpx2.post(server.url + path, content=body, headers={"content-type": JSON}, timeout=30)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"].startswith("the body is too large")
+
+
+def test_a_slow_body_over_the_limit_gets_413_and_no_reset(server: Server) -> None:
+    """Its rest arrives for longer than a connection may wait for a header."""
+    path = GENERATE if server.info().get("generates") else SCORE
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {JSON}\r\ncontent-length: {JSON_LIMIT + 1}\r\n\r\n"
+    with opened(server, head.encode()) as client:
+        for _ in range(20):
+            client.sendall(b" " * (JSON_LIMIT // 20))
+            time.sleep(0.5)
+        client.sendall(b" " * (JSON_LIMIT + 1 - JSON_LIMIT // 20 * 20))
+        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_without_the_token_gets_401_and_no_reset(folder: Path) -> None:
+    headers = {"authorization": "Bearer secret"}
+    with Server(folder, environment={"STILLHOUSE_TOKEN": "secret"}, headers=headers) as server:
+        answer = httpx2.post(server.url + SCORE, content=b" " * (20 * 2**20), headers={"content-type": JSON})
+        assert answer.status_code == 401
+
+
+def test_a_client_that_waits_for_100_continue_is_refused_at_once(server: Server) -> None:
+    path = GENERATE if server.info().get("generates") else SCORE
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
+    with opened(server, f"{head}content-length: {10**9}\r\n\r\n".encode()) as client:
+        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+        while client.recv(4096):
+            pass
+
+
+@pytest.mark.parametrize("path", ["/v1/info/", "/healthz/", "/v1/files/config.json/", "/v1/weights/"])
+def test_no_answer_names_the_host_of_the_request(server: Server, path: str) -> None:
+    with opened(server, f"GET {path} HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n".encode()) as client:
+        content = b""
+        while more := client.recv(4096):
+            content += more
+    assert content.startswith(b"HTTP/1.1 404 ")
+    assert b"evil.example" not in content
+
+
+MANY = 2_000_000
+LISTS = {
+    "empty documents": (SCORE, b'{"token_ids":[' + b"[]," * MANY + b"[1]]}"),
+    "numbers for documents": (SCORE, b'{"token_ids":[' + b"1," * MANY + b"1]}"),
+    "empty texts": ("/v1/completions", b'{"max_tokens":0,"prompt":[' + b'"",' * MANY + b'""]}'),
+    "empty prompts": ("/v1/completions", b'{"max_tokens":0,"prompt":[' + b"[]," * MANY + b"[1]]}"),
+    "negative ids": (GENERATE, b'{"sampling_params":{},"token_ids":[' + b"-1," * MANY + b"1]}"),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_millions_of_wrong_values_are_refused_soon(server: Server, kind: str) -> None:
+    path, content = LISTS[kind]
+    started = time.monotonic()
+    answer = httpx2.post(server.url + path, content=content, headers={"content-type": JSON}, timeout=120)
+    assert answer.status_code == (404 if (path == GENERATE) != bool(server.info().get("generates")) else 400)
+    assert time.monotonic() - started < 30
+
+
+def test_two_servers_on_one_port_the_second_ends_with_one_line(folder: Path) -> None:
+    port = free_port()
+    both = [Command("serve", folder, "--port", str(port), "--device", "cpu") for _ in range(2)]
+    wait_for(lambda: any(each.process.exitcode is not None for each in both), 90)
+    [loser] = [each for each in both if each.process.exitcode is not None]
+    [winner] = [each for each in both if each is not loser]
+    assert loser.process.exitcode == 1
+    assert "serving on" not in loser.out
+    assert loser.err.startswith(f"error: host 127.0.0.1, port {port} cannot be used: ")
+    assert loser.err.count("\n") == 1
+    wait_for(lambda: "serving on" in winner.out)
+    assert httpx2.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
+    winner.send(signal.SIGTERM)
+    assert winner.wait() == 0
+
+
+@pytest.mark.parametrize("seconds", [0.1])
+def test_a_writing_server_refuses_what_comes_after_sigterm(folder: Path, seconds: float) -> None:
+    def ask(seed: int) -> httpx2.Response:
+        sampling = {"max_tokens": 30, "seed": seed, "temperature": 1.0, "ignore_eos": True}
+        return httpx2.post(server.url + GENERATE, json={"token_ids": [5], "sampling_params": sampling}, timeout=60)
+
+    with (
+        Server(folder, "--generate", hook=slow_generation, hook_arguments=(seconds,)) as server,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        accepted = [threads.submit(ask, seed) for seed in range(3)]
+        wait_for(lambda: "stillhouse_held_tokens 93.0" in server.client.get("/metrics").text)
+        server.end()
+        wait_for(lambda: "SIGTERM" in server.first.out + server.first.err)
+        late = ask(9)
+        assert (late.status_code, late.headers.get("connection")) == (503, "close")
+        weights = {"folder": str(folder), "version": "late"}
+        assert httpx2.post(server.url + "/v1/weights", json=weights).status_code == 503
+        assert httpx2.get(server.url + "/healthz").status_code == 503
+        assert not any(each.done() for each in accepted)
+        for each in accepted:
+            answer = each.result()
+            assert answer.status_code == 200, answer.text
+            assert len(answer.json()["choices"][0]["token_ids"]) == 30
+        assert server.first.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_thousands_of_silent_connections_cost_nobody_a_place(folder: Path) -> None:
+    """In earnest."""
+    count = connection.most_connections() + 52
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * count:
+        pytest.skip(f"{count} connections need more file descriptors")
+    with Server(folder) as server, ExitStack() as clients:
+        for number in range(count):
+            clients.enter_context(opened(server, list(HALVES.values())[number % len(HALVES)]))
+        stop, statuses = threading.Event(), list[int]()
+
+        def keep_asking() -> None:
+            while not stop.is_set():
+                statuses.append(httpx2.post(server.url + SCORE, json={"token_ids": [[1, 2]]}, timeout=30).status_code)
+
+        thread = threading.Thread(target=keep_asking)
+        thread.start()
+        time.sleep(3)
+        assert is_answered(server, "/healthz")
+        stop.set()
+        thread.join()
+        assert set(statuses) == {200}

@@ -1,0 +1,227 @@
+"""Hostile input against `stillhouse serve`: it answers 4xx, never with 500, and keeps serving."""
+
+import json
+import socket
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+from kit.hostile import assert_survives, from_the_openapi_document
+from kit.runs import save_model
+from kit.serving import Server
+from safetensors.torch import save
+
+from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
+from stillhouse.signals.spec import DocumentRows, SignalSpec
+
+JSON_LIMIT = 8 * 2**20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with Server(save_model(tmp_path_factory.mktemp("serve") / "teacher", "qwen3", seed=2)) as running:
+        yield running
+        assert running.client.post("/v1/score", json={"token_ids": [[1, 2]]}).status_code == 200
+
+
+def valid_bodies() -> list[tuple[str, str, bytes]]:
+    """Path, content type and body of requests that are answered."""
+    document = DocumentRows(
+        np.arange(9, dtype=np.int32), range(2, 5), torch.tensor([[1, -1], [3, 3], [250, 0]]).int()
+    )
+    without = DocumentRows(document.tokens, document.rows)
+    chosen = {"signal": "chosen", "top_k": 2, "temperature": 0.5, "token_ids": [[1, 2]], "ids": [[[1, 2], [3, -1]]]}
+    top_k = {"signal": "top_k", "top_k": 3, "token_ids": [[1, 2], [3]], "rows": [[0, 2], [0, 1]]}
+    prompt = {
+        "prompt": [[5, 17, 250], [1, 2]],
+        "max_tokens": 1,
+        "prompt_logprobs": 2,
+        "logprobs": 1,
+        "temperature": 1.0,
+    }
+    return [
+        ("/v1/score", SAFETENSORS, encode_request(SignalSpec("chosen", "float32", 2, 1.0), [document, document])),
+        ("/v1/score", SAFETENSORS, encode_request(SignalSpec("hidden", "bfloat16"), [without])),
+        ("/v1/score", JSON, json.dumps(chosen).encode()),
+        ("/v1/score", JSON, json.dumps(top_k).encode()),
+        ("/v1/completions", JSON, json.dumps(prompt).encode()),
+        ("/v1/completions", JSON, json.dumps({"prompt": ["the quick", "fox"], "max_tokens": 0}).encode()),
+    ]
+
+
+def test_thousands_of_changed_bodies_are_answered_or_refused(server: Server) -> None:
+    assert_survives(server, valid_bodies(), 500, seed=0)
+
+
+@pytest.mark.slow
+def test_many_more_changed_bodies_are_answered_or_refused(server: Server) -> None:
+    assert_survives(server, valid_bodies(), 5000, seed=1)
+
+
+def test_requests_made_from_the_openapi_document_are_no_server_errors(server: Server) -> None:
+    from_the_openapi_document(server, 15)
+
+
+@pytest.mark.slow
+def test_many_requests_made_from_the_openapi_document_are_no_server_errors(server: Server) -> None:
+    from_the_openapi_document(server, 500)
+
+
+def score(server: Server, body: dict[str, Any]) -> httpx2.Response:
+    return server.client.post("/v1/score", json=body)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"token_ids": [[400]]}, "sequence 0 has the token id 400: expected 0 to 399"),
+        ({"token_ids": [[1], [2**31 - 1]]}, "sequence 1 has the token id 2147483647"),
+        ({"token_ids": [[-1]]}, "each from 0 to"),
+        ({"token_ids": [[2**70]]}, "token_ids"),
+        ({"token_ids": [[]]}, "expected one token or more per document"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [[1] * 129]}, "sequence 0 has 129 tokens: expected 1 to 128"),
+        ({"token_ids": [[1] * 128] * 513}, "65664 tokens: expected at most 65536 per request"),
+        ({"token_ids": [[1]] * 4097}, "4097 sequences: expected at most 4096"),
+        ({"token_ids": [[1]], "rows": [[0, 2]]}, "rows 0 to 2 of a document of 1 tokens"),
+        ({"token_ids": [[1]], "signal": "top_k", "top_k": 257}, "top_k=257: expected at most 256"),
+        ({"token_ids": [[1]], "signal": "sampled", "top_k": 256}, "top_k=256 draws per token: expected at most 255"),
+        ({"token_ids": [[1]], "signal": "chosen", "top_k": 1, "ids": [[[400]]]}, "ids: got 400"),
+        ({"token_ids": [[1]], "signal": "chosen", "top_k": 1, "ids": [[[-2]]]}, "ids: got -2"),
+        ({"token_ids": [[1]], "signal": "chosen", "top_k": 2, "ids": [[[1]]]}, "ids of shape [1, 1]"),
+        ({"token_ids": [[1]], "more": 1}, "more: Extra inputs are not permitted"),
+        ({"token_ids": [[True]]}, "token_ids"),
+    ],
+)
+def test_a_request_beyond_the_limits_is_refused_by_name(server: Server, body: dict[str, Any], message: str) -> None:
+    answer = score(server, body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_an_oversized_body_is_refused_before_it_is_read(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        client.sendall(f"content-length: {10**15}\r\n\r\n{{".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_an_oversized_body_in_chunks_is_refused_at_the_limit(server: Server) -> None:
+    """It has no Content-Length."""
+    sent = 0
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        client.sendall(b"transfer-encoding: chunked\r\n\r\n")
+        client.setblocking(False)
+        chunk, answer = b"10000\r\n" + b" " * 0x10000 + b"\r\n", b""
+        try:
+            while sent < 4 * JSON_LIMIT and not answer:
+                client.settimeout(5)
+                client.sendall(chunk)
+                sent += len(chunk)
+                client.setblocking(False)
+                try:
+                    answer = client.recv(100)
+                except BlockingIOError:
+                    continue
+        except OSError:
+            answer = b"closed"
+    assert answer.startswith((b"HTTP/1.1 413 ", b"closed"))
+    assert JSON_LIMIT // 2 < sent < 4 * JSON_LIMIT
+    assert server.client.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'{"token_ids":' + b"[" * 100_000,
+        b"\xff\xfe",
+        b"null",
+        b"0",
+        b'{"token_ids":[[1e5]]}',
+    ],
+)
+def test_malformed_json_is_refused(server: Server, content: bytes) -> None:
+    for path in ("/v1/score", "/v1/completions"):
+        answer = server.client.post(path, content=content, headers={"content-type": JSON})
+        assert answer.status_code == 400, (path, answer.text)
+
+
+def test_malformed_safetensors_are_refused(server: Server) -> None:
+    tokens = {"token_ids": torch.zeros(2, dtype=torch.int32), "offsets": torch.tensor([0, 2])}
+    rows = torch.tensor([[0, 2]], dtype=torch.int32)
+    hidden = {"score": json.dumps({"signal": "hidden"})}
+    bodies = [
+        b"",
+        b"\xff" * 8,
+        (10**18).to_bytes(8, "little") + b"{}",
+        save(tokens | {"rows": rows}),
+        save(tokens | {"rows": rows}, {"score": "[" * 100_000}),
+        save(tokens | {"rows": rows}, {"score": "{}"})[:-1],
+        save(tokens | {"rows": rows.float()}, hidden),
+        save(tokens | {"rows": rows, "more": rows.clone()}, hidden),
+        save(tokens | {"rows": rows[0]}, hidden),
+        save(tokens | {"rows": rows, "offsets": torch.tensor([0, 2**62, 2])}, hidden),
+        save(tokens | {"rows": rows, "offsets": torch.tensor(-(2**63))}, hidden),
+        save(tokens | {"rows": rows, "token_ids": torch.zeros(2, 1, dtype=torch.int32)}, hidden),
+        save(tokens | {"rows": rows}, {"score": json.dumps({"signal": "top_k", "top_k": 10**30})}),
+        save(tokens | {"rows": rows}, {"score": '{"signal":"top_k","top_k":1,"temperature":NaN}'}),
+    ]
+    for body in bodies:
+        answer = server.client.post("/v1/score", content=body, headers={"content-type": SAFETENSORS})
+        assert answer.status_code == 400, (body[:100], answer.text)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "application/octet-stream", "application/jsonx"])
+def test_another_content_type_is_refused(server: Server, kind: str) -> None:
+    for path in ("/v1/score", "/v1/completions"):
+        answer = server.client.post(path, content=b'{"token_ids":[[1]]}', headers={"content-type": kind})
+        assert answer.status_code == 415
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../config.json", "..%2fconfig.json", "%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/etc/passwd", "config.json%00",
+     "config.json/", ".", "..",
+     "model.safetensors", "CONFIG.JSON", "....//config.json", "config.json%20", "%ff", "a" * 5000],
+)  # fmt: skip
+def test_files_that_are_not_in_the_table_do_not_exist(server: Server, name: str) -> None:
+    """Sent as it is: a client would tidy the path."""
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(f"GET /v1/files/{name} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        status = int(client.recv(4096).split()[1])
+    assert status == 404
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n{}",
+        b"POST /v1/score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /v1/info HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET /v1/head HTTP/1.1\r\nhost: x\r\nrange: bytes=9-1,-,x\r\nconnection: close\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(server: Server, raw: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        try:
+            client.sendall(raw)
+            answer = client.recv(100)
+        except ConnectionError:
+            answer = b""
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer
+    assert server.client.get("/healthz").status_code == 200
+
+
+def test_other_methods_are_refused(server: Server) -> None:
+    for path in ("/v1/score", "/v1/info", "/healthz"):
+        for method in ("PUT", "DELETE", "TRACE", "PATCH", "BREW"):
+            assert server.client.request(method, path).status_code == 405

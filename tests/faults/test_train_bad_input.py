@@ -1,0 +1,292 @@
+"""Mistakes of a user give one short error, the right exit code and no traceback; the folder does not change."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.runs import Command, contents, metrics, run, save_model, wait_for, write_records, write_run
+
+USAGE, FAILED = 2, 1
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    write_run(tmp_path)
+    return tmp_path
+
+
+def fails(folder: Path, *arguments: str, code: int, command: str = "distill") -> str:
+    """Run a failing command on the folder's run.yaml, check that the folder did not change, and return the error."""
+    before = contents(folder)
+    failed = run(command, folder / "run.yaml", *arguments, code=code)
+    assert contents(folder) == before
+    assert failed.err.count("error: ") == 1
+    return failed.err.partition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.lerning_rate=1", "train.lerning_rate: unknown key; did you mean train.learning_rate?"),
+        ("trian.steps=1", "trian.steps: unknown key; did you mean train.steps?"),
+        ("train.learning_rate=fast", "train.learning_rate: got 'fast' (text); expected: number > 0"),
+        ("train.steps=2.5", "train.steps: got 2.5"),
+        ("train.steps=-1", "train.steps: got -1"),
+        ("train.schedule=cosinus", "train.schedule: got 'cosinus'"),
+        ("checkpoint.best=eval/loss", "checkpoint.best: got 'eval/loss'"),
+        ("data.chat_template=none.jinja", "data.chat_template: got none.jinja, but there is no such file"),
+        ("data.max_tokens=100", "train.micro_batch_tokens: got 64, less than data.max_tokens=100"),
+        ("objective.loss=forward_kll", "objective.loss: unknown name 'forward_kll'; did you mean forward_kl?"),
+        ("objective.loss=jsd(2)", "objective.loss: "),
+        ("objective.loss=0.3*", "objective.loss: cannot read '0.3*'"),
+        ("objective.loss=z_loss", "objective.loss: z_loss without cross_entropy"),
+        ("teacher=null", "teacher: objective.loss '0.3*cross_entropy + 0.7*jsd(0.5)' needs a teacher"),
+        ("parallel.fsdp=2", "parallel"),
+        ("device=cuda:63", "device: got cuda:63, but this machine has"),
+        ("device=tpu", "device: got 'tpu'"),
+    ],
+)
+def test_a_wrong_configuration_exits_with_2_and_names_the_key(here: Path, change: str, message: str) -> None:
+    assert fails(here, change, code=USAGE).startswith(message)
+
+
+def test_check_fails_as_the_run_would(here: Path) -> None:
+    error = fails(here, "objective.loss=forward_kll", code=USAGE, command="check")
+    assert error == fails(here, "objective.loss=forward_kll", code=USAGE)
+    error = fails(here, f"data.train={here}/nowhere.jsonl", code=USAGE, command="check")
+    assert error == fails(here, f"data.train={here}/nowhere.jsonl", code=USAGE)
+
+
+def test_best_by_a_metric_that_does_not_exist(here: Path) -> None:
+    changes = ["objective.loss=cross_entropy", "teacher=null", "checkpoint.best=eval/forward_kl"]
+    assert fails(here, *changes, code=USAGE).startswith("checkpoint.best: got eval/forward_kl without a teacher")
+    run("check", here / "run.yaml", *changes, "data.eval=0")
+
+
+def test_a_key_of_the_file_is_named_too(here: Path) -> None:
+    text = (here / "run.yaml").read_text()
+    (here / "run.yaml").write_text(text.replace("  learning_rate:", "  leaning_rate:"))
+    assert fails(here, code=USAGE).startswith("train.leaning_rate: unknown key; did you mean train.learning_rate?")
+    (here / "run.yaml").write_text(text + "  : [")
+    assert f"{here}/run.yaml:" in fails(here, code=USAGE)
+
+
+def test_missing_files(here: Path) -> None:
+    failed = run("distill", here / "nowhere.yaml", code=USAGE)
+    assert f"error: '{here}/nowhere.yaml' is neither a file nor an override" in failed.err
+    for key in ("train", "eval"):
+        error = fails(here, f"data.{key}={here}/nowhere.jsonl", code=USAGE)
+        assert error.startswith(f"data.{key}: no such file or folder: {here}/nowhere.jsonl")
+    for which in ("student", "teacher"):
+        error = fails(here, f"{which}.model={here}/nowhere", code=USAGE)
+        assert error.startswith(f"{which}.model: ")
+        assert f"{here}/nowhere" in error
+
+
+def test_a_folder_without_weights(here: Path) -> None:
+    for which in ("student", "teacher"):
+        folder = save_model(here / f"empty-{which}")
+        (folder / "model.safetensors").unlink()
+        assert fails(here, f"{which}.model={folder}", code=FAILED).startswith(f"{which}: model '{folder}'")
+
+
+def test_a_teacher_of_another_tokenizer(here: Path) -> None:
+    other = save_model(here / "other", "qwen3", text=["entirely different words lead to entirely different merges"])
+    error = fails(here, f"teacher.model={other}", code=FAILED)
+    assert error.startswith("student and teacher have different tokenizers: ")
+    assert str(other) in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_data_without_a_target(here: Path, which: str) -> None:
+    path = here / "x.jsonl"
+    path.write_text("")
+    assert fails(here, f"data.{which}={path}", code=FAILED).startswith(f"{path}: the dataset is empty")
+    write_records(path, [{"prompt": "What is the capital of France? " * 20, "completion": "Paris"}] * 3)
+    error = fails(here, f"data.{which}={path}", code=FAILED)
+    assert error.startswith(
+        f"{path}: nothing to train on; of 3 records 0 were skipped and 3 have no token to predict"
+    )
+    assert "max_tokens=32" in error
+
+
+def test_a_malformed_line_gives_file_and_line(here: Path) -> None:
+    path = here / "x.jsonl"
+    path.write_text(
+        '{"text": "The still is heated slowly"}\n{"text": "the heads\n{"text": 3}\n{"text": "the tails"}\n'
+    )
+    assert fails(here, f"data.train={path}", code=FAILED).startswith(f"{path}:2: not valid JSON: ")
+    skipped = run("distill", here / "run.yaml", f"data.train={path}", "data.on_error=skip", "train.steps=1")
+    assert f"{path}: 2 documents" in skipped.out
+    assert f"2 skipped, the first: {path}:2: not valid JSON" in skipped.out
+    assert json.loads((here / "out" / "data.json").read_text())["train"]["skipped"] == 2
+
+
+def put(value: float, name: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.get_parameter(name).view(-1)[5] = value
+
+    return change
+
+
+@pytest.mark.parametrize("which", ["student", "teacher"])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_weights_that_are_not_finite(here: Path, which: str, name: str) -> None:
+    value = math.nan if which == "student" else math.inf
+    damaged = save_model(here / "damaged", tied=False, change=put(value, name))
+    error = fails(here, f"{which}.model={damaged}", code=FAILED)
+    assert error.startswith(f"{which}: ")
+    assert "1 of the " in error
+    assert "are NaN or infinite: expected finite weights; the checkpoint is damaged" in error
+    assert name.rpartition("weight")[0].removeprefix("model.").removeprefix("lm_head.") in error
+
+
+def test_more_tokens_than_the_model_has_positions(here: Path) -> None:
+    model = save_model(here / "short", "gpt2")
+    changes = ["data.max_tokens=200", "train.micro_batch_tokens=200", "train.tokens_per_step=400"]
+    error = fails(here, f"student.model={model}", *changes, code=USAGE)
+    assert error.startswith("data.max_tokens: student has learned positions for 128 tokens: expected documents of at")
+
+
+@pytest.mark.parametrize("which", ["student", "teacher"])
+def test_a_held_out_token_without_a_row(here: Path, which: str) -> None:
+    """Added tokens beyond the head's rows are accepted until a training or evaluation text contains one."""
+    from transformers import AutoTokenizer
+
+    for folder in ("student", "teacher"):
+        tokenizer = AutoTokenizer.from_pretrained(here / folder)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        tokenizer.save_pretrained(here / folder)
+    other = "teacher" if which == "student" else "student"
+    run("check", here / "run.yaml")
+    save_wider(here / other)
+    write_records(here / "eval.jsonl", [{"text": "the still"}, {"text": "an <image> of it"}])
+    error = fails(here, code=FAILED)
+    assert error.startswith(f"{here}/eval.jsonl:2: token id 400 has no row in the {which}'s head of 400 rows")
+
+
+def save_wider(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(401)
+    model.save_pretrained(folder)
+
+
+def test_an_out_that_is_no_run_folder(here: Path) -> None:
+    for name, message in (
+        ("train.jsonl", "is a file; expected a folder for the run"),
+        ("student", "contains other files and no run; choose an empty or a new folder"),
+    ):
+        error = fails(here, f"out={here}/{name}", code=FAILED)
+        assert error.startswith(f"out: {here}/{name} {message}")
+    (here / "mine").mkdir()
+    (here / "mine" / "config.yaml").write_text("learning: slow\n")
+    error = fails(here, f"out={here}/mine", code=FAILED)
+    problem = f"{here}/mine/config.yaml cannot be read as a configuration"
+    assert error.startswith(f"out: {here}/mine does not contain a run of this version of stillhouse: {problem}")
+
+
+def test_an_out_that_holds_another_run(here: Path) -> None:
+    run("distill", here / "run.yaml")
+    for command in ("distill", "check"):
+        error = fails(here, "seed=5", "objective.loss=reverse_kl", code=FAILED, command=command)
+        loss = '"0.3*cross_entropy + 0.7*jsd(0.5)" there, "reverse_kl" here'
+        values = f"objective.loss ({loss}), seed (0 there, 5 here)"
+        assert error.startswith(f"out: {here}/out contains another run, with a different {values}; choose another")
+
+
+def test_an_empty_folder_is_fine(here: Path) -> None:
+    (here / "out").mkdir()
+    run("distill", here / "run.yaml", "train.steps=1")
+
+
+def test_ctrl_c_prints_the_command_that_continues_the_run(here: Path) -> None:
+    arguments = ["distill", str(here / "run.yaml"), "train.steps=60", "checkpoint.every=5"]
+    command = Command(*arguments)
+    wait_for(lambda: (here / "out" / "checkpoints" / "step-00000005").exists())
+    command.send(signal.SIGINT)
+    assert command.wait() == 130
+    assert "Traceback" not in command.err
+    assert "stopped by SIGINT after step " in command.err  # the run writes a checkpoint when it is stopped
+    assert f"; `stillhouse {' '.join(arguments)}` continues from it" in command.err
+    assert not (here / "out" / "model").exists()
+    again = run(*arguments)
+    assert "resuming from" in again.out
+    assert metrics(here / "out")[-1]["step"] == 60
+
+
+def test_a_learning_rate_in_scientific_notation_is_a_number(here: Path) -> None:
+    run("distill", here / "run.yaml", "train.learning_rate=2e-5", "train.schedule=constant", "train.steps=2")
+    rates = [line["train/learning_rate"] for line in metrics(here / "out") if "train/learning_rate" in line]
+    assert rates == [2e-5, 2e-5]
+
+
+def test_the_installed_module_does_it_too(here: Path) -> None:
+    """The other tests fork processes; this one starts the module in a new process, as a shell does."""
+    command = [sys.executable, "-m", "stillhouse", "distill", str(here / "run.yaml"), "train.steps=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("minimise 0.3 × cross-entropy + 0.7 × jsd(0.5) of teacher and student, ")
+    assert (here / "out" / "model" / "model.safetensors").exists()
+    assert "Warning" not in done.stderr
+
+
+def test_a_folder_that_another_process_is_writing_to(here: Path) -> None:
+    first = Command("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0")
+    wait_for(lambda: len(metrics(here / "out")) > 2 if (here / "out" / "metrics.jsonl").exists() else False)
+    second = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", code=FAILED)
+    writer = f"process {first.process.pid} on {socket.gethostname()}"
+    assert f"error: out: another process ({writer}) is writing to {here / 'out'}; wait until it ends" in second.err
+    first.send(signal.SIGKILL)
+    first.wait()
+    again = run("distill", here / "run.yaml", "train.steps=2000", "checkpoint.every=0", "train.steps=2", code=FAILED)
+    # the lock ended with its process; the folder still contains the first run
+    assert "contains another run" in again.err
+
+
+def pretend_torchrun() -> None:
+    os.environ["WORLD_SIZE"] = "8"
+
+
+def test_more_processes_than_the_layout_needs(here: Path) -> None:
+    before = contents(here)
+    command = Command("distill", here / "run.yaml", "parallel.tensor=3", hook=pretend_torchrun)
+    assert command.wait() == USAGE
+    assert "parallel: fsdp 2 × tensor 3 needs 6 processes, but torchrun started 8" in command.err
+    assert contents(here) == before
+
+
+def run_out_of_memory() -> None:
+    """Raise the GPU allocator's error in backward, where it is most frequent; this test needs no GPU."""
+    import torch
+
+    def backward(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+
+
+def test_out_of_memory_names_the_key_to_lower(here: Path) -> None:
+    command = Command("distill", here / "run.yaml", hook=run_out_of_memory)
+    assert command.wait() == FAILED
+    assert "Traceback" not in command.err
+    assert "error: CUDA out of memory. Tried to allocate 2.00 GiB. Lower train.micro_batch_tokens" in command.err
+
+
+def test_held_out_documents_that_are_trained_on_are_a_warning(here: Path) -> None:
+    same = run(
+        "distill", here / "run.yaml", "train.steps=1", f"data.eval={here / 'train.jsonl'}", f"out={here / 'same'}"
+    )
+    assert "held-out documents are also in the training data" in same.out
+    assert "also in the training data" not in run("distill", here / "run.yaml", "train.steps=1").out

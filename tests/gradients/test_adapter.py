@@ -1,0 +1,228 @@
+"""LoRA on a decoder: its gradients equal those of peft's own model, and only the requested layers have an adapter."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from kit.families import FAMILIES, build
+from kit.shard_ranks import Rank, shared_pool
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stillhouse.engine.engine import OptimizerSettings, make_optimizer
+from stillhouse.models import Decoder, add_lora, draw_lora, without_lora
+from stillhouse.models.adapter import base_name, is_lora
+from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
+from stillhouse.parallel.stages import Stage, require_training
+
+IDS = torch.arange(3, 40)[None]
+LABELS = IDS[0].roll(-1)
+
+
+def adapted(family: str = "llama", *, fresh: bool = False, **options: Any) -> Decoder:
+    tied, dtype = options.pop("tied", None), options.pop("dtype", torch.float32)
+    decoder = Decoder(build(family, tied=tied, dtype=dtype))
+    add_lora(decoder, **{"r": 4, "alpha": 10.0} | options)
+    draw_lora(decoder, 0, fresh=fresh)
+    return decoder
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=() if each in ("llama", "gpt2") else pytest.mark.slow) for each in FAMILIES],
+)
+def test_gradients_are_those_of_peft_and_plain_logits(family: str) -> None:
+    """The objective is cross-entropy plus reverse KL to the model without its adapter, in float64."""
+    decoder = adapted(family, dtype=torch.float64)
+    with torch.no_grad(), without_lora(decoder):
+        signal = decoder.signal(IDS)
+
+    def processor(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+        terms = [CrossEntropy(LABELS, scale=0.3), Distill(signal, reverse_kl(), scale=0.7)]
+        return linear_objective(hidden_states.flatten(0, 1), head, terms).loss
+
+    decoder(IDS, processor=processor).backward()
+    theirs = peft_model(build(family, dtype=torch.float64), decoder)
+    with torch.no_grad(), theirs.disable_adapter():
+        log_p = torch.log_softmax(theirs(IDS, use_cache=False).logits[0], -1)
+    log_q = torch.log_softmax(theirs(IDS, use_cache=False).logits[0], -1)
+    cross_entropy = -log_q.gather(1, LABELS[:, None]).sum()
+    (0.3 * cross_entropy + 0.7 * (log_q.exp() * (log_q - log_p)).sum()).backward()
+    expected = {name: each.grad for name, each in theirs.named_parameters() if each.grad is not None}
+    prefix = f"base_model.model.{decoder.pretrained.base_model_prefix}."
+    found = {
+        prefix + name.removeprefix("backbone."): each.grad
+        for name, each in decoder.named_parameters()
+        if each.grad is not None
+    }
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient.abs().max() > 1e-6, name
+        assert (gradient - expected[name]).norm() <= 1e-10 * expected[name].norm(), name
+
+
+def peft_model(model: PreTrainedModel, like: Decoder) -> Any:
+    """Return peft's model with the same A and B as the decoder."""
+    ours = like.pretrained.peft_config["default"]
+    config = LoraConfig(r=ours.r, lora_alpha=ours.lora_alpha, target_modules=ours.target_modules)
+    theirs = get_peft_model(model, config)
+    matrices = {name: each for name, each in like.named_parameters() if is_lora(name)}
+    prefix = f"base_model.model.{model.base_model_prefix}."
+    own = {name: each for name, each in theirs.named_parameters() if each.requires_grad}
+    assert own.keys() == {prefix + name.removeprefix("backbone.") for name in matrices}
+    with torch.no_grad():
+        for name, each in matrices.items():
+            own[prefix + name.removeprefix("backbone.")].copy_(each)
+    return theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_leaves_the_rest_as_it_was_to_the_byte(dtype: torch.dtype) -> None:
+    decoder = adapted(tied=True, dtype=dtype)
+    before = copy.deepcopy(decoder.state_dict())
+    optimizer = make_optimizer(decoder.parameters(), OptimizerSettings(1e-2, weight_decay=0.1))
+    for _ in range(3):
+        decoder(IDS).float().logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, weight in decoder.state_dict().items():
+        assert torch.equal(weight, before[name]) == (not is_lora(name)), name
+        assert weight.dtype == (torch.float32 if is_lora(name) else dtype), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_fresh_adapter_changes_nothing_and_is_initialised_like_pefts(dtype: torch.dtype) -> None:
+    model = build("llama", dtype=dtype)
+    before = model(IDS, use_cache=False).logits
+    decoder = adapted(fresh=True, dtype=dtype, r=16)
+    assert torch.equal(decoder(IDS), before)
+    matrices = {name: each.detach() for name, each in decoder.named_parameters() if is_lora(name)}
+    assert all(each.requires_grad == (name in matrices) for name, each in decoder.named_parameters())
+    for name, each in matrices.items():
+        assert each.dtype == torch.promote_types(dtype, torch.float32)
+        limit = 1 / math.sqrt(each.shape[1])
+        assert bool(each.any()) == (".lora_A." in name)
+        assert each.abs().max() <= limit
+        if ".lora_A." in name:
+            assert float(each.std()) == pytest.approx(limit / math.sqrt(3), rel=0.2)
+    again, other = adapted(fresh=True, dtype=dtype, r=16), adapted(fresh=True, dtype=dtype, r=16)
+    draw_lora(other, 1)
+    initial = [name for name in matrices if ".lora_A." in name]
+    assert all(torch.equal(matrices[name], again.get_parameter(name)) for name in initial)
+    assert not any(torch.equal(matrices[name], other.get_parameter(name)) for name in initial)
+    assert not torch.equal(*(matrices[name][:, :48] for name in initial[:2]))  # modules have different matrices
+
+
+def test_an_adapter_that_is_switched_off_leaves_the_base_and_can_be_switched_on() -> None:
+    decoder, base = adapted(), build("llama")
+    with_it = decoder(IDS)
+    with torch.no_grad(), without_lora(decoder):
+        assert torch.equal(decoder(IDS), base(IDS, use_cache=False).logits)
+        # at its first forward, FSDP must see which parameters are trained
+        assert all(each.requires_grad == is_lora(name) for name, each in decoder.named_parameters())
+    with pytest.raises(KeyError), without_lora(decoder):
+        raise KeyError
+    assert torch.equal(decoder(IDS), with_it)
+    assert all(each.requires_grad == is_lora(name) for name, each in decoder.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("targets", "placed"),
+    [
+        (["q_proj", "v_proj"], {"self_attn.q_proj", "self_attn.v_proj"}),
+        (["mlp.up_proj"], {"mlp.up_proj"}),
+        (["model.layers.1.mlp.up_proj", "layers.1.self_attn.o_proj"], {"mlp.up_proj", "self_attn.o_proj"}),
+    ],
+)
+def test_targets_are_ends_of_names(targets: list[str], placed: set[str]) -> None:
+    decoder = adapted(targets=targets)
+    names = {name.partition(".lora_")[0] for name, each in decoder.named_parameters() if each.requires_grad}
+    layers = (1,) if "1" in targets[0] else (0, 1)
+    assert names == {f"backbone.layers.{layer}.{name}" for layer in layers for name in placed}
+    assert decoder.lora is not None
+    assert decoder.lora.layers == len(names)
+
+
+def test_a_head_that_is_not_the_embedding_is_named_alone() -> None:
+    with pytest.raises(ValueError, match=r"'lm_head' is the output head \('lm_head'\), which cannot have a LoRA"):
+        adapted(tied=False, targets=["lm_head"])
+
+
+def test_names_that_peft_takes_for_experts_are_refused() -> None:
+    config = FAMILIES["qwen3_moe"](mlp_only_layers=[0])
+    decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+    with pytest.raises(ValueError, match="peft does not put a LoRA on the layers that were asked for"):
+        add_lora(decoder)
+
+
+def test_a_name_is_the_files_without_the_adapter() -> None:
+    decoder = adapted()
+    names = {base_name(name) for name, _ in decoder.named_parameters() if not is_lora(name)}
+    assert names == {name for name, _ in Decoder(build("llama")).named_parameters()}
+
+
+def test_a_stage_that_trains_nothing_is_refused() -> None:
+    decoder = adapted(targets=["layers.0.mlp.up_proj"])
+    stages = [Stage(number, 2, range(number, number + 1), range(0)) for number in range(2)]
+    with pytest.raises(ValueError, match="no parameter is trained on stage 2 of 2, layers 1 to 1 of the student"):
+        require_training(decoder, stages)
+    require_training(adapted(targets=["mlp.up_proj"]), stages)
+
+
+def draw_under_a_layout(rank: Rank, degrees: Degrees) -> dict[str, bool] | None:
+    """Check that each matrix on this rank is this rank's part of the matrix in a single process."""
+    mesh = Mesh(degrees, torch.device("cpu"))
+    if rank.number >= degrees.processes:
+        return None
+
+    def make() -> Decoder:
+        decoder = Decoder(build("llama"), verify=False)
+        add_lora(decoder, r=5)
+        return decoder
+
+    runner = build_runner(
+        Layout(degrees), mesh, ModelSource(make, lambda decoder: draw_lora(decoder, 3, fresh=False)), None
+    )
+    whole = make()
+    draw_lora(whole, 3, fresh=False)
+    found = {}
+    for name, parameter in runner.named_parameters():
+        gathered = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        found[name] = torch.equal(gathered, whole.get_parameter(name))
+    return found
+
+
+@pytest.mark.parametrize("degrees", [Degrees(fsdp=2, tensor=2), Degrees(fsdp=4)], ids=str)
+def test_every_layout_starts_from_the_same_numbers(degrees: Degrees) -> None:
+    for found in shared_pool(4).call(draw_under_a_layout, degrees):
+        assert all(found.values()), found
+        assert any(is_lora(name) for name in found)
+
+
+def drop_under_tensor_parallel(rank: Rank, _: None) -> list[Tensor] | None:
+    """Return the gradients of the replicated LoRA matrices after three passes with dropout."""
+    mesh = Mesh(Degrees(tensor=2), torch.device("cpu"))
+    if rank.number >= 2:
+        return None
+    torch.manual_seed(0)
+    origin = ModelSource(lambda: adapted(dropout=0.5), lambda decoder: draw_lora(decoder, 0, fresh=False))
+    runner = build_runner(Layout(Degrees(tensor=2)), mesh, origin, None)
+    (student,) = runner.students()
+    student.train()
+    for _ in range(3):
+        student(
+            IDS, processor=lambda *, hidden_states, head, context, depth=0: hidden_states.square().sum()
+        ).backward()
+    whole = [each for name, each in student.named_parameters() if is_lora(name) and not hasattr(each, "full_tensor")]
+    return [each.grad for each in whole if each.grad is not None]
+
+
+def test_dropout_drops_the_same_for_what_every_tensor_rank_has() -> None:
+    one, two, *_ = shared_pool(4).call(drop_under_tensor_parallel)
+    assert len(one) == len(two) == 14
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a, b)

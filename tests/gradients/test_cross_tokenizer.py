@@ -1,0 +1,362 @@
+"""Runs with a teacher of another tokenizer: its signals by brute force, exact limits, layouts, and a whole run.
+
+T tokens, N rows of a document, V vocabulary, K ids per token.
+"""
+
+import json
+import math
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.ranks import Ranks
+from kit.runs import Command, contents, forward_backward, metrics, run, session_of, write_records, write_run
+from kit.toy_tokenizer import PLAIN_TEMPLATE
+from kit.two_tokenizers import GOLD, ULD, K, demo_text, tokenizer, write_model, write_pair
+from test_train_resume import signal_at
+from torch import Tensor
+
+from stillhouse.data import DataError, Documents
+from stillhouse.models import Decoder
+from stillhouse.objective import SortedTopK, SpanSignal, TopK
+from stillhouse.run.session import objective_spec
+from stillhouse.signals import CrossTokenizerStore, TeacherInJob
+from stillhouse.signals.cross_tokenizer import Method
+from stillhouse.signals.labelled import labelled_log_probs
+from stillhouse.signals.spec import DocumentRows, SignalSpec
+
+TAU = 1.3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("cross"))
+
+
+def store_of(
+    folder: Path, student: str, teacher: str, method: Method = "gold", top_k: int = K, tokens: int = 64
+) -> CrossTokenizerStore:
+    path = folder / f"model {teacher}"
+    if not path.exists():
+        write_model(path, teacher, family="qwen3", seed=2)
+    signal = SignalSpec("top_k", "float32", top_k, TAU, with_label=True)
+    load = lambda device: Decoder.from_pretrained(path, dtype="float32", device=device)  # noqa: E731
+    inner = TeacherInJob("teacher", "hash", signal, load, tokens)
+    store = CrossTokenizerStore(inner, tokenizer(student), tokenizer(teacher), method)
+    store.start(torch.device("cpu"))
+    return store
+
+
+def documents(student: str) -> list[np.ndarray]:
+    made = tokenizer(student)
+    texts = [*(text[:90] for text in demo_text()[:6]), "Hallå 😀  x1024\n\n中", "ab"]
+    return [np.array([*made(text)["input_ids"], made.eos_token_id], dtype=np.int32) for text in texts]
+
+
+def whole(tokens: np.ndarray) -> DocumentRows:
+    return DocumentRows(tokens, range(len(tokens) - 1))
+
+
+def teacher_log_probs(folder: Path, teacher: str, ids: np.ndarray) -> Tensor:
+    """log p of every row over the whole vocabulary, [N, V] float64."""
+    model = Decoder.from_pretrained(folder / f"model {teacher}", dtype="float64")
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.from_numpy(ids.astype(np.int64))[None])[0] / TAU, 1)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, K])
+@pytest.mark.parametrize(
+    ("student", "teacher"),
+    [("small", "large"), ("large", "small"), ("small", "pieces"), ("pieces", "large"), ("mistral", "deepseek")],
+)
+def test_merged_probabilities_by_brute_force(folder: Path, student: str, teacher: str, top_k: int) -> None:
+    """Every event of the teacher's next token, one by one, from its whole distribution in float64."""
+    store = store_of(folder, student, teacher, top_k=top_k)
+    given = documents(student)
+    merged = 0
+    for tokens, found, aligned in zip(
+        given, store.read([whole(each) for each in given]), store.aligner.align(given), strict=True
+    ):
+        log_p_NV = teacher_log_probs(folder, teacher, aligned.teacher_tokens)
+        first, later = torch.zeros(len(tokens) - 1), torch.zeros(len(tokens) - 1, dtype=torch.float64)
+        for span in aligned.spans:
+            if span.student.start == 0 or span.teacher.start == 0:
+                continue
+            border = log_p_NV[span.teacher.start - 1].topk(top_k + 1).values[-2:]
+            if border[0] - border[1] < 1e-3:  # which of the two is among the likeliest is a matter of rounding
+                first[span.student.start - 1], later[span.student.start : span.student.stop - 1] = (
+                    found["weight"][span.student.start - 1],
+                    found["continuation"][span.student.start : span.student.stop - 1],
+                )
+                continue
+            actual = [int(aligned.teacher_tokens[at]) for at in span.teacher]
+            log_p = sum(float(log_p_NV[at - 1, each]) for at, each in zip(span.teacher, actual, strict=True))
+            row, y_0 = span.student.start - 1, int(tokens[span.student.start])
+            begins = span.student.start in aligned.begins
+            first_of = store.aligner.first_of_text if begins else store.aligner.first_of
+            expected, tail = outcomes(first_of, log_p_NV[span.teacher.start - 1], actual[0], log_p, y_0, top_k)
+            check_row({name: each[row] for name, each in found.items()}, expected, tail, y_0)
+            first[row] = 1.0
+            later[span.student.start : span.student.stop - 1] = math.exp(log_p)
+            merged += len(actual) > 1 or len(span.student) > 1
+        assert torch.equal(found["weight"], first)
+        torch.testing.assert_close(found["continuation"].double(), later, rtol=1e-4, atol=1e-12)
+    assert merged > 0
+
+
+def outcomes(
+    first_of: np.ndarray, log_p_V: Tensor, x_0: int, log_p: float, y_0: int, top_k: int
+) -> tuple[dict[int, float], float]:
+    """The probability of each of the student's outcomes, and that of all others."""
+    p_V = log_p_V.exp()
+    expected, tail = {y_0: math.exp(log_p)}, 0.0
+    known = {*log_p_V.topk(top_k).indices.tolist(), x_0}
+    for each in range(len(p_V)):
+        probability = float(p_V[each]) - (math.exp(log_p) if each == x_0 else 0.0)
+        counts_for = int(first_of[each]) if each in known and each < len(first_of) else -1
+        if counts_for < 0:
+            tail += probability
+        else:
+            expected[counts_for] = expected.get(counts_for, 0.0) + probability
+    return expected, tail
+
+
+def check_row(found: dict[str, Tensor], expected: dict[int, float], tail: float, y_0: int) -> None:
+    ids, p = found["ids"].tolist(), found["log_probs"].double().exp()
+    assert ids[0] == y_0
+    present = {each: float(p[at]) for at, each in enumerate(ids) if each >= 0}
+    assert len(present) == sum(each >= 0 for each in ids)  # no id comes twice
+    assert sum(present.values()) + math.exp(float(found["tail_log_prob"])) == pytest.approx(1.0, abs=1e-5)
+    for each, probability in expected.items():
+        assert present.pop(each, 0.0) == pytest.approx(probability, rel=2e-4, abs=1e-9)
+    assert not present
+    assert math.exp(float(found["tail_log_prob"])) == pytest.approx(tail, rel=2e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_one_tokenizer_on_both_sides_gives_the_top_k_signal(folder: Path, name: str) -> None:
+    """All spans have one token, and the signal has the same ids and numbers as the live teacher's, with the label."""
+    store = store_of(folder, name, name)
+    model = Decoder.from_pretrained(folder / f"model {name}", dtype="float32")
+    for tokens, found in zip(documents(name), store.read([whole(each) for each in documents(name)]), strict=True):
+        first = len(store.aligner.teacher.prefix)
+        with torch.no_grad():
+            hidden = model(torch.from_numpy(tokens.astype(np.int64))[None], head=False)[0, :-1]
+        labels = torch.from_numpy(tokens[1:].astype(np.int64))
+        live = labelled_log_probs(hidden, model.output_head(), labels, K, TAU)
+        counted = range(0 if first else 1, len(tokens) - 1)  # without a first token, no row predicts token 1
+        assert found["weight"].tolist() == [
+            float(row in counted) or float(not first) for row in range(len(tokens) - 1)
+        ]
+        assert not found["continuation"].any()
+        for row in range(len(tokens) - 1):
+            ids, log_probs = found["ids"][row], found["log_probs"][row]
+            assert ids[0] == labels[row]
+            expected = {int(each): float(p) for each, p in zip(live["ids"][row], live["log_probs"][row], strict=True)}
+            expected.pop(-1, None)
+            same = {int(each): float(p) for each, p in zip(ids, log_probs, strict=True) if each >= 0}
+            assert same.keys() == expected.keys()
+            assert all(same[each] == pytest.approx(expected[each], rel=1e-5, abs=1e-5) for each in same)
+            assert float(found["tail_log_prob"][row]) == pytest.approx(float(live["tail_log_prob"][row]), abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["gold", "uld"])
+def test_a_part_of_the_rows(folder: Path, method: Method) -> None:
+    """A context rank asks for some rows of a document; spans may begin before them and end after them."""
+    store = store_of(folder, "small", "pieces", method)
+    for tokens, found in zip(
+        documents("small"), store.read([whole(each) for each in documents("small")]), strict=True
+    ):
+        for start in range(0, len(tokens) - 1, 7):
+            rows = range(start, min(start + 5, len(tokens) - 1))
+            (part,) = store.read([DocumentRows(tokens, rows)])
+            for name, each in part.items():
+                torch.testing.assert_close(each, found[name][rows.start : rows.stop], rtol=1e-5, atol=1e-6)
+
+
+def test_batches_do_not_matter(folder: Path) -> None:
+    given = [whole(each) for each in documents("small")]
+    few, many = (store_of(folder, "small", "large", tokens=tokens).read(given) for tokens in (1, 10_000))
+    for one, other in zip(few, many, strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+
+
+def test_sorted_probabilities(folder: Path) -> None:
+    """The teacher's largest probabilities where both begin a span, and the mass of all others."""
+    store = store_of(folder, "small", "large", "uld")
+    given = documents("small")
+    for found, aligned in zip(store.read([whole(each) for each in given]), store.aligner.align(given), strict=True):
+        log_p_NV = teacher_log_probs(folder, "large", aligned.teacher_tokens)
+        spans = [span for span in aligned.spans if span.student.start > 0 and span.teacher.start > 0]
+        assert found["weight"].nonzero()[:, 0].tolist() == [span.student.start - 1 for span in spans]
+        for span in spans:
+            ordered_V = log_p_NV[span.teacher.start - 1].sort(descending=True).values
+            row = span.student.start - 1
+            torch.testing.assert_close(found["log_probs"][row].double(), ordered_V[:K], rtol=1e-4, atol=1e-4)
+            tail = ordered_V[K:].logsumexp(0)
+            torch.testing.assert_close(found["tail_log_prob"][row].double(), tail, rtol=1e-4, atol=1e-4)
+    signal = store.signal.as_signal(found, "bucket")
+    assert isinstance(signal, SortedTopK)
+
+
+def test_the_signals_of_a_run(folder: Path) -> None:
+    session = session_of(folder, **GOLD, **{"teacher.tail": "renormalize", "objective.temperature": TAU})
+    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    for each in session.source.request(micro_batches).result():
+        assert isinstance(each, SpanSignal)
+        assert isinstance(each.first, TopK)
+        assert (each.first.tail, each.first.temperature) == ("renormalize", TAU)
+    session.close()
+
+
+def gradients(folder: Path, **settings: Any) -> dict[str, Tensor]:
+    several = any(key.startswith("teachers.") for key in settings)
+    session = session_of(folder, cached=several, **settings)
+    forward_backward(session)
+    found = {name: each.grad.clone() for name, each in session.runner.named_parameters() if each.grad is not None}
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "0.3*cross_entropy + 0.7*jsd(0.5)", "reverse_kl"])
+def test_all_ids_of_the_same_tokenizer_give_the_live_teachers_gradients(
+    folder: Path, tmp_path: Path, loss: str
+) -> None:
+    """K = V: nothing is left to approximate, and the gradient is that of the exact signal."""
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    write_model(tmp_path / "student", "small", family="llama", seed=1)
+    write_model(tmp_path / "teacher", "small", family="qwen3", seed=2)
+    vocabulary = len(tokenizer("small"))
+    exact = gradients(tmp_path, **{"objective.loss": loss})
+    found = gradients(
+        tmp_path, **{"objective.loss": loss, "teacher.cross_tokenizer": "gold", "teacher.top_k": vocabulary}
+    )
+    assert found.keys() == exact.keys()
+    for name, gradient in exact.items():
+        assert float((found[name] - gradient).norm() / gradient.norm()) < 2e-5, name
+
+
+def test_one_of_several_teachers(folder: Path, tmp_path: Path) -> None:
+    """Beside a teacher with the student's tokenizer: the gradients of each alone, with the teachers' weights."""
+    write_model(tmp_path / "same", "small", family="qwen3", seed=4)
+    loss = {"objective.loss": "forward_kl"}
+    gold = {key.removeprefix("teacher."): value for key, value in GOLD.items()}
+    other = {"model": str(folder / "teacher"), **gold, "temperature": 2.0}
+    both = gradients(
+        folder,
+        **loss,
+        **{"teachers.same": {"model": str(tmp_path / "same")}, "teachers.other": other | {"weight": 3.0}},
+    )
+    same = gradients(folder, **loss, **{"teacher.model": str(tmp_path / "same")})
+    alone = gradients(folder, **loss, **GOLD, **{"objective.temperature": 2.0})
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient, 0.25 * same[name] + 0.75 * alone[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("settings", [GOLD, ULD], ids=["gold", "uld"])
+def test_a_whole_run(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    write_run(folder, **settings, out=str(tmp_path / "out"))
+    checked = run("check", folder / "run.yaml").out
+    assert "an approximation" in checked.splitlines()[0]
+    assert "the same for both" not in checked
+    assert "an approximation" in run("distill", folder / "run.yaml").out.splitlines()[0]
+    found = metrics(tmp_path / "out")
+    method = settings["teacher.cross_tokenizer"]
+    assert found[-1]["step"] == 6
+    assert ("eval/forward_kl" in found[-1]) == (method == "gold")
+    assert ("eval/uld" in found[-1]) == (method == "uld")
+    steps = [each for each in found if "loss/total_nats_per_token" in each]
+    assert ("loss/continuation_nats_per_token" in steps[0]) == (method == "gold")
+    assert not (tmp_path / "out" / "tokens.json").exists()
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+    assert "contains this run, which is complete" in run("check", folder / "run.yaml").out
+
+
+def test_a_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    write_run(folder, **GOLD, **{"checkpoint.every": 2})
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("distill", folder / "run.yaml", f"out={whole}")
+    command = Command(
+        "distill", folder / "run.yaml", f"out={killed}", hook=signal_at, hook_arguments=(3, signal.SIGKILL)
+    )
+    assert command.wait() == -signal.SIGKILL, command.err
+    shutil.copytree(folder / "teacher", tmp_path / "other")
+    write_model(tmp_path / "changed", "large", family="qwen3", seed=3)
+    shutil.copy(tmp_path / "changed" / "model.safetensors", tmp_path / "other")
+    other = f"teacher.model={tmp_path / 'other'}"
+    assert (
+        "another run, with a different teacher"
+        in run("distill", folder / "run.yaml", f"out={killed}", other, code=1).err
+    )
+    resumed = run("distill", folder / "run.yaml", f"out={killed}")
+    assert f"resuming from {killed}/checkpoints/step-00000002\n" in resumed.out
+    assert contents(killed / "model") == contents(whole / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [GOLD, ULD], ids=["gold", "uld"])
+def test_two_processes_have_the_gradients_of_one(folder: Path, settings: dict[str, Any]) -> None:
+    """Every layout of two processes, the objective and the temperature of a run: gradients, and not only the loss."""
+    write_run(folder, **settings, **{"objective.temperature": TAU})
+    ranks = Ranks(2, "parity", folder / "run.yaml")
+    assert ranks.wait(180) == [0, 0], ranks.texts
+    for layout in ("fsdp 2", "tensor 2", "context 2", "pipeline 2, 1f1b"):
+        (row,) = [line for line in ranks[0].out.splitlines() if line.startswith(f"{layout}  ")]
+        assert row.endswith("  same"), ranks.texts
+
+
+def test_a_chat_of_the_students_template(folder: Path, tmp_path: Path) -> None:
+    """The text is that of the student's template; only the assistant's turns have a weight."""
+    for name in ("student", "teacher"):
+        (tmp_path / name).symlink_to(folder / name)
+    student = tokenizer("small")
+    student.chat_template = PLAIN_TEMPLATE
+    write_model(tmp_path / "chatty", "small", family="llama", seed=1)
+    student.save_pretrained(tmp_path / "chatty")
+    turns = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Good day 😀"}]
+    for name in ("train.jsonl", "eval.jsonl"):
+        write_records(tmp_path / name, [{"messages": turns}])
+    sizes = {"data.max_tokens": 64, "train.micro_batch_tokens": 64, "train.tokens_per_step": 64}
+    session = session_of(tmp_path, **GOLD, **sizes, **{"student.model": str(tmp_path / "chatty")})
+    assert isinstance(session.stores["teacher"], CrossTokenizerStore)
+    tokens = session.train.documents.tokens(0)
+    (aligned,) = session.stores["teacher"].aligner.align([tokens])
+    teacher = tokenizer("large")
+    assert teacher.decode(aligned.teacher_tokens) == student.decode(tokens)
+    assert int(teacher.convert_tokens_to_ids("<|im_end|>")) in aligned.teacher_tokens.tolist()
+    output = forward_backward(session)
+    assert output.sums["continuation"] > 0
+    session.close()
+
+
+def test_what_a_run_is_of(folder: Path, tmp_path: Path) -> None:
+    """The hash of the teacher is part of the run's, and so is that of its tokenizer."""
+    hashes = set()
+    for seed, name in ((2, "large"), (3, "large")):
+        write_model(tmp_path / f"{seed}", name, family="qwen3", seed=seed)
+        session = session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / f"{seed}")})
+        hashes.add(session.model_hashes["teacher"])
+        session.close()
+    changed = json.loads((tmp_path / "3" / "tokenizer.json").read_text())
+    changed["model"]["merges"].pop()
+    (tmp_path / "3" / "tokenizer.json").write_text(json.dumps(changed))
+    session = session_of(folder, **GOLD, **{"teacher.model": str(tmp_path / "3")})
+    hashes.add(session.model_hashes["teacher"])
+    session.close()
+    assert len(hashes) == 3
+    assert objective_spec(session.config).needs_teacher
+    with pytest.raises(DataError, match="token"):
+        session.stores["teacher"].require(bad_documents(session.train.documents), "data")
+
+
+def bad_documents(documents: Documents) -> Documents:
+    tokens_N = documents.tokens_N.copy()
+    tokens_N[5] = tokenizer("small").convert_tokens_to_ids("<unk>")
+    return replace(documents, tokens_N=tokens_N)

@@ -1,0 +1,368 @@
+"""The decoder against the model that it wraps: logits, loss, gradients, files, packing, checkpointing, signal."""
+
+import copy
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from kit.families import FAMILIES, SOFTCAP, build
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from stillhouse.models import Decoder
+from stillhouse.objective import CrossEntropy, OutputHead, linear_objective
+
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+EACH_TIE = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+LENGTHS = (9, 1, 14, 7)
+
+
+def token_ids(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 251, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def pack(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Pack documents into one row [1, S]; return the row and its position ids."""
+    positions = [torch.arange(len(each)) for each in documents]
+    return torch.cat(documents)[None], torch.cat(positions)[None]
+
+
+def hidden_states_of(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
+    return hidden_states
+
+
+def mean_cross_entropy(*, hidden_states: Tensor, head: OutputHead, context: Tensor, depth: int = 0) -> Tensor:
+    """Compute the next-token cross-entropy of `context` [B, S] from hidden states and head, in plain operations."""
+    logits = hidden_states @ head.weight_VD.T
+    logits = (logits if head.bias is None else logits + head.bias) * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    log_probs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
+    return -log_probs.gather(-1, context[:, 1:, None]).mean()
+
+
+def engine_cross_entropy(*, hidden_states: Tensor, head: OutputHead, context: Tensor, depth: int = 0) -> Tensor:
+    labels = torch.cat([context[:, 1:], torch.full_like(context[:, :1], -1)], dim=1).flatten()
+    weights = (labels >= 0).float()
+    terms = [CrossEntropy(labels)]
+    return linear_objective(
+        hidden_states.flatten(0, 1), head, terms, weights_T=weights, normalizer=float(weights.sum())
+    ).loss
+
+
+def gradients(module: nn.Module, loss: Tensor) -> dict[int, Tensor]:
+    """Return gradients by the parameter's id(), because the model and its decoder use different names."""
+    module.zero_grad()
+    loss.backward()
+    found = {id(each): each.grad.clone() for each in module.parameters() if each.grad is not None}
+    module.zero_grad()
+    return found
+
+
+def assert_same_gradients(given: dict[int, Tensor], expected: dict[int, Tensor], tolerance: float) -> None:
+    assert given.keys() == expected.keys()
+    for key, grad in expected.items():
+        assert float((given[key] - grad).norm()) <= tolerance * float(grad.norm())
+
+
+@EACH_FAMILY
+@EACH_TIE
+def test_logits_are_the_models_own(family: str, tied: bool) -> None:
+    model = build(family, tied=tied)
+    decoder, ids = Decoder(model), token_ids(2, 17)
+    with torch.no_grad():
+        given, expected = decoder(ids), model(ids).logits
+    if family == "granite":  # it divides by 3.0 and the head multiplies by 1/3, which differ by one rounding
+        torch.testing.assert_close(given, expected, rtol=2.4e-7, atol=0)
+    else:
+        assert torch.equal(given, expected)
+    if family.startswith("gemma"):
+        assert expected.abs().max() > 0.9 * SOFTCAP, "no logit is near the softcap"
+    assert decoder.tied is tied
+
+
+@EACH_FAMILY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_wrapped_and_equal(family: str, dtype: torch.dtype) -> None:
+    model = build(family, dtype=dtype)
+    ids = token_ids(2, 17)
+    with torch.no_grad():
+        given, expected = Decoder(model)(ids), model(ids).logits
+    assert given.dtype == dtype
+    rounding = torch.finfo(dtype).eps if family == "granite" else 0.0
+    torch.testing.assert_close(given, expected, rtol=rounding, atol=0)
+
+
+@EACH_FAMILY
+@EACH_TIE
+def test_loss_and_gradients_are_the_models_own(family: str, tied: bool) -> None:
+    model = build(family, tied=tied, dtype=torch.float64)
+    decoder, ids = Decoder(model), token_ids(3, 17)
+    own = model(ids, labels=ids, use_cache=False).loss
+    expected = gradients(model, own)
+    assert len(expected) == len(list(model.parameters()))
+
+    # the model's own loss rounds its logits to float32, so the tolerance is float32's
+    for processor in (mean_cross_entropy, engine_cross_entropy):
+        loss = decoder(ids, processor=processor, context=ids)
+        assert loss.item() == pytest.approx(own.item(), rel=1e-6)
+        assert_same_gradients(gradients(decoder, loss), expected, tolerance=2e-6)
+
+
+def test_head_with_a_bias() -> None:
+    model = build("gpt2", tied=False, dtype=torch.float64)
+    model.lm_head.bias = nn.Parameter(torch.linspace(-2, 2, 251, dtype=torch.float64))
+    decoder, ids = Decoder(model), token_ids(3, 17)
+    own = model(ids, labels=ids).loss
+    expected = gradients(model, own)
+    assert id(model.lm_head.bias) in expected
+    loss = decoder(ids, processor=engine_cross_entropy, context=ids)
+    assert_same_gradients(gradients(decoder, loss), expected, tolerance=2e-6)
+    assert torch.equal(decoder(ids), model(ids).logits)
+
+
+@EACH_FAMILY
+@EACH_TIE
+def test_saved_files_give_the_same_model(family: str, tied: bool, tmp_path: Path) -> None:
+    decoder, ids = Decoder(build(family, tied=tied)), token_ids(2, 9)
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.1)
+    decoder(ids, processor=mean_cross_entropy, context=ids).backward()
+    optimizer.step()  # change the weights, so that the test sees that the trained weights are saved
+    decoder.save_pretrained(tmp_path)
+
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = Decoder.from_pretrained(tmp_path)
+    assert type(plain) is type(decoder.pretrained)
+    for loaded in (plain, ours.pretrained):
+        pairs = itertools.zip_longest(loaded.named_parameters(), decoder.pretrained.named_parameters())
+        for (name, given), (expected_name, expected) in pairs:
+            assert name == expected_name
+            assert torch.equal(given, expected), name
+    with torch.no_grad():
+        expected_logits = decoder.eval()(ids)
+        assert torch.equal(ours(ids), expected_logits)
+    assert not list(tmp_path.glob("*.bin"))
+    assert ours.tied is tied
+
+
+def test_weights_saved_in_bfloat16_are_not_silently_computed_in_it(tmp_path: Path) -> None:
+    """A dtype that nobody named changes the loss; it is used as before, with a warning."""
+    build("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"computes in bfloat16, in which its weights were saved") as warned:
+        assert Decoder.from_pretrained(tmp_path).output_weight.dtype is torch.bfloat16
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Decoder.from_pretrained(tmp_path, dtype="auto").output_weight.dtype is torch.bfloat16
+        assert Decoder.from_pretrained(tmp_path, dtype="float32").output_weight.dtype is torch.float32
+        Decoder.from_pretrained(tmp_path, dtype="float32").save_pretrained(tmp_path / "wide")
+        Decoder.from_pretrained(tmp_path / "wide")
+
+
+@EACH_FAMILY
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_equals_separate(family: str, attention: str) -> None:
+    if attention == "sdpa" and family == "gemma2":
+        pytest.skip("transformers has no sdpa for Gemma 2")
+    decoder = Decoder(build(family, attention=attention))
+    documents = list(token_ids(1, sum(LENGTHS))[0].split(LENGTHS))
+    row, positions = pack(documents)
+    together = torch.cat([row, row.flip(1)]), torch.cat([positions, torch.arange(row.shape[1])[None]])
+    packed = decoder(*together, processor=hidden_states_of)[0]  # the second row is one document
+    separate = torch.cat([decoder(each[None], processor=hidden_states_of)[0] for each in documents])
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
+    assert (decoder(row, processor=hidden_states_of)[0] - separate).abs().max() > 1, "the test must notice a leak"
+
+    probe = torch.randn(separate.shape, generator=torch.Generator().manual_seed(1))
+    expected = gradients(decoder, (separate * probe).sum())
+    assert_same_gradients(gradients(decoder, (packed * probe).sum()), expected, tolerance=1e-5)
+
+
+def test_a_mask_for_padding_works_and_one_over_packed_rows_is_refused() -> None:
+    model = build("qwen3")
+    decoder, ids = Decoder(model), token_ids(2, 10)
+    left = torch.tensor([[0, 0, 0] + [1] * 7, [1] * 10])
+    # these are the positions that transformers' generate makes
+    positions = (left.cumsum(1) - 1).masked_fill(left == 0, 1)
+    expected = model(ids, attention_mask=left, position_ids=positions).logits
+    assert torch.equal(decoder(ids, positions, left), expected)
+    row, restarts = pack([ids[0, :4], ids[0, 4:]])
+    with pytest.raises(ValueError, match="expected attention_mask=None for packed rows"):
+        decoder(row, restarts, torch.ones_like(row))
+
+
+def test_the_processor_gets_what_the_contract_says_and_its_result_is_returned() -> None:
+    decoder, ids, calls = Decoder(build("cohere")), token_ids(2, 5), []
+
+    def processor(**arguments: Any) -> str:
+        calls.append(arguments)
+        return "anything"
+
+    assert decoder(ids, processor=processor, context={"labels": 1}) == "anything"
+    (call,) = calls
+    assert call.keys() == {"hidden_states", "head", "context", "depth"}
+    assert call["hidden_states"].shape == (2, 5, 48)
+    assert call["context"] == {"labels": 1}
+    assert call["depth"] == 0
+    assert call["head"].weight_VD is decoder.head.linear.weight
+    assert call["head"].scale == 0.4
+
+
+@EACH_FAMILY
+def test_gradient_checkpointing_recomputes_layers_but_not_the_head(family: str) -> None:
+    decoder, ids = Decoder(build(family, dtype=torch.float64)), token_ids(2, 12)
+    for module in decoder.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    decoder.train()
+    expected = gradients(decoder, decoder(ids, processor=mean_cross_entropy, context=ids))
+
+    runs = {"attention": 0, "processor": 0}
+
+    def counting(**arguments: Any) -> Tensor:
+        runs["processor"] += 1
+        return mean_cross_entropy(**arguments)
+
+    layers = [each for name, each in decoder.named_modules() if name.endswith((".self_attn", ".attn"))]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: runs.update(attention=runs["attention"] + 1))
+    decoder.gradient_checkpointing_enable()
+    given = gradients(decoder, decoder(ids, processor=counting, context=ids))
+    assert runs == {"attention": 2 * len(layers), "processor": 1}
+    assert_same_gradients(given, expected, tolerance=0.0)
+
+
+def test_signal_is_exact_and_without_grad_whatever_the_mode() -> None:
+    model = build("phi3")  # this family has dropout
+    decoder, ids = Decoder(model), token_ids(2, 11)
+    expected = decoder(ids, processor=hidden_states_of).flatten(0, 1)
+    decoder.train()
+    decoder.backbone.layers[0].eval()
+    modes = [each.training for each in decoder.modules()]
+    signal = decoder.signal(ids)
+    assert torch.equal(signal.hidden_TE, expected)
+    assert not signal.hidden_TE.requires_grad
+    assert not signal.hidden_TE.is_inference()  # FSDP does not support inference tensors
+    assert not signal.head.weight_VD.requires_grad
+    assert signal.head.weight_VD.data_ptr() == model.lm_head.weight.data_ptr()
+    assert [each.training for each in decoder.modules()] == modes
+    with torch.no_grad():
+        assert torch.equal(signal.head.logits(signal.hidden_TE), model.eval()(ids).logits.flatten(0, 1))
+
+
+def test_signal_of_packed_rows_is_that_of_the_documents() -> None:
+    decoder = Decoder(build("gemma3"))
+    documents = list(token_ids(1, sum(LENGTHS))[0].split(LENGTHS))
+    packed = decoder.signal(*pack(documents)).hidden_TE
+    separate = torch.cat([decoder.signal(each[None]).hidden_TE for each in documents])
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
+
+
+@EACH_TIE
+def test_parameters_are_there_once_and_move_together(tied: bool) -> None:
+    model = build("llama", tied=tied)
+    decoder, ids = Decoder(model), token_ids(1, 6)
+    assert {id(each) for each in decoder.parameters()} == {id(each) for each in model.parameters()}
+    assert len(list(decoder.parameters())) == len(list(model.parameters()))
+    assert len(decoder.state_dict()) == len(list(model.parameters()))
+
+    decoder.to(torch.float64)
+    assert model.lm_head.weight.dtype == torch.float64
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    pair = copy.deepcopy(decoder)
+    with torch.no_grad():
+        pair.head.linear.weight.mul_(2)
+        assert torch.equal(pair.pretrained(ids).logits, pair(ids))
+        assert not torch.equal(pair(ids), decoder(ids))
+
+
+@EACH_TIE
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_state_dict_holds_a_tied_weight_once_and_loads(tied: bool, assign: bool, nested: bool) -> None:
+    source, target = Decoder(build("llama", tied=tied, seed=1)), Decoder(build("llama", tied=tied, seed=2))
+    state = source.state_dict()
+    assert ("head.linear.weight" in state) is not tied
+    if nested:
+        pair = nn.ModuleDict({"student": target, "teacher": Decoder(build("llama", tied=False))})
+        state = nn.ModuleDict({"student": source, "teacher": pair["teacher"]}).state_dict()
+        pair.load_state_dict(state, assign=assign)
+    else:
+        target.load_state_dict(state, assign=assign)
+    assert (target.head.linear.weight is target.pretrained.get_input_embeddings().weight) is tied
+    ids = token_ids(1, 6)
+    with torch.no_grad():
+        assert torch.equal(target(ids), source(ids))
+        assert torch.equal(target.pretrained(ids).logits, source(ids))
+
+
+def test_state_dict_without_an_untied_head_is_an_error() -> None:
+    decoder = Decoder(build("llama", tied=False))
+    state = decoder.state_dict()
+    del state["head.linear.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.linear\.weight"):
+        decoder.load_state_dict(state)
+
+
+@EACH_TIE
+def test_distributed_checkpoints_restore_model_and_optimizer(tied: bool, tmp_path: Path) -> None:
+    def trained(decoder: Decoder, steps: int, optimizer: torch.optim.Optimizer) -> Decoder:
+        for step in range(steps):
+            ids = token_ids(2, 9, seed=step)
+            optimizer.zero_grad()
+            decoder(ids, processor=mean_cross_entropy, context=ids).backward()
+            optimizer.step()
+        return decoder
+
+    def fresh(seed: int) -> tuple[Decoder, torch.optim.Optimizer]:
+        decoder = Decoder(build("qwen3", tied=tied, seed=seed))
+        return decoder, torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+
+    decoder, optimizer = fresh(seed=1)
+    trained(decoder, 2, optimizer)
+    model_state, optimizer_state = get_state_dict(decoder, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
+
+    other, other_optimizer = fresh(seed=2)
+    model_state, optimizer_state = get_state_dict(other, other_optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, other_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    trained(decoder, 2, optimizer)
+    trained(other, 2, other_optimizer)
+    for (name, expected), (_, given) in zip(decoder.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(given, expected), name
+    assert other.head.linear.weight is other.pretrained.get_output_embeddings().weight
+
+
+@EACH_TIE
+def test_sharding_hooks_fire_around_the_processor(tied: bool) -> None:
+    """Under FSDP2 the processor gets the whole weight at every use, and the gradients are exact."""
+
+    def twice(*, head: OutputHead, **arguments: Any) -> Tensor:
+        assert not isinstance(head.weight_VD, DTensor)
+        assert head.weight_VD.shape == (251, 48)
+        return mean_cross_entropy(head=head, **arguments) + engine_cross_entropy(head=head, **arguments)
+
+    plain, ids = Decoder(build("llama", tied=tied)), token_ids(2, 9)
+    plain(ids, processor=twice, context=ids).backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        decoder = Decoder(build("llama", tied=tied))
+        if not tied:
+            fully_shard(decoder.head)
+        fully_shard(decoder)
+        decoder(ids, processor=twice, context=ids).backward()
+        pairs = zip(decoder.named_parameters(), plain.named_parameters(), strict=True)
+        for (name, given), (_, expected) in pairs:
+            assert isinstance(given.grad, DTensor), name
+            torch.testing.assert_close(given.grad.full_tensor(), expected.grad, msg=name)
+    finally:
+        dist.destroy_process_group()

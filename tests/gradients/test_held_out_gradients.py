@@ -1,0 +1,148 @@
+"""tokens.json: what each term of the objective does to the logits at each held-out token, against plain autograd."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.runs import session_of
+from kit.shard_ranks import Rank, shared_pool
+from test_train_evaluation import log_probs
+from torch import Tensor
+
+from stillhouse.loops.held_out_tokens import PUSHED, gradients_by_term, held_out_tokens
+from stillhouse.objective import FullVocab, OutputHead, VocabShard
+from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+
+LOSS = "0.4*cross_entropy(label_smoothing=0.1) + 0.2*forward_kl + 0.3*jsd(0.5) + 0.01*entropy"
+
+
+def batch(spec: ObjectiveSpec, rows: int, teacher_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """70 tokens of float64, so that they are cut; some have no label, some no weight, and some logits are peaked."""
+    random = torch.Generator().manual_seed(rows)
+    hidden_TD, hidden_TE = (torch.randn(70, width, generator=random, dtype=torch.float64) * 2 for width in (8, 12))
+    hidden_TD[::9] *= 30
+    weight_VD = torch.randn(rows, 8, generator=random, dtype=torch.float64)
+    weight_VE = torch.randn(teacher_rows, 12, generator=random, dtype=torch.float64)
+    labels_T = torch.randint(0, min(rows, teacher_rows), (70,), generator=random)
+    labels_T[5::10] = -100
+    weights_T = torch.rand(70, generator=random, dtype=torch.float64) + 0.5
+    weights_T[3::7] = 0
+    return hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T
+
+
+def expected(
+    spec: ObjectiveSpec, made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+) -> list[list[tuple[float, Tensor]]]:
+    """For each term, by row: its value and its gradient, from all logits and plain operations."""
+    hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = made
+    rows = min(len(weight_VD), len(weight_VE))
+    found = []
+    for term in spec.terms(labels_T, FullVocab(hidden_TE, OutputHead(weight_VE[:rows]))):
+        logits_TV = (hidden_TD @ weight_VD[:rows].T).requires_grad_()
+        identity = OutputHead(torch.eye(rows, dtype=torch.float64))
+        output = dense_objective(logits_TV, identity, [term], weights_T=weights_T)
+        (gradient_TV,) = torch.autograd.grad(output.loss, logits_TV)
+        found.append(list(zip(output.per_token[term.name].tolist(), gradient_TV, strict=True)))
+    return found
+
+
+def check(found: list[dict[str, Any]], spec: ObjectiveSpec, made: Any) -> None:
+    weights_T, plain = made[-1], expected(spec, made)
+    assert len(found) == len(weights_T)
+    for row, of_row in enumerate(found):
+        assert bool(of_row) == bool(weights_T[row])
+        for (value, norm, raised, lowered), of_term in zip(of_row.values(), plain, strict=bool(of_row)):
+            expected_value, gradient_V = of_term[row]
+            assert value == pytest.approx(expected_value, rel=1e-9, abs=1e-12)
+            assert norm == pytest.approx(float(gradient_V.norm()), rel=1e-9, abs=1e-12)
+            for pushed, sign in ((raised, -1), (lowered, 1)):
+                best = (sign * gradient_V).topk(min(PUSHED, len(gradient_V))).values.clamp(min=0).tolist()
+                values = [each for _, each in pushed] + [0.0] * (len(best) - len(pushed))
+                assert values == pytest.approx(best, rel=1e-9, abs=1e-12)
+                assert [each for _, each in pushed] == pytest.approx(
+                    [sign * float(gradient_V[token]) for token, _ in pushed], rel=1e-9, abs=1e-12
+                )
+
+
+@pytest.mark.parametrize(("rows", "teacher_rows"), [(251, 251), (251, 243), (243, 251)])
+@pytest.mark.parametrize(("temperature", "squared"), [(1.0, False), (2.0, True)])
+def test_values_and_gradients_are_those_of_autograd(
+    rows: int, teacher_rows: int, temperature: float, squared: bool
+) -> None:
+    spec = parse_objective(LOSS, temperature, squared)
+    made = batch(spec, rows, teacher_rows)
+    hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = made
+    student, teacher = FullVocab(hidden_TD, OutputHead(weight_VD)), FullVocab(hidden_TE, OutputHead(weight_VE))
+    found = gradients_by_term(spec, student, teacher, labels_T, weights_T)
+    assert list(found[0]) == ["cross_entropy", str(spec.divergence), "entropy"]
+    check(found, spec, made)
+
+
+@pytest.mark.parametrize(("rows", "teacher_rows", "ranks"), [(251, 251, 2), (251, 243, 4), (5, 4, 4)])
+def test_over_vocabulary_shards_they_are_those_of_one_process(rows: int, teacher_rows: int, ranks: int) -> None:
+    """Some ranks have fewer rows than the requested number of tokens, or none below the teacher's rows."""
+    spec = parse_objective(LOSS)
+    for found in shared_pool(4).call(gradients_over_shards, (rows, teacher_rows, ranks)):
+        if found is not None:
+            check(found, spec, batch(spec, rows, teacher_rows))
+
+
+def gradients_over_shards(rank: Rank, job: tuple[int, int, int]) -> list[dict[str, Any]] | None:
+    rows, teacher_rows, ranks = job
+    if rank.number >= ranks:
+        return None
+    spec = parse_objective(LOSS)
+    hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = batch(spec, rows, teacher_rows)
+    size = -(-rows // ranks)
+    start, stop = (min(rows, place * size) for place in (rank.number, rank.number + 1))
+    shard = VocabShard(start, stop, rank.groups[ranks])
+    student = FullVocab(hidden_TD, OutputHead(weight_VD[start:stop], shard=shard))
+    return gradients_by_term(spec, student, FullVocab(hidden_TE, OutputHead(weight_VE)), labels_T, weights_T)
+
+
+def test_the_file_has_the_terms_of_targets(tmp_path: Path) -> None:
+    """cross_entropy: 1 − p(label) at the label and −p elsewhere; forward_kl: q − p."""
+    session = session_of(tmp_path, **{"objective.loss": "0.5*cross_entropy + 2*forward_kl"})
+    tokens = held_out_tokens(session, 0)
+    assert tokens is not None
+    json.dumps(tokens, allow_nan=False)
+    assert session.evaluation is not None
+    documents = session.evaluation.documents
+    for entry in tokens["documents"]:
+        document = documents.sources.index(entry["source"])
+        ids = torch.from_numpy(documents.tokens(document).astype("int64"))
+        log_q_TV, log_p_TV = (log_probs(tmp_path, name, documents, document) for name in ("student", "teacher"))
+        assert entry["tokens"][0]["terms"] == {}
+        for row, each in enumerate(entry["tokens"][1:]):
+            if not each["target"]:
+                assert each["terms"] == {}
+                continue
+            q_V, p_V = log_q_TV[row].exp(), log_p_TV[row].exp()
+            one_hot_V = torch.zeros_like(q_V).index_fill(0, ids[row + 1], 1.0)
+            for name, gradient_V in (("cross_entropy", 0.5 * (q_V - one_hot_V)), ("forward_kl", 2 * (q_V - p_V))):
+                term = each["terms"][name]
+                assert term["gradient"] == pytest.approx(float(gradient_V.norm()), rel=1e-3, abs=1e-5)
+                assert term["raises"][0][1] == pytest.approx(float(-gradient_V.min()), rel=1e-3, abs=1e-5)
+                assert term["lowers"][0][1] == pytest.approx(float(gradient_V.max()), rel=1e-3, abs=1e-5)
+            of_label = each["terms"]["cross_entropy"]
+            q = float(q_V[ids[row + 1]])
+            assert of_label["raises"] == [(each["text"], pytest.approx(0.5 - 0.5 * q, abs=1e-5))]
+            assert of_label["value"] == pytest.approx(-math.log(q), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"), [("sampled_kl + 0.1*cross_entropy", ["cross_entropy"]), ("sampled_kl", [])]
+)
+def test_terms_of_the_students_own_completions_have_no_gradient_here(
+    tmp_path: Path, loss: str, names: list[str]
+) -> None:
+    session = session_of(tmp_path)
+    session = replace(session, spec=parse_objective(loss))
+    tokens = held_out_tokens(session, 0)
+    assert tokens is not None
+    assert [list(each["terms"]) for each in tokens["documents"][0]["tokens"] if each["target"]][1:2] == [names]

@@ -1,0 +1,233 @@
+"""The loss between hidden states: its gradients against plain autograd, runs with it, and what is refused.
+
+B rows, S tokens per row, T = B·S; D, E widths of student and teacher.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
+from kit.toy_tokenizer import toy_tokenizer
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_train_layouts import distill
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from stillhouse.config import ConfigError
+from stillhouse.models import Decoder, HiddenPair, match_hidden
+from stillhouse.models.hidden_layers import numbered_layers
+from stillhouse.parallel.stages import Stage, require_pairs
+from stillhouse.run.session import Session
+
+PAIRS: list[dict[str, Any]] = [
+    {"student": 0, "teacher": 1, "scale": 0.7},
+    {"student": -1, "teacher": -1, "loss": "cosine", "scale": 0.3},
+]
+
+NAMES = ["hidden_0_1_mse", "hidden_1_2_cosine"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a teacher that is wider than the student."""
+    folder, tokenizer = tmp_path_factory.mktemp("hidden"), toy_tokenizer()
+    torch.manual_seed(3)
+    wide = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=80, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=20, initializer_range=0.2, tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(wide).save_pretrained(folder / "teacher")
+    tokenizer.save_pretrained(folder / "teacher")
+    write_run(folder)
+    return folder
+
+
+def outputs(decoder: Decoder, inputs: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The outputs [B, S, D] of all layers, and the logits, by a plain forward of the Hugging Face model."""
+    found: list[Tensor] = []
+
+    def keep(_: object, __: object, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [each.register_forward_hook(keep) for each in numbered_layers(decoder)]
+    logits = decoder.pretrained(**inputs, use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return found, logits
+
+
+def expected_loss(session: Session) -> Tensor:
+    """The loss of the first step: cross-entropy, and the distances of both pairs, from tensors of all tokens."""
+    match, teacher = session.student.hidden_match, session.teacher
+    assert match is not None
+    assert teacher is not None
+    step = session.step_schedule.micro_batches(session.train, 0)
+    total = torch.zeros((), dtype=torch.float64)
+    for each in step:
+        own, logits_BSV = outputs(session.student, each.inputs)
+        with torch.no_grad():
+            theirs, _ = outputs(teacher, each.inputs)
+        log_q_TV = logits_BSV.double().log_softmax(-1).flatten(0, 1)
+        label_T = each.labels_T.clamp(min=0)
+        loss_T = -log_q_TV.gather(1, label_T[:, None])[:, 0]
+        for pair in match.pairs:
+            kind, scale = pair.kind, pair.scale
+            hidden_TE = own[pair.student].double().flatten(0, 1) @ match.projectors[pair.name].weight.double().T
+            target_TE = theirs[pair.teacher].double().flatten(0, 1)
+            if kind == "mse":
+                loss_T = loss_T + scale * (hidden_TE - target_TE).square().mean(1)
+            else:
+                loss_T = loss_T + scale * (1 - cosine_similarity(hidden_TE, target_TE))
+        total = total + (loss_T * each.weights_T).sum()
+    return total / step.normalizer
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_gradients_are_those_of_plain_autograd(folder: Path, recomputed: bool) -> None:
+    settings = {"objective.loss": "cross_entropy", "objective.hidden": PAIRS}
+    settings["train.activation_checkpointing"] = recomputed
+    session = session_of(folder, **settings)
+    loss = expected_loss(session)
+    loss.backward()
+    reference = {name: each.grad.clone() for name, each in session.runner.named_parameters() if each.grad is not None}
+    session.engine.zero_grad()
+    found = forward_backward(session).sums
+    assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert found["hidden_0_1_mse"] > 0
+    gradients = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+    assert gradients.keys() == reference.keys()
+    assert {f"hidden_match.projectors.{name}.weight" for name in NAMES} < gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, reference[name], rtol=2e-5, atol=1e-6, msg=name)
+
+
+def test_a_run_with_hidden_states_is_resumed_exactly_and_exports_a_plain_model(folder: Path) -> None:
+    whole, parts = ({"out": str(folder / name), "checkpoint.every": 3} for name in ("whole", "parts"))
+    path = folder / "run.yaml"
+    write_run(folder, **{"objective.hidden": PAIRS, **whole})
+    run("distill", path)
+    write_run(folder, **{"objective.hidden": PAIRS, **parts, "train.steps": 6})
+    run("distill", path)
+    final = folder / "parts" / "checkpoints" / "step-00000006"
+    assert final.exists()
+    for each in final.rglob("*"):
+        if each.is_file():
+            each.unlink()
+    for each in sorted(final.rglob("*"), reverse=True):
+        each.rmdir()
+    final.rmdir()
+    for name in contents(folder / "parts" / "model"):
+        (folder / "parts" / "model" / name).unlink()
+    (folder / "parts" / "model").rmdir()
+    assert "resuming from" in run("distill", path).out
+    assert contents(folder / "whole" / "model") == contents(folder / "parts" / "model")
+    steps = [each for each in metrics(folder / "whole") if "loss/total_nats_per_token" in each]
+    assert steps[-1]["loss/hidden_0_1_mse_per_token"] < 0.95 * steps[0]["loss/hidden_0_1_mse_per_token"]
+    with safe_open(folder / "whole" / "model" / "model.safetensors", framework="pt") as file:
+        assert not [name for name in file.keys() if "hidden_match" in name]  # noqa: SIM118
+    AutoModelForCausalLM.from_pretrained(folder / "whole" / "model")
+
+
+def test_the_projector_of_another_pair_is_refused(folder: Path) -> None:
+    """It has the shape of this pair's one."""
+    path, first = folder / "run.yaml", str(folder / "first")
+    write_run(folder, **{"objective.hidden": [PAIRS[0]], "out": first, "train.steps": 1})
+    run("distill", path)
+    resume = f"{first}/checkpoints/step-00000001"
+    for number, other in enumerate(
+        [[{"student": 0, "teacher": 2}], [{"student": 0, "teacher": 1, "loss": "cosine"}]]
+    ):
+        out = str(folder / f"second {number}")
+        write_run(folder, **{"objective.hidden": other, "out": out, "checkpoint.resume": resume})
+        assert "a projector of hidden states is of its layers in objective.hidden" in run("distill", path, code=1).err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"student.init": {"from": "random"}}, {"student.dtype": "bfloat16", "train.precision": "bf16"}]
+)
+def test_projectors_of_two_processes_are_those_of_one(folder: Path, settings: dict[str, Any]) -> None:
+    """Also beside weights of another dtype, and beside random ones. The rate is nearly zero."""
+    write_run(folder, **{"objective.hidden": PAIRS, "train.steps": 1, "train.learning_rate": 1e-30}, **settings)
+    name, found = "-".join(settings), {}
+    for processes in (1, 2):
+        ended = distill(folder, f"{name} {processes}", processes, "checkpoint.every=1")
+        assert ended.returncode == 0, ended.stderr
+        resume = folder / f"{name} {processes}" / "checkpoints" / "step-00000001" / "resume"
+        tensors = [load_file(each) for each in sorted(resume.glob("*.safetensors"))]
+        for each in NAMES:
+            parts = [
+                every[key] for every in tensors if (key := f"student.hidden_match.projectors.{each}.weight") in every
+            ]
+            found[each, processes] = torch.cat(parts)
+    for each in NAMES:
+        assert torch.equal(found[each, 1], found[each, 2])
+        assert float(found[each, 1].norm(dim=1).mean()) == pytest.approx(1, abs=0.05)
+
+
+def test_models_of_one_width_need_no_projector(tmp_path: Path) -> None:
+    decoder = Decoder.from_pretrained(save_model(tmp_path / "model"))
+    width, layers = decoder.config.hidden_size, decoder.config.num_hidden_layers
+    match_hidden(decoder, [HiddenPair(-1, 0)], layers, width)
+    assert decoder.hidden_match is not None
+    assert not list(decoder.hidden_match.parameters())
+    assert decoder.hidden_match.pairs == (HiddenPair(layers - 1, 0),)
+
+
+def test_pairs_on_different_stages_are_refused(tmp_path: Path) -> None:
+    decoder = Decoder.from_pretrained(save_model(tmp_path / "model"))
+    match_hidden(decoder, [HiddenPair(0, 5)], 6, 64)
+    stages = [Stage(0, 2, range(0, 1), range(0, 4)), Stage(1, 2, range(1, 2), range(4, 6))]
+    message = (
+        r"layer 0 of the student is on stage 1 of 2, and layer 5 of the teacher is not.*expected one of 0 to 3, or"
+    )
+    with pytest.raises(ValueError, match=message):
+        require_pairs(decoder, stages)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective.hidden": [{"student": 9, "teacher": 0}]}, "objective.hidden: layer 9 of the student, which has"),
+        ({"objective.hidden": [{"student": 0, "teacher": -9}]}, "objective.hidden: layer -9 of the teacher"),
+        ({"objective.hidden": PAIRS, "teacher.parallel": {"tensor": 1}}, "teacher.parallel: expected null with"),
+        ({"objective.hidden": PAIRS, "rollout.max_new_tokens": 8}, r"objective.hidden: expected \[\] with rollout"),
+        ({"objective.hidden": PAIRS, "parallel.schedule": "1f1b_ahead"}, "parallel.schedule: got 1f1b_ahead"),
+        (
+            {"objective.hidden": [{"student": 1, "teacher": 0}, {"student": -1, "teacher": -3, "scale": 0.5}]},
+            "objective.hidden: layers 1 of the student and 0 of the teacher have the loss mse more than once",
+        ),
+        (
+            {"objective.hidden": PAIRS, "student.mtp": {"train": "heads"}},
+            r"objective.hidden: expected \[\] with student.mtp.train=heads",
+        ),
+        ({"objective.hidden": [{"student": 0, "teacher": 0, "los": "mse"}]}, "objective.hidden"),
+        ({"objective.hidden": [{"student": 0}]}, "objective.hidden"),
+        ({"objective.hidden": [{"student": 0, "teacher": 0, "loss": "kl"}]}, "objective.hidden"),
+    ],
+)
+def test_what_is_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        session_of(folder, **settings)
+    print(caught.value)
+
+
+def test_a_teacher_that_is_not_in_the_job_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"objective.hidden: needs the teacher's layers in this job"):
+        write_run(folder, cached=True, **{"teacher.cache": "cache", "objective.hidden": PAIRS})
+
+
+def test_another_objective_compares_no_hidden_states(folder: Path) -> None:
+    session = session_of(folder, **{"objective.loss": "cross_entropy", "objective.hidden": PAIRS})
+    assert "hidden_0_1_mse" in forward_backward(session).sums
+    session.engine.zero_grad()
+    alone = session_of(folder, **{"objective.loss": "cross_entropy"})
+    other = session.engine.with_objective(session.engine.objective)
+    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    signals = session.source_for(other).request(micro_batches).result()
+    found = other.forward_backward(micro_batches, signals, micro_batches.whole.normalizer).sums
+    assert found == forward_backward(alone).sums

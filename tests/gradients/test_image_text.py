@@ -1,0 +1,270 @@
+"""Vision-language models as decoders: their class, and their results with and without images.
+
+B rows, S tokens per row.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.families import build
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    Gemma3Config,
+    LlamaConfig,
+    LlavaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+    T5Config,
+)
+
+from stillhouse.models import Decoder
+from stillhouse.models.loading import auto_class
+from stillhouse.models.processors import cross_entropy
+from stillhouse.models.targets import Targets
+from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.parallel.stages import require_cuttable
+
+S = 12
+IMAGE, START, END = 250, 248, 247  # special tokens
+PLACE = slice(2, 6)  # the columns of the image's four tokens
+TEXT: dict[str, Any] = {
+    "vocab_size": 251,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24}
+QWEN_TOWER: dict[str, Any] = TOWER | {
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 1,
+}
+QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 249,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+
+
+def rope(**options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **options}}
+
+
+def gemma3() -> PreTrainedConfig:
+    tower = {**TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 2}
+    return Gemma3Config(
+        text_config=TEXT | {"sliding_window": 5, "query_pre_attn_scalar": 8},
+        vision_config=tower,
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=START,
+        eoi_token_index=END,
+    )
+
+
+def llava() -> PreTrainedConfig:
+    tower = CLIPVisionConfig(**TOWER, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+    return LlavaConfig(
+        text_config=LlamaConfig(**TEXT),
+        vision_config=tower,
+        image_token_id=IMAGE,
+        image_seq_length=4,
+        vision_feature_layer=-1,
+    )
+
+
+def qwen2_5_vl() -> PreTrainedConfig:
+    tower = QWEN_TOWER | {"window_size": 8, "fullatt_block_indexes": [1]}
+    text = TEXT | rope(mrope_section=[1, 1, 2])
+    return Qwen2_5_VLConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
+
+
+def qwen3_vl() -> PreTrainedConfig:
+    tower = QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    text = TEXT | rope(mrope_section=[2, 1, 1], mrope_interleaved=True)
+    return Qwen3VLConfig(text_config=text, vision_config=tower, **QWEN_TOKENS)
+
+
+MAKERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma3": gemma3,
+    "llava": llava,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+}
+EACH_DECODER = pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl"])
+
+
+def model_of(family: str) -> PreTrainedModel:
+    config = MAKERS[family]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = auto_class(config).from_config(config)
+        for parameter in model.parameters():
+            if not parameter.any():  # biases, and Gemma's image projection
+                parameter.data.normal_(std=0.2)
+    return model.eval()
+
+
+def with_image(family: str) -> dict[str, Tensor]:
+    """Return a row of tokens with one image."""
+    random = torch.Generator().manual_seed(3)
+    ids_BS = torch.randint(3, 240, (1, S), generator=random)
+    ids_BS[0, PLACE] = IMAGE
+    if not family.startswith("qwen"):
+        pixels = {"pixel_values": torch.randn(1, 3, 8, 8, generator=random)}
+        kinds = {"token_type_ids": (ids_BS == IMAGE).long()} if family == "gemma3" else {}
+        return {"input_ids": ids_BS, **pixels, **kinds}
+    ids_BS[0, [PLACE.start - 1, PLACE.stop]] = torch.tensor([START, END])
+    return {
+        "input_ids": ids_BS,
+        "pixel_values": torch.randn(16, 12, generator=random),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids_BS == IMAGE).long(),
+    }
+
+
+def twice(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Pack the same document twice into one row."""
+    stacked = ("pixel_values", "image_grid_thw")
+    return {name: torch.cat([each, each], 0 if name in stacked else -1) for name, each in inputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (llava, AutoModelForImageTextToText),
+        (qwen2_5_vl, AutoModelForImageTextToText),
+        (qwen3_vl, AutoModelForImageTextToText),
+        (gemma3, AutoModelForCausalLM),  # transformers lists the image-text model in this class, too
+        (lambda: build("llama").config, AutoModelForCausalLM),
+        (T5Config, AutoModelForCausalLM),  # this class refuses T5 with an error that names it
+    ],
+)
+def test_the_class_follows_from_the_configuration(config: Callable[[], PreTrainedConfig], expected: Any) -> None:
+    assert auto_class(config()) is expected
+
+
+@EACH_DECODER
+def test_tokens_with_and_without_an_image(family: str, tmp_path: Path) -> None:
+    """The decoder loads and verifies the model, and its logits equal those of transformers' model."""
+    model_of(family).save_pretrained(tmp_path)
+    decoder, inputs = Decoder.from_pretrained(tmp_path), with_image(family)
+    model: Any = decoder.pretrained
+    text = {"input_ids": inputs["input_ids"]}
+    with torch.no_grad():
+        for given in (text, inputs):
+            torch.testing.assert_close(decoder(**given), model(**given, use_cache=False).logits)
+        assert not torch.allclose(decoder(**inputs), decoder(**text), atol=1e-2)
+
+
+@EACH_DECODER
+def test_gradients_reach_the_image_and_recomputation_changes_nothing(family: str) -> None:
+    found = []
+    for recomputed in (False, True):
+        decoder, inputs = Decoder(model_of(family), verify=False).train(), with_image(family)
+        if recomputed:
+            decoder.gradient_checkpointing_enable()
+        targets = Targets(inputs["input_ids"].roll(-1, 1))
+        decoder(**inputs, processor=cross_entropy(), context=targets).loss.backward()
+        found.append({name: each.grad for name, each in decoder.named_parameters() if each.grad is not None})
+    assert any("vis" in name and each.any() for name, each in found[0].items())
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_packed_documents_with_images_do_not_see_each_other(family: str) -> None:
+    decoder, inputs = Decoder(model_of(family)), with_image(family)
+    with torch.no_grad():
+        separate = decoder(**inputs)
+        packed = decoder(**twice(inputs), position_ids=torch.arange(S).repeat(1, 2))
+    for part in packed.split(S, 1):
+        torch.testing.assert_close(part, separate, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_packed_documents_with_images_and_positions_of_four_axes(family: str) -> None:
+    """Axis 0 has the text positions, which separate documents; axes 1 to 3 are the multimodal rotary encoding's."""
+    decoder, inputs = Decoder(model_of(family), verify=False), with_image(family)
+    model: Any = decoder.pretrained
+    kinds = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids")}
+    axes_3BS, _ = model.model.get_rope_index(inputs["input_ids"], **kinds)
+    positions_4BS = torch.cat([torch.arange(S)[None, None], axes_3BS])
+    with torch.no_grad():
+        separate = decoder(**inputs)
+        packed = decoder(**twice(inputs), position_ids=torch.cat([positions_4BS, positions_4BS], 2))
+    for part in packed.split(S, 1):
+        torch.testing.assert_close(part, separate, rtol=1e-3, atol=1e-4)
+
+
+def test_plain_positions_that_do_not_separate_documents_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"type 'qwen2_5_vl'\) .* lets documents that share a row see each other"):
+        Decoder(model_of("qwen2_5_vl"))
+
+
+def test_code_that_comes_with_such_a_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_of("llava").save_pretrained(tmp_path)
+    marker = tmp_path / "has run"
+    (tmp_path / "foreign.py").write_text(f"open({str(marker)!r}, 'w')\nclass Foreign: pass\n")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForImageTextToText": "foreign.Foreign"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (Decoder.from_pretrained, empty_decoder):
+        assert type(load(tmp_path).pretrained).__name__ == "LlavaForConditionalGeneration"
+    assert not marker.exists()
+
+
+# under a layout of several processes
+
+
+def test_a_filled_model_is_the_loaded_one(tmp_path: Path) -> None:
+    model_of("qwen3_vl").save_pretrained(tmp_path)
+    filled, loaded = empty_decoder(tmp_path), Decoder.from_pretrained(tmp_path)
+    load_weights(filled, tmp_path, torch.device("cpu"))
+    inputs = with_image("qwen3_vl")
+    with torch.no_grad():
+        assert torch.equal(filled.eval()(**inputs), loaded(**inputs))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl"])
+def test_files_with_other_names_are_refused(family: str, tmp_path: Path) -> None:
+    """transformers saves these families under the parameter names of their first versions."""
+    model_of(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no tensor 'model\.vis"):
+        load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_pipeline_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match="expected pipeline=1"):
+        require_cuttable(MAKERS[family]())
+
+
+def test_layers_are_those_of_the_language_model() -> None:
+    decoder = Decoder(model_of("gemma3"), verify=False)
+    language = decoder.pretrained.get_decoder()
+    assert decoder.layers() == list(language.layers)
+    assert len(decoder.blocks()) == len(decoder.layers()) + 1  # the tower has one

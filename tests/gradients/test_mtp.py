@@ -1,0 +1,229 @@
+"""Multi-token prediction against plain logits, document by document.
+
+B rows, S tokens per row, N tokens of one document, D width, V vocabulary, K entries of a top-k.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from kit.families import build
+from kit.largest import Largest
+from kit.mtp_cases import EACH, LENGTHS, documents, labels_of, make, packed, positions
+from torch import Tensor
+
+from stillhouse.models import Decoder
+from stillhouse.models.mtp import MultiTokenDecoder
+from stillhouse.models.processors import distillation, hidden_states
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import FullVocab, OutputHead, TopK, chunks
+from stillhouse.objective.spec import parse_objective
+
+
+def separate_document(decoder: MultiTokenDecoder, ids_N: Tensor) -> list[Tensor]:
+    """Return each depth's hidden states of one document, [N − depth, D].
+
+    Row t of a depth has the position of the token that it is computed from, as in generation.
+    """
+    made = [decoder.main.backbone(ids_N[None], use_cache=False).last_hidden_state]
+    for depth in range(1, decoder.depths + 1):
+        below, at = made[-1][:, : len(ids_N) - depth], torch.arange(depth, len(ids_N))[None]
+        if not at.numel():
+            made.append(below)
+            continue
+        made.append(decoder.mtp.forward_layer(depth - 1, below, at, None, input_ids=ids_N[None, depth:]))
+    return [each[0] for each in made]
+
+
+TEMPERATURE, K = 1.3, 5
+OBJECTIVES = {
+    "cross_entropy": "cross_entropy",
+    "jsd": "0.4*cross_entropy + 0.6*jsd(0.3)",
+    "forward_kl": "forward_kl",
+    "top_k": "forward_kl",
+}
+
+
+def log_probs_of(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits / TEMPERATURE, -1)
+
+
+def top_k_of(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, their log-probabilities, and the log-probability of all other tokens."""
+    log_p_NK, ids_NK = log_probs_of(logits_NV).topk(K)
+    return ids_NK, log_p_NK, torch.log1p(-log_p_NK.exp().sum(1))
+
+
+def plain_loss(kind: str, logits_NV: Tensor, labels_N: Tensor, teacher_NV: Tensor) -> Tensor:
+    """Return the sum over tokens with a label, computed from whole logits."""
+    has = labels_N >= 0
+    hard = -torch.log_softmax(logits_NV, -1).gather(1, labels_N.clamp(min=0)[:, None])[:, 0][has].sum()
+    log_q, log_p = log_probs_of(logits_NV)[has], log_probs_of(teacher_NV)[has]
+    if kind == "top_k":
+        ids, log_p, tail = top_k_of(teacher_NV[has])
+        inside = log_q.gather(1, ids)
+        outside = log_q.scatter(1, ids, float("-inf")).logsumexp(1, keepdim=True)
+        log_q, log_p = torch.cat([inside, outside], 1), torch.cat([log_p, tail[:, None]], 1)
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    if kind == "jsd":
+        log_m = torch.log(0.3 * log_p.exp() + 0.7 * log_q.exp())
+        soft = 0.3 * (log_p.exp() * (log_p - log_m)).sum() + 0.7 * (log_q.exp() * (log_q - log_m)).sum()
+        return 0.4 * hard + 0.6 * soft
+    return hard if kind == "cross_entropy" else kl
+
+
+SCALES = (1.0, 0.5, 0.2)  # weights of the depths; they differ, so that exchanged depths change the gradients
+NORMALIZER = 13.0
+
+
+def plain(decoder: MultiTokenDecoder, teacher: Decoder, kind: str) -> list[Tensor]:
+    """Return each depth's loss, computed document by document."""
+    losses = [torch.zeros((), dtype=torch.float64) for _ in range(decoder.depths + 1)]
+    for ids_N in documents():
+        labels_N, teacher_NV = labels_of(ids_N), teacher(ids_N[None])[0].detach().double()
+        for depth, hidden in enumerate(separate_document(decoder, ids_N)):
+            logits = decoder.mtp._project_to_logits(hidden).double()
+            losses[depth] = losses[depth] + plain_loss(kind, logits, labels_N[depth:], teacher_NV[depth:])
+    return [loss / NORMALIZER for loss in losses]
+
+
+def targets_of(teacher: Decoder, kind: str) -> DistillTargets:
+    labels_BS = packed([labels_of(each) for each in documents()])
+    ids_BS = packed(documents())
+    signal: Any = teacher.signal(ids_BS, positions())
+    if kind == "top_k":
+        ids, log_p, tail = top_k_of(signal.head.logits(signal.hidden_TE))
+        signal = TopK(ids, log_p, tail_log_prob_T=tail, temperature=TEMPERATURE)
+    return DistillTargets(labels_BS, normalizer=NORMALIZER, signal=signal)
+
+
+def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Tensor]:
+    decoder.zero_grad()
+    sum(scale * loss for scale, loss in zip(SCALES, losses, strict=False)).backward()  # type: ignore[union-attr]
+    return {name: each.grad for name, each in decoder.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "depths", "kind"),
+    [
+        *(("glm4_moe", depths, kind) for depths in (1, 2) for kind in OBJECTIVES),
+        ("deepseek_v3", 2, "jsd"),
+        ("mellum", 1, "jsd"),
+        ("qwen3", 2, "jsd"),
+    ],
+)
+def test_loss_and_gradients_are_those_of_plain_logits(family: str, depths: int, kind: str) -> None:
+    decoder, teacher = make(family, depths, torch.float64), Decoder(build("llama", seed=3, dtype=torch.float64))
+    context = targets_of(teacher, kind).shift_for_mtp(positions(), depths)
+    processor = distillation(parse_objective(OBJECTIVES[kind], TEMPERATURE), chunk_tokens=5)
+    outputs = decoder(packed(documents()), positions(), processor=processor, context=context)
+    expected = plain(decoder, teacher, kind)
+    assert len(outputs) == len(expected) == depths + 1
+    for output, loss in zip(outputs, expected, strict=True):
+        assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    labels = [sum(max(length - 1 - max(depth, 2), 0) for row in LENGTHS for length in row) for depth in (0, 1, 2)]
+    assert [int(each.metrics["tokens"]) for each in outputs] == labels[: depths + 1]
+
+    given, wanted = gradients(decoder, [each.loss for each in outputs]), gradients(decoder, expected)
+    names = {name for name, each in decoder.named_parameters() if each.requires_grad}
+    assert given.keys() == wanted.keys() == names
+    for name, gradient in wanted.items():
+        assert float((given[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
+
+
+@EACH
+def test_packed_rows_are_the_documents_at_every_depth(family: str, depths: int) -> None:
+    decoder = make(family, depths, torch.float64)
+    with torch.no_grad():
+        together = decoder(packed(documents()), positions(), processor=hidden_states)
+        separate = [separate_document(decoder, each) for each in documents()]
+    for depth, rows_BSD in enumerate(together):
+        given = [each for row, lengths in zip(rows_BSD, LENGTHS, strict=True) for each in row.split(lengths)]
+        for document, made in zip(given, separate, strict=True):
+            assert len(made[depth]) == len(document) - depth
+            torch.testing.assert_close(document[: len(made[depth])], made[depth], rtol=0, atol=1e-6)
+
+
+def shifted_by_hand(each_BS: list[list[Any]], at: list[list[int]], depth: int, absent: Any) -> list[Any]:
+    """Return for each token the value `depth` tokens later in the same document, or `absent`."""
+    moved = []
+    for row, place in zip(each_BS, at, strict=True):
+        for token in range(len(row)):
+            inside = token + depth < len(row) and place[token + depth] == place[token] + depth
+            moved.append(row[token + depth] if inside else absent)
+    return moved
+
+
+def test_shift_for_mtp_moves_labels_weights_and_signal_together_and_stops_at_documents() -> None:
+    at_BS = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
+    labels_BS = torch.tensor([[5, 6, -1, 8, 9, 10], [11, -1, 13, 14, 15, -1]])
+    weights_BS = torch.arange(1.0, 13.0).view(2, 6) * (labels_BS >= 0)
+    hidden_TE = torch.randn(12, 3)
+    head = OutputHead(torch.randn(20, 3))
+    targets = DistillTargets(labels_BS, weights_BS, normalizer=4.0, signal=FullVocab(hidden_TE, head))
+    shifted = targets.shift_for_mtp(at_BS, 3)
+    assert shifted.at(0).labels_T.tolist() == labels_BS.flatten().tolist()
+    assert len(shifted.mtp_targets) == 3
+    for depth in (1, 2, 3):
+        here = shifted.at(depth)
+        assert here.labels_T.tolist() == shifted_by_hand(labels_BS.tolist(), at_BS.tolist(), depth, -1)
+        assert here.weights_T is not None
+        assert here.weights_T.tolist() == shifted_by_hand(weights_BS.tolist(), at_BS.tolist(), depth, 0.0)
+        assert here.normalizer == 4.0
+        expected_rows = shifted_by_hand(hidden_TE.view(2, 6, 3).tolist(), at_BS.tolist(), depth, None)
+        assert isinstance(here.signal, FullVocab)
+        assert here.signal.head is head
+        for row, expected in enumerate(expected_rows):
+            if expected is not None:
+                assert here.signal.hidden_TE[row].tolist() == expected
+    with pytest.raises(ValueError, match=r"depth 4 .* targets of 3 further depths"):
+        shifted.at(4)
+
+
+def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None:
+    """Of two ranks, one has the first and the last quarter of each row, as in a load-balanced causal layout."""
+    decoder, teacher = make(depths=2), Decoder(build("llama", seed=3))
+    whole = targets_of(teacher, "jsd").shift_for_mtp(positions(), 2)
+    processor = distillation(parse_objective(OBJECTIVES["jsd"], TEMPERATURE))
+    outputs = decoder(packed(documents()), positions(), processor=processor, context=whole)
+    hidden = decoder(packed(documents()), positions(), processor=hidden_states)
+
+    places_BS = torch.arange(positions().numel()).view(positions().shape)
+    pieces = places_BS.tensor_split(4, dim=1)
+    ranks = [torch.cat([pieces[0], pieces[3]], 1).flatten(), torch.cat([pieces[1], pieces[2]], 1).flatten()]
+    for depth, output in enumerate(outputs):
+        losses = []
+        for index_T in ranks:
+            rows = hidden[depth].flatten(0, 1)[index_T][None]
+            part = decoder.main.head(rows, processor, whole.rows(index_T), depth)
+            for name, per_token in part.per_token.items():
+                torch.testing.assert_close(per_token, output.per_token[name][index_T])
+            losses.append(part.loss)
+        torch.testing.assert_close(sum(losses), output.loss)
+
+
+def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 32))
+    rows, tokens, vocabulary = 2, 64, 4001
+    decoder = make(depths=2, vocab_size=vocabulary)
+    teacher = Decoder(build("llama", vocab_size=vocabulary))
+    ids_BS = torch.randint(3, vocabulary, (rows, tokens))
+    at_BS = torch.arange(tokens).repeat(rows, 1)
+    context = DistillTargets(ids_BS.roll(-1, 1), signal=teacher.signal(ids_BS, at_BS)).shift_for_mtp(at_BS, 2)
+    processor = distillation(parse_objective("0.5*cross_entropy + 0.5*forward_kl"), chunk_tokens=32)
+    with Largest() as largest:
+        outputs = decoder(ids_BS, at_BS, processor=processor, context=context)
+        sum(each.loss for each in outputs).backward()
+    assert largest.numbers <= max(32, 48) * vocabulary  # the size of a tile or of a head's weight
+    assert largest.numbers < rows * tokens * vocabulary / 2
+
+
+@EACH
+def test_logits_are_the_layers_through_transformers_own_projection(family: str, depths: int) -> None:
+    decoder, ids_BS = make(family, depths), packed(documents())
+    with torch.no_grad():
+        logits = decoder(ids_BS, positions())
+        hidden = decoder(ids_BS, positions(), processor=hidden_states)
+        assert torch.equal(logits[0], decoder.main(ids_BS, positions()))
+        for given, made in zip(logits[1:], hidden[1:], strict=True):
+            assert torch.equal(given, decoder.mtp._project_to_logits(made))

@@ -1,0 +1,292 @@
+"""The loss inside a training loop: incoming gradients, graphs used twice, frozen parts, autocast, loss scaling."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.objective_cases import (
+    D,
+    Leaves,
+    T,
+    V,
+    assert_same,
+    converted,
+    distance,
+    every_term,
+    generator,
+    make_full,
+    make_labels,
+    make_leaves,
+    make_signal,
+    run,
+    sums,
+)
+from torch import Tensor, nn
+
+from stillhouse.objective import (
+    CrossEntropy,
+    Distill,
+    Entropy,
+    ObjectiveOutput,
+    OutputHead,
+    Sampled,
+    Term,
+    forward_kl,
+    jsd,
+    linear_objective,
+    logits_objective,
+)
+from stillhouse.objective.reference import dense_objective
+
+
+def differentiable(leaves: Leaves) -> tuple[Tensor, OutputHead]:
+    bias = None if leaves.bias is None else leaves.bias.requires_grad_()
+    return leaves.hidden.requires_grad_(), OutputHead(leaves.weight.requires_grad_(), bias)
+
+
+def test_incoming_gradient_is_multiplied_in() -> None:
+    expected = run(dense_objective, make_leaves(), every_term(), upstream=3.7, normalizer=11.0)
+    assert_same(run(linear_objective, make_leaves(), every_term(), upstream=3.7, normalizer=11.0), expected)
+
+
+def test_a_second_backward_is_the_same_as_the_first() -> None:
+    hidden, head = differentiable(make_leaves())
+    loss = linear_objective(hidden, head, every_term()).loss
+    inputs = (hidden, head.weight_VD)
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    again = torch.autograd.grad(loss, inputs, torch.tensor(2.0, dtype=loss.dtype), retain_graph=True)
+    last = torch.autograd.grad(loss, inputs)
+    for one, two, three in zip(first, again, last, strict=True):
+        assert torch.equal(2 * one, two)
+        assert torch.equal(one, three)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, inputs)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    hidden, head = differentiable(make_leaves())
+    loss = linear_objective(hidden, head, every_term()).loss
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_losses_from_one_hidden_state_and_one_head(together: bool) -> None:
+    """A backbone computes the hidden state, so the hidden state is not a leaf."""
+
+    def gradients(objective: Callable[..., ObjectiveOutput]) -> list[Tensor]:
+        leaves = make_leaves()
+        hidden, head = differentiable(leaves)
+        backbone = torch.randn(D, D, generator=generator(3), dtype=torch.float64).requires_grad_()
+        states = torch.tanh(hidden @ backbone)
+        losses = [
+            objective(states, head, [CrossEntropy(make_labels())]).loss,
+            objective(states.flip(0), head, [Distill(make_full(), jsd(0.3), 0.7)]).loss,
+        ]
+        if together:
+            (losses[0] + 0.5 * losses[1]).backward()
+        else:
+            losses[0].backward(retain_graph=True)
+            (0.5 * losses[1]).backward()
+        return [
+            each.grad
+            for each in (hidden, backbone, head.weight_VD, head.bias)
+            if each is not None and each.grad is not None
+        ]
+
+    for actual, expected in zip(gradients(linear_objective), gradients(dense_objective), strict=True):
+        assert distance(actual, expected) < 1e-12
+
+
+def test_a_head_tied_to_the_embedding_gets_both_gradients() -> None:
+    def gradient(objective: Callable[..., ObjectiveOutput]) -> Tensor:
+        weight = make_leaves().weight.requires_grad_()
+        hidden = torch.tanh(nn.functional.embedding(torch.arange(T), weight))
+        objective(hidden, OutputHead(weight), [CrossEntropy(make_labels())]).loss.backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    assert distance(gradient(linear_objective), gradient(dense_objective)) < 1e-12
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_grad_the_values_are_the_same(context: Callable[[], torch.no_grad]) -> None:
+    expected = run(linear_objective, make_leaves(), every_term()).output
+    hidden, head = differentiable(make_leaves())
+    with context():
+        output = linear_objective(hidden, head, every_term())
+    assert not output.loss.requires_grad
+    assert torch.equal(output.loss, expected.loss)
+    assert output.metrics.keys() == expected.metrics.keys()
+    assert all(torch.equal(output.metrics[name], total) for name, total in expected.metrics.items())
+
+
+def test_only_the_loss_is_differentiable() -> None:
+    output = run(linear_objective, make_leaves(), every_term()).output
+    assert output.loss.requires_grad
+    assert output.loss.shape == ()
+    assert not any(each.requires_grad for each in (*output.metrics.values(), *output.per_token.values()))
+    assert all(each.shape == (T,) for each in output.per_token.values())
+
+
+def test_a_teacher_receives_no_gradient() -> None:
+    full, sparse = make_full(), make_signal("bucket")
+    tensors = [full.hidden_TE, full.head.weight_VD, sparse.log_probs_TK, sparse.tail_log_prob_T]  # type: ignore[attr-defined]
+    for each in tensors:
+        each.requires_grad_()
+    run(linear_objective, make_leaves(), [Distill(full, forward_kl()), Distill(sparse, jsd(0.3))])
+    assert all(each.grad is None for each in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_input_is_overwritten(dtype: torch.dtype) -> None:
+    leaves, terms, weights_T = make_leaves(dtype=dtype), every_term(dtype=dtype), torch.ones(T)
+    hidden, head = differentiable(leaves)
+    logits = torch.randn(T, V).to(dtype).requires_grad_()
+    valid_index, normalizer = torch.arange(T), torch.tensor(3.0)
+    inputs = [hidden, head.weight_VD, head.bias, logits, weights_T, valid_index, normalizer, *tensors_of(terms)]
+    before = [(each.detach().clone(), each._version) for each in inputs if each is not None]
+    first = linear_objective(hidden, head, terms, weights_T=weights_T, valid_index=valid_index, normalizer=normalizer)
+    second = logits_objective(logits, terms, weights_T=weights_T, normalizer=normalizer)
+    (first.loss + second.loss).backward()
+    for each, (copy, version) in zip([each for each in inputs if each is not None], before, strict=True):
+        assert torch.equal(each.detach(), copy)
+        assert each._version == version
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    return tensors_of(list(vars(value).values())) if hasattr(value, "__dict__") else []
+
+
+def test_views_and_strides_do_not_matter() -> None:
+    leaves = make_leaves()
+    expected = run(linear_objective, leaves, every_term())
+    wide = torch.zeros(2, D, T, dtype=torch.float64)
+    wide[1] = leaves.hidden.t()
+    wide.requires_grad_()
+    weight = leaves.weight.t().contiguous().requires_grad_()
+    output = linear_objective(wide[1].t(), OutputHead(weight.t(), leaves.bias), every_term(), chunk_tokens=10)
+    output.loss.backward()
+    assert wide.grad is not None
+    assert weight.grad is not None
+    assert distance(wide.grad[1].t(), expected.gradients["hidden"]) < 1e-12
+    assert (wide.grad[0] == 0).all()
+    assert distance(weight.grad.t(), expected.gradients["weight"]) < 1e-12
+
+
+def empty_terms(tokens: int) -> list[Term]:
+    terms = [term for term in every_term(max(tokens, 1)) if tokens or not isinstance(term, CrossEntropy)]
+    if tokens:
+        return terms
+    return [
+        CrossEntropy(torch.zeros(0, dtype=torch.int64), label_smoothing=0.1, z_loss=0.1),
+        Distill(make_full(0), forward_kl()),
+        *(Distill(make_signal(tail, 0), jsd(0.3)) for tail in ("bucket", "renormalize", "drop")),
+        Distill(Sampled(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2)), forward_kl()),
+        Entropy(0.1),
+    ]
+
+
+@pytest.mark.parametrize("case", ["no tokens", "no weights", "no labels", "empty valid_index"])
+def test_an_empty_micro_batch_is_zero_and_still_reaches_every_leaf(case: str) -> None:
+    tokens = 0 if case == "no tokens" else T
+    options: dict[str, Any] = {
+        "no tokens": {},
+        "no weights": {"weights_T": torch.zeros(T)},
+        "no labels": {},
+        "empty valid_index": {"valid_index": torch.zeros(0, dtype=torch.int64)},
+    }[case]
+    terms = [CrossEntropy(torch.full((T,), -1), z_loss=0.1)] if case == "no labels" else empty_terms(tokens)
+    result = run(linear_objective, make_leaves(tokens), terms, normalizer=100.0, **options)
+    assert result.output.loss.item() == 0
+    assert result.gradients.keys() == {"hidden", "weight", "bias"}
+    assert all((gradient == 0).all() for gradient in result.gradients.values())
+    assert all(total == 0 for total in sums(result.output).values() if case != "no labels")
+
+
+def test_an_empty_micro_batch_has_the_metrics_of_another() -> None:
+    """The keys must be the same, because metrics are summed by key over micro-batches and ranks."""
+    full = run(linear_objective, make_leaves(), every_term()).output
+    empty = run(linear_objective, make_leaves(), every_term(), weights_T=torch.zeros(T)).output
+    assert empty.metrics.keys() == full.metrics.keys()
+    assert empty.per_token.keys() == full.per_token.keys()
+    nothing = run(linear_objective, make_leaves(0), empty_terms(0)).output
+    assert nothing.metrics.keys() >= {"cross_entropy", "agreement", "teacher_entropy#2", "teacher_mass#3"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_neither_loss_nor_gradients_on_a_cpu(dtype: torch.dtype) -> None:
+    leaves, terms = make_leaves(dtype=torch.float32), every_term(dtype=torch.float32)
+    expected = run(linear_objective, leaves, terms)
+    with torch.autocast("cpu", dtype):
+        actual = run(linear_objective, leaves, terms)
+    assert_same(actual, expected, within=1e-6)
+    assert actual.output.loss.dtype == torch.float32
+
+
+def test_autocast_around_a_backbone() -> None:
+    """Hidden states are in half precision, master weights in float32; each gradient has its tensor's dtype."""
+    backbone, leaves = nn.Linear(D, D), make_leaves(dtype=torch.float32)
+    weight = leaves.weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = backbone(leaves.hidden)
+        assert hidden.dtype == torch.bfloat16
+        linear_objective(hidden, OutputHead(weight), every_term(dtype=torch.float32)).loss.backward()
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    terms = [converted(term, torch.float64) for term in every_term(dtype=torch.float32)]
+    dense_objective(exact[0], OutputHead(exact[1]), terms).loss.backward()
+    assert weight.grad is not None
+    assert exact[1].grad is not None
+    assert weight.grad.dtype == torch.float32
+    assert distance(weight.grad, exact[1].grad) < 1e-5
+
+
+@pytest.mark.parametrize("small", ["normalizer", "weights_T"])
+def test_loss_scaling_saves_gradients_that_float16_would_lose(small: str) -> None:
+    """With a float32 layer, float16 hidden states and 1e9 tokens per step, every gradient is 0 without the scaler."""
+
+    options: dict[str, Any] = {"normalizer": 1e9} if small == "normalizer" else {"weights_T": torch.full((T,), 1e-9)}
+
+    def layer_gradient(scaler: torch.amp.GradScaler | None) -> Tensor:
+        leaves = make_leaves(dtype=torch.float32)
+        layer = (torch.randn(D, D, generator=generator(3)) / 4).requires_grad_()
+        hidden = (leaves.hidden @ layer).half()
+        head = OutputHead(leaves.weight.half().requires_grad_())
+        loss = linear_objective(hidden, head, [CrossEntropy(make_labels())], **options).loss
+        if scaler is None:
+            loss.backward()
+        else:
+            optimizer = torch.optim.SGD([layer], lr=1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+        assert layer.grad is not None
+        return layer.grad
+
+    def exact_gradient() -> Tensor:
+        leaves = make_leaves(dtype=torch.float32)
+        layer = (torch.randn(D, D, generator=generator(3)) / 4).requires_grad_()
+        hidden = leaves.hidden @ layer
+        linear_objective(hidden, OutputHead(leaves.weight), [CrossEntropy(make_labels())], **options).loss.backward()
+        assert layer.grad is not None
+        return layer.grad
+
+    assert (layer_gradient(None) == 0).all()
+    scaled = layer_gradient(torch.amp.GradScaler("cpu", init_scale=2.0**30))
+    assert distance(scaled, exact_gradient()) < 2e-3
+
+
+def test_a_second_backward_needs_retain_graph() -> None:
+    """Without retain_graph the first backward releases the gradients, so a second one raises an error."""
+    leaves = make_leaves()
+    hidden = leaves.hidden.requires_grad_()
+    loss = linear_objective(hidden, OutputHead(leaves.weight), [CrossEntropy(make_labels())]).loss
+    (kept,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (handed_out,) = torch.autograd.grad(loss, hidden)
+    assert torch.equal(kept, handed_out)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

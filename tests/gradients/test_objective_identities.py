@@ -1,0 +1,179 @@
+"""Identities that hold for any teacher and any student. Hypothesis searches for counterexamples."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from kit.objective_cases import (
+    ALL_DIVERGENCES,
+    F_DIVERGENCES,
+    TAILS,
+    assert_same,
+    divergence_of,
+    make_labels,
+    make_leaves,
+    make_signal,
+    run,
+)
+from torch import Tensor
+
+from stillhouse.objective import (
+    Chosen,
+    CrossEntropy,
+    DenseLogits,
+    Distill,
+    Entropy,
+    TopK,
+    alpha_beta,
+    forward_kl,
+    jsd,
+    linear_objective,
+    parse_divergence,
+    reverse_kl,
+)
+
+EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
+EACH_F_DIVERGENCE = pytest.mark.parametrize("expression", F_DIVERGENCES)
+EACH_DIVERGENCE = pytest.mark.parametrize("expression", ALL_DIVERGENCES)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Teacher and student logits [1, V] and some distinct ids [1, K]."""
+
+    teacher: Tensor
+    student: Tensor
+    ids: Tensor
+
+    def sparse(self, tail: str, *, every_id: bool = False) -> TopK:
+        log_p_TV = torch.log_softmax(self.teacher, 1)
+        ids = torch.argsort(self.student, 1) if every_id else self.ids
+        outside_TV = log_p_TV.scatter(1, ids, -math.inf)
+        send = tail == "bucket" and not every_id
+        return TopK(
+            ids,
+            log_p_TV.gather(1, ids),
+            tail=tail,  # type: ignore[arg-type]
+            tail_log_prob_T=torch.logsumexp(outside_TV, 1) if send else None,
+        )
+
+
+@st.composite
+def pairs(draw: st.DrawFn, bound: float = 30.0) -> Pair:
+    vocabulary = draw(st.integers(2, 7))
+    logits = st.lists(st.floats(-bound, bound, width=32), min_size=vocabulary, max_size=vocabulary)
+    entries = draw(st.integers(1, vocabulary - 1))
+    ids = draw(st.permutations(range(vocabulary)))[:entries]
+    teacher, student = (torch.tensor([draw(logits)], dtype=torch.float64) for _ in range(2))
+    return Pair(teacher, student, torch.tensor([ids]))
+
+
+@EACH_F_DIVERGENCE
+@EXAMPLES
+@given(pair=pairs())
+def test_f_divergences_are_not_negative(expression: str, pair: Pair) -> None:
+    divergence = parse_divergence(expression)
+    for signal in (DenseLogits(pair.teacher), pair.sparse("bucket"), pair.sparse("renormalize")):
+        assert divergence_of(pair.student, signal, divergence)[0] >= -1e-10
+
+
+@EACH_DIVERGENCE
+@EXAMPLES
+@given(pair=pairs())
+def test_equal_distributions_have_no_divergence_and_no_gradient(expression: str, pair: Pair) -> None:
+    signals = [DenseLogits(pair.teacher), pair.sparse("bucket"), pair.sparse("renormalize")]
+    if expression == "total_variation":
+        signals = signals[:1]  # its gradient is a sign: a difference in the last digit would give a whole gradient
+    for signal in signals:
+        value, gradient = divergence_of(pair.teacher, signal, parse_divergence(expression))
+        assert abs(value) < 1e-9
+        assert gradient.abs().max() < 1e-9
+
+
+@EACH_DIVERGENCE
+@EXAMPLES
+@given(pair=pairs(bound=8.0))
+def test_all_ids_equal_the_dense_signal_whatever_the_tail(expression: str, pair: Pair) -> None:
+    divergence = parse_divergence(expression)
+    # the gradient of total variation is a sign, which rounding decides where the difference is 0
+    assume(expression != "total_variation" or not torch.equal(pair.student, pair.teacher))
+    value, gradient = divergence_of(pair.student, DenseLogits(pair.teacher), divergence)
+    for tail in TAILS:
+        sparse_value, sparse_gradient = divergence_of(pair.student, pair.sparse(tail, every_id=True), divergence)
+        assert math.isclose(sparse_value, value, rel_tol=1e-9, abs_tol=1e-9)
+        torch.testing.assert_close(sparse_gradient, gradient, rtol=1e-9, atol=1e-9)
+
+
+@EACH_F_DIVERGENCE
+@EXAMPLES
+@given(pair=pairs())
+def test_bucket_is_a_lower_bound_of_every_f_divergence(expression: str, pair: Pair) -> None:
+    divergence = parse_divergence(expression)
+    full, _ = divergence_of(pair.student, DenseLogits(pair.teacher), divergence)
+    bucket, _ = divergence_of(pair.student, pair.sparse("bucket"), divergence)
+    assert bucket <= full * (1 + 1e-9) + 1e-9
+
+
+def test_bucket_is_no_lower_bound_of_an_alpha_beta_divergence() -> None:
+    """α = β = 1 is half the squared distance: merging two differences of one sign increases the sum of squares."""
+    teacher = torch.tensor([[0.4, 0.3, 0.3]], dtype=torch.float64).log()
+    student = torch.tensor([[0.8, 0.1, 0.1]], dtype=torch.float64).log()
+    signal = TopK(
+        torch.tensor([[0]]), teacher[:, :1], tail_log_prob_T=torch.tensor([math.log(0.6)], dtype=torch.float64)
+    )
+    full, _ = divergence_of(student, DenseLogits(teacher), alpha_beta(1, 1))
+    bucket, _ = divergence_of(student, signal, alpha_beta(1, 1))
+    assert full == pytest.approx(0.5 * (0.4**2 + 0.2**2 + 0.2**2))
+    assert bucket == pytest.approx(0.5 * (0.4**2 + 0.4**2))
+    assert bucket > full
+
+
+@EXAMPLES
+@given(pair=pairs(), beta=st.floats(0.001, 0.999), normalized=st.booleans())
+def test_jsd_swaps_its_sides_with_its_weight(pair: Pair, beta: float, normalized: bool) -> None:
+    one, _ = divergence_of(pair.student, DenseLogits(pair.teacher), jsd(beta, normalized))
+    other, _ = divergence_of(pair.teacher, DenseLogits(pair.student), jsd(1 - beta, normalized))
+    assert math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+
+
+@EXAMPLES
+@given(pair=pairs(bound=4.0), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_normalized_jsd_meets_forward_and_reverse_kl_at_its_ends(pair: Pair, dtype: torch.dtype) -> None:
+    """At β = 1e-6 the distance to the limit is β·Σ p²/q, and the sum is at most e^16 for these logits."""
+    student, signal = pair.student.to(dtype), DenseLogits(pair.teacher.to(dtype))
+    for beta, end in [(1e-6, forward_kl()), (1 - 1e-6, reverse_kl())]:
+        value, gradient = divergence_of(student, signal, jsd(beta, normalized=True))
+        limit, limit_gradient = divergence_of(student, signal, end)
+        chi_square = float((2 * pair.teacher.log_softmax(1) - pair.student.log_softmax(1)).exp().sum())
+        chi_square += float((2 * pair.student.log_softmax(1) - pair.teacher.log_softmax(1)).exp().sum())
+        assert abs(value - limit) <= 1e-6 * chi_square + 3e-6
+        assert (gradient - limit_gradient).abs().max() <= 2e-6 * chi_square + 3e-6
+
+
+@EXAMPLES
+@given(seed=st.integers(0, 2**31), tokens=st.integers(1, 9), chunk=st.integers(1, 9), tail=st.sampled_from(TAILS))
+def test_chunk_size_changes_nothing(seed: int, tokens: int, chunk: int, tail: str) -> None:
+    leaves = make_leaves(tokens, 13, 4, seed=seed, dtype=torch.float32)
+    terms = [
+        CrossEntropy(make_labels(tokens, 13)),
+        Distill(make_signal(tail, tokens, 13, dtype=torch.float32, entries=4), jsd(0.3)),
+        Entropy(0.1),
+    ]
+    assert_same(
+        run(linear_objective, leaves, terms, chunk_tokens=chunk), run(linear_objective, leaves, terms), within=1e-6
+    )
+
+
+def test_chosen_ids_are_scored_like_the_likeliest_ones() -> None:
+    pair = Pair(
+        torch.randn(1, 6, dtype=torch.float64), torch.randn(1, 6, dtype=torch.float64), torch.tensor([[4, 1]])
+    )
+    top = pair.sparse("bucket")
+    chosen = Chosen(top.ids_TK, top.log_probs_TK, tail_log_prob_T=top.tail_log_prob_T)
+    value, gradient = divergence_of(pair.student, chosen, reverse_kl())
+    expected_value, expected_gradient = divergence_of(pair.student, top, reverse_kl())
+    assert value == expected_value
+    assert torch.equal(gradient, expected_gradient)

@@ -1,0 +1,159 @@
+"""Rows that no term counts contribute exactly 0 to value and gradient, even if they hold NaN, infinity or padding.
+
+A row is left out by the objective's weight, by the own weight of every term, or by a negative label. In every case
+here the engine computes these rows too, as a pass on a GPU does. T tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.objective_cases import (
+    Leaves,
+    Result,
+    T,
+    V,
+    generator,
+    make_full,
+    make_leaves,
+    make_signal,
+    run,
+    sums,
+)
+from torch import Tensor
+
+from stillhouse.objective import (
+    CrossEntropy,
+    Distill,
+    Entropy,
+    FullVocab,
+    PolicyGradient,
+    SampledKL,
+    Term,
+    TopK,
+    forward_kl,
+    jsd,
+    linear_objective,
+    reverse_kl,
+)
+from stillhouse.objective.reference import dense_objective
+
+DEAD = torch.tensor([0, 3, 11, 36])
+LABELS = torch.randint(0, V, (T,), generator=generator(41))
+OBJECTIVES = pytest.mark.parametrize("objective", [linear_objective, dense_objective], ids=["fused", "reference"])
+
+
+def kept(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.ones(T, dtype=dtype).index_fill(0, DEAD, 0.0)
+
+
+def sampled_log_probs(at_dead: float) -> Tensor:
+    """Return old log-probabilities: `at_dead` in the rows that are left out, random ones around −5 elsewhere."""
+    return (torch.randn(T, generator=generator(42), dtype=torch.float64) - 5.0).index_fill(0, DEAD, at_dead)
+
+
+def assert_left_out(found: Result, expected: Result) -> None:
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    assert (found.gradients["hidden"][DEAD] == 0).all()
+    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    for name, total in sums(expected.output).items():
+        torch.testing.assert_close(found.output.metrics[name], total, rtol=1e-10, atol=1e-12)
+    assert all((values[DEAD] == 0).all() for values in found.output.per_token.values())
+
+
+POLICY: dict[str, Callable[[float, Any], Term]] = {
+    "ratio": lambda far, own: PolicyGradient(LABELS, sampled_log_probs(1.0), sampled_log_probs(far), weights_T=own),
+    "reference": lambda far, own: PolicyGradient(
+        LABELS, sampled_log_probs(1.0), sampled_log_probs(-5.0), sampled_log_probs(-far), kl_scale=0.1, weights_T=own
+    ),
+    "dual clip": lambda far, own: PolicyGradient(
+        LABELS, sampled_log_probs(1.0), sampled_log_probs(far), dual_clip=3.0, weights_T=own
+    ),
+    "cispo": lambda far, own: PolicyGradient(
+        LABELS, sampled_log_probs(1.0), sampled_log_probs(far), clip_high=math.inf, surrogate="cispo", weights_T=own
+    ),
+    "k3": lambda far, own: SampledKL(LABELS, sampled_log_probs(-far), "k3", weights_T=own),
+    "k2": lambda far, own: SampledKL(LABELS, sampled_log_probs(-far), "k2", weights_T=own),
+}
+
+
+@OBJECTIVES
+@pytest.mark.parametrize("by", ["valid_index", "weights_T", "own weights"])
+@pytest.mark.parametrize("term", POLICY)
+def test_log_probabilities_far_from_the_students(term: str, by: str, objective: Any) -> None:
+    """A log-probability far from the student's gives an infinite ratio e^1000, and 0·inf would be NaN."""
+    every_row = {"valid_index": torch.arange(T)}
+    if by == "own weights":
+        found = run(objective, make_leaves(), [POLICY[term](-1000.0, kept())], **every_row)
+        expected = run(objective, make_leaves(), [POLICY[term](-5.0, kept())], **every_row)
+    else:
+        options = {"weights_T": kept()} | (every_row if by == "valid_index" else {})
+        found = run(objective, make_leaves(), [POLICY[term](-1000.0, None)], **options)
+        expected = run(objective, make_leaves(), [POLICY[term](-5.0, None)], **options)
+    assert_left_out(found, expected)
+
+
+def terms_without(dead_labels: bool, scale: float = 1.0) -> list[Term]:
+    """Return terms of every kind that leave out the rows `DEAD`: by labels if dead_labels and the term has labels,
+    otherwise by the term's own weights.
+    """
+    labels_T = LABELS.index_fill(0, DEAD, -100) if dead_labels else LABELS
+    own = None if dead_labels else kept()
+    sparse = make_signal("bucket")
+    assert isinstance(sparse, TopK)
+    full = make_full()
+    poisoned = FullVocab(full.hidden_TE.index_fill(0, DEAD, math.nan), full.head)
+    return [
+        CrossEntropy(labels_T, scale, 0.1, 0.1, weights_T=own),
+        SampledKL(labels_T, sampled_log_probs(-5.0), "k3", scale, weights_T=own),
+        PolicyGradient(labels_T, sampled_log_probs(1.0), sampled_log_probs(-5.0), scale=scale, weights_T=own),
+        Distill(poisoned, jsd(0.3), scale, weights_T=kept()),
+        Distill(poisoned, forward_kl(), scale, weights_T=kept()),
+        Distill(sparse, reverse_kl(), scale, weights_T=kept()),
+        Entropy(0.2 * scale, weights_T=kept()),
+    ]
+
+
+def poisoned_leaves() -> Leaves:
+    leaves = make_leaves()
+    hidden = leaves.hidden.index_fill(0, DEAD[:2], math.nan).index_fill(0, DEAD[2:], math.inf)
+    return Leaves(hidden, leaves.weight, leaves.bias)
+
+
+@OBJECTIVES
+@pytest.mark.parametrize("chunk_tokens", [None, 10])
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("by", ["labels", "own weights"])
+def test_hidden_states_of_rows_that_no_term_counts(
+    by: str, head: dict[str, Any], chunk_tokens: int | None, objective: Any
+) -> None:
+    terms = terms_without(by == "labels")
+    found = run(objective, poisoned_leaves(), terms, head=head, chunk_tokens=chunk_tokens)
+    assert_left_out(found, run(objective, make_leaves(), terms, head=head, chunk_tokens=chunk_tokens))
+
+
+@pytest.mark.parametrize("head", [{}, {"softcap": 3.0}], ids=str)
+def test_a_term_of_scale_zero_sees_the_rows_and_gives_them_no_gradient(head: dict[str, Any]) -> None:
+    """Such a term is only reported: its metric may be NaN, but it changes neither the loss nor the gradient."""
+    terms = terms_without(dead_labels=True)
+    watched = [
+        *terms,
+        Entropy(0.0),
+        CrossEntropy(LABELS, 0.0),
+        PolicyGradient(LABELS, sampled_log_probs(1), sampled_log_probs(-5), scale=0.0),
+    ]
+    found = run(linear_objective, poisoned_leaves(), watched, head=head)
+    expected = run(linear_objective, make_leaves(), terms, head=head)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.output.loss, expected.output.loss, rtol=1e-12, atol=0)
+    assert found.output.metrics["entropy#2"].isnan()
+
+
+def test_a_row_that_one_term_counts_is_not_left_out() -> None:
+    result = run(linear_objective, poisoned_leaves(), [*terms_without(dead_labels=True), CrossEntropy(LABELS, 0.5)])
+    assert result.output.loss.isnan()
+    assert result.gradients["weight"].isnan().any()

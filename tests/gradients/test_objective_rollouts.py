@@ -1,0 +1,335 @@
+"""Objectives on tokens that the student has drawn: specs against plain autograd, and what a batch's rows count for.
+
+T tokens, V vocabulary.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from kit.objective_cases import D, Leaves, T, V, distance, make_full, make_leaves
+from kit.rollout_cases import (
+    NORMALIZER,
+    SAMPLING,
+    SPECS,
+    Batch,
+    fused,
+    make_batch,
+    plain_loss,
+    spec_of,
+    teacher,
+    without,
+)
+from torch import Tensor
+
+from stillhouse.data import MicroBatch
+from stillhouse.engine.engine import _targets
+from stillhouse.models.processors import distillation
+from stillhouse.objective import (
+    Correction,
+    CrossEntropy,
+    DenseLogits,
+    Entropy,
+    LogRatio,
+    OutputHead,
+    linear_objective,
+)
+from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.objective.tile import Tile
+
+
+def plain(spec: ObjectiveSpec, leaves: Leaves, batch: Batch, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
+
+    def log_p(temperature: float) -> Tensor:
+        return torch.log_softmax(logits_TV / temperature, 1)
+
+    loss = plain_loss(spec, Leaves(fresh["hidden"], fresh["weight"], fresh.get("bias")), log_p, batch)
+    gradients = torch.autograd.grad(loss, list(fresh.values()))
+    return loss.detach(), dict(zip(fresh, gradients, strict=True))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+@pytest.mark.parametrize("case", SPECS)
+def test_as_in_plain_autograd(case: str, chunk_tokens: int | None) -> None:
+    signal, logits_TV = teacher()
+    spec, batch = spec_of(case), make_batch()
+    output, gradients = fused(spec, make_leaves(), batch, signal, chunk_tokens)
+    loss, expected = plain(spec, make_leaves(), batch, logits_TV)
+    assert distance(output.loss, loss) < 1e-12
+    for name, gradient in expected.items():
+        assert gradient.norm() > 1e-4
+        assert distance(gradients[name], gradient) < 1e-11, name
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_in_float32(case: str) -> None:
+    _, logits_TV = teacher()
+    spec, batch = spec_of(case), make_batch()
+    narrow = make_batch(dtype=torch.float32)
+    _, gradients = fused(spec, make_leaves(dtype=torch.float32), narrow, make_full(dtype=torch.float32))
+    _, expected = plain(spec, make_leaves(), batch, logits_TV)
+    for name, gradient in expected.items():
+        assert distance(gradients[name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize("case", ["k2, truncated", "teacher", "everything"])
+def test_in_bfloat16(case: str) -> None:
+    """The leaves' rounding is part of the problem: plain autograd gets the rounded numbers in float64."""
+    signal, logits_TV = teacher()
+    spec, batch = spec_of(case), make_batch()
+    leaves = make_leaves(dtype=torch.bfloat16)
+    _, gradients = fused(spec, leaves, make_batch(dtype=torch.float32), signal)
+    wide = Leaves(*(each.double() for each in vars(leaves).values()))
+    _, expected = plain(spec, wide, batch, logits_TV)
+    for name, gradient in expected.items():
+        assert gradients[name].dtype == torch.bfloat16
+        assert distance(gradients[name], gradient) < 4e-3, name
+
+
+@pytest.mark.parametrize("case", ["k3, masked", "everything"])
+def test_the_reference_agrees(case: str) -> None:
+    signal, _ = teacher()
+    batch, leaves = make_batch(), make_leaves()
+    found = []
+    for objective in (linear_objective, dense_objective):
+        fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items()}
+        head = OutputHead(fresh["weight"], fresh["bias"])
+        options = {"document_T": batch.document_T, "valid_index": batch.weights_T.nonzero()[:, 0]}
+        terms = spec_of(case).terms(batch.labels_T, signal, batch.per_token, student=head, **options)
+        output = objective(fresh["hidden"], head, terms, weights_T=batch.weights_T, normalizer=NORMALIZER)
+        output.loss.backward()
+        found.append((output, fresh))
+    (fast, its), (slow, others) = found
+    assert distance(fast.loss, slow.loss) < 1e-12
+    for name in its:
+        assert distance(its[name].grad, others[name].grad) < 1e-11, name
+    for name, values_T in slow.per_token.items():
+        assert distance(fast.per_token[name], values_T) < 1e-11, name
+    assert "log_ratio" in slow.per_token
+
+
+# which rows count
+
+
+def test_cross_entropy_counts_where_the_student_has_not_drawn_and_sampled_terms_where_it_has() -> None:
+    signal, _ = teacher()
+    batch = make_batch()
+    counts_T = (batch.labels_T >= 0) & (batch.weights_T != 0)
+    drawn_T = batch.is_drawn_T
+    for text, expected_T in (
+        ("cross_entropy + 1e-3*z_loss", counts_T & ~drawn_T),
+        ("sampled_kl", counts_T & drawn_T),
+        ("policy_gradient", counts_T & drawn_T),
+        ("reverse_kl", batch.weights_T != 0),
+        ("entropy", batch.weights_T != 0),
+    ):
+        spec = replace(parse_objective(text), sampling_temperature=SAMPLING)
+        output, gradients = fused(spec, make_leaves(), batch, signal)
+        assert torch.equal((gradients["hidden"] != 0).any(1), expected_T), text
+        (name,) = output.per_token.keys() - {"log_ratio"}
+        assert torch.equal(output.per_token[name] != 0, expected_T), text
+        assert output.metrics["tokens"] == (batch.weights_T != 0).sum()
+
+
+def test_without_marks_everything_is_as_before() -> None:
+    """The same terms as those of a spec that knows nothing of rollouts, to the last bit."""
+    signal, _ = teacher()
+    batch = replace(make_batch(), per_token={})
+    spec = parse_objective("0.3*cross_entropy + 0.7*reverse_kl - 0.01*entropy")
+    first, second, third = spec.terms(batch.labels_T, signal)
+    assert [each.weights_T for each in (first, second, third)] == [None, None, None]
+    output, gradients = fused(spec, make_leaves(), batch, signal)
+    fresh = make_leaves()
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in vars(fresh).items()}
+    plain_output = linear_objective(
+        leaves["hidden"],
+        OutputHead(leaves["weight"], leaves["bias"]),
+        [first, second, third],
+        weights_T=batch.weights_T,
+        normalizer=NORMALIZER,
+    )
+    plain_output.loss.backward()
+    assert torch.equal(output.loss, plain_output.loss)
+    for name, leaf in leaves.items():
+        assert torch.equal(gradients[name], leaf.grad), name
+
+
+def test_a_batch_without_drawn_tokens_gives_an_exact_zero() -> None:
+    signal, _ = teacher()
+    batch = make_batch()
+    none = replace(batch, per_token=batch.per_token | {IS_SAMPLED: torch.zeros(T, dtype=torch.float64)})
+    empty = replace(batch, weights_T=torch.zeros(T, dtype=torch.float64))
+    spec = replace(
+        parse_objective("sampled_kl + policy_gradient(teacher_kl=1)"), discount=0.9, correction=Correction("masked")
+    )
+    for each in (none, empty):
+        output, gradients = fused(spec, make_leaves(), each, signal)
+        assert output.loss == 0
+        assert output.metrics["sampled"] == output.metrics["log_ratio"] == 0
+        assert all((gradient == 0).all() for gradient in gradients.values())
+
+
+def test_no_rows_at_all() -> None:
+    spec = replace(parse_objective("sampled_kl + policy_gradient(teacher_kl=1) + reverse_kl"), discount=0.9)
+    none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    batch = Batch(ids, none, ids, {IS_SAMPLED: none, OLD_LOG_PROBS: none, ADVANTAGES: none})
+    leaves = make_leaves(dtype=torch.float32)
+    signal = make_full(dtype=torch.float32).rows(slice(0, 0))
+    output, gradients = fused(spec, replace(leaves, hidden=torch.zeros(0, D)), batch, signal)
+    assert output.loss == 0
+    assert (gradients["weight"] == 0).all()
+
+
+def test_a_token_that_has_become_impossible() -> None:
+    """log q is −inf at a drawn token: a correction gives it weight 0, whatever its estimate would be."""
+    batch = make_batch()
+    row = int(batch.is_drawn_T.nonzero()[0])
+    assert batch.weights_T[row] != 0
+    bias_V = torch.zeros(V, dtype=torch.float64)
+    bias_V[batch.labels_T[row]] = -math.inf
+    leaves = replace(make_leaves(), bias=bias_V)
+    others = batch.labels_T == batch.labels_T[row]
+    assert int(others.sum()) == 1
+    for kind in ("truncated", "masked"):
+        spec = replace(
+            parse_objective("sampled_kl(k2) + policy_gradient"),
+            correction=Correction(kind),  # type: ignore[arg-type]
+            sampling_temperature=SAMPLING,
+        )
+        signal, _ = teacher()
+        output, gradients = fused(spec, leaves, batch, signal)
+        assert output.loss.isfinite()
+        assert output.metrics["log_ratio"] == math.inf
+        assert (gradients["hidden"][row] == 0).all()
+        assert all(gradients[name].isfinite().all() for name in ("hidden", "weight"))
+
+
+# the monitor
+
+
+@pytest.mark.parametrize("vocabulary", [V, 2063])
+@pytest.mark.parametrize("text", ["cross_entropy + reverse_kl", "0.3*cross_entropy + jsd(0.3) + 0.1*entropy"])
+def test_the_monitor_does_not_change_a_bit(text: str, vocabulary: int) -> None:
+    """It reads a softmax at another temperature. The larger vocabulary runs in compiled functions."""
+    batch = make_batch(vocabulary=vocabulary, dtype=torch.float32)
+    signal = make_full(vocabulary=vocabulary, dtype=torch.float32)
+    leaves = make_leaves(vocabulary=vocabulary, dtype=torch.float32)
+    spec = replace(parse_objective(text), sampling_temperature=SAMPLING)
+    output, gradients = fused(spec, leaves, batch, signal)
+    plain_output, expected = fused(spec, leaves, without(batch, OLD_LOG_PROBS), signal)
+    assert output.metrics["log_ratio"] > 0
+    assert "log_ratio" not in plain_output.metrics
+    assert torch.equal(output.loss, plain_output.loss)
+    for name, gradient in expected.items():
+        assert torch.equal(gradients[name], gradient), name
+
+
+def test_the_monitor_reports_each_rows_ratio() -> None:
+    batch, leaves = make_batch(), make_leaves()
+    batch = replace(batch, weights_T=(batch.weights_T != 0).double())
+    log_q_TV = torch.log_softmax(OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden) / SAMPLING, 1)
+    counts_T = batch.is_drawn_T & (batch.weights_T != 0)
+    log_q_T = log_q_TV.gather(1, batch.labels_T.clamp_min(0)[:, None])[:, 0]
+    expected_T = torch.where(counts_T, (log_q_T - batch.per_token[OLD_LOG_PROBS]).abs(), 0.0)
+    spec = replace(parse_objective("cross_entropy"), sampling_temperature=SAMPLING)
+    output, gradients = fused(spec, leaves, batch, None)
+    assert distance(output.per_token["log_ratio"], expected_T) < 1e-12
+    torch.testing.assert_close(output.metrics["log_ratio"], expected_T.sum(), rtol=1e-12, atol=0)
+    assert output.metrics["sampled"] == counts_T.sum()
+    assert (gradients["hidden"][batch.is_drawn_T] == 0).all()
+
+
+# targets
+
+
+def test_targets_cut_and_move_what_they_hold() -> None:
+    """Rows of a context shard, and depths of multi-token prediction: every tensor moves with the labels."""
+    batch = make_batch()
+    positions_1T = torch.arange(T)[None] % 13
+    context = batch.targets(DenseLogits(torch.arange(T).double()[:, None])).shift_for_mtp(positions_1T, 1)
+    index_T = torch.tensor([5, 2, 20])
+    part = context.rows(index_T)
+    assert torch.equal(part.document_T, batch.document_T[index_T])
+    for name, each_T in batch.per_token.items():
+        assert torch.equal(part.per_token[name].nan_to_num(), each_T[index_T].nan_to_num()), name
+    further = context.at(1)
+    for row in range(T - 1):
+        if (row + 1) % 13:
+            assert further.labels_T[row] == batch.labels_T[row + 1]
+            assert further.per_token[IS_SAMPLED][row] == batch.per_token[IS_SAMPLED][row + 1]
+        else:
+            assert further.labels_T[row] < 0
+    assert torch.equal(part.at(1).per_token[IS_SAMPLED], further.per_token[IS_SAMPLED][index_T])
+
+
+def test_further_depths_have_what_is_left_of_an_objective() -> None:
+    signal, _ = teacher()
+    batch, leaves = make_batch(), make_leaves()
+    context = batch.targets(signal).shift_for_mtp(torch.arange(T)[None] % 13, 1)
+    head = OutputHead(leaves.weight, leaves.bias)
+    both = distillation(parse_objective("cross_entropy + 0.1*reverse_kl + policy_gradient + sampled_kl"))
+    output = both(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)
+    assert output.per_token.keys() == {"cross_entropy", "reverse_kl"}
+    further = context.at(1)
+    is_other_T = (further.per_token[IS_SAMPLED] == 0) & (further.labels_T >= 0) & (further.weights_T != 0)
+    assert torch.equal(output.per_token["cross_entropy"] != 0, is_other_T)
+    alone = distillation(parse_objective("policy_gradient + sampled_kl"))
+    with pytest.raises(ValueError, match=r"policy gradient .* at further depths of multi-token prediction: expected"):
+        alone(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)
+
+
+def test_cross_entropy_of_the_mix_is_that_of_the_other_rows() -> None:
+    """A row of the other kind is absent, not scaled: the same as a batch in which it has no label."""
+    batch, leaves = make_batch(), make_leaves()
+    spec = parse_objective("cross_entropy(label_smoothing=0.1) + 1e-2*z_loss")
+    output, gradients = fused(spec, leaves, batch, None)
+    masked_T = batch.labels_T.masked_fill(batch.is_drawn_T, -1)
+    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items()}
+    term = CrossEntropy(masked_T, 1.0, 0.1, 1e-2)
+    head = OutputHead(fresh["weight"], fresh["bias"])
+    expected = linear_objective(fresh["hidden"], head, [term], weights_T=batch.weights_T, normalizer=NORMALIZER)
+    expected.loss.backward()
+    assert distance(output.loss, expected.loss) < 1e-14
+    for name, leaf in fresh.items():
+        assert distance(gradients[name], leaf.grad) < 1e-13, name
+
+
+def test_the_engine_passes_on_what_a_micro_batch_holds() -> None:
+    batch = make_batch(dtype=torch.float32)
+    ids_1T = batch.labels_T.clamp(min=0)[None]
+    micro_batch = MicroBatch(
+        {"input_ids": ids_1T, "position_ids": torch.arange(T)[None] % 13},
+        batch.labels_T,
+        batch.weights_T,
+        batch.document_T,
+        batch.weights_T.nonzero()[:, 0],
+        per_token=batch.per_token,
+    ).padded(2, T + 3)
+    targets = _targets(micro_batch, None, normalizer=NORMALIZER)
+    assert targets.document_T is micro_batch.document_T
+    assert targets.per_token.keys() == batch.per_token.keys()
+    for name, each_T in micro_batch.per_token.items():
+        assert torch.equal(targets.per_token[name].nan_to_num(), each_T.nan_to_num())
+    spec = replace(parse_objective("cross_entropy + policy_gradient"), sampling_temperature=SAMPLING)
+    leaves = make_leaves(dtype=torch.float32)
+    hidden_TD = torch.zeros(2 * (T + 3), D)
+    hidden_TD[:T] = leaves.hidden
+    head = OutputHead(leaves.weight, leaves.bias)
+    padded = distillation(spec)(hidden_states=hidden_TD, head=head, context=targets)
+    assert distance(padded.loss, fused(spec, leaves, batch, None)[0].loss) < 1e-6
+
+
+def test_the_monitor_adds_nothing_to_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even a sum of zeros, which would cost another pass over the tile's columns at the labels."""
+    added: list[int] = []
+    monkeypatch.setattr(Tile, "add_at", lambda *_: added.append(1))
+    batch, leaves = make_batch(), make_leaves()
+    terms = parse_objective("entropy").terms(batch.labels_T, None, batch.per_token)
+    assert [type(each) for each in terms] == [Entropy, LogRatio]
+    leaf = leaves.hidden.clone().requires_grad_()
+    linear_objective(leaf, OutputHead(leaves.weight, leaves.bias), terms).loss.backward()
+    assert added == []

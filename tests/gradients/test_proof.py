@@ -1,0 +1,168 @@
+"""What a model's proof at load refuses and accepts, in every dtype, on one process."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.families import build
+from kit.packing_families import DTYPES, LEAKING, SEPARATING, build_packing
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from stillhouse.models import Decoder, ProofError, prove_decoder
+from stillhouse.models.proof import ProbeDocuments
+from stillhouse.parallel import single_process_runner
+from stillhouse.signals.scorer import Part, Scorer
+from stillhouse.signals.spec import DocumentRows, SignalSpec
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", LEAKING)
+def test_families_whose_documents_see_each_other_are_refused(family: str, dtype: str) -> None:
+    with pytest.raises(ProofError, match="lets documents that share a row see each other"):
+        Decoder(build_packing(family, DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", SEPARATING)
+def test_families_that_separate_documents_are_accepted(family: str, dtype: str, seed: int) -> None:
+    Decoder(build_packing(family, DTYPES[dtype], seed=seed))
+
+
+class LeaksInTraining(LlamaForCausalLM):
+    """Adds a sum over all tokens before, but only in train mode, as the kernels of a family may differ by mode."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(self._add)
+
+    def _add(self, _: nn.Module, __: Any, hidden_BSD: Tensor) -> Tensor:
+        return hidden_BSD + 0.01 * hidden_BSD.cumsum(1) if self.training else hidden_BSD
+
+
+def test_a_leak_in_train_mode_alone_is_refused() -> None:
+    model = LeaksInTraining(build("llama").config).eval()
+    with pytest.raises(ProofError, match="see each other"):
+        Decoder(model)
+    assert not model.training
+
+
+def row_0_for_all(*args: Any, **options: Any) -> Any:
+    """A mask that takes the borders of the first row for those of all rows."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **options)
+    return None if mask is None else mask[:1]
+
+
+def test_an_attention_with_the_borders_of_the_first_row_is_refused() -> None:
+    AttentionInterface.register("first_row", sdpa_attention_forward)
+    AttentionMaskInterface.register("first_row", row_0_for_all)
+    with pytest.raises(ProofError, match="'first_row' lets documents that share a row see each other"):
+        Decoder(build("llama", attention="first_row"))
+
+
+def first_tokens_for_all(*args: Any, **options: Any) -> Tensor:
+    """A mask that separates documents, but lets all tokens see the first two of their row."""
+    options["allow_is_causal_skip"] = False
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **options).clone()
+    mask[..., 2:, :2] = True
+    return mask
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_attention_whose_tokens_all_see_the_first_of_the_row_is_refused(dtype: str) -> None:
+    AttentionInterface.register("first_tokens", sdpa_attention_forward)
+    AttentionMaskInterface.register("first_tokens", first_tokens_for_all)
+    model = build("llama", attention="first_tokens").to(DTYPES[dtype])
+    with pytest.raises(ProofError, match="'first_tokens' lets documents that share a row see each other"):
+        Decoder(model)
+
+
+class RowPositions(LlamaForCausalLM):
+    """Adds an embedding of a token's column in its row, whatever position_ids says."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(self._add)
+
+    def _add(self, _: nn.Module, __: Any, hidden_BSD: Tensor) -> Tensor:
+        column_S1 = torch.arange(hidden_BSD.shape[1], dtype=hidden_BSD.dtype)[:, None]
+        return hidden_BSD + column_S1.sin()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positions_of_the_row_are_refused(dtype: str) -> None:
+    model = RowPositions(build("llama").config).to(DTYPES[dtype])
+    with pytest.raises(ProofError, match="does not number tokens by position_ids"):
+        Decoder(model)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn3"])
+def test_flash_attention_packs_one_row(attention: str) -> None:
+    """transformers finds the documents of flash attention only in a batch of one row."""
+    decoder = Decoder(build("llama"), verify=False)
+    decoder.config._attn_implementation = attention
+    ids_BS, positions_BS = torch.arange(8).view(2, 4), torch.tensor([[0, 1, 0, 1]] * 2)
+    embeds_BSD = torch.zeros(2, 4, decoder.config.hidden_size)
+    for positions in (positions_BS, positions_BS[:1]):
+        with pytest.raises(ValueError, match=f"'{re.escape(attention)}' separates packed documents only in"):
+            decoder(ids_BS, positions)
+        with pytest.raises(ValueError, match="position_ids for 2 rows"):
+            decoder(None, positions, inputs_embeds=embeds_BSD)
+
+
+def test_a_teacher_with_flash_attention_scores_one_row() -> None:
+    """The same results as with several rows, from an attention that is called as flash attention is."""
+    AttentionInterface.register("flash_by_name", sdpa_attention_forward)
+    AttentionMaskInterface.register("flash_by_name", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    ids = [np.arange(3 + 7 * number, 3 + 7 * number + length) for number, length in enumerate((5, 9, 2, 7))]
+    parts = [Part(DocumentRows(tokens, range(len(tokens))), SignalSpec("hidden", "float32")) for tokens in ids]
+    scores = []
+    for attention in ("flash_by_name", "sdpa"):
+        decoder = Decoder(build("qwen3"), verify=False)
+        decoder.config._attn_implementation = attention
+        scores.append(Scorer(single_process_runner(decoder, None), torch.device("cpu")).score(parts))
+    for one, other in zip(*scores, strict=True):
+        assert isinstance(one, dict)
+        assert isinstance(other, dict)
+        torch.testing.assert_close(one["hidden"], other["hidden"])
+
+
+def test_mtp_layers_are_proven_with_their_decoder() -> None:
+    from stillhouse.models.mtp import add_mtp
+
+    decoder = Decoder(build("qwen3"))
+    add_mtp(decoder, 2, is_new=True)
+    assert decoder.mtp is not None
+    decoder.mtp.draw(decoder.pretrained, 0)
+    prove_decoder(decoder)
+    decoder.mtp.layers[1].register_forward_hook(lambda _, __, hidden: hidden + 0.01 * hidden.cumsum(1))
+    with pytest.raises(ProofError, match="see each other"):
+        prove_decoder(decoder)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 3, 8, 24])
+@pytest.mark.parametrize("depths", [0, 3])
+def test_only_what_lies_around_a_beginning_changes(multiple: int, depths: int) -> None:
+    probe = ProbeDocuments.of(251, depths=depths, multiple=multiple)
+    rows, columns = probe.ids_BS.shape
+    assert columns % multiple == 0
+    for row in range(4):
+        first, second = probe.beginnings(row, depths)
+        changed_S = probe.ids_BS[row] != probe.exchanged_ids_BS[row]
+        start = probe.starts_B[row]
+        assert probe.position_ids_BS[row].tolist() == [*range(start), *range(columns - start)]
+        for part, end in ((first, start), (second, columns)):
+            assert part.start < part.stop
+            assert not changed_S[part.start : part.stop + depths].any()
+            assert changed_S[part.stop + depths : end].all()
+    assert torch.equal(probe.ids_BS[4, : probe.starts_B[4]], probe.ids_BS[2, probe.starts_B[2] :])
+    start = probe.starts_B[5]
+    assert torch.equal(probe.exchanged_ids_BS[5:, :start], probe.ids_BS[5:, :start].flip(0))
+    assert (probe.exchanged_ids_BS != probe.ids_BS)[5:, :start].all()
+    assert torch.equal(probe.exchanged_ids_BS[5:, start:], probe.ids_BS[5:, start:])
+    assert rows == 7

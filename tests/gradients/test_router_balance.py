@@ -1,0 +1,276 @@
+"""The routers' load balancing in one process; under layouts it is compared in tests/parity.
+
+T tokens, X experts.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from kit.families import build
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from stillhouse.models import Decoder, RouterAuxLoss, add_lora, balance_routers, draw_lora
+
+ROWS, TOKENS, COEFFICIENT = 3, 11, 0.7
+SHAPE = {
+    "vocab_size": 251,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
+}
+FAMILIES = {
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=16, num_hidden_layers=1, norm_topk_prob=True),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SHAPE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_hidden_layers=1
+    ),
+    "olmoe": OlmoeConfig(**SHAPE, num_hidden_layers=1),
+}
+THREE_LAYERS = Qwen3MoeConfig(**SHAPE, moe_intermediate_size=16, num_hidden_layers=3, mlp_only_layers=[1])
+#: forward passes (F) and backward passes (B) of two micro-batches, in the orders of several schedules
+ORDERS = ["F0 B0 F1 B1", "F0 F1 B0 B1", "F0 F1 B1 B0"]
+
+
+def decoder(config: PreTrainedConfig) -> Decoder:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager")
+    return Decoder(model, verify=False).train()
+
+
+@dataclass
+class Batch:
+    """Padded sequences and their numbers of targets."""
+
+    ids_BS: Tensor
+    counts_BS: Tensor
+    targets_B: Tensor
+
+    @classmethod
+    def make(cls, seed: int) -> "Batch":
+        ids_BS = torch.randint(251, (ROWS, TOKENS), generator=torch.Generator().manual_seed(seed))
+        lengths = torch.tensor([[TOKENS], [7], [4]])
+        return cls(ids_BS, torch.arange(TOKENS) < lengths.roll(seed, 0), torch.tensor([5, 0, 3 + seed]))
+
+    @classmethod
+    def whole(cls) -> "Batch":
+        """Return one sequence without padding."""
+        ids_BS = torch.randint(251, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+        return cls(ids_BS, torch.ones(1, TOKENS, dtype=torch.bool), torch.tensor([TOKENS]))
+
+    def loss(self) -> RouterAuxLoss:
+        return RouterAuxLoss(self.counts_BS, self.targets_B, COEFFICIENT / int(self.targets_B.sum()))
+
+    def formula(self, model: Decoder) -> Tensor:
+        """Sum transformers' function over sequences, weighted by their targets, and average it over layers."""
+        logits = model.pretrained(self.ids_BS, output_router_logits=True, use_cache=False).router_logits
+        total = torch.zeros((), dtype=torch.float64)
+        for layer_TX in logits:
+            rows = zip(layer_TX.view(ROWS, TOKENS, -1), self.counts_BS, self.targets_B, strict=True)
+            for row_SX, counts_S, targets in rows:
+                total = total + targets * load_balancing_loss_func((row_SX[counts_S],), 5, 2) / len(logits)
+        return total
+
+
+def forward(model: Decoder, batch: Batch, loss: RouterAuxLoss) -> Tensor:
+    """Return a loss of the load balancing only: 0 times the logits keeps all parameters in the graph."""
+    with model.balancing(loss):
+        return 0 * model(batch.ids_BS).sum()
+
+
+def gradients(model: Decoder) -> dict[str, Tensor]:
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_of_one_sequence_and_layer_is_transformers_own(family: str) -> None:
+    """transformers computes its loss over all tokens and layers; for one sequence and layer it equals ours."""
+    batch, reference = Batch.whole(), decoder(FAMILIES[family])
+    outputs = reference.pretrained(batch.ids_BS, output_router_logits=True, use_cache=False)
+    (COEFFICIENT * outputs.aux_loss).backward()
+
+    model, balance = decoder(FAMILIES[family]), batch.loss()
+    balance_routers(model)
+    forward(model, batch, balance).backward()
+    (loss,) = balance.losses.values()
+    torch.testing.assert_close(loss / TOKENS, outputs.aux_loss.detach().to(loss), rtol=1e-6, atol=0)
+    assert_close(gradients(model), gradients(reference))
+    assert float(gradients(model)["backbone.layers.0.mlp.gate.weight"].norm()) > 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("recomputed", ["kept", "recomputed", "recomputed, then balanced"])
+@pytest.mark.parametrize("threads", [False, True], ids=["one thread", "backward in a thread"])
+def test_each_micro_batch_sequence_and_layer_counts_by_itself(order: str, recomputed: str, threads: bool) -> None:
+    """Padding does not count. A layer that is recomputed after another micro-batch keeps its own loss."""
+    batches, reference = [Batch.make(0), Batch.make(1)], decoder(THREE_LAYERS)
+    formulas = [each.formula(reference) for each in batches]
+    for each, batch in zip(formulas, batches, strict=True):
+        (COEFFICIENT * each / batch.targets_B.sum()).backward()
+
+    model, losses = decoder(THREE_LAYERS), [each.loss() for each in batches]
+    if recomputed == "recomputed, then balanced":
+        model.gradient_checkpointing_enable()
+    balance_routers(model)
+    if recomputed == "recomputed":
+        model.gradient_checkpointing_enable()
+    results: dict[str, Tensor] = {}
+    for action, number in order.split():
+        if action == "F":
+            results[number] = forward(model, batches[int(number)], losses[int(number)])
+        else:
+            run(results[number].backward, in_a_thread=threads)
+    assert_close(gradients(model), gradients(reference))
+    for found, expected in zip(losses, formulas, strict=True):
+        assert found.losses.keys() == {f"backbone.layers.{layer}.mlp.gate" for layer in (0, 2)}
+        torch.testing.assert_close(sum(found.losses.values()), expected.detach().float(), rtol=1e-5, atol=0)
+
+
+def run(call: Callable[[], Any], *, in_a_thread: bool) -> None:
+    """Call a function, in a new thread if in_a_thread, because backward on a GPU runs in a separate thread."""
+    if not in_a_thread:
+        call()
+        return
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_recomputation_changes_no_bit() -> None:
+    found = []
+    for recomputed in (False, True):
+        model, batch = decoder(THREE_LAYERS), Batch.make(0)
+        balance_routers(model)
+        if recomputed:
+            model.gradient_checkpointing_enable()
+        balance = batch.loss()
+        forward(model, batch, balance).backward()
+        found.append(gradients(model) | balance.losses)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+
+
+def test_two_backward_passes_recompute_twice() -> None:
+    """Zero-bubble schedules do this. Each pass gives the whole gradient, and the recorded losses do not change."""
+    model, batch = decoder(THREE_LAYERS), Batch.make(0)
+    balance_routers(model)
+    model.gradient_checkpointing_enable()
+    balance = batch.loss()
+    result = forward(model, batch, balance)
+    losses = dict(balance.losses)
+    result.backward(retain_graph=True)
+    once = {name: each.clone() for name, each in gradients(model).items()}
+    forward(model, Batch.make(1), Batch.make(1).loss())  # another micro-batch runs between the two passes
+    result.backward()
+    assert_close(gradients(model), {name: 2 * each for name, each in once.items()})
+    assert balance.losses == losses
+
+
+def test_router_balance_beside_a_lora() -> None:
+    """The adapter's gradient through the frozen routers equals the formula's."""
+    found = []
+    for formula in (True, False):
+        model, batch = decoder(THREE_LAYERS), Batch.make(0)
+        add_lora(model, targets=["q_proj", "v_proj"])
+        draw_lora(model, 0, fresh=False)
+        if formula:
+            (COEFFICIENT * batch.formula(model) / batch.targets_B.sum()).backward()
+        else:
+            balance_routers(model)
+            model.gradient_checkpointing_enable()
+            forward(model, batch, batch.loss()).backward()
+        found.append(gradients(model))
+    assert_close(found[1], found[0])
+    assert all("lora" in name for name in found[1])
+    assert max(float(each.norm()) for each in found[1].values()) > 1e-4
+
+
+def test_without_gradients_nothing_is_balanced() -> None:
+    model, batch = decoder(FAMILIES["qwen3_moe"]), Batch.whole()
+    balance_routers(model)
+    balance = batch.loss()
+    with torch.no_grad():
+        forward(model, batch, balance)
+    assert not balance.losses
+
+
+def test_outside_of_the_context_nothing_is_balanced() -> None:
+    model, batch = decoder(FAMILIES["qwen3_moe"]), Batch.whole()
+    balance_routers(model)
+    with pytest.raises(RuntimeError, match="cannot run"), model.balancing(batch.loss()):
+        raise RuntimeError("cannot run")
+    (0 * model(batch.ids_BS).sum()).backward()
+    assert not any(each.any() for each in gradients(model).values())
+
+
+# refusals
+
+
+def test_a_model_without_routers_is_refused() -> None:
+    with pytest.raises(ValueError, match="model type 'llama' has no routers with an auxiliary loss"):
+        balance_routers(Decoder(build("llama"), verify=False))
+
+
+def test_routers_without_hooks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected balance_routers\(decoder\) before"):
+        decoder(FAMILIES["olmoe"]).balancing(Batch.whole().loss())
+
+
+def test_a_router_that_is_not_called_is_refused() -> None:
+    model, batch = decoder(THREE_LAYERS), Batch.make(0)
+    balance_routers(model)
+    block: Any = model.get_submodule("backbone.layers.2.mlp")
+    block.forward = lambda hidden_BSD: hidden_BSD
+    with pytest.raises(ValueError, match=r"Layer ran without calling its router 'backbone\.layers\.2\.mlp\.gate'"):
+        forward(model, batch, batch.loss())
+
+
+def test_a_router_that_runs_twice_is_refused() -> None:
+    model, batch = decoder(THREE_LAYERS), Batch.make(0)
+    balance_routers(model)
+    loss = batch.loss()
+    forward(model, batch, loss)
+    with pytest.raises(ValueError, match=r"'backbone\.layers\.0\.mlp\.gate' ran twice with one RouterAuxLoss"):
+        forward(model, batch, loss)
+
+
+def test_a_router_of_other_outputs_is_refused() -> None:
+    model, batch = decoder(FAMILIES["olmoe"]), Batch.whole()
+    balance_routers(model)
+    router: Any = model.get_submodule("backbone.layers.0.mlp.gate")
+    router.forward = lambda hidden_TD: torch.zeros(len(hidden_TD), 5)
+    with pytest.raises(ValueError, match=r"'backbone\.layers\.0\.mlp\.gate' \(OlmoeTopKRouter\) returned a Tensor"):
+        forward(model, batch, batch.loss())
+
+
+def test_recomputation_past_the_decoder_is_an_error() -> None:
+    """transformers' method does not restore the loss, so torch finds that the recomputation differs."""
+    model, batch = decoder(THREE_LAYERS), Batch.make(0)
+    balance_routers(model)
+    pretrained: Any = model.pretrained
+    # the first name is that of later versions of transformers
+    name = "activation_checkpointing_enable"
+    is_later = hasattr(pretrained, name)
+    enable = getattr(pretrained, name) if is_later else pretrained.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    with pytest.raises(CheckpointError, match="different number of tensors"):
+        forward(model, batch, batch.loss()).backward()
+    if not is_later:
+        return  # there, the hooks of a layer run within the recomputed part, without gradients
+    enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="recomputation only by Decoder"):
+        forward(model, batch, batch.loss()).backward()

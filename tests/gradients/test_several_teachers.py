@@ -1,0 +1,453 @@
+"""Several teachers of one student: gradients against plain float64 autograd, one document at a time."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.runs import MAX_TOKENS, forward_backward, save_model, session_of, write_records, write_run
+from kit.serving import Server
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from stillhouse.config import ConfigError
+from stillhouse.data import DataError
+from stillhouse.loops.evaluate import evaluate, means
+from stillhouse.objective.spec import TeacherShare, parse_objective
+from stillhouse.parallel.heads import HeadBuffers
+from stillhouse.run.session import Session
+from stillhouse.signals import SeparateTeacher, SeveralTeachers, WeightAverage
+
+LOSS = {"objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)", "data.eval": 0.0}
+SUBJECTS = ("math", "code")
+#: the divergence of a document's target rows: student's logits, teachers' logits by name, the teacher's name
+Divergence = Callable[[Tensor, dict[str, Tensor], str], Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student and two teachers of different widths; the column `subject` names one, `answer` is for a prefix."""
+    folder = tmp_path_factory.mktemp("several")
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+    records = [
+        {
+            "text": f"{number} " + " ".join(words[number % 7 : number % 7 + 1 + number % 5]),
+            "subject": SUBJECTS[number % 3 == 0],
+            "answer": words[number % 11],
+        }
+        for number in range(40)
+    ]
+    write_records(folder / "train.jsonl", records)
+    write_run(folder)
+    save_model(folder / "math", "qwen3", seed=5)
+    save_model(folder / "code", "llama", seed=6, tied=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    with Server(folder / "code", "--max-top-k", 1000) as started:
+        yield started.url
+
+
+def named(folder: Path, math: dict[str, Any] | None = None, code: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of both teachers; None leaves one out."""
+    given = {"math": math, "code": code}
+    return {
+        f"teachers.{name}": {"model": str(folder / name), **keys} if not {"url", "student"} & keys.keys() else keys
+        for name, keys in given.items()
+        if keys is not None
+    }
+
+
+def session_with(folder: Path, **settings: Any) -> Session:
+    return session_of(folder, cached=True, **LOSS, **settings)
+
+
+def gradients(session: Session) -> dict[str, Tensor]:
+    loss = forward_backward(session).sums["loss"]
+    assert torch.isfinite(torch.tensor(loss))
+    found = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+    session.close()
+    return {"loss": torch.tensor(loss)} | found
+
+
+def jsd(p_log: Tensor, q_log: Tensor) -> Tensor:
+    """Row by row, of log-probabilities."""
+    middle = torch.logaddexp(p_log, q_log) - torch.log(torch.tensor(2.0))
+    return 0.5 * (p_log.exp() * (p_log - middle) + q_log.exp() * (q_log - middle)).sum(1)
+
+
+def expected(
+    session: Session, folder: Path, divergence: Divergence, prefixes: dict[str, str] | None = None
+) -> dict[str, Tensor]:
+    """The gradients of the first step in float64, from one document at a time and whole logits."""
+    student = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64).train()
+    teachers = {
+        name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval() for name in SUBJECTS
+    }
+    step, documents = session.step_schedule.micro_batches(session.train, 0), session.train.documents
+    chosen = sorted({each for micro_batch in step for each in micro_batch.document_T.tolist()} - {-1})
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for number in chosen:
+        ids, targets = torch.tensor(documents.tokens(number)).long(), torch.tensor(documents.targets(number))
+        rows = targets[1:].nonzero()[:, 0]
+        q_logits = student(ids[None]).logits[0][rows]
+        with torch.no_grad():
+            z = {name: each(ids[None]).logits[0][rows] for name, each in teachers.items()}
+            for name, text in (prefixes or {}).items():
+                filled = text.format(answer=answer_of(documents.sources[number], folder))
+                prefix = torch.tensor(session.tokenizer(filled, add_special_tokens=False)["input_ids"]).long()
+                front = int(ids[0] == session.tokenizer.bos_token_id)  # a later piece of a text has no BOS
+                read = torch.cat([ids[:front], prefix, ids[front:]])
+                z[name] = teachers[name](read[None]).logits[0][rows + len(prefix)]
+        name = documents.columns["subject"][number] if "subject" in documents.columns else ""
+        total = total + 0.3 * cross_entropy(q_logits, ids[rows + 1], reduction="sum")
+        total = total + 0.7 * divergence(q_logits, z, name).sum()
+        tokens += len(rows)
+    (total / tokens).backward()
+    found = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
+    return {"loss": (total / tokens).detach()} | found
+
+
+def answer_of(source: str, folder: Path) -> str:
+    """The column `answer` of the record at `file:line`."""
+    line = int(source.rpartition(":")[2].partition(" ")[0])
+    return json.loads((folder / "train.jsonl").read_text().splitlines()[line - 1])["answer"]
+
+
+def assert_same(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+    """Parameters have the names of the decoder on one side and those of transformers on the other."""
+    assert float(found.pop("loss")) == pytest.approx(float(reference.pop("loss")), rel=1e-5)
+    renamed = {
+        name.replace("backbone.", "model.").replace("head.linear.", "lm_head."): each for name, each in found.items()
+    }
+    assert renamed.keys() == reference.keys()
+    for name, gradient in reference.items():
+        worst = (renamed[name].double() - gradient).abs().max() / gradient.abs().max().clamp(min=1e-9)
+        assert worst < 2e-5, name
+
+
+def test_the_sum_of_each_teachers_divergence(folder: Path) -> None:
+    """Weights 3 and 1, and a temperature of its own for one of them."""
+    session = session_with(folder, **named(folder, {"weight": 3.0}, {"weight": 1, "temperature": 2.0}))
+
+    def of_both(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+        def at(teacher: str, temperature: float) -> Tensor:
+            return jsd((z[teacher] / temperature).log_softmax(1), (q / temperature).log_softmax(1))
+
+        return 0.75 * at("math", 1.0) + 0.25 * at("code", 2.0)
+
+    reference = expected(session, folder, of_both)
+    assert_same(gradients(session), reference)
+
+
+def test_the_sum_of_the_teachers_distributions(folder: Path) -> None:
+    settings = named(folder, {"weight": 3.0}, {"weight": 1}) | {
+        "teachers.sum": "distributions",
+        "objective.temperature": 2.0,
+    }
+    session = session_with(folder, **settings)
+
+    def of_mixture(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+        p = 0.75 * (z["math"] / 2).softmax(1) + 0.25 * (z["code"] / 2).softmax(1)
+        return jsd(p.log(), (q / 2).log_softmax(1))
+
+    reference = expected(session, folder, of_mixture)
+    assert_same(gradients(session), reference)
+
+
+def routed(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+    temperature, weight = {"math": (1.0, 1.0), "code": (2.0, 0.5)}[name]
+    return weight * jsd((z[name] / temperature).log_softmax(1), (q / temperature).log_softmax(1))
+
+
+def test_a_column_names_each_documents_teacher(folder: Path) -> None:
+    code = {"weight": 0.5, "temperature": 2.0}
+    session = session_with(folder, **named(folder, {}, code), **{"teachers.route": "subject"})
+    reference = expected(session, folder, routed)
+    assert_same(gradients(session), reference)
+
+
+def test_a_teacher_runs_only_on_its_own_documents(folder: Path) -> None:
+    one_row = {"train.micro_batch_tokens": MAX_TOKENS}
+    session = session_with(folder, **named(folder, {}, {}), **{"teachers.route": "subject"}, **one_row)
+    assert isinstance(session.source, SeveralTeachers)
+    seen: dict[str, int] = {}
+    for name, teacher in session.source.teachers.items():
+        assert isinstance(teacher, SeparateTeacher)
+
+        def count(module: object, positional: object, given: dict[str, Any], name: str = name) -> None:
+            seen[name] = seen.get(name, 0) + given["input_ids"].numel()
+
+        teacher.decoder.register_forward_pre_hook(count, with_kwargs=True)
+    step = session.step_schedule.micro_batches(session.train, 0)
+    forward_backward(session, step)
+    assert seen.keys() == {"math", "code"}
+    assert sum(seen.values()) == sum(rows * columns for rows, columns in step.shapes_BS)
+    session.close()
+
+
+@pytest.mark.parametrize("signal", ["hidden", "top_k"])
+def test_one_teacher_in_the_job_and_one_on_a_server(folder: Path, server: str, signal: str) -> None:
+    """A server's top-k over the whole vocabulary is exact, too."""
+    rows = json.loads((folder / "code" / "config.json").read_text())["vocab_size"]
+    keys = {"url": server, "signal": signal, "weight": 0.5, "temperature": 2.0, "top_k": rows}
+    session = session_with(folder, **named(folder, {}, keys), **{"teachers.route": "subject"})
+    reference = expected(session, folder, routed)
+    assert_same(gradients(session), reference)
+
+
+PREFIXES = {"math": "You know the answer: {answer}. ", "code": "{answer}! "}
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_prefix_is_read_by_its_teacher_alone(folder: Path, server: str, served: bool) -> None:
+    own = {"url": server} if served else {}
+    settings = named(folder, {"prefix": PREFIXES["math"]}, {"prefix": PREFIXES["code"], **own})
+    session = session_with(folder, **settings)
+
+    def of_both(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+        return 0.5 * (
+            jsd(z["math"].log_softmax(1), q.log_softmax(1)) + jsd(z["code"].log_softmax(1), q.log_softmax(1))
+        )
+
+    reference = expected(session, folder, of_both, PREFIXES)
+    assert_same(gradients(session), reference)
+
+
+def test_the_student_behind_a_prefix_is_its_own_teacher(folder: Path) -> None:
+    """live: its gradient does not flow through the teacher."""
+    session = session_with(folder, **{"teachers.self": {"student": "live", "prefix": PREFIXES["math"]}})
+
+    def of_itself(q: Tensor, z: dict[str, Tensor], name: str) -> Tensor:
+        return jsd(z["math"].log_softmax(1), q.log_softmax(1))
+
+    as_teacher = folder / "as teacher"
+    if not as_teacher.exists():
+        as_teacher.mkdir()
+        for name in SUBJECTS:
+            (as_teacher / name).symlink_to(folder / "student")
+        (as_teacher / "student").symlink_to(folder / "student")
+        (as_teacher / "train.jsonl").symlink_to(folder / "train.jsonl")
+    reference = expected(session, as_teacher, of_itself, {"math": PREFIXES["math"]})
+    assert_same(gradients(session), reference)
+
+
+def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
+    """Its gradients are those of a teacher with the averaged weights in a folder."""
+    session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.5}})
+    engine = session.engine
+    before = {name: each.detach().clone() for name, each in session.runner.named_parameters()}
+    for _ in range(2):
+        forward_backward(session)
+        engine.update(1e-2)
+    after = {name: each.detach().clone() for name, each in session.runner.named_parameters()}
+    average = engine.average
+    assert isinstance(average, WeightAverage)
+    assert any(not torch.equal(after[name], average.tensors[name]) for name in after)
+
+    found = gradients(session)
+    assert all(torch.equal(each, after[name]) for name, each in session.runner.named_parameters())
+    for name, each in session.runner.named_parameters():
+        each.data.copy_(average.tensors[name])
+    session.student.pretrained.save_pretrained(folder / "average")
+    session.tokenizer.save_pretrained(folder / "average")
+    for name, each in session.runner.named_parameters():
+        each.data.copy_(before[name])
+        each.grad = None
+    live = session_with(folder, **{"teachers.slow": {"model": str(folder / "average")}})
+    for name, each in live.runner.named_parameters():
+        each.data.copy_(after[name])
+    for name, gradient in gradients(live).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_the_average_follows_every_update(folder: Path) -> None:
+    session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.75}})
+    average = session.engine.average
+    assert average is not None
+    wanted = {name: each.detach().double() for name, each in session.runner.named_parameters()}
+    for _ in range(3):
+        forward_backward(session)
+        session.engine.update(1e-2)
+        for name, each in session.runner.named_parameters():
+            wanted[name] = 0.75 * wanted[name] + 0.25 * each.detach().double()
+    for name, each in average.tensors.items():
+        torch.testing.assert_close(each.double(), wanted[name], rtol=1e-5, atol=1e-7, msg=name)
+    session.close()
+
+
+def test_a_held_out_divergence_of_each_teacher_and_of_all(folder: Path) -> None:
+    keys = {"objective.loss": "cross_entropy + forward_kl", "data.eval": 0.3}
+    mixed = session_of(folder, cached=True, **keys, **named(folder, {"weight": 3.0}, {}))
+    found = evaluate(mixed)
+    for kind in ("forward_kl", "agreement", "teacher_entropy"):
+        parts = 0.75 * found[f"eval/{kind}/math"] + 0.25 * found[f"eval/{kind}/code"]
+        assert found[f"eval/{kind}"] == pytest.approx(parts, rel=1e-6)
+    alone = session_of(folder, **keys, **{"teacher.model": str(folder / "math")})
+    reference = evaluate(alone)
+    assert found["eval/forward_kl/math"] == pytest.approx(reference["eval/forward_kl"], rel=1e-5)
+    assert found["eval/student_entropy"] == pytest.approx(reference["eval/student_entropy"], rel=1e-5)
+    assert found["eval/cross_entropy"] == pytest.approx(reference["eval/cross_entropy"], rel=1e-5)
+    routed_session = session_of(folder, cached=True, **keys, **named(folder, {}, {}), **{"teachers.route": "subject"})
+    by_column = evaluate(routed_session)
+    assert by_column["eval/student_entropy"] == pytest.approx(reference["eval/student_entropy"], rel=1e-5)
+    low, high = sorted((by_column["eval/forward_kl/math"], by_column["eval/forward_kl/code"]))
+    assert low <= by_column["eval/forward_kl"] <= high
+    for session in (mixed, alone, routed_session):
+        session.close()
+
+
+def test_heads_of_one_shape_share_a_buffer() -> None:
+    """Unless they are used at the same time; the buffer of a weight that was there last is not copied again."""
+    one, other, third = (torch.randn(7, 3) for _ in range(3))
+    buffers = HeadBuffers(torch.device("cpu"))
+    with buffers.holding("one", one) as first:
+        assert torch.equal(first, one)
+        address, version = first.data_ptr(), first._version
+    with buffers.holding("other", other) as second:
+        assert second.data_ptr() == address
+        assert torch.equal(second, other)
+        assert second._version > version  # so that what was computed from the earlier content is not used again
+        with buffers.holding("one", one) as beside:
+            assert beside.data_ptr() != address
+            assert torch.equal(beside, one)
+            assert torch.equal(second, other)
+    with buffers.holding("one", one) as again:
+        assert again.data_ptr() == beside.data_ptr()
+        assert again._version == beside._version
+    with buffers.holding("wide", torch.randn(7, 4)) as wide:
+        assert wide.shape == (7, 4)
+    with buffers.holding("third", third.bfloat16()) as half:
+        assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"teachers.route": "topic"}, r"train.jsonl:1: .*topic"),
+        (
+            {"teachers.route": "answer"},
+            r"train.jsonl:1: column 'answer' is a string .*: expected one of code, math",
+        ),
+        (
+            {"teachers.other": {"student": "live", "prefix": "{solution}"}},
+            r"train.jsonl:1: .*solution",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_the_teachers_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        session_with(folder, **named(folder, {}, {}), **settings)
+
+
+def test_a_document_without_a_teacher_is_skipped_if_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    odd = json.dumps({"text": "no teacher", "subject": "art", "answer": ""})
+    (tmp_path / "train.jsonl").write_text("\n".join([*lines[:5], odd, *lines[5:]]))
+    settings = {"data.train": str(tmp_path / "train.jsonl"), "data.on_error": "skip", "teachers.route": "subject"}
+    session = session_with(folder, **named(folder, {}, {}), **settings)
+    report = session.train.documents.report
+    assert (report.read, report.kept, report.skipped) == (len(lines) + 1, len(lines), 1)
+    assert "train.jsonl:6: column 'subject' is" in report.reasons[0]
+    session.close()
+
+
+def test_a_teacher_without_documents_is_refused(folder: Path) -> None:
+    teachers = named(folder, {}, {}) | {"teachers.art": {"model": str(folder / "math")}}
+    with pytest.raises(ConfigError, match=r"teachers.art: no document of data.train has 'art' in its column"):
+        session_with(folder, **teachers, **{"teachers.route": "subject"})
+
+
+def test_one_average_per_run(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"teachers.b.student: got ema a second time"):
+        session_with(folder, **{"teachers.a": {"student": "ema"}, "teachers.b": {"student": "ema"}})
+
+
+def test_a_mean_is_over_the_teachers_that_report_it(folder: Path, server: str) -> None:
+    """A teacher that only draws ids has no entropy and no divergence."""
+    draws = {"url": server, "signal": "sampled", "weight": 3.0}
+    settings = {"objective.loss": "forward_kl", "data.eval": 0.3}
+    for route in ({}, {"teachers.route": "subject"}):
+        session = session_of(folder, cached=True, **settings, **route, **named(folder, {}, draws))
+        found = evaluate(session)
+        session.close()
+        for kind in ("forward_kl", "teacher_entropy", "agreement"):
+            assert f"eval/{kind}/code" not in found
+            assert found[f"eval/{kind}"] == found[f"eval/{kind}/math"]
+
+
+def test_entropies_at_different_temperatures_have_no_mean(folder: Path) -> None:
+    sums = {"tokens": 10.0, "tokens/a": 4.0, "tokens/b": 6.0, "student_entropy": 7.0, "jsd(0.5)/a": 8.0}
+    sums |= {"jsd(0.5)/b": 3.0, "teacher_entropy/a": 2.0, "teacher_entropy/b": 9.0}
+    spec = replace(parse_objective("jsd(0.5)"), teachers={name: TeacherShare(2.0) for name in "ab"})
+    found = means(sums, spec, mixes_temperatures=True)
+    assert found == {
+        "jsd(0.5)": 1.1,
+        "jsd(0.5)/a": 2.0,
+        "jsd(0.5)/b": 0.5,
+        "teacher_entropy/a": 0.5,
+        "teacher_entropy/b": 1.5,
+    }
+    found = means(sums, spec, mixes_temperatures=False)
+    assert (found["student_entropy"], found["teacher_entropy"]) == (0.7, 1.1)
+
+
+def test_a_prefix_needs_the_columns_of_its_own_documents_alone(folder: Path, tmp_path: Path) -> None:
+    """With a route, the other documents have no gap for it either."""
+    records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for each in records:
+        if each["subject"] == "math":
+            del each["answer"]
+    write_records(tmp_path / "train.jsonl", records)
+    settings = {"data.train": str(tmp_path / "train.jsonl"), "teachers.route": "subject"}
+    session = session_with(folder, **named(folder, {}, {"prefix": PREFIXES["code"]}), **settings)
+    documents = session.train.documents
+    is_code = np.array([each == "code" for each in documents.columns["subject"]])
+    gaps_D = documents.gaps_D(session.train.gaps)
+    assert (gaps_D[is_code] > 0).all()
+    assert not gaps_D[~is_code].any()
+    session.close()
+
+
+@pytest.mark.parametrize("share", [0.03, 0.3])
+def test_a_served_teacher_without_held_out_documents(folder: Path, server: str, share: float) -> None:
+    keys = {"url": server, "prefix": PREFIXES["code"]}
+    settings = {"objective.loss": "forward_kl", "data.eval": share, "teachers.route": "subject"}
+    session = session_of(folder, cached=True, **settings, **named(folder, {}, keys))
+    assert evaluate(session)["eval/forward_kl"] > 0
+    session.close()
+
+
+def test_a_prefix_that_the_students_head_has_no_row_for(folder: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "student", "llama", seed=1)
+    config = json.loads((tmp_path / "student" / "tokenizer.json").read_text())
+    token = {"id": 600, "content": "☃", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    config["added_tokens"].append(token | {"special": True})
+    (tmp_path / "student" / "tokenizer.json").write_text(json.dumps(config))
+    itself = {"teachers.self": {"student": "live", "prefix": "☃"}, "student.model": str(tmp_path / "student")}
+    with pytest.raises(ValueError, match=r"of the prefix of teacher 'self' has no row in the student's head"):
+        session_with(folder, **itself)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "granite"])
+def test_a_family_that_cannot_be_cut_runs_in_one_process(folder: Path, family: str) -> None:
+    """Its gradients are those of the same teacher by itself."""
+    if not (folder / family).exists():
+        save_model(folder / family, family, seed=3)
+    model = {"model": str(folder / family)}
+    found = gradients(session_with(folder, **{"teachers.only": model}))
+    alone = gradients(session_of(folder, **LOSS, **{"teacher.model": model["model"]}))
+    for name, gradient in alone.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_prefix_that_is_no_template_names_its_key(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"teachers.math.prefix: .*\{answer.x\}"):
+        session_with(folder, **named(folder, {"prefix": "{answer.x}"}, {}))

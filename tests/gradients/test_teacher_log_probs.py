@@ -1,0 +1,299 @@
+"""A teacher's log-probability of drawn tokens from every signal: against plain log-softmax, over shards, refusals.
+
+T tokens, V vocabulary, K ids per token.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kit import rollout_jobs as jobs
+from kit.objective_cases import T, V, distance, generator, make_full, make_labels, make_leaves, make_mixture
+from kit.rollout_cases import fused, make_batch, spec_of
+from kit.shard_cases import Layout
+from kit.shard_problems import SHARDS
+from kit.shard_ranks import GATHER, RankPool, shared_pool
+from torch import Tensor
+
+from stillhouse.objective import (
+    Chosen,
+    DenseLogits,
+    FullVocab,
+    Mixture,
+    OutputHead,
+    RoutedSignals,
+    Sampled,
+    SeveralSignals,
+    Signal,
+    SortedTopK,
+    SpanSignal,
+    TopK,
+    chunks,
+    teacher_log_probs,
+)
+from stillhouse.objective.reference import _teacher_log_probs
+from stillhouse.objective.spec import TeacherShare, parse_objective
+
+LABELS = make_labels()
+HAS_LABEL = LABELS >= 0
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+def plain(signal: Signal, temperature: float, vocabulary: int = V, labels_T: Tensor = LABELS) -> Tensor:
+    log_p_TV = _teacher_log_probs(signal, temperature, vocabulary, torch.float64)
+    return log_p_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0].masked_fill(labels_T < 0, 0.0)
+
+
+def with_head(**options: Any) -> FullVocab:
+    leaves = make_leaves(width=24, seed=2)
+    return FullVocab(leaves.hidden, OutputHead(leaves.weight, leaves.bias, **options))
+
+
+DENSE: dict[str, Callable[[float], Signal]] = {
+    "full": lambda _: make_full(),
+    "capped": lambda _: with_head(scale=0.7, softcap=2.0),
+    "logits": lambda _: DenseLogits(torch.randn(T, V, generator=generator(90), dtype=torch.float64)),
+    "mixture": lambda temperature: make_mixture(temperature=temperature),
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", DENSE)
+def test_dense_signals(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunks.TILE_ROWS, "cpu", (1, 10))
+    signal = DENSE[kind](temperature)
+    found_T = teacher_log_probs(signal, LABELS, temperature, vocabulary=V)
+    assert distance(found_T, plain(signal, temperature)) < 1e-12
+    assert not found_T.requires_grad
+    for index in (HAS_LABEL.nonzero()[:, 0], torch.arange(T)):
+        # not to the bit: some CPUs sum a product of fewer rows in another order
+        chosen_T = teacher_log_probs(signal, LABELS, temperature, vocabulary=V, valid_index=index)
+        assert distance(chosen_T, found_T) < 1e-14
+        assert torch.equal(chosen_T == 0, found_T == 0)
+
+
+def test_a_teacher_with_more_rows_than_the_student() -> None:
+    """Its padding has no probability, as in a divergence."""
+    signal, labels_T = make_full(vocabulary=V + 9), make_labels()
+    found_T = teacher_log_probs(signal, labels_T, vocabulary=V)
+    assert distance(found_T, plain(signal, 1.0)) < 1e-12
+    assert distance(teacher_log_probs(signal, labels_T), plain(signal, 1.0, V + 9)) < 1e-12
+    assert distance(found_T, plain(signal, 1.0, V + 9)) > 1e-3
+
+
+def test_rows_without_a_label_are_not_read() -> None:
+    full = make_full()
+    hidden_TE = full.hidden_TE.masked_fill(~HAS_LABEL[:, None], torch.nan)
+    assert torch.equal(teacher_log_probs(replace(full, hidden_TE=hidden_TE), LABELS), teacher_log_probs(full, LABELS))
+    none_T = torch.full((T,), -1)
+    for signal in (full, make_mixture(), sparse(TopK)):
+        assert (teacher_log_probs(signal, none_T) == 0).all()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_bfloat16(autocast: bool) -> None:
+    full = make_full(dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found_T = teacher_log_probs(full, LABELS)
+    assert found_T.dtype == torch.float32
+    wide = FullVocab(full.hidden_TE.double(), OutputHead(full.head.weight_VD.double()))
+    assert distance(found_T, plain(wide, 1.0)) < 1e-6
+
+
+def test_logits_of_minus_infinity() -> None:
+    logits_TV = torch.randn(T, V, generator=generator(91), dtype=torch.float64)
+    logits_TV[:, ::3] = -torch.inf
+    labels_T = LABELS.masked_fill(LABELS % 3 == 0, 1)
+    found_T = teacher_log_probs(DenseLogits(logits_TV), labels_T)
+    assert found_T.isfinite().all()
+    assert distance(found_T, plain(DenseLogits(logits_TV), 1.0, labels_T=labels_T)) < 1e-12
+    impossible = teacher_log_probs(DenseLogits(logits_TV), torch.full((T,), 3))
+    assert (impossible == -torch.inf).all()
+    batch = make_batch()
+    with pytest.raises(ValueError, match="teacher_log_probs_T holds -inf at a drawn token"):
+        fused(parse_objective("sampled_kl"), make_leaves(), batch, DenseLogits(logits_TV))
+
+
+def sparse(kind: type[TopK] | type[Chosen], temperature: float | None = None) -> TopK | Chosen:
+    """Five ids per row, the label at the third and again at the fifth place, where its log-probability is wrong."""
+    ids_TK = (LABELS.clamp(min=0)[:, None] + torch.tensor([1, 2, 0, 3, 0])) % V
+    log_p_TK = torch.randn(T, 5, generator=generator(92), dtype=torch.float64) - 4
+    return kind(ids_TK, log_p_TK, temperature=temperature)
+
+
+@pytest.mark.parametrize("kind", [TopK, Chosen])
+def test_ids_that_include_the_label(kind: type[TopK] | type[Chosen]) -> None:
+    signal = sparse(kind, 0.7)
+    expected_T = torch.where(HAS_LABEL, signal.log_probs_TK[:, 2], 0.0)
+    assert torch.equal(teacher_log_probs(signal, LABELS, 0.7), expected_T)
+    narrow = teacher_log_probs(replace(signal, log_probs_TK=signal.log_probs_TK.bfloat16()), LABELS, 0.7)
+    assert narrow.dtype == torch.float32
+
+
+def span() -> SpanSignal:
+    top = sparse(TopK)
+    assert isinstance(top, TopK)
+    return SpanSignal(top, torch.ones(T), torch.zeros(T))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sparse(TopK, 0.7), "taken at temperature 0.7, the drawn tokens' are asked for at 1.0"),
+        (lambda: make_mixture(temperature=2.0), "a mixture at temperature 2.0, asked for log-probabilities at 1.0"),
+        (lambda: make_full().rows(slice(0, 3)), "a signal of 3 tokens with 37 labels"),
+        (lambda: Sampled(torch.zeros(T, 2, dtype=torch.int64), torch.ones(T, 2)), "Sampled does not tell the"),
+        (lambda: SortedTopK(torch.zeros(T, 2), torch.zeros(T), torch.ones(T)), "SortedTopK does not tell the"),
+        (span, "SpanSignal does not tell the probability of a given token: expected FullVocab"),
+        (lambda: SeveralSignals({"one": make_full()}), "SeveralSignals does not tell"),
+    ],
+    ids=["temperature", "mixture", "rows", "sampled", "sorted", "spans", "several"],
+)
+def test_signals_that_are_refused(make: Callable[[], Signal], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        teacher_log_probs(make(), LABELS)
+
+
+def test_a_drawn_token_that_is_not_among_the_ids() -> None:
+    signal = sparse(TopK)
+    ids_TK = signal.ids_TK.clone()
+    ids_TK[[1, 6]] = -1
+    ids_TK[0] = -1  # a row without a label needs none
+    message = (
+        "TopK with 5 ids per row: at 2 of 29 rows the drawn token is not among them; expected top_k with the actual"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        teacher_log_probs(replace(signal, ids_TK=ids_TK), LABELS)
+
+
+def test_only_rows_that_count_must_have_their_token() -> None:
+    """A row of weight 0, or of the dataset, may hold any ids."""
+    signal, batch = sparse(TopK), make_batch()
+    counts_T = batch.is_drawn_T & (batch.weights_T != 0)
+    some = replace(signal, ids_TK=signal.ids_TK.masked_fill(~counts_T[:, None], -1))
+    for text in ("sampled_kl", "policy_gradient(teacher_kl=1)"):
+        _, found = fused(parse_objective(text), make_leaves(), batch, some)
+        _, expected = fused(parse_objective(text), make_leaves(), batch, signal)
+        for name, gradient in expected.items():
+            assert gradient.norm() > 0
+            assert torch.equal(found[name], gradient)
+
+
+# several teachers
+
+BOTH = "sampled_kl(k3) + policy_gradient(teacher_kl=0.7)"
+
+
+def two_teachers() -> dict[str, Signal]:
+    other = make_leaves(width=8, seed=9)
+    return {"code": make_full(), "prose": FullVocab(other.hidden, OutputHead(other.weight, other.bias))}
+
+
+def test_a_weighted_sum_of_teachers() -> None:
+    """The objective is linear in the teachers' parts, so its gradient is the sum of separate ones."""
+    batch, leaves, signals = make_batch(), make_leaves(), two_teachers()
+    batch = replace(batch, per_token={name: each for name, each in batch.per_token.items() if name != "advantages"})
+    shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5, temperature=1.4)}
+    spec = replace(parse_objective(BOTH), discount=0.5)
+    output, found = fused(replace(spec, teachers=shares), leaves, batch, SeveralSignals(signals))
+    assert {"sampled_forward_kl/code", "sampled_forward_kl/prose", "policy_gradient"} <= output.per_token.keys()
+    _, one = fused(spec, leaves, batch, signals["code"])
+    _, other = fused(replace(spec, temperature=1.4), leaves, batch, signals["prose"])
+    for name, gradient in found.items():
+        assert distance(gradient, 2.0 * one[name] + 0.5 * other[name]) < 1e-12, name
+
+
+def test_a_mixture_of_teachers() -> None:
+    batch, leaves, signals = make_batch(), make_leaves(), two_teachers()
+    shares = {"code": TeacherShare(3.0), "prose": TeacherShare(1.0)}
+    spec = replace(parse_objective(BOTH + " + reverse_kl"), sampling_temperature=0.8, discount=0.5)
+    mixed = replace(spec, teachers=shares, is_mixture=True)
+    _, found = fused(mixed, leaves, batch, SeveralSignals(signals))
+    parts = []
+    for text, temperature in (("sampled_kl(k3) + reverse_kl", 1.0), ("policy_gradient(teacher_kl=0.7)", 0.8)):
+        log_p_TV = _teacher_log_probs(
+            Mixture(list(signals.values()), [3, 1], temperature), temperature, V, torch.float64
+        )
+        one = replace(parse_objective(text), sampling_temperature=0.8, discount=0.5)
+        parts.append(fused(one, leaves, batch, DenseLogits(temperature * log_p_TV))[1])
+    for name, gradient in found.items():
+        assert distance(gradient, parts[0][name] + parts[1][name]) < 1e-12, name
+
+
+def test_each_token_has_its_teacher() -> None:
+    """Routed signals: a teacher's other rows are not read, and a discount stays within a document."""
+    batch, leaves, signals = make_batch(), make_leaves(), two_teachers()
+    valid_T = batch.weights_T != 0
+    is_code_T = batch.document_T != 1
+    rows = {"code": (valid_T & is_code_T).nonzero()[:, 0], "prose": (valid_T & ~is_code_T).nonzero()[:, 0]}
+    opened: list[str] = []
+
+    @contextmanager
+    def open_signal(name: str) -> Iterator[Signal]:
+        opened.append(name)
+        full = signals[name]
+        assert isinstance(full, FullVocab)
+        hidden_TE = torch.full_like(full.hidden_TE, torch.nan)
+        hidden_TE[rows[name]] = full.hidden_TE[rows[name]]
+        yield replace(full, hidden_TE=hidden_TE)
+        opened.remove(name)
+
+    shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5)}
+    spec = replace(parse_objective("cross_entropy + reverse_kl + " + BOTH), discount=0.5, teachers=shares)
+    output, found = fused(spec, leaves, batch, RoutedSignals(rows, open_signal))
+    assert opened == []
+    assert output.metrics["sampled"] == pytest.approx(float(batch.weights_T[batch.is_drawn_T].sum()))
+    parts = []
+    for name, is_its_T in (("code", is_code_T), ("prose", ~is_code_T)):
+        its = replace(batch, weights_T=batch.weights_T * is_its_T)
+        parts.append(fused(spec, leaves, its, SeveralSignals({name: signals[name]}))[1])
+    for name, gradient in found.items():
+        assert distance(gradient, parts[0][name] + parts[1][name]) < 1e-12, name
+
+
+# vocabulary shards
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("kind", "gathers"), [("full", 1), ("dense", 1), ("mixture", 3), ("top-k", 0)])
+def test_shards(pool: RankPool, kind: str, gathers: int, ranks: int) -> None:
+    """The teacher's heads and logits are sharded like the student's head, or whole on every rank."""
+    signal = jobs.signal_of(kind, temperature=1.3)
+    expected_T = teacher_log_probs(signal, LABELS, 1.3) if kind == "top-k" else plain(signal, 1.3)
+    for layout, collectives in ((Layout(SHARDS[ranks]), gathers), (Layout(SHARDS[ranks], "whole"), 0)):
+        answers = pool.call(jobs.log_probs, (kind, layout))[:ranks]
+        for found_T, counts in answers:
+            assert distance(found_T, expected_T) < 1e-12
+            assert torch.equal(found_T, answers[0][0])
+            assert counts.get(GATHER, 0) == sum(counts.values()) == collectives
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_over_shards(pool: RankPool, ranks: int) -> None:
+    borders = SHARDS[ranks]
+    cases = [
+        ("k3, masked", "top-k", V),
+        ("everything", "full", V),
+        ("discount", "full", 240),
+        ("k2", "dense", V),
+        ("k2", "dense", 240),
+    ]
+    for case, kind, vocabulary in cases:
+        batch = make_batch(vocabulary=vocabulary)
+        answers = pool.call(jobs.rollouts, (case, kind, vocabulary, Layout(borders)))[:ranks]
+        signal = jobs.signal_of(kind)
+        if isinstance(signal, DenseLogits):
+            signal = DenseLogits(signal.logits_TV[:, :vocabulary])
+        output, expected = fused(spec_of(case), make_leaves(), batch, signal, vocab_size=vocabulary)
+        for (start, stop), (found_loss, gradients) in zip(borders, answers, strict=True):
+            assert distance(found_loss, output.loss) < 1e-12, (case, kind)
+            assert distance(gradients["hidden"], expected["hidden"]) < 1e-11, (case, kind)
+            assert distance(gradients["weight"], expected["weight"][start:stop]) < 1e-11, (case, kind)

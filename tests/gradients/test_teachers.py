@@ -1,0 +1,184 @@
+"""Signal sources: requests ahead, the routing table of a separate teacher, and teachers that read other tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.families import build
+from kit.runs import forward_backward, session_of
+
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import Engine
+from stillhouse.models import Decoder
+from stillhouse.objective import FullVocab
+from stillhouse.objective.spec import parse_objective
+from stillhouse.parallel import (
+    IN_STAGE,
+    Degrees,
+    PairSignal,
+    ShardedMicroBatches,
+    TeacherHidden,
+    padded_shapes,
+    shard_micro_batches,
+    single_process_runner,
+)
+from stillhouse.signals import ReadySignals, request_ahead
+from stillhouse.signals.routing import LastStage, MicroBatchShape, route
+
+CPU = torch.device("cpu")
+DEGREES = st.builds(
+    Degrees, replicate=st.integers(1, 2), fsdp=st.integers(1, 2), context=st.integers(1, 3), tensor=st.integers(1, 2)
+)
+
+
+def grid(degrees: Degrees) -> LastStage:
+    return LastStage(torch.arange(degrees.processes).view(degrees.data, degrees.context, degrees.tensor))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    teacher=DEGREES,
+    student=DEGREES,
+    shapes_BS=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 13)), min_size=1, max_size=5),
+    uniform_shapes=st.booleans(),
+)
+def test_every_student_process_gets_each_of_its_columns_once(
+    teacher: Degrees, student: Degrees, shapes_BS: list[tuple[int, int]], uniform_shapes: bool
+) -> None:
+    theirs, ours = padded_shapes(shapes_BS, teacher), padded_shapes(shapes_BS, student, uniform_shapes=uniform_shapes)
+    shapes = [MicroBatchShape(*each, theirs[at], ours[at], at) for at, each in enumerate(shapes_BS)]
+    shapes += [MicroBatchShape(0, 0, (0, 0), each) for each in ours[len(shapes_BS) :]]
+    received: dict[tuple[int, int], list[int]] = {}
+    for each in route(shapes, grid(teacher), grid(student)):
+        shape = shapes[each.micro_batch]
+        source = (grid(teacher).ranks_DCT == each.source).nonzero()[0].tolist()
+        width = shape.teacher_BS[1] // teacher.context
+        assert source[0] == each.micro_batch % teacher.data
+        # these are columns of the source's part
+        assert source[1] * width <= each.start < each.stop <= (source[1] + 1) * width
+        received.setdefault((each.micro_batch, each.target), []).extend(range(each.start, each.stop))
+    for at, shape in enumerate(shapes):
+        for target in range(student.processes):
+            data, context, _ = (grid(student).ranks_DCT == target).nonzero()[0].tolist()
+            width = shape.student_BS[1] // student.context
+            own = range(context * width, min((context + 1) * width, shape.tokens))
+            expected = list(own) if at % student.data == data else []
+            assert sorted(received.get((at, target), [])) == expected
+
+
+class RecordedRequests:
+    """A source that records its requests, and the steps between them."""
+
+    def __init__(self, steps_ahead: int):
+        self.steps_ahead, self.events = steps_ahead, list[str]()
+
+    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+        self.events.append(f"request {len(micro_batches)}")
+        return ReadySignals([None] * len(micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("steps_ahead", "expected"),
+    [
+        (0, ["request 1", "step", "request 2", "step", "request 3", "step"]),
+        (1, ["request 1", "request 2", "step", "request 3", "step", "step"]),
+        (5, ["request 1", "request 2", "request 3", "step", "step", "step"]),
+    ],
+)
+def test_requests_run_as_far_ahead_as_the_source_can_use(steps_ahead: int, expected: list[str]) -> None:
+    batch = micro_batch()
+    steps = [ShardedMicroBatches([batch] * count, StepMicroBatches([batch] * count)) for count in (1, 2, 3)]
+    source = RecordedRequests(steps_ahead)
+    for micro_batches, signals in request_ahead(source, steps):
+        assert len(signals.result()) == len(micro_batches)
+        source.events.append("step")
+    assert source.events == expected
+
+
+def micro_batch(seed: int = 0) -> MicroBatch:
+    ids_BS = torch.randint(3, 251, (2, 13), generator=torch.Generator().manual_seed(seed))
+    labels_T = ids_BS.roll(-1, 1).flatten()
+    return MicroBatch(
+        inputs={"input_ids": ids_BS, "position_ids": torch.arange(13).repeat(2, 1)},
+        labels_T=labels_T,
+        weights_T=torch.ones(26),
+        document_T=torch.zeros(26, dtype=torch.int64),
+        valid_index=torch.arange(26),
+    )
+
+
+def engine_of(student: Decoder, teacher: Decoder | None) -> Engine:
+    return Engine(single_process_runner(student, teacher), parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)"), CPU)
+
+
+def gradients(engine: Engine, batch: MicroBatch, signals: Sequence[PairSignal]) -> dict[str, torch.Tensor]:
+    engine.zero_grad()
+    own = shard_micro_batches(StepMicroBatches([batch]), None, CPU)
+    engine.forward_backward(own, signals, batch.valid_tokens)
+    return {name: each.grad.clone() for name, each in engine.runner.named_parameters() if each.grad is not None}
+
+
+def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
+    """The teacher is in the stage, gives hidden states computed before, or gives a signal with a separate head."""
+    student, teacher = Decoder(build("llama"), verify=False), Decoder(build("qwen3", seed=1), verify=False)
+    batch = micro_batch()
+    exact = teacher.signal(**batch.inputs)
+    hidden = TeacherHidden(exact.hidden_TE.view(2, 13, -1))
+    expected = gradients(engine_of(student, teacher), batch, [IN_STAGE])
+    assert len(expected) > 10
+    for model, signal in ((teacher, hidden), (None, exact)):
+        found = gradients(engine_of(student, model), batch, [signal])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
+    student, teacher = Decoder(build("llama"), verify=False), Decoder(build("qwen3", seed=1), verify=False)
+    batch, other = micro_batch(), micro_batch(seed=1)
+    exact: FullVocab = teacher.signal(**other.inputs)
+    expected = gradients(engine_of(student, None), batch, [exact])
+    found = gradients(engine_of(student, teacher), replace(batch, teacher_inputs=other.inputs), [IN_STAGE])
+    same = gradients(engine_of(student, teacher), batch, [IN_STAGE])
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert not any(torch.equal(same[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("signals", [[], [None, None]])
+def test_another_number_of_signals_is_refused(signals: list[PairSignal]) -> None:
+    engine = engine_of(Decoder(build("llama"), verify=False), None)
+    with pytest.raises(ValueError, match=f"{len(signals)} signals for 1 micro-batches: expected one for each"):
+        gradients(engine, micro_batch(), signals)
+
+
+def test_another_objective_has_the_same_optimizer() -> None:
+    engine = engine_of(Decoder(build("llama"), verify=False), None)
+    other = engine.with_objective(parse_objective("cross_entropy"))
+    assert other.optimizer is engine.optimizer
+    assert (str(engine.objective.divergence), other.objective.divergence) == ("jsd(0.5)", None)
+
+
+def test_models_get_every_input_of_a_micro_batch() -> None:
+    """The test uses GPT-2's token types, which are added to its embeddings."""
+    student = Decoder(build("gpt2"), verify=False).eval()
+    batch = micro_batch()
+    types_BS = torch.randint(3, 251, (2, 13), generator=torch.Generator().manual_seed(2))
+    typed = replace(batch, inputs={**batch.inputs, "token_type_ids": types_BS})
+    engine = engine_of(student, None).with_objective(parse_objective("cross_entropy"))
+    found = gradients(engine, typed, [None])
+    student.zero_grad()
+    logits_TV = student(**typed.inputs).flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits_TV, batch.labels_T).backward()
+    named = {name: each.grad for name, each in student.named_parameters() if each.grad is not None}
+    assert found.keys() == named.keys()
+    for name, each in named.items():
+        assert (found[name] - each).norm() <= 1e-5 * each.norm(), name
+
+
+def test_an_objective_without_a_teacher_requests_no_signals(tmp_path: Path) -> None:
+    session = session_of(tmp_path)
+    session.source = None  # type: ignore[assignment]
+    assert forward_backward(session, objective=parse_objective("cross_entropy")).sums["loss"] > 0

@@ -1,0 +1,294 @@
+"""A step's loss and gradient against a plain computation: transformers' logits, log_softmax, and one backward."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.runs import MAX_TOKENS, forward_backward, metrics, save_model, session_of, write_records
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import Engine
+from stillhouse.loops.off_policy import train
+from stillhouse.models import Decoder
+from stillhouse.objective import FullVocab, OutputHead
+from stillhouse.objective.spec import parse_objective
+from stillhouse.output.folder import RunFolder, init_run_dir
+from stillhouse.parallel import single_process_runner
+from stillhouse.run.session import Session
+from stillhouse.signals import InStageTeacher
+
+WORDS = ["The", "still", "is", "heated", "slowly", "and", "what", "boils", "first", "leaves", "first", "the", "heads"]
+
+
+def with_prompts(folder: Path, records: int = 24) -> None:
+    """Write records with prompts of different lengths, which are masked, and completions, which are trained on."""
+    rows = [
+        {"prompt": " ".join(WORDS[: n % 5 + 1]) + " ", "completion": " ".join(WORDS[n % 7 : n % 7 + n % 4 + 1])}
+        for n in range(records)
+    ]
+    write_records(folder / "prompts.jsonl", rows)
+
+
+def prompted(folder: Path, **settings: Any) -> Session:
+    with_prompts(folder)
+    wide = {"data.train": str(folder / "prompts.jsonl"), "student.dtype": "float64", "teacher.dtype": "float64"}
+    return session_of(folder, **wide | settings)
+
+
+def step_batches(session: Session, step: int = 0) -> list[MicroBatch]:
+    return list(session.step_schedule.micro_batches(session.train, step))
+
+
+def gradients_of(session: Session, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
+    """Return the step's loss and its gradients by the parameter's name in the Hugging Face model."""
+    session.student.zero_grad()
+    loss = forward_backward(session, batches).sums["loss"]
+    named = session.student.pretrained.named_parameters()
+    return loss, {name: each.grad.clone() for name, each in named if each.grad is not None}
+
+
+def plain_jsd(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """JSD(0.5) = (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2."""
+    log_m = torch.log((log_p.exp() + log_q.exp()) / 2)
+    return ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
+
+
+def reference(session: Session, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """Compute 0.3 cross-entropy + 0.7 JSD(0.5) of the first step in float64, for each document without packing."""
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64) for name in ("student", "teacher")
+    )
+    documents = session.train.documents
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sequence in np.concatenate(session.step_schedule.micro_batches(session.train, 0).rows):
+        for document in session.train.members(sequence):
+            ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
+            predicting = torch.from_numpy(np.flatnonzero(documents.targets(document))) - 1
+            log_q = torch.log_softmax(student(ids[None]).logits[0, predicting], -1)
+            log_p = torch.log_softmax(teacher(ids[None]).logits[0, predicting].detach(), -1)
+            cross_entropy = -log_q.gather(1, ids[predicting + 1, None])[:, 0]
+            total = total + (0.3 * cross_entropy + 0.7 * plain_jsd(log_p, log_q)).sum()
+            count += len(predicting)
+    (total / count).backward()
+    return total.item() / count, {name: each.grad for name, each in student.named_parameters()}
+
+
+def assert_close(given: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert given.keys() == expected.keys()
+    for name, each in given.items():
+        error = (each.double() - expected[name].double()).norm() / expected[name].double().norm()
+        assert error <= tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_steps_gradient_is_the_plain_one(tmp_path: Path, micro: int, tied: bool) -> None:
+    session = prompted(tmp_path, tied=tied, **{"train.micro_batch_tokens": micro * MAX_TOKENS})
+    batches = step_batches(session)
+    assert len(batches) == 4 // micro
+    assert 0 < sum(batch.valid_tokens for batch in batches) < sum(batch.input_ids_BS.numel() for batch in batches) / 2
+    loss, given = gradients_of(session, batches)
+    expected_loss, expected = reference(session, tmp_path)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    # everything is float64, including weights and normaliser
+    assert_close(given, expected, 1e-10)
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_a_float32_gradient_is_the_plain_one_to_float32s_precision(tmp_path: Path, micro: int) -> None:
+    narrow = {"student.dtype": "float32", "teacher.dtype": "float32", "train.micro_batch_tokens": micro * MAX_TOKENS}
+    session = prompted(tmp_path, **narrow)
+    loss, given = gradients_of(session, step_batches(session))
+    expected_loss, expected = reference(session, tmp_path)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_close(given, expected, 1e-5)
+    whole = torch.cat([each.flatten() for each in given.values()])
+    plain = torch.cat([expected[name].flatten() for name in given])
+    assert (whole - plain).norm() / plain.norm() < 2e-6
+
+
+def test_the_whole_loss_curve_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
+    curves, weights = [], []
+    for micro in (64, 128, 512):
+        changed = {"train.tokens_per_step": 512, "train.micro_batch_tokens": micro, "train.steps": 5}
+        session = prompted(tmp_path, **changed, out=str(tmp_path / f"out{micro}"))
+        folder = RunFolder(tmp_path / f"out{micro}")
+        init_run_dir(folder, session.config)
+        train(session, folder)
+        keys = ("loss/total_nats_per_token", "loss/cross_entropy_nats_per_token", "loss/jsd(0.5)_nats_per_token")
+        figures = (*keys, "train/gradient_norm", "train/student_entropy_nats", "train/agreement", "tokens")
+        lines = [line for line in metrics(folder.path) if keys[0] in line]
+        curves.append([[line[key] for key in figures] for line in lines])
+        weights.append(torch.cat([each.detach().flatten() for each in session.student.parameters()]))
+    assert len(curves[0]) == 5
+    assert curves[0][0][0] > curves[0][-1][0]
+    for curve, weight in zip(curves[1:], weights[1:], strict=True):
+        np.testing.assert_allclose(curve, curves[0], rtol=1e-6)
+        assert (weight - weights[0]).norm() / weights[0].norm() < 1e-10
+
+
+def test_a_term_in_the_log_is_unscaled_and_the_total_is_scaled(tmp_path: Path) -> None:
+    session = prompted(tmp_path)
+    batches = step_batches(session)
+    sums, count = forward_backward(session, batches).sums, sum(each.valid_tokens for each in batches)
+    assert sums["tokens"] == count
+    assert sums["loss"] == pytest.approx((0.3 * sums["cross_entropy"] + 0.7 * sums["jsd(0.5)"]) / count)
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("requested")
+
+
+def teacher_signal(session: Session, batch: MicroBatch) -> FullVocab:
+    """Return the teacher's signal that the student's processor gets."""
+
+    def processor(*, hidden_states: Tensor, head: OutputHead, context: FullVocab, depth: int = 0) -> FullVocab:
+        return context
+
+    own = session.shard(StepMicroBatches([batch]))
+    signals = session.source.request(own).result()
+    (signal,) = session.engine.process(processor, lambda _, signal: signal, own, signals)
+    return signal
+
+
+def test_the_teacher_is_skipped_where_no_term_needs_it(tmp_path: Path) -> None:
+    session = prompted(tmp_path)
+    assert session.teacher is not None
+    session.teacher.register_forward_pre_hook(refuse)
+    batches = step_batches(session)
+    spec = parse_objective("cross_entropy - 0.1*entropy")
+    forward_backward(session, batches, spec)
+    with pytest.raises(AssertionError, match="requested"):
+        forward_backward(session, batches, parse_objective("reverse_kl"))
+
+
+def test_the_teacher_has_no_dropout_whatever_mode_it_is_put_in(tmp_path: Path) -> None:
+    save_model(tmp_path / "teacher", "gpt2", seed=2)
+    session = session_of(tmp_path)
+    (batch, *_), teacher = step_batches(session), session.teacher
+    assert teacher is not None
+    assert teacher.config.resid_pdrop > 0
+    expected = teacher_signal(session, batch).hidden_TE
+    session.student.train()
+    teacher.train()
+    assert torch.equal(teacher_signal(session, batch).hidden_TE, expected)
+    torch.testing.assert_close(gradients_of(session, [batch])[0], gradients_of(session, [batch])[0], rtol=0, atol=0)
+
+
+def test_no_gradient_reaches_the_teacher_and_a_run_leaves_it_as_it_was(tmp_path: Path) -> None:
+    session = session_of(tmp_path, **{"train.steps": 3, "train.weight_decay": 0.1})
+    assert session.teacher is not None
+    before = {name: each.clone() for name, each in session.teacher.state_dict().items()}
+    init_run_dir(RunFolder(tmp_path / "out"), session.config)
+    student = {name: each.clone() for name, each in session.student.state_dict().items()}
+    train(session, RunFolder(tmp_path / "out"))
+    assert all(torch.equal(each, before[name]) for name, each in session.teacher.state_dict().items())
+    assert not any(torch.equal(each, student[name]) for name, each in session.student.state_dict().items())
+    for parameter in session.teacher.parameters():
+        assert parameter.grad is None
+        assert not parameter.requires_grad
+
+
+def test_bfloat16_is_for_products_only(tmp_path: Path) -> None:
+    """Master weights and gradients are float32. The step is close to the float32 step but not equal to it."""
+    exact = session_of(tmp_path)
+    loss, expected = gradients_of(exact, step_batches(exact))
+    rounded = session_of(tmp_path, **{"train.precision": "bf16"})
+    rounded_loss, given = gradients_of(rounded, step_batches(rounded))
+    assert all(each.dtype == torch.float32 for each in rounded.student.parameters())
+    assert all(each.dtype == torch.float32 for each in given.values())
+    assert rounded_loss == pytest.approx(loss, rel=0.01)
+    assert rounded_loss != loss
+    whole, plain = (torch.cat([each[name].flatten() for name in expected]) for each in (given, expected))
+    assert 0 < (whole - plain).norm() / plain.norm() < 0.1
+    rounded.engine.update(1e-3)
+    moments = [state["exp_avg_sq"] for state in rounded.engine.optimizer.state.values()]
+    assert moments
+    assert all(each.dtype == torch.float32 for each in moments)
+
+
+def test_a_float32_teacher_stays_float32_beside_a_bfloat16_student(tmp_path: Path) -> None:
+    session = session_of(tmp_path, **{"train.precision": "bf16"})
+    (batch, *_), teacher = step_batches(session), session.teacher
+    assert teacher is not None
+    expected = teacher.signal(batch.input_ids_BS, batch.position_ids_BS).hidden_TE
+    assert torch.equal(teacher_signal(session, batch).hidden_TE, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_recomputed_activations_give_the_same_gradient(tmp_path: Path, family: str) -> None:
+    """GPT-2 has dropout: the recomputation must draw the same random numbers as the forward."""
+    found = []
+    for recompute in (False, True):
+        session = session_of(tmp_path, family=family, **{"train.activation_checkpointing": recompute})
+        torch.manual_seed(5)
+        found.append(gradients_of(session, step_batches(session)))
+    assert found[0][0] == found[1][0]
+    assert_close(found[1][1], found[0][1], 1e-6)
+
+
+def test_a_step_without_targets_is_an_exact_zero_for_every_parameter(tmp_path: Path) -> None:
+    session = session_of(tmp_path)
+    (batch, *_) = step_batches(session)
+    none = torch.full_like(batch.labels_T, -1)
+    empty = dataclasses.replace(batch, labels_T=none, weights_T=none.float() * 0, valid_index=none.new_zeros(0))
+    loss, gradients = gradients_of(session, [empty])
+    assert loss == 0
+    assert len(gradients) == len(list(session.student.pretrained.parameters()))
+    assert all(torch.equal(each, torch.zeros_like(each)) for each in gradients.values())
+
+
+def test_a_micro_batch_without_targets_changes_nothing_beside_another(tmp_path: Path) -> None:
+    session = session_of(tmp_path)
+    batch, other, *_ = step_batches(session)
+    none = torch.full_like(other.labels_T, -1)
+    empty = dataclasses.replace(other, labels_T=none, weights_T=none.float() * 0, valid_index=none.new_zeros(0))
+    loss, expected = gradients_of(session, [batch])
+    with_empty_loss, given = gradients_of(session, [batch, empty])
+    assert with_empty_loss == loss
+    assert_close(given, expected, 0)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
+def test_clipping_is_of_the_whole_gradient(tmp_path: Path, limit: float) -> None:
+    session = session_of(tmp_path)
+    _, before = gradients_of(session, step_batches(session))
+    norm = torch.cat([each.flatten() for each in before.values()]).double().norm()
+    assert float(session.runner.clip(limit)) == pytest.approx(float(norm), rel=1e-6)
+    expected = limit if 0 < limit < norm else norm
+    after = torch.cat([each.grad.flatten() for each in session.student.parameters() if each.grad is not None])
+    assert float(after.double().norm()) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_matrices_decay_and_vectors_do_not(tmp_path: Path) -> None:
+    session = session_of(tmp_path, tied=True, **{"train.learning_rate": 0.1, "train.weight_decay": 0.5})
+    before = {name: each.detach().clone() for name, each in session.student.named_parameters()}
+    for parameter in session.student.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    session.engine.update(0.2)  # the learning rate of this step, not the initial one
+    for name, parameter in session.student.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.9 if parameter.dim() >= 2 else 1.0))
+        assert parameter.grad is None
+
+
+def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> None:
+    """Models of one tokenizer may have 151,936 and 152,064 rows; the padded rows get no probability."""
+    save_model(tmp_path / "student", seed=1)
+    save_model(tmp_path / "teacher", "qwen3", seed=2, change=lambda model: model.resize_token_embeddings(416))
+    session = session_of(tmp_path)
+    assert session.teacher is not None
+    assert (session.student.vocabulary_rows, session.teacher.vocabulary_rows) == (400, 416)
+    with_padding = gradients_of(session, step_batches(session))
+    model = session.teacher.pretrained
+    model.resize_token_embeddings(400)
+    runner = single_process_runner(session.student, Decoder(model))
+    session.engine = Engine(runner, session.spec, session.device)
+    session.source = InStageTeacher(runner)
+    without = gradients_of(session, step_batches(session))
+    assert with_padding[0] == pytest.approx(without[0], rel=1e-6)
+    assert_close(with_padding[1], without[1], 1e-5)

@@ -1,0 +1,1 @@
+"""What several tests use: models, data, runs, servers and ranks for tests."""

@@ -1,0 +1,48 @@
+"""Replaces the CUDA devices that Megatron-Core requests by the CPU, for the tests of Megatron-Core only.
+
+python tests/kit/cuda_is_cpu.py script.py arguments…
+"""
+
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Tensors that are requested on a CUDA device are created on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        options = dict(options or {})
+        device = options.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            options["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.type and len(args) == 1:
+            return args[0].type().replace("torch.", "torch.cuda.")
+        return function(*args, **options)
+
+
+@contextmanager
+def cuda_is_cpu() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
+        for name in ("Stream", "Event", "current_stream"):
+            stack.enter_context(patch(f"torch.cuda.{name}", type(name, (), {})))
+        # no random state is needed, because there is no dropout
+        stack.enter_context(patch.object(get_cuda_rng_tracker(), "fork", nullcontext))
+        stack.enter_context(_CudaIsCpu())
+        yield
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    with cuda_is_cpu():
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,96 @@
+"""A step whose weights are gathered in bfloat16, compared with one process under autocast and in float32."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kit.parity_cases import Case, Side, alias, batches, mesh_of
+from kit.shard_ranks import Rank
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from stillhouse.data import StepMicroBatches
+from stillhouse.objective import OutputHead
+from stillhouse.parallel import Computation, Layout, Mesh, Runner
+from stillhouse.tools.parity import relative_difference, whole
+
+#: the factor of each rank's loss; bfloat16 cannot represent the sum of the factors
+LOSS_FACTORS = (1.0, 2.0**-9)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors relative to the float32 gradients. each: by parameter, as in `layouts`. total: of the whole gradient."""
+
+    each: dict[str, float]
+    total: float
+
+
+@dataclass
+class LossOutput:
+    loss: Tensor
+
+
+def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
+    """A job: return the errors of autocast in one process and under the layout, for this rank's parameters."""
+    mesh = mesh_of(case.layout)
+    if rank.number >= case.layout.degrees.processes:
+        return None
+    sharded = gradients(case, case.layout, mesh, bf16=True)
+    reference, single = (
+        {name: found[alias(case, name)] for name in sharded}
+        for found in (gradients(case, Layout(), None, bf16=bf16) for bf16 in (False, True))
+    )
+    return errors(single, reference), errors(sharded, reference)
+
+
+def gradients(case: Case, layout: Layout, mesh: Mesh | None, *, bf16: bool) -> dict[str, Tensor]:
+    side = Side.of(case, layout, mesh, bf16=bf16)
+    runner = side.engine.runner
+    set_uneven_norm_weights(runner)
+    side.step(*next(side.requests([StepMicroBatches(batches(case, 0))])))
+    runner.clip(0.0)
+    found = {name: each.grad for name, each in runner.named_parameters() if each.grad is not None}
+    assert {each.dtype for each in found.values()} == {torch.float32}
+    return {name: whole(each) for name, each in found.items()}
+
+
+@torch.no_grad()
+def set_uneven_norm_weights(runner: Runner) -> None:
+    """Give the norms weights that are not 1, because 1 is the same number in every dtype."""
+    for _, parameter in runner.named_parameters():
+        if parameter.dim() == 1:
+            factors = torch.linspace(0.9, 1.1, len(parameter))
+            if isinstance(parameter, DTensor):
+                factors = distribute_tensor(factors, parameter.device_mesh, parameter.placements)
+            parameter.mul_(factors)
+
+
+def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> Errors:
+    norm = float(torch.stack([each.norm() for each in reference.values()]).norm())
+    each = {name: relative_difference(value, reference[name], 1e-3 * norm) for name, value in found.items()}
+    away = torch.stack([(value - reference[name]).norm() for name, value in found.items()])
+    return Errors(each, float(away.norm()) / norm)
+
+
+def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | None:
+    """A job: return the head's dtype in its forward, and its gradient.
+
+    The loss of each rank is the sum of the head's weight times the rank's factor.
+    """
+    mesh = mesh_of(case.layout)
+    if rank.number >= case.layout.degrees.processes:
+        return None
+    seen: set[torch.dtype] = set()
+
+    def scaled_head_sum(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> LossOutput:
+        seen.add(head.weight_VD.dtype)
+        return LossOutput(head.weight_VD.sum() * LOSS_FACTORS[rank.number] + 0 * hidden_states.sum())
+
+    side = Side.of(case, case.layout, mesh)
+    own = side.shard(StepMicroBatches(batches(case, 0)))
+    computation = Computation(scaled_head_sum, lambda *_: None, lambda: torch.autocast("cpu", torch.bfloat16))
+    side.engine.runner.forward_backward(computation, own, side.source.request(own).result())
+    grad = side.engine.runner.students()[0].output_weight.grad
+    assert grad is not None
+    return seen, whole(grad)

@@ -1,0 +1,119 @@
+"""Jobs for the ranks of test_in_process.py: completions of a student that is distributed over them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from kit.families import build
+from kit.shard_ranks import Rank
+from torch import Tensor
+
+from stillhouse.generation import GenerationRequest, Sampling
+from stillhouse.generation.generate import Generator
+from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.generation.student_copy import StudentCopy
+from stillhouse.models import Decoder, add_lora, draw_lora
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner
+from stillhouse.parallel.gradients import local
+
+CPU = torch.device("cpu")
+LENGTHS = (3, 11, 1, 7, 5, 4, 2)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """on_meta: whether the copy is built without weights. change: the trained weights are halved after a while."""
+
+    degrees: Degrees
+    sampling: Sampling
+    family: str = "llama"
+    tied: bool = False
+    lora: bool = False
+    on_meta: bool = True
+    batch_tokens: int = 16384
+
+
+def requests() -> list[GenerationRequest]:
+    random = np.random.Generator(np.random.PCG64(5))
+    prompts = [random.integers(3, 251, length).astype(np.int32) for length in LENGTHS]
+    return [GenerationRequest(number, ids, seed=70 + number) for number, ids in enumerate(prompts)]
+
+
+def one_process(given: Problem) -> list[Any]:
+    """The completions before and after the change of the weights."""
+    decoder = student(given)
+    engine = InProcessEngine(Generator(decoder, given.sampling, CPU, batch_tokens=given.batch_tokens))
+    first = completions(engine)
+    change(decoder)
+    engine.update_weights(1, None)
+    return [first, completions(engine)]
+
+
+def on_ranks(rank: Rank, given: Problem) -> list[Any] | None:
+    """The same as `one_process`; and nothing may change before `update_weights`."""
+    mesh = Mesh(given.degrees, CPU)
+    if rank.number >= given.degrees.processes:
+        return None
+    source = ModelSource(lambda: student(given))
+    runner = build_runner(Layout(given.degrees), mesh, source, None)
+    copy = StudentCopy(runner, lambda: empty(given) if given.on_meta else student(given))
+    engine = InProcessEngine(Generator(copy.decoder, given.sampling, CPU, batch_tokens=given.batch_tokens), copy=copy)
+    first = completions(engine)
+    for part in runner.students():
+        change(part)
+    assert completions(engine) == first
+    engine.update_weights(1, None)
+    return [first, completions(engine)]
+
+
+def an_error_on_one_rank(rank: Rank, given: Problem) -> str | None:
+    mesh = Mesh(given.degrees, CPU)
+    if rank.number >= given.degrees.processes:
+        return None
+    runner = build_runner(Layout(given.degrees), mesh, ModelSource(lambda: student(given)), None)
+    copy = StudentCopy(runner, lambda: student(given))
+    if rank.number == 1:
+        copy.decoder.output_weight.data[7] = torch.nan
+    engine = InProcessEngine(Generator(copy.decoder, given.sampling, CPU), copy=copy)
+    try:
+        engine.generate(requests())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def student(given: Problem) -> Decoder:
+    decoder = Decoder(build(given.family, tied=given.tied), verify=False)
+    if given.lora:
+        add_lora(decoder, r=4, alpha=16.0)
+        draw_lora(decoder, 3, fresh=False)
+        for name, parameter in decoder.named_parameters():
+            if "lora_B" in name:
+                values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                parameter.data.copy_(0.3 * values)
+    return decoder
+
+
+def empty(given: Problem) -> Decoder:
+    with torch.device("meta"):
+        model = type(build(given.family))(build(given.family, tied=given.tied).config)
+    decoder = Decoder(model, verify=False)
+    if given.lora:
+        add_lora(decoder, r=4, alpha=16.0)
+    return decoder
+
+
+@torch.no_grad()
+def change(decoder: Decoder) -> None:
+    changed: set[int] = set()
+    for parameter in decoder.parameters():
+        if parameter.requires_grad and id(parameter) not in changed:
+            values: Tensor = local(parameter)
+            values.mul_(0.5)
+            changed.add(id(parameter))
+
+
+def completions(engine: InProcessEngine) -> list[tuple[list[int], list[float], list[int], str]]:
+    found = [future.result(timeout=0) for future in engine.generate(requests())]
+    return [(each.ids_N.tolist(), each.log_probs_N.tolist(), each.versions_N.tolist(), each.finish) for each in found]

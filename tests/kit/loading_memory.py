@@ -1,0 +1,110 @@
+"""Measures the memory of a process while it loads and proves its part of a model, by the kernel's numbers (Linux)."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kit.shard_ranks import Rank
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from stillhouse.models.head import local
+from stillhouse.objective import ObjectiveOutput
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, Runner, build_runner, empty_decoder, load_weights
+from stillhouse.parallel.proof import _Forward, prove_runner
+
+MIB = 2**20
+SUPPORTED = Path("/proc/self/clear_refs").exists()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory in MiB. share: this rank's weights. The others are the largest growth of the process while it loads its
+    weights, proves the model, and runs a forward and a backward pass of the same documents.
+    """
+
+    share: float
+    loading: float
+    proof: float
+    step: float
+
+
+def save(folder: Path, width: int) -> tuple[float, float]:
+    """Save a model of four layers in files of about one layer. Return the sizes of model and layer in MiB."""
+    config = LlamaConfig(
+        vocab_size=8 * width,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    layer = mebibytes(model.model.layers[0])
+    model.save_pretrained(folder, max_shard_size=int(1.25 * layer * MIB))
+    return mebibytes(model), layer
+
+
+def mebibytes(module: torch.nn.Module) -> float:
+    return sum(each.numel() * each.element_size() for each in module.parameters()) / MIB
+
+
+def measure(_: Rank, job: tuple[Path, Path, Degrees]) -> Memory:
+    """A job: measure the large model. First load and prove the small one, so that all libraries are in memory."""
+    small, large, degrees = job
+    return_freed_memory()
+    mesh = Mesh(degrees, torch.device("cpu"))
+    runner = load(small, degrees, mesh)
+    prove(runner, small)
+    step(runner)
+    loading, runner = growth(partial(load, large, degrees, mesh))
+    share = sum(local(each).numel() * each.element_size() for _, each in runner.named_parameters()) / MIB
+    proof, _ = growth(partial(prove, runner, large))
+    return Memory(share, loading, proof, growth(partial(step, runner))[0])
+
+
+def return_freed_memory() -> None:
+    """Make the C library return every freed block of 64 kB or more to the system; it would keep some for later."""
+    threshold = -3
+    assert ctypes.CDLL(None).mallopt(threshold, 65536)
+
+
+def growth(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Call the function. Return the largest growth of this process during the call in MiB, and the result."""
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the peak to the resident size
+    result = function()
+    return status("VmHWM") - before, result
+
+
+def source(folder: Path) -> ModelSource:
+    weights = partial(load_weights, folder=folder, device=torch.device("cpu"))
+    return ModelSource(partial(empty_decoder, folder), weights)
+
+
+def load(folder: Path, degrees: Degrees, mesh: Mesh) -> Runner:
+    return build_runner(Layout(degrees), mesh, source(folder), None, prove=False)
+
+
+def prove(runner: Runner, folder: Path) -> None:
+    prove_runner(runner, source(folder), None, teacher_in_stages=False)
+
+
+def step(runner: Runner) -> None:
+    """Run a forward and a backward pass of the documents of the proof."""
+    forward = _Forward(runner, [])
+    runner.forward_backward(forward.computation(cross_entropy), [forward.micro_batch()] * 2, [None] * 2)
+
+
+def cross_entropy(*, hidden_states: Any, head: Any, context: Any, depth: int = 0) -> ObjectiveOutput:
+    logits_TV = head.logits(hidden_states).flatten(0, 1)
+    return ObjectiveOutput(F.cross_entropy(logits_TV, torch.arange(len(logits_TV))), {}, {})
+
+
+def status(key: str) -> float:
+    (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{key}:"))
+    return int(line.split()[1]) / 1024

@@ -1,0 +1,224 @@
+"""Jobs for ranks: a real GPTModel of megatron-core under some layout against the same model on one rank.
+
+The model is Megatron's own, from its local layer spec. The reference is that model's logits, at tensor size 1, and
+the objective in plain autograd.
+
+B rows, S tokens per row, T = B·S, D width, V vocabulary (padded to V' rows).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit.largest import Largest
+from kit.megatron_models import (
+    CHUNK,
+    ROWS_V,
+    VOCABULARY,
+    B,
+    Layout,
+    MicroBatch,
+    S,
+    build,
+    context_rows,
+    laid_out,
+    load,
+    micro_batch,
+    shard_of,
+    whole_name,
+)
+from kit.shard_ranks import Rank
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from stillhouse.models import processors
+from stillhouse.models.megatron import MegatronProcessor
+from stillhouse.models.processors import distillation
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import FullVocab, ObjectiveOutput, OutputHead, TopK
+from stillhouse.objective.reference import dense_objective
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+
+
+@dataclass(frozen=True)
+class Case:
+    """teacher: "full", "topk" or "" (no teacher). micro_batches: the number of micro-batches in a step."""
+
+    layout: Layout
+    objective: str = "cross_entropy"
+    teacher: str = ""
+    micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        return "-".join(each for each in (self.layout.name, self.objective.replace(" ", ""), self.teacher) if each)
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        return parse_objective(self.objective)
+
+
+def micro_batches(case: Case) -> list[MicroBatch]:
+    """Return the micro-batches of a step. The second one has no label."""
+    return [micro_batch(number, case.layout.packed) for number in range(case.micro_batches)]
+
+
+def normalizer(given: Sequence[MicroBatch]) -> int:
+    return sum(int((each.labels_BS >= 0).sum()) for each in given)
+
+
+@dataclass
+class Difference:
+    """Relative differences between this rank's results and the reference.
+
+    loss: None on ranks that do not compute it. largest: elements of the largest tensor of the step.
+    """
+
+    loss: float | None
+    gradients: dict[str, float]
+    largest: int
+
+
+@dataclass
+class Reference:
+    loss: float
+    weights: dict[str, Tensor]
+    teacher_weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def compare(rank: Rank, case: Case) -> Difference:
+    """A job: one step under a layout, compared with the reference."""
+    whole = micro_batches(case)
+    expected = reference(case, whole)
+    layout = case.layout
+    with laid_out(layout):
+        model, teacher = build(layout, 0), build(layout, 1, width=48) if case.teacher == "full" else None
+        load(model, expected.weights, layout)
+        if teacher is not None:
+            load(teacher, expected.teacher_weights, layout)
+        place = parallel_state.get_context_parallel_rank()
+        parts = whole
+        if layout.context > 1:
+            parts = [each.part(context_rows(layout.context, S)[place]) for each in whole]
+        with Largest() as largest:
+            made = step(case, model, teacher, parts, normalizer(whole))
+        loss = torch.tensor(sum(float(each.loss) for each in made))
+        dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+        scale = 1e-3 * torch.stack([each.norm() for each in expected.gradients.values()]).norm()
+        gradients = sum_shared(model, layout)
+        return Difference(
+            abs(float(loss) / expected.loss - 1) if made else None,
+            {name: apart(grad, expected.gradients[name], scale) for name, grad in gradients.items()},
+            largest.numbers,
+        )
+
+
+def reference(case: Case, given: Sequence[MicroBatch]) -> Reference:
+    """Compute loss and gradients from the logits of the whole models, without communication."""
+    layout = Layout(tied=case.layout.tied, packed=case.layout.packed)
+    with laid_out(layout):
+        model, teacher = build(layout, 0), build(layout, 1, width=48)
+        head, loss = OutputHead(torch.eye(ROWS_V), vocab_size=VOCABULARY), torch.zeros(())
+        for each in given:
+            inputs = {"packed_seq_params": each.packed}
+            logits = model(each.input_ids_BS, each.position_ids_BS, None, **inputs).flatten(0, 1)
+            with torch.no_grad():
+                hidden = teacher(each.input_ids_BS, each.position_ids_BS, None, **inputs).flatten(0, 1)
+            signal = top_k(each) if case.teacher == "topk" else FullVocab(hidden, head)
+            labels_T = each.labels_BS.flatten()
+            loss += dense_objective(
+                logits,
+                head,
+                case.spec.terms(labels_T, signal),
+                weights_T=(labels_T >= 0).float(),
+                normalizer=normalizer(given),
+            ).loss
+        loss.backward()
+    weights, teacher_weights = (
+        {name: each.detach() for name, each in one.named_parameters()} for one in (model, teacher)
+    )
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return Reference(float(loss), weights, teacher_weights, gradients)
+
+
+def step(
+    case: Case, model: GPTModel, teacher: GPTModel | None, given: Sequence[MicroBatch], tokens: int
+) -> list[ObjectiveOutput]:
+    """Run forward and backward with Megatron's schedule. Only the last stage returns outputs."""
+    signals: list[Any] = [None] * len(given)
+    if teacher is not None:
+        hook = MegatronProcessor(teacher, processors.full_vocab, vocab_size=VOCABULARY)
+        signals = schedule(teacher, hook, given, [None] * len(given), forward_only=True) or signals
+    if case.teacher == "topk":
+        signals = [top_k(each) for each in given]
+    contexts = [
+        DistillTargets(each.labels_BS, normalizer=tokens, signal=signal)
+        for each, signal in zip(given, signals, strict=True)
+    ]
+    hook = MegatronProcessor(model, distillation(case.spec, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
+    return schedule(model, hook, given, contexts)
+
+
+def schedule(
+    model: GPTModel, hook: MegatronProcessor, given: Sequence[MicroBatch], contexts: Sequence[Any], **options: Any
+) -> list[Any]:
+    """Run Megatron's schedule. Return the hook's result of each micro-batch on the last stage."""
+
+    def forward_step(data: Iterator[tuple[MicroBatch, Any]], model: GPTModel) -> tuple[Any, Callable[[Any], Any]]:
+        batch, context = next(data)
+        made = model(
+            batch.input_ids_BS,
+            batch.position_ids_BS,
+            None,
+            packed_seq_params=batch.packed,
+            output_processor=hook,
+            output_processor_context=context,
+        )
+        return made, keep
+
+    def keep(made: Any, non_loss_data: bool = False) -> Any:
+        # Megatron returns the third value unchanged, because of calculate_per_token_loss
+        return made if non_loss_data else (made.loss.clone(), torch.tensor(1), made)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(zip(given, contexts, strict=True)),
+        model=model,
+        num_microbatches=len(given),
+        seq_length=S,
+        micro_batch_size=B,
+        collect_non_loss_data=bool(options),
+        **{"forward_only": False} | options,
+    )
+
+
+def sum_shared(model: GPTModel, layout: Layout) -> dict[str, Tensor]:
+    """Return gradients by the whole model's names, summed over ranks as `finalize_model_grads` of Megatron does."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
+        if layout.tied and layout.pipeline > 1 and "embedding" in whole_name(name, layout) and "position" not in name:
+            dist.all_reduce(grad, group=parallel_state.get_embedding_group())
+        dist.all_reduce(grad, group=parallel_state.get_context_parallel_group())
+        gradients[whole_name(name, layout)] = grad
+    return gradients
+
+
+def apart(found: Tensor, whole: Tensor, least: Tensor) -> float:
+    expected = shard_of(whole, found.shape)
+    return float((found - expected).norm() / torch.maximum(expected.norm(), least))
+
+
+def top_k(batch: MicroBatch, count: int = 7) -> TopK:
+    """Return a top-k that depends only on each token itself, so context ranks have the same one."""
+    ids_TK = (batch.input_ids_BS.flatten()[:, None] + 31 * torch.arange(count)) % VOCABULARY
+    log_probs_K = torch.log_softmax(-torch.arange(count).float(), 0) + torch.tensor(0.9).log()
+    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))

@@ -1,0 +1,396 @@
+"""Compare one training step, and three, under a layout with the same steps in one process.
+
+Every rank builds the same models and batches, runs the reference in its process, then runs its part of the layout,
+and returns the distance between each of its parameters' gradients and the reference's gradient.
+
+T tokens, B rows, S tokens per row.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from kit.families import build
+from kit.shard_ranks import Rank
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import Engine, OptimizerSettings
+from stillhouse.engine.layer_losses import ROUTER_LOSS
+from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
+from stillhouse.models.head import local
+from stillhouse.models.mtp_objective import MtpObjective
+from stillhouse.objective import TopK
+from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+from stillhouse.parallel import (
+    Layout,
+    Mesh,
+    ModelSource,
+    Runner,
+    ShardedMicroBatches,
+    build_runner,
+    shard_micro_batches,
+)
+from stillhouse.signals import (
+    InStageTeacher,
+    NoTeacher,
+    PendingSignals,
+    ReadySignals,
+    SeparateTeacher,
+    SignalSource,
+    request_ahead,
+)
+from stillhouse.tools.parity import relative_difference, whole
+
+VOCABULARY, ROWS, TOKENS, STEPS = 251, 2, 36, 3
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.2,
+}
+#: families with parameters between sharded matrices that their tensor-parallel plans do not name
+PARTIAL: dict[str, dict[str, Any]] = {
+    "apertus": {},  # the activation's alpha_p and alpha_n
+    "glm4_moe": {  # q_norm and k_norm
+        "use_qk_norm": True,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+SPEC = parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")
+LEARNING_RATE = 1e-3
+OPTIMIZER = OptimizerSettings(LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, a pair of models and an objective.
+
+    micro_batches: the number per data rank and step. family: qwen3 (untied), llama (tied), qwen3_moe (student and
+    teacher have experts, and the loss has the router term), or one of `families`. depth: number of student layers;
+    0 stands for the family's default.
+    lora: "" trains all weights; otherwise the student trains a LoRA, and the teacher is another model ("teacher") or
+    the student without its adapter ("base"). dtype: of the base weights; the LoRA's weights are always float32.
+    mtp: "": the student has no MTP layers; otherwise it has two, which learn from the teacher or from the student;
+    "heads": from the student, whose other weights are frozen.
+    """
+
+    layout: Layout
+    family: str = "qwen3"
+    micro_batches: int = 2
+    spec: ObjectiveSpec = SPEC
+    top_k: int = 0
+    checkpointing: bool = False
+    teacher: Layout | None = None  # the layout of a separate teacher
+    depth: int = 0
+    lora: str = ""
+    dtype: torch.dtype = torch.float32
+    hidden: tuple[HiddenPair, ...] = ()
+    other_tokens: bool = False  # the teacher reads other tokens than the student
+    waiting_teacher: bool = False  # FSDP keeps the teacher's shards in host memory
+    mtp: Literal["", "teacher", "student", "heads"] = ""
+    optimizer: str = "adamw"
+
+    @property
+    def name(self) -> str:
+        kind = f"{self.family}-{self.layout.degrees}".replace(" × ", "-").replace(" ", "")
+        schedule = f"-{self.layout.schedule}-{self.micro_batches}" if self.layout.degrees.pipeline > 1 else ""
+        own = "" if self.teacher is None else f"-teacher-{self.teacher}".replace(" × ", "-").replace(" ", "")
+        kept = "-bf16" if self.dtype == torch.bfloat16 else ""
+        flags = {"top_k": self.top_k, "recomputed": self.checkpointing, "offload": self.layout.offload}
+        flags |= {"other_tokens": self.other_tokens, "waiting_teacher": self.waiting_teacher}
+        flags |= {"hidden": bool(self.hidden)}
+        objective = "" if self.spec == SPEC else f"-{self.spec.divergence or 'cross_entropy'}"
+        objective += "" if self.optimizer == "adamw" else f"-{self.optimizer}"
+        more = objective + own + "".join(f"-{flag}" for flag, given in flags.items() if given)
+        more += f"-mtp-{self.mtp}" if self.mtp else ""
+        return kind + schedule + more + (f"-lora-{self.lora}{kept}" if self.lora else "")
+
+
+@dataclass
+class Difference:
+    """The relative differences between this rank's part and the reference.
+
+    gradients, weights: by parameter, relative to the norm of the parameter's reference. For gradients, the divisor is
+    at least a thousandth of the whole gradient's norm.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    norm: float
+    gradients: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    evaluation: float = 0.0
+
+
+def compare(rank: Rank, case: Case) -> Difference | None:
+    """A job: return the differences on this rank, or None if the layout does not use this rank."""
+    mesh = mesh_of(case.layout)
+    if case.teacher is not None:
+        mesh_of(case.teacher)  # all ranks must call this, because it creates groups
+    if rank.number >= case.layout.degrees.processes:
+        return None
+    sides = [Side.of(case, Layout(), None), Side.of(case, case.layout, mesh)]
+    single, sharded = (side.engine for side in sides)
+    for student in (*single.runner.students(), *sharded.runner.students()):
+        student.train()
+        if case.checkpointing:
+            student.gradient_checkpointing_enable()
+    # the reference takes the micro-batches of all data ranks
+    steps = [StepMicroBatches(batches(case, step)) for step in range(STEPS)]
+    evaluations = [side.evaluate(steps[0]) for side in sides]
+    requests = [side.requests(steps) for side in sides]
+    difference = first_step(case, single, sharded, *(next(each) for each in requests))
+    difference.evaluation = abs(evaluations[1]["loss"] / evaluations[0]["loss"] - 1)
+    for step in range(STEPS):
+        for side, own in zip(sides, requests, strict=True):
+            if step:
+                side.step(*next(own))
+            side.engine.clip()
+            side.engine.update(LEARNING_RATE)
+    expected = dict(single.runner.named_parameters())
+    difference.weights = {
+        name: relative_difference(whole(each), expected[alias(case, name)])
+        for name, each in sharded.runner.named_parameters()
+    }
+    return difference
+
+
+@dataclass
+class Side:
+    """An engine and its teacher, either of the reference or of a layout."""
+
+    engine: Engine
+    source: SignalSource
+
+    @classmethod
+    def of(cls, case: Case, layout: Layout, mesh: Mesh | None, *, bf16: bool = False) -> "Side":
+        student, teacher = model_sources(case)
+        separate = None
+        if case.teacher is not None and mesh is not None and teacher is not None:
+            separate = SeparateTeacher(teacher, case.teacher, mesh_of(case.teacher), layout, mesh, mesh.device)
+        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
+        source: SignalSource = separate or InStageTeacher(runner)
+        if case.top_k:
+            source = TopKSource(case, runner)
+        elif not case.spec.needs_teacher:
+            source = NoTeacher()
+        device = torch.device("cpu") if mesh is None else mesh.device
+        options: dict[str, Any] = {"router_aux_loss": 0.5 if case.family == "qwen3_moe" and not case.mtp else 0.0}
+        if case.mtp:
+            options["mtp"] = MtpObjective(case.spec, 2, 0.7, of_student=case.mtp != "teacher")
+        optimizer = replace(OPTIMIZER, kind=case.optimizer)
+        return cls(Engine(runner, case.spec, device, optimizer=optimizer, bf16=bf16, **options), source)
+
+    def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
+        runner = self.engine.runner
+        uniform_shapes = training and runner.layout.stages > 1
+        return shard_micro_batches(step, runner.mesh, self.engine.device, uniform_shapes=uniform_shapes)
+
+    def requests(self, steps: list[StepMicroBatches]) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
+        return request_ahead(self.source, (self.shard(each) for each in steps))
+
+    def step(self, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> dict[str, float]:
+        normalizer = micro_batches.whole.normalizer
+        sums = self.engine.forward_backward(micro_batches, signals.result(), normalizer).sums
+        return {name: value for name, value in sums.items() if name != CHUNK_TOKENS}
+
+    def evaluate(self, step: StepMicroBatches) -> dict[str, float]:
+        own = self.shard(step, training=False)
+        return self.engine.evaluate([(own, self.source.request(own).result())])
+
+
+@dataclass
+class TopKSource:
+    """A teacher that returns top-k signals made from the input ids, on the ranks of the last stage."""
+
+    case: Case
+    runner: Runner
+    steps_ahead = 0
+
+    def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
+        has_head = self.runner.layout.stages - 1 in self.runner.pairs
+        return ReadySignals([top_k(self.case, each) if has_head else None for each in micro_batches])
+
+
+def first_step(
+    case: Case,
+    single: Engine,
+    sharded: Engine,
+    reference_step: tuple[ShardedMicroBatches, PendingSignals],
+    own_step: tuple[ShardedMicroBatches, PendingSignals],
+) -> Difference:
+    """Compare the first step's loss, metrics and gradients. The gradients are not cleared."""
+    expected, found = (
+        Side(engine, NoTeacher()).step(*step) for engine, step in ((single, reference_step), (sharded, own_step))
+    )
+    assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe" and not case.mtp)
+    assert ("mtp_2/tokens" in found) == bool(case.mtp)
+    if case.mtp and case.layout.degrees.tensor > 1:
+        named = dict(sharded.runner.named_parameters())
+        cut = [each for name, each in named.items() if name.startswith("mtp.") and name.endswith("up_proj.weight")]
+        assert cut or not sharded.runner.has_last_stage
+        assert all(len(local(each)) < len(each) for each in cut), "MTP layers are not sharded"
+    norms = [float(each.runner.clip(0.0)) for each in (single, sharded)]
+    references = dict(single.runner.named_parameters())
+    gradients = {}
+    for name, parameter in sharded.runner.named_parameters():
+        reference = references[alias(case, name)]
+        if reference.grad is None:
+            assert parameter.grad is None, name
+            continue
+        assert parameter.grad is not None, name
+        gradients[name] = relative_difference(whole(parameter.grad), reference.grad, 1e-3 * norms[0])
+    return Difference(
+        loss=abs(found["loss"] / expected["loss"] - 1),
+        metrics={name: abs(found[name] - value) / max(abs(value), 1.0) for name, value in expected.items()},
+        norm=abs(norms[1] / norms[0] - 1),
+        gradients=gradients,
+    )
+
+
+def alias(case: Case, name: str) -> str:
+    """Return the parameter's name in the reference: a tied head on another stage is the reference's embedding."""
+    tied = case.family == "llama" and name == "head.linear.weight"
+    return "backbone.embed_tokens.weight" if tied else name
+
+
+# models and data, which are the same on every rank
+
+
+def model_sources(case: Case) -> tuple[ModelSource, ModelSource | None]:
+    student, teacher = configurations(case.family, case.depth)
+    needs = case.spec.needs_teacher and not case.top_k and case.lora != "base"
+    made = ModelSource(partial(build_student, student, case.mtp))
+    if case.lora:
+        # A and B are initialised on this rank; B must not be zero, or A would have no gradient
+        draw = partial(draw_lora, seed=2, fresh=False)
+        made = ModelSource(partial(with_lora, student, case.dtype), draw, teacher_is_base=case.lora == "base")
+    if case.hidden:
+        learned = student if case.lora == "base" else teacher
+        made = replace(made, build=partial(with_hidden, made.build, learned, case.hidden))
+    return made, ModelSource(partial(decoder, teacher, 1), offload=case.waiting_teacher) if needs else None
+
+
+def with_hidden(build: Callable[[], Decoder], teacher: PreTrainedConfig, pairs: tuple[HiddenPair, ...]) -> Decoder:
+    student = build()
+    match_hidden(student, pairs, teacher.num_hidden_layers, teacher.hidden_size)
+    assert student.hidden_match is not None
+    student.hidden_match.draw(seed=3)
+    return student
+
+
+def configurations(family: str, depth: int = 0) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+    """Return the student's and the teacher's configuration, which have different depths and widths."""
+    if family == "llama":
+        small = LlamaConfig(**SHAPE, hidden_size=48, num_hidden_layers=depth or 5, tie_word_embeddings=True)
+        return small, LlamaConfig(**SHAPE, hidden_size=64, num_hidden_layers=6)
+    if family == "qwen3_moe":
+        experts = SHAPE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
+        small = Qwen3MoeConfig(**experts, hidden_size=48, num_hidden_layers=4, mlp_only_layers=[1])
+        return small, Qwen3MoeConfig(**experts, hidden_size=64, num_hidden_layers=4, norm_topk_prob=True)
+    if family in PARTIAL:
+        small = AutoConfig.for_model(family, **SHAPE, **PARTIAL[family], hidden_size=48, num_hidden_layers=2)
+        return small, Qwen3Config(
+            **SHAPE, hidden_size=64, num_hidden_layers=4, head_dim=16, tie_word_embeddings=False
+        )
+    if family != "qwen3":
+        other = [build(family).config, build(family).config]
+        for config in other:
+            # dropout draws other numbers on every layout, and no tensor-parallel plan has a norm over all heads
+            config.resid_pdrop, config.use_qk_norm = 0.0, False
+        return other[0], other[1]
+    layers = depth or 4
+    small = Qwen3Config(**SHAPE, hidden_size=48, num_hidden_layers=layers, head_dim=16, tie_word_embeddings=False)
+    return small, Qwen3Config(**SHAPE, hidden_size=64, num_hidden_layers=6, head_dim=16, tie_word_embeddings=False)
+
+
+def build_student(config: PreTrainedConfig, mtp: str = "") -> Decoder:
+    student = decoder(config, 0)
+    if mtp:
+        from stillhouse.models.mtp import add_mtp, freeze_main  # needs transformers 5.20
+
+        add_mtp(student, 2, is_new=True)
+        assert student.mtp is not None
+        student.mtp.draw(student.pretrained, 3)
+        if mtp == "heads":
+            freeze_main(student)
+    elif config.model_type == "qwen3_moe":
+        balance_routers(student)
+    return student
+
+
+def decoder(config: PreTrainedConfig, seed: int) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+
+
+def with_lora(config: PreTrainedConfig, dtype: torch.dtype) -> Decoder:
+    """Add a LoRA of rank 5, which no tensor-parallel degree of the layouts divides."""
+    made = build_student(config).to(dtype)
+    # where a family has dense layers and experts of the same names, peft confuses the two
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if config.model_type == "qwen3_moe" else "all-linear"
+    add_lora(made, r=5, alpha=10.0, targets=targets)
+    return made
+
+
+def batches(case: Case, step: int) -> list[MicroBatch]:
+    """Return a step's micro-batches of all data ranks.
+
+    Each row holds two documents and padding. A third of the targets is masked, and every third micro-batch has none.
+    """
+    count = case.micro_batches * case.layout.degrees.data
+    made = [batch(1000 * step + number, empty=number % 3 == 1) for number in range(count)]
+    if not case.other_tokens:
+        return made
+    return [replace(each, teacher_inputs={**each.inputs, "input_ids": each.input_ids_BS.flip(1)}) for each in made]
+
+
+def batch(seed: int, empty: bool) -> MicroBatch:
+    random = torch.Generator().manual_seed(seed)
+    ids_BS = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=random)
+    borders = (17, 31)  # starts of the second document and of the padding, both inside a context rank's part
+    positions_S = torch.cat([torch.arange(b - a) for a, b in zip((0, *borders), (*borders, TOKENS), strict=True)])
+    has_BS = torch.rand(ROWS, TOKENS, generator=random) > 0.3
+    has_BS[:, [borders[0] - 1, *range(borders[1] - 1, TOKENS)]] = False
+    has_BS &= torch.tensor(not empty)
+    labels_T = torch.where(has_BS, ids_BS.roll(-1, 1), -1).flatten()
+    return MicroBatch(
+        inputs={"input_ids": ids_BS, "position_ids": positions_S.repeat(ROWS, 1)},
+        labels_T=labels_T,
+        weights_T=(labels_T >= 0).float(),
+        valid_index=(labels_T >= 0).nonzero()[:, 0],
+        document_T=torch.zeros(ROWS * TOKENS, dtype=torch.int64),
+    )
+
+
+def top_k(case: Case, given: MicroBatch) -> TopK:
+    """Make each token's ids from its input id, so that a context rank's part has the same ids."""
+    ids_T1 = given.input_ids_BS.flatten()[:, None]
+    ids_TK = (ids_T1 + torch.arange(case.top_k) * 31) % VOCABULARY
+    log_probs_K = torch.log_softmax(-torch.arange(case.top_k, dtype=torch.float32), 0) + torch.tensor(0.9).log()
+    return TopK(ids_TK, log_probs_K.repeat(len(ids_TK), 1))
+
+
+# meshes
+
+
+@cache
+def mesh_of(layout: Layout) -> Mesh:
+    """Return the mesh of a layout. The groups are created once for all cases of the same degrees."""
+    return _mesh(layout.degrees)
+
+
+@cache
+def _mesh(degrees: Any) -> Mesh:
+    return Mesh(degrees, torch.device("cpu"))

@@ -1,0 +1,189 @@
+"""A batch of rollouts for the objective's tests, and the loss of a spec in plain autograd, written from the formulas.
+
+T tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from kit.objective_cases import Leaves, T, V, generator, make_full, make_labels, make_leaves
+from torch import Tensor
+
+from stillhouse.models.processors import distillation
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import Correction, FullVocab, ObjectiveOutput, OutputHead, RoutedSignals, Signal
+from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+from stillhouse.objective.spec import ObjectiveSpec, parse_objective
+
+NORMALIZER = 23.0
+#: the temperature of the draws
+SAMPLING = 0.8
+#: objectives, and the fields of their specs that an expression does not have
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "k2": ("sampled_kl", {}),
+    "k3": ("0.5*sampled_kl(k3)", {"temperature": 1.7}),
+    "k2, truncated": ("sampled_kl(k2)", {"temperature": 1.7, "correction": Correction("truncated", 1.3)}),
+    "k3, masked": ("sampled_kl(k3)", {"correction": Correction("masked", 1.5)}),
+    "rewards": ("2*policy_gradient", {}),
+    "rewards, truncated": ("policy_gradient", {"correction": Correction("truncated", 1.2)}),
+    "rewards, masked": ("policy_gradient", {"correction": Correction("masked", 1.4)}),
+    "clip": ("policy_gradient(clip_low=0.1)", {"correction": Correction("masked", 1.4)}),
+    "clip above": ("policy_gradient(clip_high=0.3)", {}),
+    "teacher": ("policy_gradient(teacher_kl=0.5)", {"temperature": 1.7, "correction": Correction("truncated")}),
+    "discount": ("policy_gradient(teacher_kl=1)", {"discount": 0.9, "correction": Correction("truncated")}),
+    "no discount": ("policy_gradient(teacher_kl=1, clip_low=0.2, clip_high=0.3)", {"discount": 1.0}),
+    "everything": (
+        "0.3*cross_entropy + 1e-2*z_loss + policy_gradient(teacher_kl=0.3) + 0.1*reverse_kl - 0.01*entropy "
+        "+ 0.7*sampled_kl(k3)",
+        {"temperature": 1.7, "discount": 0.5, "correction": Correction("truncated", 1.3)},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Three documents with rows of the dataset, rows without a label and rows of weight 0.
+
+    The old log-probabilities and the advantages are NaN where nothing was drawn.
+    """
+
+    labels_T: Tensor
+    weights_T: Tensor
+    document_T: Tensor
+    per_token: dict[str, Tensor]
+
+    @property
+    def is_drawn_T(self) -> Tensor:
+        return (self.labels_T >= 0) & (self.per_token[IS_SAMPLED] != 0)
+
+    def targets(self, signal: Signal | RoutedSignals | None, **options: Any) -> DistillTargets:
+        return DistillTargets(
+            self.labels_T,
+            self.weights_T,
+            NORMALIZER,
+            signal=signal,
+            per_token=self.per_token,
+            document_T=self.document_T,
+            **options,
+        )
+
+
+def make_batch(tokens: int = T, vocabulary: int = V, *, dtype: torch.dtype = torch.float64) -> Batch:
+    """Ratios of the student of `make_leaves` lie between about 0.3 and 3.3."""
+    labels_T = make_labels(tokens, vocabulary)
+    is_sampled_T = (torch.arange(tokens) % 4 != 1).to(dtype)
+    leaves = make_leaves(tokens, vocabulary)
+    logits_TV = OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden)
+    noise_T = 2.4 * torch.rand(tokens, generator=generator(61), dtype=torch.float64) - 1.2
+    old_T = at(torch.log_softmax(logits_TV / SAMPLING, 1), labels_T) + noise_T
+    drawn_T = (labels_T >= 0) & (is_sampled_T != 0)
+    weights_T = torch.rand(tokens, generator=generator(62), dtype=torch.float64).to(dtype) + 0.1
+    weights_T[3::7] = 0
+    advantages_T = torch.randn(tokens, generator=generator(63), dtype=torch.float64)
+    per_token = {
+        IS_SAMPLED: is_sampled_T,
+        OLD_LOG_PROBS: old_T.masked_fill(~drawn_T, math.nan).to(dtype),
+        ADVANTAGES: advantages_T.masked_fill(~drawn_T, math.nan).to(dtype),
+    }
+    return Batch(labels_T, weights_T, torch.arange(tokens) // 13, per_token)
+
+
+def at(values_TV: Tensor, labels_T: Tensor) -> Tensor:
+    return values_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0]
+
+
+def plain_loss(spec: ObjectiveSpec, leaves: Leaves, log_p: Callable[[float], Tensor], batch: Batch) -> Tensor:
+    """log_p: the teacher's log-probabilities [T, V] at a temperature. Of divergences, only reverse KL."""
+    logits_TV = OutputHead(leaves.weight, leaves.bias).logits(leaves.hidden)
+
+    def log_q(temperature: float) -> Tensor:
+        return torch.log_softmax(logits_TV / temperature, 1)
+
+    labels_T, tau, draws = batch.labels_T, spec.temperature, spec.sampling_temperature
+    drawn_T = batch.is_drawn_T
+    total_T = torch.zeros_like(batch.weights_T)
+    if spec.cross_entropy is not None:
+        value_T = -spec.cross_entropy * at(log_q(1.0), labels_T)
+        value_T = value_T + spec.z_loss * torch.logsumexp(logits_TV, 1).square()
+        total_T = total_T + torch.where((labels_T >= 0) & (batch.per_token[IS_SAMPLED] == 0), value_T, 0.0)
+    if spec.divergence is not None:
+        assert str(spec.divergence) == "reverse_kl"
+        total_T = total_T + spec.divergence_scale * (log_q(tau).exp() * (log_q(tau) - log_p(tau))).sum(1)
+    if spec.entropy is not None:
+        total_T = total_T - spec.entropy * (log_q(tau).exp() * log_q(tau)).sum(1)
+    old_T = batch.per_token[OLD_LOG_PROBS].masked_fill(~drawn_T, 0.0)
+    ratio_T = (at(log_q(draws), labels_T) - old_T).exp()
+    weight_T = corrected(ratio_T.detach(), spec.correction.kind, spec.correction.limit)
+    if spec.sampled_kl is not None:
+        r_T = at(log_p(tau), labels_T) - at(log_q(tau), labels_T)
+        value_T = r_T**2 / 2 if spec.estimator == "k2" else r_T.exp() - 1 - r_T
+        total_T = total_T + spec.sampled_kl * torch.where(drawn_T, weight_T * value_T, 0.0)
+    if spec.policy_gradient is not None:
+        advantages_T = torch.zeros_like(old_T)
+        if ADVANTAGES in batch.per_token:
+            advantages_T = batch.per_token[ADVANTAGES].masked_fill(~drawn_T, 0.0)
+        if spec.teacher_kl:
+            log_ratio_T = torch.where(drawn_T & (batch.weights_T != 0), at(log_p(draws), labels_T) - old_T, 0.0)
+            summed_T = looped_sum(log_ratio_T, batch.document_T, spec.discount)
+            advantages_T = advantages_T + spec.teacher_kl * summed_T
+        gain_T = weight_T * advantages_T * at(log_q(draws), labels_T)
+        if spec.clip_low is not None or spec.clip_high is not None:
+            low, high = (0.2 if each is None else each for each in (spec.clip_low, spec.clip_high))
+            gain_T = torch.min(ratio_T * advantages_T, ratio_T.clamp(1 - low, 1 + high) * advantages_T)
+        total_T = total_T - spec.policy_gradient * torch.where(drawn_T, gain_T, 0.0)
+    return (batch.weights_T * torch.where(batch.weights_T == 0, 0.0, total_T)).sum() / NORMALIZER
+
+
+def corrected(ratio_T: Tensor, kind: str, limit: float) -> Tensor:
+    if kind == "none":
+        return torch.ones_like(ratio_T)
+    if kind == "truncated":
+        return torch.minimum(ratio_T, torch.tensor(limit, dtype=ratio_T.dtype))
+    return torch.where((ratio_T >= 1 / limit) & (ratio_T <= limit), ratio_T, 0.0)
+
+
+def looped_sum(values_T: Tensor, document_T: Tensor, discount: float) -> Tensor:
+    """The same as `discounted_sum`, from the last row to the first."""
+    sums, running = [], 0.0
+    for row in reversed(range(len(values_T))):
+        follows = row + 1 < len(values_T) and document_T[row + 1] == document_T[row]
+        running = float(values_T[row]) + (discount * running if follows else 0.0)
+        sums.append(running)
+    return values_T.new_tensor(sums[::-1])
+
+
+def spec_of(case: str) -> ObjectiveSpec:
+    text, options = SPECS[case]
+    return replace(parse_objective(text), sampling_temperature=SAMPLING, **options)
+
+
+def fused(
+    spec: ObjectiveSpec,
+    leaves: Leaves,
+    batch: Batch,
+    signal: Signal | RoutedSignals | None,
+    chunk_tokens: int | None = None,
+    **head: Any,
+) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
+    """Run a spec's processor; returns its output and the leaves' gradients. head: further arguments of the head."""
+    fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
+    output_head = OutputHead(fresh["weight"], fresh.get("bias"), **head)
+    processor = distillation(spec, chunk_tokens=chunk_tokens)
+    output = processor(hidden_states=fresh["hidden"][None], head=output_head, context=batch.targets(signal))
+    output.loss.backward()
+    gradients = {name: leaf.grad for name, leaf in fresh.items()}
+    assert all(gradient is not None for gradient in gradients.values())
+    return output, gradients  # type: ignore[return-value]
+
+
+def teacher() -> tuple[FullVocab, Tensor]:
+    """An exact signal and its logits [T, V] in float64."""
+    signal = make_full()
+    return signal, signal.head.logits(signal.hidden_TE)
+
+
+def without(batch: Batch, *names: str) -> Batch:
+    return replace(batch, per_token={name: each for name, each in batch.per_token.items() if name not in names})

@@ -1,0 +1,231 @@
+"""Complete small runs for tests: model folders, data, a configuration, and the command line in a new process.
+
+`write_run` writes a student, a teacher, data and a configuration to a folder. `Command` runs `stillhouse` in a
+process that the fork server starts in a tenth of a second. It is a real process with an exit code and a pid, and
+tests can kill it.
+"""
+
+import atexit
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from kit.families import build
+from kit.fork_server import fork_server
+from kit.toy_tokenizer import TEXT, toy_backend, toy_tokenizer
+
+from stillhouse.config import RunConfig, dump_config, load_config
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import StepOutput
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.output.folder import WRITER
+from stillhouse.run.session import Session, prepare
+
+MAX_TOKENS = 32
+ROOT = Path(__file__).parents[2]
+
+
+def save_model(
+    folder: Path,
+    family: str = "llama",
+    *,
+    tied: bool | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    change: Callable[[Any], None] | None = None,
+    text: list[str] | None = None,
+) -> Path:
+    """Save a small model with a toy tokenizer as a Hugging Face folder. `change` edits the model before that."""
+    tokenizer = toy_tokenizer(backend=toy_backend(text=text))
+    model = build(family, tied=tied, seed=seed, vocab_size=len(tokenizer), dtype=dtype)
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_texts(path: Path, records: int = 40, seed: int = 0) -> Path:
+    """Write different texts of one to eight words."""
+    draw = random.Random(seed)
+    words = " ".join(TEXT).split()
+    texts = [f"{number} " + " ".join(draw.choices(words, k=draw.randint(1, 8))) for number in range(records)]
+    return write_records(path, [{"text": text} for text in texts])
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def write_run(
+    folder: Path,
+    *,
+    family: str = "llama",
+    tied: bool | None = None,
+    teacher: bool = True,
+    cached: bool = False,
+    **settings: Any,
+) -> RunConfig:
+    """Write `folder/run.yaml` and those models and data files that do not exist yet; return the configuration.
+
+    settings: additional values by dotted key. The run has float32 models and 6 steps of 4 packed sequences of 32
+    tokens, two sequences per micro-batch; the evaluation data are a file. cached: the teacher is a cache, which
+    `settings` names.
+    """
+    if not (folder / "student").exists():
+        save_model(folder / "student", family, tied=tied, seed=1)
+    for name, records, seed in (("train.jsonl", 40, 0), ("eval.jsonl", 8, 1)):
+        if not (folder / name).exists():
+            write_texts(folder / name, records, seed)
+    if teacher and not (folder / "teacher").exists():
+        save_model(folder / "teacher", "qwen3", seed=2)
+    given = {
+        "student.model": str(folder / "student"),
+        "data.train": str(folder / "train.jsonl"),
+        "data.eval": str(folder / "eval.jsonl"),
+        "data.max_tokens": MAX_TOKENS,
+        "objective.loss": "0.3*cross_entropy + 0.7*jsd(0.5)" if teacher else "cross_entropy",
+        "train.tokens_per_step": 4 * MAX_TOKENS,
+        "train.micro_batch_tokens": 2 * MAX_TOKENS,
+        "train.steps": 6,
+        "train.learning_rate": 1e-3,
+        "train.precision": "fp32",
+        "device": "cpu",
+        "out": str(folder / "out"),
+    } | ({"teacher.model": str(folder / "teacher")} if teacher and not cached else {})
+    layer: dict[str, Any] = {}
+    for key, value in (given | settings).items():
+        section, _, name = key.rpartition(".")
+        (layer.setdefault(section, {}) if section else layer)[name] = value
+    config = load_config(None, settings=layer)
+    (folder / "run.yaml").write_text(dump_config(config), encoding="utf-8")
+    return config
+
+
+def session_of(folder: Path, **settings: Any) -> Session:
+    """Write a run (see `write_run`) and return its prepared session."""
+    return prepare(write_run(folder, **settings), announce=False)
+
+
+def forward_backward(
+    session: Session, micro_batches: Sequence[MicroBatch] | None = None, objective: ObjectiveSpec | None = None
+) -> StepOutput:
+    """Run forward and backward of a step, by default of the first one, without an update."""
+    if micro_batches is None:
+        micro_batches = session.step_schedule.micro_batches(session.train, 0)
+    engine = session.engine if objective is None else session.engine.with_objective(objective)
+    whole = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
+    own = session.shard(whole)
+    signals = session.source_for(engine).request(own).result()
+    return engine.forward_backward(own, signals, own.whole.normalizer)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every file below a folder by its relative path, except of those that name a process."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != WRITER)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+class Command:
+    """`stillhouse <arguments>` as a process. `hook`: a function that the process calls first, to cause a fault.
+
+    environment: additional variables of the process.
+    """
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        hook: Callable[..., None] | None = None,
+        hook_arguments: tuple[Any, ...] = (),
+        environment: dict[str, str] | None = None,
+    ):
+        self.log = _logs() / f"{time.monotonic_ns()}"
+        texts = [str(argument) for argument in arguments]
+        self.process = fork_server().Process(
+            target=_child, args=(texts, str(self.log), environment or {}, hook, hook_arguments), daemon=True
+        )
+        self.process.start()
+
+    def wait(self, seconds: float = 60) -> int:
+        """Wait for the end of the process. A negative exit code is the signal that ended it."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"still running after {seconds} s:\n{self.out}{self.err}")
+        return self.process.exitcode
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    @property
+    def out(self) -> str:
+        return self._text(".out")
+
+    @property
+    def err(self) -> str:
+        return self._text(".err")
+
+    def _text(self, suffix: str) -> str:
+        path = self.log.with_suffix(suffix)
+        return path.read_text() if path.exists() else ""
+
+
+def run(*arguments: str | Path, code: int = 0) -> Command:
+    """Run a command to its end. Assert the expected exit code, and that there is no traceback."""
+    command = Command(*arguments)
+    ended = command.wait()
+    assert ended == code, f"exit code {ended}, expected {code}:\n{command.out}{command.err}"
+    assert "Traceback" not in command.err
+    assert (code == 0) == ("error: " not in command.err)
+    return command
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true in time"
+        time.sleep(0.005)
+
+
+@functools.cache
+def _logs() -> Path:
+    folder = tempfile.mkdtemp(prefix="stillhouse-test-")
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)
+
+
+def _child(
+    arguments: list[str],
+    log: str,
+    environment: dict[str, str],
+    hook: Callable[..., None] | None,
+    hook_arguments: tuple[Any, ...],
+) -> None:
+    os.environ |= environment
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    torch.set_num_threads(1)
+    if hook is not None:
+        hook(*hook_arguments)
+    from stillhouse.cli import main
+
+    sys.argv = ["stillhouse", *arguments]
+    main()

@@ -1,0 +1,150 @@
+"""A real `stillhouse serve` process for tests: `with Server(folder) as server`, and `server.client`."""
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx2
+import torch
+from kit.ranks import Ranks
+from kit.runs import Command
+
+from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
+from stillhouse.signals.spec import DocumentRows, SignalSpec
+
+
+class Server:
+    """processes: more than one divides the model (tensor parallel). Ends when the block ends, with exit code 0."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *options: str | int,
+        processes: int = 1,
+        hook: Callable[..., None] | None = None,
+        hook_arguments: tuple[Any, ...] = (),
+        environment: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        arguments = ("serve", folder, "--port", 0, "--device", "cpu", *options)
+        shared: dict[str, Any] = {"hook": hook, "hook_arguments": hook_arguments, "environment": environment}
+        if processes == 1:
+            self.commands = [Command(*arguments, **shared)]
+        else:
+            self._ranks = Ranks(processes, *arguments, **shared)
+            self.commands = list(self._ranks)
+        self._headers = headers
+
+    @property
+    def first(self) -> Command:
+        return self.commands[0]
+
+    def __enter__(self) -> Self:
+        end = time.monotonic() + 90
+        while (found := re.search(r"serving on (http://\S+)", self.first.out)) is None:
+            assert time.monotonic() < end, f"not ready:\n{self.first.out}{self.first.err}"
+            assert self.first.process.is_alive(), f"ended:\n{self.first.out}{self.first.err}"
+            time.sleep(0.01)
+        self.url = found[1]
+        self.client = httpx2.Client(base_url=self.url, timeout=60, headers=self._headers)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.client.close()
+        if kind is not None:
+            for command in self.commands:
+                command.process.kill()
+            print(*(each.out + each.err for each in self.commands))
+            return
+        if self.first.process.is_alive():
+            self.end()
+        for command in self.commands:
+            assert command.wait(60) == 0, f"{command.out}{command.err}"
+            assert "Traceback" not in command.err, command.err
+
+    def end(self) -> None:
+        for command in self.commands:
+            command.send(signal.SIGTERM)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def info(self) -> dict[str, Any]:
+        return self.client.get("/v1/info").json()
+
+    def score(self, signal: SignalSpec, documents: list[DocumentRows]) -> list[dict[str, torch.Tensor]]:
+        """The signals of documents, through the client's side of the wire."""
+        answer = self.client.post(
+            "/v1/score", content=encode_request(signal, documents), headers={"content-type": SAFETENSORS}
+        )
+        assert answer.status_code == 200, answer.text
+        info = self.info()
+        teacher, found = decode_answer(answer.content, signal, info["width"], documents)
+        assert teacher == info["teacher"]
+        return found
+
+
+# faults: hooks that a server's process calls before it starts
+
+
+def slow_model(seconds: float) -> None:
+    """Each forward pass takes longer."""
+    from stillhouse.signals.scorer import Scorer
+
+    score = Scorer.score
+
+    def slowly(scorer: Scorer, parts: Any) -> Any:
+        time.sleep(seconds)
+        return score(scorer, parts)
+
+    Scorer.score = slowly  # type: ignore[method-assign]
+
+
+def out_of_memory_above(tokens: int) -> None:
+    """A forward pass of more tokens fails as it does on a full GPU."""
+    from stillhouse.signals.scorer import Scorer
+
+    score = Scorer.score
+
+    def failing(scorer: Scorer, parts: Any) -> Any:
+        if sum(part.tokens for part in parts) > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return score(scorer, parts)
+
+    Scorer.score = failing  # type: ignore[method-assign]
+
+
+def nan_for_token(token: int) -> None:
+    """The hidden states of documents that begin with this id become NaN, as after an overflow."""
+    from stillhouse.models import Decoder
+
+    forward = Decoder.forward
+
+    def with_nan(decoder: Decoder, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        bad_BS1 = (input_ids == token)[..., None]
+        handle = decoder.backbone.norm.register_forward_hook(
+            lambda _, __, hidden_BSE: hidden_BSE.masked_fill(bad_BS1, torch.nan)
+        )
+        try:
+            return forward(decoder, input_ids, *arguments, **options)
+        finally:
+            handle.remove()
+
+    Decoder.forward = with_nan  # type: ignore[method-assign]
+
+
+def slow_generation(seconds: float) -> None:
+    """Each step of a completion takes longer."""
+    from stillhouse.generation.draws import Draws
+
+    call = Draws.__call__
+
+    def slowly(draws: Draws, *arguments: Any) -> torch.Tensor:
+        time.sleep(seconds)
+        return call(draws, *arguments)
+
+    Draws.__call__ = slowly  # type: ignore[method-assign]

@@ -1,0 +1,317 @@
+"""Problems for the objective over vocabulary shards. Each rank builds them from a name and plain arguments.
+
+T tokens, V vocabulary, K ids and M sampled ids per token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from kit.objective_cases import Leaves, T, V, every_term, generator, make_full, make_labels, make_leaves, make_signal
+from kit.shard_cases import Logits, Problem, cut
+from torch import Tensor
+
+from stillhouse.objective import (
+    Chosen,
+    Continuation,
+    Correction,
+    CrossEntropy,
+    DenseLogits,
+    Distill,
+    Entropy,
+    FullVocab,
+    LogRatio,
+    Mixture,
+    OutputHead,
+    PolicyGradient,
+    Sampled,
+    SampledKL,
+    SortedL1,
+    SortedTopK,
+    Term,
+    TopK,
+    forward_kl,
+    jsd,
+    parse_divergence,
+    reverse_kl,
+    total_variation,
+)
+
+#: uneven shards of 251 rows; over 4 ranks they are those of DTensor
+SHARDS = {2: cut(0, 100, V), 3: cut(0, 1, 170, V), 4: cut(0, 63, 126, 189, V)}
+FOUR = SHARDS[4]
+
+
+def some_weights(tokens: int = T) -> Tensor:
+    weights_T = torch.rand(tokens, generator=generator(8))
+    weights_T[::4] = 0
+    return weights_T
+
+
+def distillation(
+    expression: str, signal: str, dtype: torch.dtype = torch.float32, sharpness: float = 1.0, vocabulary: int = V
+) -> Problem:
+    teacher = make_signal(signal, vocabulary=vocabulary, dtype=dtype, sharpness=sharpness, temperature=1.7)
+    leaves = make_leaves(vocabulary=vocabulary, dtype=dtype, sharpness=sharpness)
+    options = {"weights_T": some_weights(), "normalizer": 23.0}
+    return Problem(leaves, [Distill(teacher, parse_divergence(expression), 0.7, 1.7)], options=options)
+
+
+def other_term(term: str, vocabulary: int = V, dtype: torch.dtype = torch.float32) -> Problem:
+    labels_T = make_labels(vocabulary=vocabulary)
+    ids_TM = torch.randint(-1, vocabulary, (T, 6), generator=generator(6))
+    draws = Sampled(ids_TM, torch.rand(T, 6, generator=generator(7)).to(dtype))
+    zero = make_signal("zero", vocabulary=vocabulary, dtype=dtype, temperature=0.8)
+    terms: dict[str, list[Term]] = {
+        "cross_entropy": [CrossEntropy(labels_T, 0.3)],
+        "label smoothing": [CrossEntropy(labels_T, 0.3, label_smoothing=0.1)],
+        "z-loss": [CrossEntropy(labels_T, 0.3, z_loss=1e-2)],
+        "both": [CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2)],
+        "entropy": [Entropy(-0.05, 1.3)],
+        "sampled": [Distill(draws, forward_kl(), 0.4, 0.8)],
+        "one token": one_token_terms(labels_T, dtype),
+        "zero outside": [Distill(zero, reverse_kl(), 0.4, 0.8)],
+        # with ten tokens: more ranks than the student has tokens
+        "sorted": [SortedL1(sorted_top_k(dtype), 0.7, 1.3), Continuation(labels_T, 0.3, 0.8)],
+    }
+    leaves = make_leaves(vocabulary=vocabulary, dtype=dtype)
+    chosen = every_term(T, vocabulary, dtype=dtype) if term == "all" else terms[term]
+    return Problem(leaves, chosen, options={"weights_T": some_weights()})
+
+
+OTHER_TERMS = [
+    "cross_entropy",
+    "label smoothing",
+    "z-loss",
+    "both",
+    "entropy",
+    "sampled",
+    "one token",
+    "zero outside",
+    "sorted",
+    "all",
+]
+
+
+def sorted_top_k(dtype: torch.dtype, entries: int = 12) -> SortedTopK:
+    log_p_TK = torch.log_softmax(torch.randn(T, entries + 1, generator=generator(17)), 1).to(dtype)
+    return SortedTopK(log_p_TK[:, :-1], log_p_TK[:, -1], torch.ones(T, dtype=dtype))
+
+
+def one_token_terms(labels_T: Tensor, dtype: torch.dtype) -> list[Term]:
+    """Return terms that read one logit of each row."""
+    known_NT = (torch.randn(4, T, generator=generator(13)) - 5.0).to(dtype)[:, : len(labels_T)]
+    policy = partial(PolicyGradient, labels_T, known_NT[1] + 5.0, known_NT[2])
+    corrected = {"correction": Correction("truncated", 1.3), "old_log_probs_T": known_NT[2]}
+    return [
+        SampledKL(labels_T, known_NT[0], "k3", 0.3, 1.2),
+        SampledKL(labels_T, known_NT[0], "k2", 0.3, 1.2, sampling_temperature=0.8, **corrected),
+        policy(surrogate="corrected", correction=Correction("masked", 3.0)),
+        LogRatio(labels_T, known_NT[2], 0.8),
+        policy(known_NT[3], kl_scale=0.1),
+        policy(dual_clip=1.3),
+        policy(clip_low=1.0, surrogate="cispo"),
+    ]
+
+
+def through_head(head: tuple[tuple[str, float], ...], bias: bool) -> Problem:
+    problem = other_term("all")
+    return replace(problem, leaves=make_leaves(dtype=torch.float32, bias=bias), head=dict(head))
+
+
+def heads_of(student_rows: int, teacher_rows: int, student_size: int | None, teacher_size: int | None) -> Problem:
+    """Heads with different row counts and padding. Two terms share one teacher head; a third has one with a bias."""
+    vocabulary = min(each for each in (student_rows, teacher_rows, student_size, teacher_size) if each is not None)
+    one = make_full(vocabulary=teacher_rows, vocab_size=teacher_size, dtype=torch.float32)
+    bias_V = torch.randn(teacher_rows, generator=generator(11))
+    two = FullVocab(one.hidden_TE.flip(0), replace(one.head, bias=bias_V))
+    terms: list[Term] = [
+        Distill(one, forward_kl(), 0.5, 1.3),
+        Distill(one, jsd(0.3), 0.5),
+        Distill(two, total_variation(), 0.5),
+        CrossEntropy(make_labels(vocabulary=vocabulary), label_smoothing=0.1, z_loss=1e-2),
+        Distill(make_signal("bucket", vocabulary=vocabulary, dtype=torch.float32), forward_kl()),
+    ]
+    return Problem(
+        make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, head={"vocab_size": student_size}
+    )
+
+
+def mixture_of(expression: str, student_rows: int, teacher_rows: tuple[int, int], size: int | None) -> Problem:
+    """A mixture of two teachers whose heads have different row counts, next to a term with one of them alone."""
+    one = make_full(vocabulary=teacher_rows[0], dtype=torch.float32)
+    wide = make_leaves(vocabulary=teacher_rows[1], width=8, dtype=torch.float32, seed=9)
+    two = FullVocab(wide.hidden, OutputHead(wide.weight, wide.bias, softcap=5.0))
+    terms: list[Term] = [
+        Distill(Mixture([one, two], [0.3, 0.7], 1.3), parse_divergence(expression), 0.5, 1.3),
+        Distill(two, forward_kl(), 0.5),
+    ]
+    return Problem(make_leaves(vocabulary=student_rows, dtype=torch.float32), terms, head={"vocab_size": size})
+
+
+def masked_mixture(expression: str, first: int, last: int) -> Problem:
+    """One teacher has logits of −inf from column `first` to `last`, the other one in every fifth column."""
+    columns_V = torch.arange(V)
+    one_TV, two_TV = (torch.randn(T, V, generator=generator(seed)) * 3 for seed in (4, 14))
+    one_TV[:, first : last + 1] = -torch.inf
+    two_TV[:, columns_V % 5 == 0] = -torch.inf
+    mixture = Mixture([DenseLogits(one_TV), DenseLogits(two_TV)], [1, 2], 2.0)
+    return Problem(make_leaves(dtype=torch.float32), [Distill(mixture, parse_divergence(expression), 0.7, 2.0)])
+
+
+#: a token's ids, most of them next to the borders of FOUR
+IDS = {
+    "at the borders": (62, 63, 125, 126, 188, 189, 0, 250),
+    "twice": (63, 62, 63, 189, 189, 0, 0, 250),
+    "absent": (-1, 63, -1, 62, 300, 189, 251, -1),
+    "none at all": (-1, 300, -1, 251),
+    "one": (188,),
+    "in the first shard": tuple(range(8)),
+    "in the second shard": tuple(range(63, 71)),
+    "in the last shard": tuple(range(243, 251)),
+    "a whole shard and one": tuple(range(125, 190)),
+}
+
+
+def top_k(ids: str, tail: str, expression: str, send_tail: bool, vocab_size: int | None = None) -> Problem:
+    """Every token has the same ids in another order. A repeated id has another log-probability than the first one."""
+    logits_TV = torch.randn(T, vocab_size or V, generator=generator(4)) * 3
+    log_p_TV = torch.log_softmax(logits_TV, 1)
+    ids_TK = torch.stack([torch.tensor(IDS[ids]).roll(t) for t in range(T)])
+    log_p_TK = log_p_TV.gather(1, ids_TK.clamp(0, log_p_TV.shape[1] - 1))
+    known_TV = torch.zeros_like(log_p_TV, dtype=torch.bool)
+    for t, row in enumerate(ids_TK.tolist()):
+        for k, each in enumerate(row):
+            log_p_TK[t, k] -= row[:k].count(each)
+            if 0 <= each < log_p_TV.shape[1]:
+                known_TV[t, each] = True
+    # without a known id the tail's log-mass must be exactly 0, but a sum over the vocabulary would be rounded
+    tail_T = torch.logsumexp(log_p_TV.masked_fill(known_TV, -torch.inf), 1) * known_TV.any(1) if send_tail else None
+    kind = Chosen if ids == "one" else TopK
+    signal = kind(ids_TK.int() if ids == "twice" else ids_TK, log_p_TK, tail, tail_T)  # type: ignore[arg-type]
+    leaves = make_leaves(dtype=torch.float32)
+    # rows without a known id have no divergence; the entropy gives them a gradient
+    terms: list[Term] = [Distill(signal, parse_divergence(expression)), Entropy(0.1)]
+    return Problem(leaves, terms, head={"vocab_size": vocab_size})
+
+
+def labelled(first: int, last: int) -> Problem:
+    """All labels and sampled ids lie between first and last, inclusive."""
+    labels_T = torch.randint(first, last + 1, (T,), generator=generator(1))
+    labels_T[3] = -100
+    ids_TM = torch.randint(first, last + 1, (T, 6), generator=generator(6))
+    draws = Sampled(ids_TM, torch.rand(T, 6, generator=generator(7)))
+    terms: list[Term] = [
+        CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2),
+        CrossEntropy(labels_T.int(), 0.5),
+        Distill(draws, forward_kl()),
+    ]
+    return Problem(make_leaves(dtype=torch.float32), terms)
+
+
+def weighted(weights: str, valid_index: bool = False) -> Problem:
+    """Terms with their own weights, which are multiplied by the objective's weights."""
+    patterns = {
+        "some are zero": some_weights(),
+        "one is not": torch.zeros(T).index_fill(0, torch.tensor([30]), 0.7),
+        "all are zero": torch.zeros(T),
+        "none": None,
+    }
+    options: dict[str, Any] = {"weights_T": patterns[weights], "normalizer": torch.tensor(19)}
+    if valid_index:
+        options["valid_index"] = (
+            torch.ones(T).nonzero()[:, 0] if weights == "none" else patterns[weights].nonzero()[:, 0]
+        )
+    return Problem(make_leaves(dtype=torch.float32), every_term(dtype=torch.float32), options=options)
+
+
+def with_nan() -> Problem:
+    """Return `weighted`, with NaN in the hidden states whose weight is 0."""
+    problem = weighted("some are zero")
+    assert isinstance(problem.leaves, Leaves)
+    hidden = problem.leaves.hidden.masked_fill((some_weights() == 0)[:, None], torch.nan)
+    return replace(problem, leaves=replace(problem.leaves, hidden=hidden))
+
+
+def of_tokens(tokens: int, frozen: tuple[str, ...] = (), upstream: float = 1.0) -> Problem:
+    leaves, terms = make_leaves(tokens, dtype=torch.float32), every_term(tokens, dtype=torch.float32)
+    return Problem(leaves, terms, frozen=frozen, upstream=upstream)
+
+
+def from_logits(expression: str, masked: str, dtype: torch.dtype = torch.float32) -> Problem:
+    """Logits with −inf in some columns. The labels are columns without −inf."""
+    random = generator(12)
+    logits_TV = torch.randn(T, V, generator=random, dtype=torch.float64) * 3
+    teacher_TV = torch.randn(T, V, generator=random, dtype=torch.float64) * 3
+    columns_V = torch.arange(V)
+    mask_TV = {
+        "nothing": torch.zeros(T, V, dtype=torch.bool),
+        "columns": (columns_V % 7 == 0).expand(T, V),
+        "a shard": ((columns_V >= 63) & (columns_V < 126)).expand(T, V),
+        "the teacher's": (columns_V % 7 == 0).expand(T, V),
+        "tokens' own": (columns_V + torch.arange(T)[:, None]) % 5 == 0,
+    }[masked]
+    if masked != "the teacher's":
+        logits_TV = logits_TV.masked_fill(mask_TV, -torch.inf)
+    labels_T = (~mask_TV).long().argmax(1).index_fill(0, torch.tensor([2]), -100)
+    teacher = DenseLogits(teacher_TV.masked_fill(mask_TV, -torch.inf).to(dtype))
+    terms: list[Term] = [
+        Distill(teacher, parse_divergence(expression), 0.7, 1.3),
+        CrossEntropy(labels_T, 0.3, z_loss=1e-2),
+        Entropy(0.1),
+    ]
+    return Problem(Logits(logits_TV.to(dtype)), terms, options={"weights_T": some_weights()})
+
+
+ONE_ROUND = ["forward_kl", "reverse_kl", "0.9*forward_kl + 0.1*reverse_kl"]
+TWO_ROUNDS = [
+    "jsd(0.3)",
+    "skew_forward_kl(0.1)",
+    "skew_reverse_kl(0.1)",
+    "total_variation",
+    "forward_kl + jsd(0.3)",
+    "alpha_beta(0.4, 0.6)",
+    "alpha_beta(0, 0)",
+]
+TOKENS = 24
+
+
+#: the names of terms of `counted` that need one collective per chunk
+SUMS = ["cross_entropy", "smoothing and z-loss", "entropy", "sampled", "one token", "zero outside", "one round"]
+
+
+def counted(terms: str) -> Problem:
+    """24 tokens. terms: a name of `SUMS`, "all" (these and `TWO_ROUNDS`), or "divergence on signal"."""
+    return Problem(make_leaves(TOKENS, dtype=torch.float32), list(_counted(terms)))
+
+
+def _counted(terms: str) -> Iterator[Term]:
+    labels_T = make_labels(TOKENS)
+    match terms:
+        case "cross_entropy":
+            yield CrossEntropy(labels_T)
+        case "smoothing and z-loss":
+            yield CrossEntropy(labels_T, label_smoothing=0.1, z_loss=1e-2)
+        case "entropy":
+            yield from (Entropy(0.1), Entropy(0.1, 1.7))
+        case "sampled":
+            ids_TM = torch.randint(0, V, (TOKENS, 6), generator=generator(6))
+            yield Distill(Sampled(ids_TM, torch.ones(TOKENS, 6)), forward_kl())
+        case "one token":
+            yield from one_token_terms(labels_T, torch.float32)
+        case "zero outside":
+            yield Distill(make_signal("zero", TOKENS, dtype=torch.float32), reverse_kl())
+        case "one round":
+            dense, sparse = (make_signal(each, TOKENS, dtype=torch.float32) for each in ("dense", "drop"))
+            yield from every_term(TOKENS, dtype=torch.float32)
+            yield from (Distill(dense, parse_divergence(each), 0.2, 1.3) for each in ONE_ROUND)
+            yield from (Distill(sparse, parse_divergence(each), 0.2) for each in TWO_ROUNDS)
+        case "all":
+            yield from _counted("one round")
+            full = make_signal("full", TOKENS, dtype=torch.float32)
+            yield from (Distill(full, parse_divergence(each), 0.2) for each in TWO_ROUNDS)
+        case _:
+            expression, signal = terms.split(" on ")
+            yield Distill(make_signal(signal, TOKENS, dtype=torch.float32), parse_divergence(expression))

@@ -1,0 +1,53 @@
+"""The gradients of a run's first step, from a teacher in the job, in a cache or on a server, and what they are."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.runs import forward_backward, session_of
+from torch import Tensor
+
+from stillhouse.data import MicroBatch
+from stillhouse.objective import Signal
+from stillhouse.run.session import Session
+
+#: a loss, and the gradient of each parameter
+Gradients = tuple[float, dict[str, Tensor]]
+
+
+def gradients(folder: Path, **settings: Any) -> Gradients:
+    """Of a run with these settings (see `write_run`); the teacher is in the job unless they name a cache or a URL."""
+    stored = "teacher.url" in settings or "teacher.cache" in settings
+    session = session_of(folder, cached=stored, **settings)
+    loss = forward_backward(session).sums["loss"]
+    found = loss, named_gradients(session)
+    session.close()
+    return found
+
+
+def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], Signal], **settings: Any) -> Gradients:
+    """Of the same run with the teacher in the job, whose signals `signal` makes."""
+    live = session_of(folder, **settings)
+    own = live.shard(live.step_schedule.micro_batches(live.train, 0))
+    output = live.engine.forward_backward(own, [signal(live, each) for each in own], own.whole.normalizer)
+    return output.sums["loss"], named_gradients(live)
+
+
+def log_probs_TV(session: Session, micro_batch: MicroBatch, temperature: float) -> Tensor:
+    """The teacher's, in float64."""
+    assert session.teacher is not None
+    exact = session.teacher.double().signal(**micro_batch.inputs)
+    return (exact.hidden_TE @ exact.head.weight_VD.T / temperature).log_softmax(1)
+
+
+def assert_close(first: Gradients, second: Gradients, tolerance: float = 1e-5) -> None:
+    assert first[0] == pytest.approx(second[0], rel=tolerance / 10)
+    assert first[1].keys() == second[1].keys()
+    for name, gradient in first[1].items():
+        torch.testing.assert_close(gradient, second[1][name], rtol=tolerance, atol=tolerance / 10, msg=name)
+
+
+def named_gradients(session: Session) -> dict[str, Tensor]:
+    return {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}

@@ -1,0 +1,150 @@
+"""Real tokenizers that cut the same text differently, trained on the demo's text, and models for them.
+
+small, large    byte-level BPE of 300 and 512 tokens; the second one has Llama 3's pattern of words and no <s>
+pieces          SentencePiece's way: BPE over "▁", bytes for unknown characters, a space before each text (Llama 2)
+mistral         the same, but no space is added before a text that has one, nor behind a special token (Mistral)
+deepseek        byte-level BPE of 700 tokens with DeepSeek's patterns of words and its names of special tokens
+words           WordPiece, whose tokens have no exact bytes
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from kit.families import build
+from kit.runs import write_records
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from stillhouse.tools.demo.corpus import collect_split
+
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+DEEPSEEK = r"[!-/:-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+NAMES = ["small", "large", "pieces", "mistral", "deepseek"]
+#: settings of runs, with K ids per token
+K = 16
+GOLD = {"teacher.cross_tokenizer": "gold", "teacher.top_k": K}
+ULD = {"teacher.cross_tokenizer": "uld", "teacher.top_k": K, "objective.loss": "0.5*cross_entropy + 0.5*uld"}
+
+
+@cache
+def demo_text() -> list[str]:
+    return [document.text[:2000] for document in collect_split("held_out")[:40]]
+
+
+def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A new object of the tokenizer, which tests may change."""
+    backend = Tokenizer.from_str(_trained(name))
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    if name == "large":
+        roles = {"eos_token": "<|end|>"}
+    if name == "deepseek":
+        roles = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+
+
+def write_model(folder: Path, name: str, *, family: str, seed: int) -> Path:
+    made = tokenizer(name)
+    build(family, vocab_size=len(made), seed=seed).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return folder
+
+
+def write_pair(folder: Path) -> Path:
+    """Write a student and a teacher with different tokenizers, and data."""
+    write_model(folder / "student", "small", family="llama", seed=1)
+    write_model(folder / "teacher", "large", family="qwen3", seed=2)
+    for name, texts in (("train.jsonl", demo_text()[:12]), ("eval.jsonl", demo_text()[12:16])):
+        write_records(folder / name, [{"text": text[:150]} for text in texts])
+    return folder
+
+
+@cache
+def _trained(name: str) -> str:
+    train = {"small": _small, "large": _large, "mistral": _mistral, "deepseek": _deepseek, "words": _words}
+    return (train | {"pieces": _pieces})[name]().to_str()
+
+
+def _small() -> Tokenizer:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trained = _bpe(backend, 300, ["<s>", "</s>", "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet())
+    return _with_begin(trained)
+
+
+def _large() -> Tokenizer:
+    backend = Tokenizer(models.BPE())
+    by_words = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([by_words, by_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return _bpe(backend, 512, ["<|end|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet())
+
+
+def _pieces() -> Tokenizer:
+    backend = _over_spaces(["<unk>", "<s>", "</s>"])
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return _with_begin(backend)
+
+
+def _mistral() -> Tokenizer:
+    backend = _over_spaces(["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], size=500, by_words=True)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return _with_begin(backend)
+
+
+def _deepseek() -> Tokenizer:
+    begin, *others = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+    backend = Tokenizer(models.BPE())
+    by_words = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in (r"\p{N}{1,3}", DEEPSEEK)]
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*by_words, by_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return _with_begin(_bpe(backend, 700, [begin, *others], pre_tokenizers.ByteLevel.alphabet()), begin)
+
+
+def _over_spaces(special: list[str], size: int = 300, *, by_words: bool = False) -> Tokenizer:
+    """A byte-pair model over texts with "▁" for spaces, which writes characters that it does not have as bytes.
+
+    by_words: a token has no space after another character.
+    """
+    numbers = [f"<0x{byte:02X}>" for byte in range(256)]
+    plain = Tokenizer(models.BPE())
+    plain.normalizer = normalizers.Replace(" ", "▁")
+    if by_words:
+        plain.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+    learned = json.loads(_bpe(plain, size, special, list("etaoinshr▁\n")).to_str())["model"]
+    contents = [*special, *numbers, *(token for token in learned["vocab"] if token not in special)]
+    vocabulary = {token: index for index, token in enumerate(contents)}
+    merges = [tuple(pair) for pair in learned["merges"]]
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.add_special_tokens(special)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def _words() -> Tokenizer:
+    backend = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    backend.train_from_iterator(demo_text(), trainer)
+    return backend
+
+
+def _bpe(backend: Tokenizer, size: int, special: list[str], alphabet: list[str]) -> Tokenizer:
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    backend.train_from_iterator(demo_text(), trainer)
+    return backend
+
+
+def _with_begin(backend: Tokenizer, begin: str = "<s>") -> Tokenizer:
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
+    )
+    return backend

@@ -1,0 +1,52 @@
+"""Jobs of several ranks that publish a student's weights under a layout."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from kit.loading_memory import growth
+from kit.shard_ranks import Rank
+
+from stillhouse.generation.weights import publish
+from stillhouse.models import Decoder
+from stillhouse.models.adapter import add_lora, draw_lora
+from stillhouse.parallel import Degrees, Layout, Mesh, ModelSource, build_runner, empty_decoder, load_weights
+
+CPU = torch.device("cpu")
+
+
+def publish_under(rank: Rank, job: tuple[Path, Path, Degrees, str, int, bool]) -> str:
+    """Publish a model's weights as version 7; returns the path."""
+    model, folder, degrees, schedule, bucket_bytes, lora = job
+    mesh = Mesh(degrees, CPU)
+    if rank.number >= degrees.processes:
+        return ""
+    source = ModelSource(partial(_student, model, lora), partial(_fill, model))
+    runner = build_runner(Layout(degrees, schedule), mesh, source, None)
+    return str(publish(runner, folder, 7, bucket_bytes=bucket_bytes))
+
+
+def growth_under(rank: Rank, job: tuple[Path, Path, Path, Degrees, int]) -> float:
+    """The growth of this rank's memory in MiB while it publishes the large model; first it publishes the small one,
+    so that all libraries are in memory.
+    """
+    small, large, folder, degrees, bucket_bytes = job
+    mesh = Mesh(degrees, CPU)
+    runners = [
+        build_runner(Layout(degrees), mesh, ModelSource(partial(_student, each, False), partial(_fill, each)), None)
+        for each in (small, large)
+    ]
+    publish(runners[0], folder, 0)
+    return growth(partial(publish, runners[1], folder, 1, bucket_bytes=bucket_bytes))[0]
+
+
+def _student(model: Path, lora: bool) -> Decoder:
+    decoder = empty_decoder(model)
+    if lora:
+        add_lora(decoder, r=4, alpha=8, base=str(model))
+    return decoder
+
+
+def _fill(model: Path, decoder: Decoder) -> None:
+    load_weights(decoder, model, CPU)
+    draw_lora(decoder, 0, fresh=False)

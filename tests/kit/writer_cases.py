@@ -1,0 +1,97 @@
+"""A student whose versions are published, and engines whose servers write its completions."""
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kit.families import build
+from kit.stub_writers import SglangWriter, StillhouseWriter, VllmWriter, WriterHandler, WriterServer
+
+from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.generation.weights import publish
+from stillhouse.models import Decoder
+from stillhouse.parallel import single_process_runner
+from stillhouse.serving.engines.api import EngineApi
+from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.engines.sglang import SglangApi
+from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.engines.vllm import VllmApi
+
+VOCABULARY, TEMPERATURE = 251, 0.7
+RECORDED = Path(__file__).parents[1] / "kit" / "engines"
+KINDS: dict[str, tuple[type[WriterHandler], type[Any], dict[str, Any]]] = {
+    "vllm": (VllmWriter, VllmApi, {"processed": True}),
+    "sglang": (SglangWriter, SglangApi, {"after_temperature": True}),
+    "stillhouse": (StillhouseWriter, StillhouseApi, {"after_temperature": True}),
+}
+
+
+class Student:
+    """A student whose weights change with each version, and the folders in which they are published."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        build("llama").save_pretrained(folder / "model")
+        self.decoder = Decoder.from_pretrained(folder / "model")
+        self.models: dict[int, Decoder] = {}
+        for version in range(4):
+            with torch.no_grad():
+                for parameter in self.decoder.parameters():
+                    parameter.mul_(1.1).add_(0.02)
+            publish(single_process_runner(self.decoder, None), folder / f"weights {version}", version)
+            self.models[version] = Decoder.from_pretrained(self.published(version))
+
+    def published(self, version: int) -> Path:
+        return self.folder / f"weights {version}" / f"version-{version:08d}"
+
+    @torch.no_grad()
+    def assert_written(
+        self,
+        request: GenerationRequest,
+        found: Completion,
+        temperature: float = TEMPERATURE,
+        count: int | None = None,
+    ) -> None:
+        """Each token's log-probability is the one by the weights of its version."""
+        ids_S = torch.from_numpy(np.concatenate([request.prompt_ids, found.ids_N]).astype(np.int64))
+        assert found.log_probs_N.dtype == np.float32
+        assert found.ids_N.dtype == found.versions_N.dtype == np.int32
+        for version in set(found.versions_N.tolist()):
+            logits_NV = self.models[version](ids_S[None])[0, len(request.prompt_ids) - 1 : -1].double()
+            exact_N = (
+                (logits_NV / temperature).log_softmax(-1).gather(1, ids_S[len(request.prompt_ids) :, None])[:, 0]
+            )
+            own_N = found.versions_N == version
+            np.testing.assert_allclose(found.log_probs_N[own_N], exact_N.numpy()[own_N], atol=5e-5, rtol=0)
+        assert count is None or len(found.ids_N) == count
+
+
+def engine_of(
+    *servers: WriterServer, sampling: Sampling | None = None, api: EngineApi | None = None, **options: Any
+) -> ServedEngine:
+    sampling = sampling or Sampling(12, temperature=TEMPERATURE)
+    given = {"vocabulary": VOCABULARY, "timeout": 20.0} | options
+    return ServedEngine([each.url for each in servers], sampling, api or VllmApi(), **given)
+
+
+def requests_of(count: int) -> list[GenerationRequest]:
+    draws = np.random.default_rng(0)
+    prompts = [draws.integers(0, VOCABULARY, 1 + number % 5).astype(np.int32) for number in range(count)]
+    return [GenerationRequest(number, each, seed=1 + number) for number, each in enumerate(prompts)]
+
+
+def wait_for_tokens(
+    server: WriterServer, requests: list[GenerationRequest], count: int, which: Callable[[Iterable[bool]], bool] = all
+) -> None:
+    """Wait until the server has written so many tokens of each request; which=any: of one of them."""
+    end = time.monotonic() + 30
+    while not which(server.writer.progress.get(each.seed, 0) >= count for each in requests):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def results(engine: ServedEngine, requests: list[GenerationRequest]) -> list[Completion]:
+    return [each.result(60) for each in engine.generate(requests)]

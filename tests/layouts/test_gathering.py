@@ -1,0 +1,75 @@
+"""Weights gathered in bfloat16 under FSDP: the gradients are as exact as autocast's and are summed in float32."""
+
+import pytest
+import torch
+from kit.gathering import LOSS_FACTORS, Errors, compare_gathered, sum_over_ranks
+from kit.parity_cases import Case
+from kit.shard_ranks import Failure, RankPool, shared_pool
+
+from stillhouse.parallel import Degrees, Layout
+
+LIMIT = 120.0
+
+
+def layout(**degrees: int) -> Layout:
+    return Layout(Degrees(**degrees), gather_dtype=torch.bfloat16)
+
+
+QUICK = [
+    Case(layout(fsdp=2)),
+    Case(layout(fsdp=2), "llama"),
+    Case(layout(fsdp=2, tensor=2)),
+    Case(layout(fsdp=2, pipeline=2)),
+]
+SLOW = [
+    Case(layout(fsdp=2, tensor=2), "llama"),
+    Case(layout(fsdp=2, pipeline=2), "llama"),
+    Case(layout(replicate=2, fsdp=2)),
+    Case(layout(context=2)),
+    Case(layout(fsdp=2), checkpointing=True),
+    Case(layout(fsdp=2), lora="base"),
+    Case(layout(fsdp=2), "llama", lora="teacher"),
+    Case(layout(fsdp=2, pipeline=2), lora="base"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool(8)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_gradients_are_as_near_to_float32s_as_autocasts(pool: RankPool, case: Case) -> None:
+    check(pool, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
+def test_gradients_are_as_near_to_float32s_as_autocasts_further_layouts(pool: RankPool, case: Case) -> None:
+    check(pool, case)
+
+
+def check(pool: RankPool, case: Case) -> None:
+    (answer,) = pool.run(compare_gathered, [case], limit=LIMIT)
+    assert not isinstance(answer, Failure), answer.text
+    found: list[tuple[Errors, Errors]] = [each for each in answer if each is not None]
+    assert len(found) == case.layout.degrees.processes
+    for rank, (single, sharded) in enumerate(found):
+        assert 1e-3 < single.total < 0.1
+        assert sharded.total <= 1.5 * single.total + 1e-3, rank
+        # a wider tolerance for single parameters, because chance matters more in the 16 numbers of a norm
+        bad = {name: error for name, error in sharded.each.items() if not error <= 2 * single.each[name] + 2e-3}
+        assert not bad, (rank, bad)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_gradients_are_summed_in_float32(pool: RankPool, family: str, micro_batches: int) -> None:
+    (answer,) = pool.run(sum_over_ranks, [Case(layout(fsdp=2), family, micro_batches)], limit=LIMIT)
+    assert not isinstance(answer, Failure), answer.text
+    for dtypes, gradient_VD in (each for each in answer if each is not None):
+        # a tied weight is gathered together with the embedding, in float32
+        assert dtypes == {torch.bfloat16 if family == "qwen3" else torch.float32}
+        expected = micro_batches * sum(LOSS_FACTORS)
+        assert float(torch.tensor(expected).bfloat16()) != expected
+        assert torch.equal(gradient_VD, torch.full_like(gradient_VD, expected))

@@ -1,0 +1,301 @@
+"""The objective over vocabulary shards in real gloo processes, against plain autograd over the whole vocabulary.
+
+Every rank builds a problem from its name, so that the float64 oracle starts from the same numbers as the ranks.
+T tokens, V vocabulary.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from kit import shard_jobs as jobs
+from kit import shard_problems as problems
+from kit.objective_cases import (
+    ALL_DIVERGENCES,
+    DIVERGENCES_OF_PEAKED_ROWS,
+    F_DIVERGENCES,
+    SIGNALS,
+    TAILS,
+    D,
+    Leaves,
+    V,
+    distance,
+    make_labels,
+    run,
+)
+from kit.shard_cases import (
+    Borders,
+    Case,
+    Layout,
+    check,
+    complaints,
+    cut,
+    on_shards,
+    oracle,
+)
+from kit.shard_problems import FOUR, ONE_ROUND, OTHER_TERMS, SHARDS, TWO_ROUNDS
+from kit.shard_ranks import GATHER, Failure, RankPool, shared_pool
+
+from stillhouse.objective import linear_objective
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+def over_2_3_and_4(named: dict[str, Any]) -> list[Case]:
+    return [replace(each, name=f"{each.name} over {n}") for n in SHARDS for each in over(Layout(SHARDS[n]), named)]
+
+
+def over(layout: Layout, named: dict[str, Any], **options: Any) -> list[Case]:
+    return [Case(name, problem, layout, **options) for name, problem in named.items()]
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_every_divergence_on_every_signal(pool: RankPool, signal: str) -> None:
+    """The cases have 2, 3 and 4 ranks with uneven shards, several chunks, and weights of zero."""
+    named = {each: partial(problems.distillation, each, signal) for each in ALL_DIVERGENCES}
+    check(
+        pool, [replace(each, name=f"{each.name} over {n}") for n in SHARDS for each in over(Layout(SHARDS[n]), named)]
+    )
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_every_divergence_in_float64(pool: RankPool, signal: str) -> None:
+    named = {each: partial(problems.distillation, each, signal, torch.float64) for each in ALL_DIVERGENCES}
+    check(pool, over(Layout(SHARDS[3]), named), within=1e-11)
+
+
+def test_every_other_term(pool: RankPool) -> None:
+    named = {each: partial(problems.other_term, each) for each in OTHER_TERMS}
+    check(
+        pool, [replace(each, name=f"{each.name} over {n}") for n in SHARDS for each in over(Layout(SHARDS[n]), named)]
+    )
+    named = {each: partial(problems.other_term, each, V, torch.float64) for each in OTHER_TERMS}
+    check(pool, over(Layout(FOUR), named), within=1e-11)
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [cut(0, 3, 6, 9, 10), cut(0, 3, 6, 8, 10), cut(0, 0, 7, 7, 10), ((6, 9), (0, 3), (9, 10), (3, 6))],
+    ids=["ceil", "balanced", "ranks without a row", "ranks in another order"],
+)
+def test_ten_rows_over_four_ranks(pool: RankPool, borders: Borders) -> None:
+    named = {each: partial(problems.other_term, each, 10) for each in OTHER_TERMS}
+    for expression in ("forward_kl", "jsd(0.3)", "alpha_beta(0, 0)"):
+        for signal in SIGNALS:
+            named[f"{expression} on {signal}"] = partial(problems.distillation, expression, signal, vocabulary=10)
+    check(pool, over(Layout(borders), named))
+
+
+@pytest.mark.parametrize("signal", ["full", "dense", "bucket"])
+def test_peaked_rows(pool: RankPool, signal: str) -> None:
+    """The logits have standard deviation 30: the maxima of two ranks may differ by a hundred."""
+    peaked = partial(problems.distillation, signal=signal, sharpness=30.0)
+    check(pool, over(Layout(FOUR), {each: partial(peaked, each) for each in DIVERGENCES_OF_PEAKED_ROWS}))
+
+
+def test_heads_with_a_scale_a_softcap_and_no_bias(pool: RankPool) -> None:
+    heads = {"scale": (("scale", 0.25),), "cap": (("softcap", 2.0),), "both": (("scale", 3.0), ("softcap", 5.0))}
+    named = {
+        f"{name}, {bias}": partial(problems.through_head, heads[name], bias) for name in heads for bias in (0, 1)
+    }
+    check(pool, over(Layout(SHARDS[3]), named))
+
+
+def test_half_precision(pool: RankPool) -> None:
+    """The allowed error is that of one rounding to bfloat16: a sum over ranks is rounded once, not on every rank."""
+    make = partial(problems.distillation, dtype=torch.bfloat16)
+    divergences = ONE_ROUND + TWO_ROUNDS
+    named = {f"{each} on {kind}": partial(make, each, kind) for each in divergences for kind in ("full", "bucket")}
+    check(pool, over(Layout(FOUR), named), within=3e-3)
+
+
+#: student borders, and teacher borders over the same rows
+TEACHERS: dict[str, Layout] = {
+    "equal borders": Layout(FOUR, FOUR),
+    "whole": Layout(FOUR, "whole"),
+    "other borders": Layout(FOUR, cut(0, 1, 64, 200, V)),
+    "rows that nobody has on both sides": Layout(cut(0, 10, 20, 30, V), cut(0, 221, 231, 241, V)),
+    "in another order": Layout(FOUR, ((189, V), (0, 63), (126, 189), (63, 126))),
+    "both in another order": Layout(((100, V), (0, 100)), ((7, V), (0, 7))),
+    "all on one rank": Layout(SHARDS[3], cut(0, 0, V, V)),
+    "student on one rank": Layout(cut(0, 0, V, V), SHARDS[3]),
+}
+
+
+def test_teachers_with_other_borders(pool: RankPool) -> None:
+    problem = partial(problems.heads_of, V, V, None, None)
+    check(pool, [Case(name, problem, layout) for name, layout in TEACHERS.items()])
+
+
+#: student rows, teacher rows, vocab_size of the student's head and of the teacher's
+PADDED: dict[str, tuple[tuple[int, int, int | None, int | None], Layout]] = {
+    "padding within a shard": ((V, V, 240, None), Layout(FOUR)),
+    "padding over a border": ((V, V, 180, 180), Layout(FOUR)),
+    "padding from a border on": ((V, V, 189, None), Layout(FOUR)),
+    "two shards of padding": ((V, V, 126, None), Layout(FOUR)),
+    "stated by the teacher": ((V, V, None, 180), Layout(FOUR)),
+    "student has more rows": ((256, V, None, None), Layout(cut(0, 64, 128, 192, 256), FOUR)),
+    "teacher has more rows": ((V, 256, None, None), Layout(FOUR, cut(0, 64, 128, 192, 256))),
+    "both are padded": ((256, 300, V, None), Layout(cut(0, 64, 128, 192, 256), cut(0, 75, 150, 225, 300))),
+    "student's last shard is padding": ((300, V, None, None), Layout(cut(0, 100, V, 300), SHARDS[3])),
+    "teacher's last shards are padding": ((V, 300, None, V), Layout(SHARDS[3], cut(0, 251, 260, 300))),
+    "whole teacher with more rows": ((V, 256, 250, None), Layout(SHARDS[3], "whole")),
+    "whole teacher with fewer rows": ((256, V, 250, None), Layout(cut(0, 252, 256), "whole")),
+}
+
+
+def test_padded_rows_and_other_row_counts(pool: RankPool) -> None:
+    cases = [Case(name, partial(problems.heads_of, *rows), layout) for name, (rows, layout) in PADDED.items()]
+    for case, outcomes in zip(cases, check(pool, cases), strict=True):
+        vocabulary = min(each for each in PADDED[case.name][0] if each is not None)
+        for (start, _), outcome in zip(case.layout.student, outcomes, strict=True):
+            padding = slice(max(vocabulary - start, 0), None)
+            assert not outcome.gradients["weight"][padding].any(), case.name
+            assert not outcome.gradients["bias"][padding].any(), case.name
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_top_k_ids_anywhere(pool: RankPool, tail: str) -> None:
+    """The ids are at every border, repeated, absent, all in one shard, or a whole shard."""
+    named = {
+        f"{expression}, ids {ids}, tail sent {sent}": partial(problems.top_k, ids, tail, expression, sent)
+        for expression in ("forward_kl", "0.5*reverse_kl + 0.5*jsd(0.3)")
+        for ids in problems.IDS
+        for sent in ([True, False] if tail == "bucket" else [False])
+    }
+    named["ids in the padding"] = partial(problems.top_k, "at the borders", tail, "forward_kl", True, 126)
+    check(pool, over(Layout(FOUR), named))
+
+
+def test_tokens_that_are_all_in_one_shard(pool: RankPool) -> None:
+    ranges = [*((start, stop - 1) for start, stop in FOUR), *((start - 1, start) for start, _ in FOUR[1:]), (63, 63)]
+    named = {f"labels {first} to {last}": partial(problems.labelled, first, last) for first, last in ranges}
+    check(pool, over(Layout(FOUR), named))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 36, None])
+def test_weights_valid_index_and_chunks(pool: RankPool, chunk_tokens: int | None) -> None:
+    """A micro-batch whose weights are all zero gives a loss and gradients of exactly 0."""
+    named = {
+        f"weights: {weights}, valid_index {known}": partial(problems.weighted, weights, known)
+        for weights in ("some are zero", "one is not", "all are zero", "none")
+        for known in (False, True)
+    }
+    check(pool, over(Layout(SHARDS[3]), named, chunk_tokens=chunk_tokens))
+
+
+@pytest.mark.parametrize("borders", [cut(0, 3, V), cut(0, 0, 100, V)], ids=str)
+def test_ranks_that_would_choose_different_chunk_sizes(pool: RankPool, borders: Borders) -> None:
+    """By its memory budget, a rank with few rows of the head could choose larger chunks than the others."""
+    problem = partial(problems.of_tokens, 150)
+    case = Case("small tiles", problem, Layout(borders), chunk_tokens=None, counts_collectives=True)
+    outcomes = pool.call(jobs.in_small_tiles, case)[: len(borders)]
+    assert complaints(case.layout, outcomes, problem(), oracle(problem())) == []
+    assert outcomes[0].forward[GATHER] > 2
+
+
+def test_no_tokens_at_all(pool: RankPool) -> None:
+    """The result has all its parts, and all of them are zero."""
+    one = check(pool, [Case("1 token", partial(problems.of_tokens, 1), Layout(SHARDS[3]))])[0]
+    none = pool.call(on_shards, Case("0 tokens", partial(problems.of_tokens, 0), Layout(SHARDS[3])))[:3]
+    for full, empty in zip(one, none, strict=True):
+        assert empty.loss == 0
+        assert empty.metrics.keys() == full.metrics.keys()
+        assert not any(empty.metrics.values())
+        assert {name: each.shape for name, each in empty.gradients.items() if name != "hidden"} == {
+            name: each.shape for name, each in full.gradients.items() if name != "hidden"
+        }
+        assert empty.gradients["hidden"].shape == (0, D)
+        assert not any(each.any() for each in empty.gradients.values())
+
+
+def test_rows_without_weight_may_hold_anything(pool: RankPool) -> None:
+    outcomes = pool.call(on_shards, Case("NaN", problems.with_nan, Layout(FOUR)))
+    clean = problems.weighted("some are zero")
+    assert complaints(Layout(FOUR), outcomes, clean, oracle(clean)) == []
+
+
+@pytest.mark.parametrize("teacher", [None, "whole"], ids=["its columns", "all columns"])
+def test_logits_objective(pool: RankPool, teacher: Any) -> None:
+    """Every rank has its columns of the student's logits, and the same or all of the teacher's. Some are −inf."""
+    named = {
+        f"{expression}, masked: {masked}": partial(problems.from_logits, expression, masked)
+        for masked in ("nothing", "columns", "a shard", "tokens' own")
+        for expression in F_DIVERGENCES
+    }
+    for expression in ("forward_kl", "jsd(0.3)", "skew_forward_kl(0.1)", "skew_reverse_kl(0.1)", "total_variation"):
+        named[f"{expression}, masked: the teacher's"] = partial(problems.from_logits, expression, "the teacher's")
+    check(pool, over(Layout(FOUR, teacher), named))
+
+
+def test_all_metrics_are_those_of_the_whole_vocabulary(pool: RankPool) -> None:
+    """Entropies, agreement, the teacher's mass and the parts of a term have the same names and values."""
+    named = {"every term": partial(problems.other_term, "all", V, torch.float64)}
+    for signal in SIGNALS:
+        named[signal] = partial(problems.distillation, "0.9*forward_kl + 0.1*jsd(0.5)", signal, torch.float64)
+    cases = over(Layout(FOUR), named)
+    for case, outcomes in zip(cases, check(pool, cases, within=1e-11), strict=True):
+        problem = case.problem()
+        assert isinstance(problem.leaves, Leaves)
+        options = problem.options | {"chunk_tokens": case.chunk_tokens}
+        whole = run(linear_objective, problem.leaves, problem.terms, **options).output.metrics
+        assert list(outcomes[0].metrics) == list(whole), case.name
+        for name, value in whole.items():
+            actual = outcomes[0].metrics[name]
+            assert actual == pytest.approx(float(value), rel=1e-11, abs=1e-11), f"{name} of {case.name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_random_layouts(pool: RankPool, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+
+    def borders(rows: int, ranks: int) -> Borders:
+        held = cut(0, *sorted(torch.randint(0, rows + 1, (ranks - 1,), generator=random).tolist()), rows)
+        return tuple(held[each] for each in torch.randperm(ranks, generator=random).tolist())
+
+    cases = []
+    for ranks in (2, 3, 4):
+        student, teacher, size = torch.randint(20, 60, (3,), generator=random).tolist()
+        size = min(student, teacher, size)
+        for reduce_hidden_grad in (True, False):
+            layout = Layout(borders(student, ranks), borders(teacher, ranks), reduce_hidden_grad)
+            problem = partial(problems.heads_of, student, teacher, size, None)
+            cases.append(Case(f"vocab_size {size}, {layout}", problem, layout))
+    check(pool, cases)
+
+
+@pytest.mark.parametrize("expression", ["jsd(0.3)", pytest.param("forward_kl", marks=pytest.mark.slow)])
+def test_shards_of_which_some_are_compiled(pool: RankPool, expression: str) -> None:
+    """Pointwise work is compiled from 2048 columns on, so one rank here compiles and the others do not."""
+    named = {expression: partial(problems.distillation, expression, "full", vocabulary=3000)}
+    answers = pool.run(on_shards, over(Layout(cut(0, 2500, 2600, 3000)), named), limit=300.0)
+    for problem, answer in zip(named.values(), answers, strict=True):
+        assert not isinstance(answer, Failure), answer
+        layout = Layout(cut(0, 2500, 2600, 3000))
+        assert complaints(layout, answer[:3], problem(), oracle(problem())) == []
+
+
+@pytest.mark.parametrize("ranks", SHARDS)
+def test_log_probs_are_those_of_one_process(pool: RankPool, ranks: int) -> None:
+    """The gradient of an objective over all tokens with respect to the hidden states is summed once."""
+    problem = partial(problems.distillation, "forward_kl", "full")
+    found = pool.call(jobs.log_probs, Case("log probs", problem, Layout(SHARDS[ranks])))
+    leaves = problem().leaves
+    assert isinstance(leaves, Leaves)
+    whole = {name: leaf.double().requires_grad_() for name, leaf in vars(leaves).items()}
+    log_q_TV = ((whole["hidden"] @ whole["weight"].T + whole["bias"]) / 1.3).log_softmax(1)
+    labels_T = make_labels()
+    log_q_T = log_q_TV.gather(1, labels_T.clamp_min(0)[:, None])[:, 0] * (labels_T >= 0)
+    entropy_T = -(log_q_TV.exp() * log_q_TV).sum(1)
+    jobs.over_all_tokens(log_q_T, entropy_T).backward()
+    for rank, (start, stop) in enumerate(SHARDS[ranks]):
+        expected = {"log_q": log_q_T, "entropy": entropy_T, "hidden": whole["hidden"].grad}
+        expected |= {name: whole[name].grad[start:stop] for name in ("weight", "bias")}
+        for name, tensor in expected.items():
+            assert distance(found[rank][name], tensor) < 2e-5, (rank, name)

@@ -1,0 +1,295 @@
+"""Vocabulary shards inside a layout: gradients are summed once, collectives are counted, mistakes are refused.
+
+T tokens, D student width, V vocabulary.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from kit import shard_jobs as jobs
+from kit import shard_problems as problems
+from kit.objective_cases import (
+    TAILS,
+    Leaves,
+    Result,
+    V,
+    distance,
+    make_leaves,
+    run,
+)
+from kit.shard_cases import (
+    Case,
+    Layout,
+    Outcome,
+    check,
+    complaints,
+    cut,
+    oracle,
+    plain,
+)
+from kit.shard_problems import FOUR, ONE_ROUND, OTHER_TERMS, SHARDS, TOKENS, TWO_ROUNDS
+from kit.shard_ranks import EXCHANGE, GATHER, SUM, Failure, RankPool, shared_pool
+
+from stillhouse.objective import VocabShard, linear_objective
+
+
+@pytest.fixture(scope="module")
+def pool() -> RankPool:
+    return shared_pool()
+
+
+def over(layout: Layout, named: dict[str, Any], **options: Any) -> list[Case]:
+    return [Case(name, problem, layout, **options) for name, problem in named.items()]
+
+
+# the hidden states' gradient is summed once
+
+
+def test_partial_gradients_of_the_hidden_states(pool: RankPool) -> None:
+    """With reduce_hidden_grad=False each rank has its shard's part of the gradient; the parts sum to the whole."""
+    named: dict[str, Any] = {each: partial(problems.other_term, each) for each in OTHER_TERMS}
+    for expression in (*ONE_ROUND, *TWO_ROUNDS):
+        for signal in ("full", "bucket"):
+            named[f"{expression} on {signal}"] = partial(problems.distillation, expression, signal)
+    cases = over(Layout(FOUR, reduce_hidden_grad=False), named)
+    for outcomes in check(pool, cases):
+        first, second = (each.gradients["hidden"] for each in outcomes[:2])
+        assert distance(first, second) > 0.1
+
+
+@pytest.mark.parametrize("ranks", SHARDS)
+@pytest.mark.parametrize("reduce_hidden_grad", [True, False], ids=["replicated", "sequence parallel"])
+def test_a_layer_below_the_head(pool: RankPool, reduce_hidden_grad: bool, ranks: int) -> None:
+    """A replicated layer has whole gradients on every rank. Under sequence parallelism, the sum of the ranks' weight
+    gradients is the whole one.
+    """
+    case = Case("below", partial(problems.of_tokens, 36), Layout(SHARDS[ranks], None, reduce_hidden_grad))
+    answers = pool.call(jobs.layer_below_head, case)[:ranks]
+    problem = case.problem()
+    assert isinstance(problem.leaves, Leaves)
+    input_TD, layer_DD = problem.leaves.hidden, jobs.make_layer()
+    hidden_grad_TD = oracle(replace(problem, leaves=replace(problem.leaves, hidden=input_TD @ layer_DD))).gradients[
+        "hidden"
+    ]
+    input_grad_TD, layer_grad_DD = hidden_grad_TD @ layer_DD.double().t(), input_TD.double().t() @ hidden_grad_TD
+    for number, answer in enumerate(answers):
+        assert distance(answer["input"], input_grad_TD[jobs.tokens_of(number, case)]) < 2e-5
+        if reduce_hidden_grad:
+            assert distance(answer["layer"], layer_grad_DD) < 2e-5
+    if not reduce_hidden_grad:
+        assert distance(sum(answer["layer"] for answer in answers), layer_grad_DD) < 2e-5
+
+
+@pytest.mark.parametrize("reduce_hidden_grad", [True, False])
+def test_a_second_backward_gives_the_same(pool: RankPool, reduce_hidden_grad: bool) -> None:
+    case = Case("twice", partial(problems.of_tokens, 10), Layout(FOUR, None, reduce_hidden_grad))
+    for first, second in pool.call(jobs.two_backwards, case):
+        assert first.keys() == second.keys() == {"hidden", "weight", "bias"}
+        for name, gradient in first.items():
+            assert torch.equal(gradient, second[name]), name
+
+
+def test_frozen_leaves_and_an_incoming_gradient(pool: RankPool) -> None:
+    frozen = [("hidden",), ("weight", "bias"), ("hidden", "weight"), ("bias",)]
+    named = {f"frozen {names}": partial(problems.of_tokens, 10, names, -3.0) for names in frozen}
+    for case, outcomes in zip(
+        cases := over(Layout(FOUR), named, counts_collectives=True), check(pool, cases), strict=True
+    ):
+        expected = {} if "hidden" in case.problem().frozen else {SUM: 1}
+        assert all(outcome.backward == expected for outcome in outcomes), case.name
+
+
+# collectives
+
+
+def counted_passes(pool: RankPool, named: dict[str, Any], job: Any = jobs.two_passes) -> dict[str, list[Outcome]]:
+    """Return the second pass of the first rank, in one chunk and in four."""
+    options = [{"counts_collectives": True, "chunk_tokens": each} for each in (TOKENS, TOKENS // 4)]
+    cases = [case for each in options for case in over(Layout(FOUR), named, **each)]
+    answers = pool.run(job, cases, limit=30.0)
+    assert not (failed := [answer.text for answer in answers if isinstance(answer, Failure)]), failed
+    for answer in answers:
+        assert len({tuple(second.forward.items()) for _, second in answer}) == 1
+    seconds = [answer[0][1] for answer in answers]
+    return {name: [seconds[at], seconds[at + len(named)]] for at, name in enumerate(named)}
+
+
+#: the divergence of a sparse signal needs only sums and the logits at its ids, which one collective gathers
+ONE = [
+    *problems.SUMS,
+    *(f"{each} on {signal}" for each in ONE_ROUND for signal in ("full", "dense")),
+    *(f"{each} on {signal}" for each in ONE_ROUND[:1] + TWO_ROUNDS for signal in TAILS),
+]
+TWO = ["all", *(f"{each} on {signal}" for each in TWO_ROUNDS for signal in ("full", "dense"))]
+
+
+def test_one_collective_per_chunk(pool: RankPool) -> None:
+    """Values, gradient and metrics share one collective; backward only sums the hidden states' gradient."""
+    named = {each: partial(problems.counted, each) for each in ONE}
+    for name, (in_one, in_four) in counted_passes(pool, named).items():
+        assert in_one.forward == Counter({GATHER: 1}), name
+        assert in_four.forward == Counter({GATHER: 4}), name
+        assert in_one.backward == in_four.backward == Counter({SUM: 1}), name
+
+
+def test_at_most_two_collectives_per_chunk(pool: RankPool) -> None:
+    """A divergence with a mixture needs both normalisers first. All terms together need no more collectives."""
+    named = {each: partial(problems.counted, each) for each in TWO}
+    for name, (in_one, in_four) in counted_passes(pool, named).items():
+        assert in_one.forward.keys() == in_four.forward.keys() == {GATHER}, name
+        assert in_one.forward[GATHER] <= 2, name
+        assert in_four.forward[GATHER] == 4 * in_one.forward[GATHER], name
+        assert in_one.backward == in_four.backward == Counter({SUM: 1}), name
+
+
+def test_values_alone_need_no_more_collectives(pool: RankPool) -> None:
+    named = {each: partial(problems.counted, each) for each in ("one round", "all")}
+    outcomes = counted_passes(pool, named, jobs.values_only)
+    for name, most in (("one round", 1), ("all", 2)):
+        in_one, in_four = outcomes[name]
+        assert in_one.forward.keys() == {GATHER}, name
+        assert in_one.forward[GATHER] <= most, name
+        assert in_four.forward[GATHER] == 4 * in_one.forward[GATHER], name
+        assert not in_one.backward + in_four.backward
+        assert not in_one.gradients
+
+
+def test_no_collective_carries_a_vocabulary(pool: RankPool) -> None:
+    """For each token a rank sends its sums and the logits at the requested ids: fewer numbers than its 63 logits."""
+    named = {
+        each: partial(problems.counted, each) for each in ("sampled", "jsd(0.3) on full", "forward_kl on bucket")
+    }
+    for name, (in_one, _) in counted_passes(pool, named).items():
+        assert in_one.largest <= 4 * TOKENS * 40, name
+
+
+@pytest.mark.parametrize("teacher", [cut(0, 7, 77, 177, V), "whole"], ids=["other borders", "whole"])
+def test_a_teachers_rows_are_sent_once(pool: RankPool, teacher: Any) -> None:
+    """The first pass exchanges the borders and moves the rows; the second pass reuses both."""
+    layout = Layout(cut(0, 9, 99, 199, V), teacher)
+    case = Case("teacher", partial(problems.heads_of, V, V, None, None), layout, None, True)
+    for first, second in pool.call(jobs.two_passes, case):
+        assert second.forward.keys() == {GATHER}
+        assert second.forward[GATHER] <= 2
+        once = first.forward - second.forward
+        assert once.keys() <= {GATHER, EXCHANGE}
+        assert once[GATHER] <= 2
+        # two heads, one of them with a bias
+        assert once[EXCHANGE] == (0 if teacher == "whole" else 3)
+
+
+def test_the_rows_of_a_changed_teacher_are_sent_again(pool: RankPool) -> None:
+    case = Case("written to", partial(problems.heads_of, V, V, None, None), Layout(FOUR, cut(0, 1, 64, 200, V)))
+    outcomes, problem = pool.call(jobs.after_writing, case), case.problem()
+    jobs.double_teachers(problem.terms)
+    assert complaints(case.layout, outcomes, problem, oracle(problem)) == []
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("gap", "20"),
+        ("overlap", "19"),
+        ("not from 0", "1:10"),
+        ("all rows on every rank", "0:40"),
+        ("rows that are not the shard's", "11"),
+        ("vocab_size beyond all rows", "41"),
+        ("label beyond all rows", "40"),
+        ("label in the padding", "25"),
+        ("teacher on another group", "group"),
+        ("teacher with a gap", "10"),
+        ("sharded teacher, whole student", "whole"),
+        ("teacher's columns", "13"),
+        ("columns that are not the shard's", "11"),
+    ],
+)
+def test_mistakes_are_refused_on_every_rank(pool: RankPool, mistake: str, message: str) -> None:
+    for answer in pool.call(jobs.refusal, mistake, limit=20.0):
+        assert answer.startswith("ValueError")
+        assert message in answer
+
+
+@pytest.mark.parametrize("rows", [V, 240])
+def test_a_group_of_one_is_no_shard(pool: RankPool, rows: int) -> None:
+    """With a group of one rank, as without a group, no collective is called, and the results are the same."""
+    leaves = make_leaves(dtype=torch.float32)
+    terms = problems.other_term("all", rows).terms
+    size = {"vocab_size": rows}
+    expected = run(linear_objective, leaves, terms, head=size)
+    actual = run(linear_objective, leaves, terms, head=size | {"shard": VocabShard(0, V, None)})
+    assert torch.equal(actual.output.loss, expected.output.loss)
+    assert torch.equal(actual.gradients["hidden"], expected.gradients["hidden"])
+    case = Case("one rank", partial(problems.other_term, "all"), Layout(cut(0, V)), counts_collectives=True)
+    (outcome,) = check(pool, [case])[0]
+    assert not outcome.forward + outcome.backward
+
+
+# tests of the helpers of these tests
+
+
+def split(layout: Layout, result: Result, share_hidden: bool) -> list[Outcome]:
+    """Split the whole vocabulary's result into the outcomes that the ranks would have."""
+    output, gradients = result.output, result.gradients
+    outcomes = []
+    for start, stop in layout.student:
+        local = {name: each if name == "hidden" else each[start:stop] for name, each in gradients.items()}
+        local["hidden"] = local["hidden"] / (len(layout.student) if share_hidden else 1)
+        outcomes.append(
+            Outcome(output.loss.detach(), output.metrics, output.per_token, local, Counter(), Counter(), 0)
+        )
+    return outcomes
+
+
+@pytest.mark.parametrize("reduce_hidden_grad", [True, False])
+def test_a_gradient_that_is_too_large_is_noticed(reduce_hidden_grad: bool) -> None:
+    problem, layout = problems.other_term("all"), Layout(FOUR, None, reduce_hidden_grad)
+    expected, own = oracle(problem), plain(problem)
+    assert complaints(layout, split(layout, own, not reduce_hidden_grad), problem, expected) == []
+    too_large = split(layout, own, not reduce_hidden_grad)
+    for outcome in too_large:
+        outcome.gradients["hidden"] = outcome.gradients["hidden"] * 4
+    (complaint,) = complaints(layout, too_large, problem, expected)
+    assert complaint.startswith("gradient of hidden: error 3.0e+00")
+
+
+def test_other_mistakes_are_noticed() -> None:
+    problem, layout = problems.other_term("all"), Layout(FOUR)
+    expected = oracle(problem)
+
+    def changed(rank: int, **fields: Any) -> list[str]:
+        outcomes = split(layout, plain(problem), False)
+        outcomes[rank] = replace(outcomes[rank], **fields)
+        return [each.split(":")[0] for each in complaints(layout, outcomes, problem, expected)]
+
+    good = split(layout, plain(problem), False)[2]
+    assert changed(2, loss=good.loss * (1 + 1e-6)) == ["loss"]
+    assert changed(2, loss=good.loss * torch.nan) == ["loss", "loss"]
+    assert changed(2, per_token=good.per_token | {"entropy": good.per_token["entropy"].roll(1)}) == 2 * [
+        "per_token[entropy]"
+    ]
+    lost_row = good.gradients["weight"].clone().index_fill(0, torch.tensor([0]), 0.0)
+    assert changed(2, gradients=good.gradients | {"weight": lost_row}) == ["gradient of weight"]
+    assert changed(0, gradients={}) != []
+
+
+def test_collectives_are_counted_wherever_they_come_from(pool: RankPool) -> None:
+    for counts, largest in pool.call(jobs.some_collectives):
+        assert counts == {GATHER: 1, SUM: 1, "broadcast_": 1, "allgather_": 1, EXCHANGE: 1}
+        assert largest == 12
+
+
+def test_a_rank_that_fails_or_hangs_fails_only_its_job(pool: RankPool) -> None:
+    good, raised, hung, again = pool.run(jobs.failing_on_one_rank, ["not", "raises", "waits", "not"], limit=4.0)
+    assert good == again == [4.0] * 4
+    assert isinstance(raised, Failure)
+    assert "rank 2: Traceback" in raised.text
+    assert "the second rank's own words" in raised.text
+    assert isinstance(hung, Failure)
+    assert "rank 1: no answer in 4.0 s" in hung.text

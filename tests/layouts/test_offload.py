@@ -1,0 +1,128 @@
+"""Training with weights, gradients and optimizer state in host memory equals training without offload.
+
+The tests use FSDP over one process, so that one GPU is enough. On the CPU the same code moves nothing.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.parity_cases import LEARNING_RATE, SPEC, Case, batches, configurations, decoder
+from kit.toy_tokenizer import toy_tokenizer
+from torch import Tensor
+
+from stillhouse.checkpoint.integrity import verified
+from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
+from stillhouse.config import ConfigError
+from stillhouse.data import StepMicroBatches
+from stillhouse.engine.engine import Engine, OptimizerSettings
+from stillhouse.models.head import local
+from stillhouse.output.progress import Progress
+from stillhouse.parallel import (
+    Degrees,
+    Layout,
+    Mesh,
+    Runner,
+    TeacherStudentPair,
+    empty_decoder,
+    load_weights,
+    shard_micro_batches,
+)
+from stillhouse.parallel.fsdp import apply_fsdp
+from stillhouse.parallel.processes import BACKENDS
+from stillhouse.run.layouts import require_sharing
+from stillhouse.signals import InStageTeacher
+
+CPU = torch.device("cpu")
+CUDA = pytest.param(
+    torch.device("cuda", 0),
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
+
+
+@pytest.fixture(params=[CPU, CUDA], ids=str)
+def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mesh]:
+    dist.init_process_group(
+        BACKENDS[request.param.type], init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield Mesh(Degrees(), request.param)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh: Mesh, family: str) -> None:
+    for name, config in zip(("student", "teacher"), configurations(family), strict=True):
+        decoder(config, len(name)).save_pretrained(tmp_path / name)
+    engines = [offloaded(tmp_path, mesh, offload) for offload in (False, True)]
+    for step in range(3):
+        norms = [train(family, step, engine) for engine in engines]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert_same(engines[1].runner, engines[0].runner)
+    assert {each.device for each in tensors(engines[1])} == {CPU}
+
+    saved = engines[1].runner, engines[1].optimizer
+    path = save_checkpoint(tmp_path / "checkpoints", Progress(step=3), *saved, toy_tokenizer())
+    again = offloaded(tmp_path, mesh, True)
+    assert load_checkpoint(verified(path), again.runner, again.optimizer).step == 3
+    norms = [train(family, 3, engine) for engine in (engines[1], again)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    assert_same(again.runner, engines[1].runner)
+    assert {each.device for each in tensors(again)} == {CPU}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "device", "message"),
+    [
+        (Degrees(fsdp=2), "cpu", "got true on a CPU, where everything is in host memory already"),
+        (
+            Degrees(tensor=2),
+            "cuda",
+            "under tensor 2, which does not use FSDP: expected parallel.fsdp",
+        ),
+        (Degrees(), "cuda", "under 1 process, which does not use FSDP: expected"),
+    ],
+)
+def test_an_offload_of_nothing_is_refused(degrees: Degrees, device: str, message: str) -> None:
+    require_sharing(Layout(degrees), torch.device(device))
+    with pytest.raises(ConfigError, match=message) as caught:
+        require_sharing(Layout(degrees, offload=True), torch.device(device))
+    assert caught.value.key == "parallel.offload"
+
+
+def offloaded(folder: Path, mesh: Mesh, offload: bool) -> Engine:
+    """Return an engine whose clipping norm is small, so that clipping takes effect in every step."""
+    student, teacher = (empty_decoder(folder / name) for name in ("student", "teacher"))
+    pair = TeacherStudentPair(student, teacher)
+    for name, each in (("student", student), ("teacher", teacher)):
+        apply_fsdp(each, mesh.weights["shard"], offload=offload)
+        load_weights(each, folder / name, mesh.device, offload=offload)
+    runner = Runner(Layout(offload=offload), {0: pair}, None, mesh, tied=student.tied)
+    return Engine(runner, SPEC, mesh.device, optimizer=OptimizerSettings(weight_decay=0.1, clip=0.1))
+
+
+def train(family: str, step: int, engine: Engine) -> float:
+    """Train one step and return the norm of its gradient."""
+    runner = engine.runner
+    own = shard_micro_batches(StepMicroBatches(batches(Case(Layout(), family), step)), runner.mesh, engine.device)
+    engine.forward_backward(own, InStageTeacher(runner).request(own).result(), own.whole.normalizer)
+    if runner.layout.offload:
+        assert {local(each.grad).device for _, each in runner.named_parameters()} == {CPU}
+    norm = engine.clip()
+    engine.update(LEARNING_RATE)
+    return norm
+
+
+def tensors(engine: Engine) -> list[Tensor]:
+    """Return all tensors that are kept between steps: the weights of both models and the optimizer's moments."""
+    runner = engine.runner
+    assert runner.teacher is not None
+    weights = [each for _, each in runner.named_parameters()] + list(runner.teacher.parameters())
+    moments = [value for state in engine.optimizer.state.values() for value in state.values()]
+    return [local(each) for each in weights + moments]
+
+
+def assert_same(one: Runner, other: Runner) -> None:
+    for (name, found), (_, expected) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(local(found).cpu(), local(expected).cpu(), rtol=1e-4, atol=1e-6, msg=name)

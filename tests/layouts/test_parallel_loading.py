@@ -1,0 +1,219 @@
+"""Models that are built on the meta device and loaded stage by stage are bitwise equal to the saved model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import loading_memory
+from kit.families import build
+from kit.packing_families import build_packing
+from kit.shard_ranks import Rank, RankPool, shared_pool
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
+
+from stillhouse.libraries import is_supported
+from stillhouse.models import Decoder
+from stillhouse.models.head import local
+from stillhouse.parallel import Degrees, Mesh
+from stillhouse.parallel.context_parallel import require_heads
+from stillhouse.parallel.expert_parallel import apply_expert_parallel, dispatched_experts
+from stillhouse.parallel.loading import empty_decoder, load_weights
+from stillhouse.parallel.stages import keep_layers, require_cuttable
+from stillhouse.parallel.tensor_parallel import tensor_plan
+
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "granite", "cohere", "gpt2", "qwen3_moe"]
+)
+def test_a_filled_model_is_the_loaded_one(tmp_path: Path, family: str, tied: bool) -> None:
+    build(family, tied=tied).save_pretrained(tmp_path)
+    assert_filled_as_loaded(tmp_path)
+    assert empty_decoder(tmp_path).tied == tied
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma3n_text", "gemma4_text", "glm4_moe_lite", "qwen3_5_text"])
+def test_buffers_of_a_filled_model(tmp_path: Path, family: str) -> None:
+    """Some are set by the model around a module, or by a model within another one."""
+    build_packing(family).save_pretrained(tmp_path)
+    assert_filled_as_loaded(tmp_path)
+
+
+def test_a_buffer_without_a_rule_is_refused(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    decoder = empty_decoder(tmp_path)
+    mlp = decoder.backbone.layers[1].mlp  # type: ignore[index,union-attr]
+    mlp.register_buffer("factor", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match=r"no rule to initialise its buffer 'backbone\.layers\.1\.mlp\.factor'"):
+        load_weights(decoder, tmp_path, torch.device("cpu"))
+
+
+def assert_filled_as_loaded(folder: Path) -> None:
+    filled = empty_decoder(folder)
+    assert all(parameter.is_meta for parameter in filled.parameters())
+    load_weights(filled, folder, torch.device("cpu"))
+    loaded = Decoder.from_pretrained(folder, verify=False)
+    filled.eval()
+    assert filled.state_dict().keys() == loaded.state_dict().keys()
+    assert filled.tied == loaded.tied
+    assert len(list(filled.parameters())) == len(list(loaded.parameters()))
+    for (name, one), (_, two) in zip(filled.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+    for (name, one), (_, two) in zip(filled.named_buffers(), loaded.named_buffers(), strict=True):
+        assert torch.equal(one, two), name
+    assert torch.equal(filled(IDS), loaded(IDS))
+
+
+def test_the_generation_configuration_comes_along(tmp_path: Path) -> None:
+    model = build("llama")
+    model.generation_config.max_length = 77
+    model.save_pretrained(tmp_path)
+    assert empty_decoder(tmp_path).pretrained.generation_config.max_length == 77
+    (tmp_path / "generation_config.json").unlink()
+    assert empty_decoder(tmp_path).pretrained.generation_config.max_length != 77
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_follow_one_another(tmp_path: Path, tied: bool) -> None:
+    build("llama", tied=tied).save_pretrained(tmp_path)
+    first, second = empty_decoder(tmp_path), empty_decoder(tmp_path)
+    keep_layers(first, range(1), first=True, last=False)
+    keep_layers(second, range(1, 2), first=False, last=True)
+    for stage in (first, second):
+        load_weights(stage, tmp_path, torch.device("cpu"))
+        stage.eval()
+    hidden = first(IDS)
+    assert torch.equal(second(None, inputs_embeds=hidden), Decoder.from_pretrained(tmp_path)(IDS))
+
+
+def test_names_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=99, num_key_value_heads=2, num_local_experts=4, **size)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no tensor 'model\.layers\.0\.mlp\."):
+        load_weights(empty_decoder(tmp_path), tmp_path, torch.device("cpu"))
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+#: families whose number of experts has no common name, with that name and further options
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie4_5_moe": ("moe_num_experts", {"moe_k": 2, "moe_layer_start_index": 0}),
+    "qwen3_next": ("num_experts", {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 8}),
+    "gemma4_text": ("num_experts", {"top_k_experts": 2, "enable_moe_block": True}),
+}
+
+
+def distribute_experts(_: Rank, case: tuple[str, int]) -> list[int] | str:
+    """A job of two ranks. Return how many experts of each layer this rank has, or the error."""
+    family, count = case
+    name, options = EXPERTS[family]
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, **_SMALL, **options, **{name: count})
+        decoder = Decoder(AutoModelForCausalLM.from_config(config), verify=False)
+    mesh = Mesh(Degrees(fsdp=2, expert=2), torch.device("cpu"))
+    try:
+        apply_expert_parallel(decoder, mesh.experts["expert"], mesh.weights["tensor"])
+    except ValueError as error:
+        return str(error)
+    return [len(local(module.down_proj)) for module in dispatched_experts(decoder)]
+
+
+@pytest.mark.skipif(not is_supported("expert parallelism"), reason="needs a later transformers")
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_counted_where_the_family_names_them(family: str) -> None:
+    assert shared_pool(2).run(distribute_experts, [(family, 4), (family, 3)]) == [
+        [[2, 2], [2, 2]],
+        2 * [f"expert=2 does not divide the 3 experts of model type '{family}': expected a divisor of 3"],
+    ]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float, float]:
+    """The folders of a tiny model and of one of 224 MiB, and the sizes of the latter and of one of its layers."""
+    folder = tmp_path_factory.mktemp("models")
+    loading_memory.save(folder / "small", 64)
+    return folder / "small", folder / "large", *loading_memory.save(folder / "large", 1024)
+
+
+@pytest.mark.skipif(not loading_memory.SUPPORTED, reason="no /proc to read the peak from")
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(fsdp=4), Degrees(fsdp=2, tensor=2)], ids=str)
+def test_a_process_holds_its_share_and_a_layer(large: tuple[Path, Path, float, float], degrees: Degrees) -> None:
+    small, folder, whole, layer = large
+    # new processes, because memory that a process has used before would hide growth
+    with RankPool(degrees.processes) as pool:
+        found = pool.call(loading_memory.measure, (small, folder, degrees), limit=120)
+    for rank, memory in enumerate(found):
+        print(f"{degrees}, rank {rank}: {memory}, of {whole:.0f} MiB in all")
+        assert memory.share == pytest.approx(whole / degrees.processes, rel=0.01)
+        assert memory.share <= memory.loading <= memory.share + layer + 16
+        assert memory.loading <= 0.75 * whole
+        # the training that follows the proof needs more: a step, with the two moments of AdamW
+        assert memory.proof <= memory.step + 2 * memory.share
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is quantized: expected plain weights"):
+        empty_decoder(tmp_path)
+
+
+def test_heads_that_degrees_do_not_divide_are_refused() -> None:
+    decoder = Decoder(build("llama"), verify=False)  # 4 attention heads, 2 key-value heads
+    with pytest.raises(ValueError, match=r"tensor=4 does not divide the model's num_key_value_heads=2"):
+        tensor_plan(decoder, 4)
+    require_heads(decoder.config, 2, 1)
+    with pytest.raises(ValueError, match=r"context=2 × tensor=2 does not divide"):
+        require_heads(decoder.config, 2, 2)
+
+
+def test_gemma3n_has_a_size_for_each_layer() -> None:
+    def plan(**options: Any) -> dict[str, str]:
+        return tensor_plan(Decoder(build_packing("gemma3n_text", **options), verify=False), 2)
+
+    assert plan()["layers.*.mlp.down_proj"] == "rowwise"
+    with pytest.raises(ValueError, match=r"tensor=2 does not divide the model's intermediate_size=\[48, 47\]"):
+        plan(intermediate_size=[48, 47])
+    with pytest.raises(ValueError, match=r"by their mean over all columns of a matrix \(activation_spars"):
+        plan(activation_sparsity_pattern=[0.95, 0.0])
+
+
+def test_norms_with_weights_for_each_head_are_refused() -> None:
+    decoder = Decoder(build("cohere"), verify=False)
+    with pytest.raises(ValueError, match=r"'layers.0.self_attn.q_norm' has weights for each attention head"):
+        tensor_plan(decoder, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "phi3", "cohere", "gemma2", "qwen3_moe"])
+def test_families_that_can_be_cut(family: str) -> None:
+    require_cuttable(build(family).config)
+
+
+def test_embeddings_that_a_family_reads_in_every_layer_are_not_cut() -> None:
+    with pytest.raises(ValueError, match=r"'gemma4_text' cannot run without its embeddings: expected pipeline=1"):
+        require_cuttable(build_packing("gemma4_text").config)
+
+
+def test_a_scaled_embedding_would_be_scaled_on_every_stage() -> None:
+    with pytest.raises(ValueError, match="changes its embeddings before its first layer"):
+        require_cuttable(build("granite").config)
+
+
+def test_parts_of_other_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="has no pipeline plan in transformers"):
+        require_cuttable(build("gpt2").config)

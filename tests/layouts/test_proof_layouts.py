@@ -1,0 +1,317 @@
+"""Under every layout, a model that computes the wrong thing ends the run before its first step.
+
+The leaking models are a Llama and a Qwen3 whose attention has no mask between documents, and real families of which
+one process refuses the packed documents.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.packing_families import build_packing
+from kit.ranks import Ranks
+from kit.runs import Command, save_model, write_run
+from kit.toy_tokenizer import toy_tokenizer
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+LEAKS = "lets documents that share a row see each other"
+#: processes and settings by axis
+LAYOUTS = {
+    "fsdp": (2, ["parallel.fsdp=2"]),
+    "bf16 gathered": (2, ["parallel.fsdp=2", "parallel.gather_dtype=bfloat16", "train.precision=bf16"]),
+    "replicate": (2, ["parallel.replicate=2"]),
+    "tensor": (2, ["parallel.tensor=2"]),
+    "context": (2, ["parallel.context=2"]),
+    "pipeline": (2, ["parallel.pipeline=2"]),
+    "ahead": (2, ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead"]),
+}
+QUICK = [("fsdp", "student"), ("tensor", "teacher"), ("context", "student"), ("pipeline", "teacher")]
+SLOW = [(axis, side) for axis in LAYOUTS for side in ("student", "teacher") if (axis, side) not in QUICK]
+
+
+def without_masks() -> None:
+    """A hook: an attention to which transformers gives causal masks that know nothing of documents. And every rank
+    prints its error at once, without waiting for rank 0.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    import stillhouse.cli
+
+    AttentionInterface.register("without_masks", sdpa_attention_forward)
+    AttentionMaskInterface.register("without_masks", lambda *_, **__: None)
+    stillhouse.cli.SECONDS_FOR_FIRST = 0.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose models are right."""
+    folder = tmp_path_factory.mktemp("proof")
+    write_run(folder)
+    return folder
+
+
+def refusal(folder: Path, processes: int, *overrides: str) -> str:
+    """Run to the error, and return its line: all processes have the same one."""
+    arguments = ("distill", folder / "run.yaml", f"out={folder / 'out'}", *overrides)
+    if processes == 1:
+        command = Command(*arguments, hook=without_masks)
+        codes, err = [command.wait(120)], command.err
+    else:
+        ranks = Ranks(processes, *arguments, hook=without_masks)
+        codes, err = ranks.wait(180), ranks.err
+    assert all(codes), err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    others = [text for text in err.splitlines() if text.startswith("error on rank ")]
+    assert [text.partition(": ")[2] for text in others] == [line.partition(": ")[2]] * (processes - 1)
+    assert not list((folder / "out").glob("checkpoints/*"))
+    return line
+
+
+@pytest.mark.parametrize(
+    ("layout", "side"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_a_leak_is_refused(folder: Path, layout: str, side: str) -> None:
+    processes, overrides = LAYOUTS[layout]
+    line = refusal(folder, processes, *overrides, f"{side}.attention=without_masks")
+    assert line.startswith(f"error: {side}: ")
+    assert LEAKS in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["teacher.parallel={fsdp: 1, pipeline: 2}"],
+        pytest.param(["teacher.parallel={fsdp: 2}", "parallel={fsdp: 1, tensor: 2}"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_teacher_with_a_layout_of_its_own_is_refused(folder: Path, overrides: list[str]) -> None:
+    line = refusal(folder, 2, *overrides, "teacher.attention=without_masks")
+    assert line.startswith("error: teacher: ")
+    assert LEAKS in line
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_of_several_teachers_is_refused(folder: Path, processes: int) -> None:
+    teacher = f"model: {folder / 'teacher'}"
+    several = f"teachers={{good: {{{teacher}}}, leaking: {{{teacher}, attention: without_masks}}}}"
+    line = refusal(folder, processes, several, "teacher=null")
+    assert line.startswith("error: teachers.leaking: ")
+    assert LEAKS in line
+
+
+def scale_logits(model: Path) -> None:
+    """Write a factor of the logits, which the family does not know, into a model's configuration."""
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"logit_scale": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("side", "overrides"),
+    [
+        ("student", ["parallel.fsdp=2"]),
+        ("teacher", ["parallel.pipeline=2"]),
+        pytest.param("student", ["parallel.tensor=2"], marks=pytest.mark.slow),
+        pytest.param("student", ["parallel.pipeline=2"], marks=pytest.mark.slow),
+        pytest.param("student", ["parallel.context=2"], marks=pytest.mark.slow),
+        pytest.param("teacher", ["parallel.fsdp=2"], marks=pytest.mark.slow),
+        # only its head is in the student's stages
+        ("teacher", ["parallel.fsdp=2", "teacher.parallel={fsdp: 1, pipeline: 2}"]),
+    ],
+)
+def test_another_rule_of_logits_is_refused(tmp_path: Path, side: str, overrides: list[str]) -> None:
+    write_run(tmp_path)
+    scale_logits(tmp_path / side)
+    line = refusal(tmp_path, 2, *overrides)
+    assert line.startswith(f"error: {side}: ")
+    assert "its logits differ" in line
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_head_of_one_of_several_teachers_is_proven(tmp_path: Path, processes: int) -> None:
+    write_run(tmp_path)
+    scale_logits(tmp_path / "teacher")
+    several = f"teachers={{good: {{model: {tmp_path / 'student'}}}, scaled: {{model: {tmp_path / 'teacher'}}}}}"
+    line = refusal(tmp_path, processes, several, "teacher=null")
+    assert line.startswith("error: teachers.scaled: ")
+    assert "its logits differ" in line
+
+
+def save_family(folder: Path, family: str, **options: Any) -> None:
+    tokenizer = toy_tokenizer()
+    build_packing(family, vocab_size=len(tokenizer), **options).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "axis", "side"),
+    [
+        ("qwen3_5_text", "fsdp", "student"),
+        ("lfm2", "context", "student"),
+        *(
+            pytest.param(*case, side, marks=pytest.mark.slow)
+            for side in ("student", "teacher")
+            for case in (
+                ("qwen3_5_text", "context"),
+                ("gpt_oss", "fsdp"),
+                ("gpt_oss", "replicate"),
+                ("lfm2", "fsdp"),
+                ("jamba", "fsdp"),
+                ("falcon_h1", "fsdp"),
+            )
+        ),
+    ],
+)
+def test_real_families_are_refused(tmp_path: Path, family: str, axis: str, side: str) -> None:
+    write_run(tmp_path)
+    save_family(tmp_path / "leaking", family)
+    line = refusal(tmp_path, 2, f"parallel.{axis}=2", f"{side}.model={tmp_path / 'leaking'}")
+    assert line.startswith(f"error: {side}: ")
+    assert LEAKS in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble", "zbv"])
+def test_a_leak_is_refused_where_a_rank_has_two_stages(tmp_path: Path, schedule: str) -> None:
+    write_run(tmp_path, **{"train.micro_batch_tokens": 32})
+    save_family(tmp_path / "leaking", "gpt_oss", num_hidden_layers=4)
+    models = [f"{side}.model={tmp_path / 'leaking'}" for side in ("student", "teacher")]
+    line = refusal(tmp_path, 2, "parallel.pipeline=2", f"parallel.schedule={schedule}", *models)
+    assert line.startswith("error: student: ")
+    assert LEAKS in line
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "pipeline"])
+def test_a_weight_that_is_not_finite_is_named_by_all_ranks(tmp_path: Path, axis: str) -> None:
+    """Only the second rank has it: the last rows of a matrix of the last layer."""
+
+    def damage(model: Any) -> None:
+        model.model.layers[-1].mlp.down_proj.weight[-1, -1] = float("nan")
+
+    save_model(tmp_path / "student", "llama", change=damage)
+    write_run(tmp_path)
+    line = refusal(tmp_path, 2, f"parallel.{axis}=2")
+    assert line.startswith("error: student: 1 of the ")
+    assert "down_proj.weight' are NaN or infinite" in line
+
+
+def test_experts_are_proven_where_they_are(tmp_path: Path) -> None:
+    save_model(tmp_path / "student", "qwen3_moe")
+    write_run(tmp_path)
+    line = refusal(tmp_path, 2, "parallel.expert=2", "student.attention=without_masks")
+    assert line.startswith("error: student: ")
+    assert LEAKS in line
+
+
+def test_an_attention_that_selects_tokens_is_refused_under_context(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    save_family(tmp_path / "selecting", "deepseek_v32")
+    line = refusal(tmp_path, 2, "parallel.context=2", f"student.model={tmp_path / 'selecting'}")
+    assert line.startswith("error: parallel: ")
+    assert "selects tokens by scores over a whole sequence (index_topk)" in line
+
+
+def with_gates() -> None:
+    """A hook: a gate of each token, which no plan names, scales what an attention's sharded last matrix reads."""
+    from torch import nn
+
+    def init(self: Any, config: Any, layer_idx: int) -> None:
+        original(self, config, layer_idx)
+        self.gate = nn.Linear(config.hidden_size, 1)
+        gates: list[Any] = []
+        self.register_forward_pre_hook(
+            lambda _, __, options: gates.append(self.gate(options["hidden_states"])), with_kwargs=True
+        )
+        self.o_proj.register_forward_pre_hook(lambda _, given: (given[0] * (1 + gates.pop()),))
+
+    original = LlamaAttention.__init__
+    LlamaAttention.__init__ = init  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"), [(1, []), (1, ["--generate"]), pytest.param(2, [], marks=pytest.mark.slow)]
+)
+def test_a_server_of_a_leaking_model_does_not_start(tmp_path: Path, processes: int, options: list[str]) -> None:
+    save_family(tmp_path / "leaking", "qwen3_5_text")
+    ranks = Ranks(processes, "serve", tmp_path / "leaking", *options, "--port", "0")
+    assert all(ranks.wait(120)), ranks.texts
+    assert LEAKS in ranks[0].err, ranks.texts
+    assert "serving" not in ranks[0].out
+
+
+def per_row() -> None:
+    """A hook: an attention that packs one row, as flash attention does, and computes what sdpa computes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    import stillhouse.models.decoder
+    import stillhouse.models.proof
+    import stillhouse.parallel.proof
+
+    AttentionInterface.register("per_row", sdpa_attention_forward)
+    AttentionMaskInterface.register("per_row", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for module in (stillhouse.models.decoder, stillhouse.models.proof, stillhouse.parallel.proof):
+        module.packs_one_row = lambda model: model.config._attn_implementation == "per_row"  # type: ignore[attr-defined]
+    stillhouse.models.proof._require_placed = lambda model: None
+
+
+@pytest.mark.parametrize("side", ["teacher", pytest.param("student", marks=pytest.mark.slow)])
+def test_a_side_whose_attention_packs_one_row_is_proven_row_by_row(tmp_path: Path, side: str) -> None:
+    write_run(tmp_path)
+    rows = ("train.micro_batch_tokens=32", "eval.micro_batch_tokens=32", "train.steps=1")
+    arguments = ("parallel.fsdp=2", f"{side}.attention=per_row", *rows)
+    ranks = Ranks(2, "distill", tmp_path / "run.yaml", *arguments, hook=per_row)
+    assert ranks.wait(120) == [0, 0], ranks.texts
+
+
+def with_means() -> None:
+    """A hook: an MLP divides its activations by their mean over all columns, of which a tensor rank has a part."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self: Any, x: Any) -> Any:
+        activations = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(activations / (0.1 + activations.abs().mean(-1, keepdim=True)))
+
+    LlamaMLP.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("side", "overrides"),
+    [
+        ("student", ["parallel={fsdp: 1, tensor: 2}"]),
+        pytest.param("teacher", ["parallel={fsdp: 1, tensor: 2}"], marks=pytest.mark.slow),
+        pytest.param(
+            "teacher", ["parallel={fsdp: 2}", "teacher.parallel={fsdp: 1, tensor: 2}"], marks=pytest.mark.slow
+        ),
+        pytest.param("student", ["parallel={fsdp: 2, tensor: 2}"], marks=pytest.mark.slow),
+        pytest.param("student", ["parallel={fsdp: 1, tensor: 2, pipeline: 2}"], marks=pytest.mark.slow),
+        pytest.param("student", ["parallel={fsdp: 1, tensor: 2}", "train.precision=bf16"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_layer_that_reads_all_columns_is_refused(tmp_path: Path, side: str, overrides: list[str]) -> None:
+    """Its hidden states are equal on all ranks, and so are the gradients: only the whole layer shows the mistake."""
+    write_run(tmp_path)
+    other = "qwen3"  # not patched
+    save_model(tmp_path / ("teacher" if side == "student" else "student"), other, seed=5)
+    save_model(tmp_path / side, "llama", seed=6)
+    count = 4 if "tensor: 2, pipeline" in overrides[0] or "fsdp: 2, tensor" in overrides[0] else 2
+    ranks = Ranks(count, "distill", tmp_path / "run.yaml", *overrides, hook=with_means)
+    assert all(ranks.wait(120)), ranks.texts
+    assert f"error: {side}: " in ranks[0].err
+    assert "does not compute what the whole layer does" in ranks[0].err
+
+
+def test_gradients_that_mix_parts_and_wholes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate gives the hidden states a part of their gradient, which reaches all parameters before it."""
+    monkeypatch.setattr(LlamaAttention, "__init__", LlamaAttention.__init__)  # taken back after the test
+    with_gates()
+    write_run(tmp_path, teacher=False)
+    ranks = Ranks(2, "distill", tmp_path / "run.yaml", "parallel.tensor=2", hook=with_gates)
+    assert all(ranks.wait(120)), ranks.texts
+    assert "the gradients of the hidden states behind 'backbone." in ranks[0].err
+    assert "between ranks: a matrix that its plan does not name is used between the sharded ones" in ranks[0].err

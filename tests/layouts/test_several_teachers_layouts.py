@@ -1,0 +1,153 @@
+"""Several teachers under layouts, and runs with them that are resumed: the gradients and the model of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from kit.ranks import Ranks
+from kit.runs import metrics, run, save_model, write_records, write_run
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stillhouse.parallel import SCHEMES
+
+LIMIT = 240
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
+AVERAGE = {"student": "ema", "ema_decay": 0.5}
+LIVE = {"student": "live", "prefix": "{answer} {answer} "}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    records = [
+        {
+            "text": f"{number} " + " ".join(WORDS[number % 7 : number % 7 + 1 + number % 5]),
+            "subject": ("math", "code")[number % 3 == 0],
+            "answer": WORDS[number % 11],
+        }
+        for number in range(40)
+    ]
+    write_records(folder / "train.jsonl", records)
+    save_model(folder / "math", "qwen3", seed=5)
+    save_model(folder / "code", "llama", seed=6, tied=False)
+    write_run(folder, tied=True)
+    return folder
+
+
+def write(folder: Path, out: str, **settings: object) -> Path:
+    """Write a run's configuration; returns its path."""
+    name = folder / f"{out}.yaml"
+    write_run(folder, cached=True, **{"data.eval": 0.2, "checkpoint.every": 2, "checkpoint.keep": 9, **settings})
+    (folder / "run.yaml").rename(name)
+    return name
+
+
+def assert_same_model(found: Path, expected: Path, tolerance: float) -> None:
+    one, other = (load_file(each / "model" / "model.safetensors") for each in (found, expected))
+    assert one.keys() == other.keys()
+    for name, weight in other.items():
+        assert (one[name] - weight).norm() <= tolerance * weight.norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["divergences", "distributions", "route"])
+def test_gradients_under_every_layout(folder: Path, how: str) -> None:
+    """One teacher has a prefix, and without a route the student is its own teacher, too.
+
+    The student has four layers, so that all schedules are possible but the one that needs a teacher in the stages.
+    """
+    teachers = {
+        "teachers.math": {"model": str(folder / "math"), "prefix": "{answer}! "},
+        "teachers.code": {"model": str(folder / "code"), "weight": 2.0},
+    }
+    given = {"teachers.route": "subject"} if how == "route" else {"teachers.sum": how, "teachers.self": LIVE}
+    given |= {"student.model": str(deep_student(folder)), "train.steps": 2}
+    config = write(folder, f"parity {how}", **teachers, **given)
+    ranks = Ranks(2, "parity", config)
+    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    rows = [line for line in ranks[0].out.splitlines() if line.split(" ")[0] in AXES]
+    same = {line.split("  ")[0] for line in rows if line.endswith("  same")}
+    schedules = {f"pipeline 2, {each}" for each in SCHEMES if each != "1f1b_ahead"}
+    assert same == {"fsdp 2", "replicate 2", "tensor 2", "context 2", *schedules}
+    assert len(rows) == len(same) + 1
+
+
+def deep_student(folder: Path) -> Path:
+    if not (folder / "deep").exists():
+        config = LlamaConfig.from_pretrained(folder / "student", num_hidden_layers=4)
+        torch.manual_seed(1)
+        LlamaForCausalLM(config).save_pretrained(folder / "deep")
+        for each in (folder / "student").glob("tokenizer*"):
+            (folder / "deep" / each.name).write_bytes(each.read_bytes())
+    return folder / "deep"
+
+
+AXES = ("fsdp", "replicate", "tensor", "context", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def averaged(folder: Path) -> Path:
+    """A complete run of one process whose teacher is the student's average."""
+    config = write(folder, "averaged", **{"teachers.slow": AVERAGE, "teachers.math": {"model": str(folder / "math")}})
+    run("distill", config, f"out={folder / 'averaged'}")
+    return folder / "averaged"
+
+
+def test_a_run_with_an_average_is_resumed_exactly(folder: Path, averaged: Path) -> None:
+    step = averaged / "checkpoints" / "step-00000002"
+    stored = [name for each in (step / "resume").glob("*.safetensors") for name in load_file(each)]
+    assert any(name.startswith("average.") for name in stored)
+    run("distill", folder / "averaged.yaml", f"out={folder / 'resumed'}", f"checkpoint.resume={step}")
+    assert_same_model(folder / "resumed", averaged, 0.0)
+
+
+def test_a_checkpoint_without_the_average_is_refused(folder: Path, averaged: Path) -> None:
+    """The weights of a run without an average cannot continue one with it."""
+    plain = write(folder, "plain", **{"teachers.math": {"model": str(folder / "math")}})
+    run("distill", plain, f"out={folder / 'plain'}")
+    step = folder / "plain" / "checkpoints" / "step-00000002"
+    out = f"out={folder / 'from plain'}"
+    refused = run("distill", folder / "averaged.yaml", out, f"checkpoint.resume={step}", code=1)
+    assert "'average." in refused.err
+    assert "absent in the checkpoint" in refused.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "of_teacher"),
+    [("fsdp=2", "context=2"), ("tensor=2", "fsdp=2"), ("context=2", ""), ("pipeline=2", "")],
+)
+def test_the_model_of_one_process_with_an_average(folder: Path, averaged: Path, layout: str, of_teacher: str) -> None:
+    """of_teacher: the layout of the other teacher, if it has one of its own."""
+    out = folder / f"averaged {layout}"
+    own = [f"teachers.math.parallel.{of_teacher}"] if of_teacher else []
+    ranks = Ranks(2, "distill", folder / "averaged.yaml", f"out={out}", f"parallel.{layout}", *own)
+    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    assert_same_model(out, averaged, 1e-4)
+    for one, other in zip(metrics(out), metrics(averaged), strict=True):
+        for key in ("loss/total_nats_per_token", "eval/forward_kl/slow", "eval/forward_kl/math", "eval/forward_kl"):
+            assert one.get(key) == pytest.approx(other.get(key), rel=1e-4, abs=1e-7), key
+    resumed = folder / f"resumed {layout}"
+    step = averaged / "checkpoints" / "step-00000004"
+    again = Ranks(
+        2, "distill", folder / "averaged.yaml", f"out={resumed}", f"checkpoint.resume={step}", f"parallel.{layout}"
+    )
+    assert again.wait(LIMIT) == [0, 0], again.err
+    assert_same_model(resumed, averaged, 1e-4)
+
+
+def test_the_first_lines_name_every_teacher(folder: Path) -> None:
+    config = write(
+        folder,
+        "words",
+        **{
+            "teachers.math": {"model": str(folder / "math"), "weight": 3.0},
+            "teachers.slow": AVERAGE,
+            "teachers.self": LIVE,
+        },
+    )
+    checked = run("check", config, f"out={folder / 'words'}")
+    first = checked.out.splitlines()[0]
+    for part in ("0.6 × math: ", "0.2 × slow: the student's average (decay 0.5)", "0.2 × self: the student ("):
+        assert part in first, first

@@ -1,0 +1,119 @@
+"""Runs from a cache under layouts, and caches that several processes write: the model of one process."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from kit.ranks import Ranks
+from kit.runs import Command, contents, run, write_run
+from safetensors.torch import load_file
+
+from stillhouse.tools.write_cache import write_cache
+
+LIMIT = 180
+SHARD_BYTES = 5000
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a cache of hidden states, one of top-k ids, and for each a run from it in one process."""
+    folder = tmp_path_factory.mktemp("cached")
+    write_run(folder, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
+    for signal in ("hidden", "top_k"):
+        options = ("--signal", signal, "--top-k", "9") if signal == "top_k" else ("--signal", signal)
+        run("cache", folder / "run.yaml", "--out", folder / f"cache {signal}", *options)
+    for signal in ("hidden", "top_k"):
+        cached = {"teacher.cache": str(folder / f"cache {signal}"), "out": str(folder / f"one {signal}")}
+        write_run(folder, cached=True, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"}, **cached)
+        shutil.copy(folder / "run.yaml", folder / f"{signal}.yaml")
+        run("distill", folder / f"{signal}.yaml")
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["hidden", "top_k"])
+@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "context=2", "pipeline=2"])
+def test_the_model_of_one_process(workspace: Path, signal: str, layout: str) -> None:
+    out = workspace / f"{signal} {layout}"
+    ranks = Ranks(2, "distill", workspace / f"{signal}.yaml", f"out={out}", f"parallel.{layout}")
+    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    expected, found = weights(workspace / f"one {signal}"), weights(out)
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_cache_of_one(workspace: Path) -> None:
+    write_run(workspace, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
+    out = workspace / "of two"
+    ranks = Ranks(2, "cache", workspace / "run.yaml", "--out", out)
+    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    assert contents(out) == contents(workspace / "cache hidden")
+
+
+@pytest.mark.slow
+def test_two_processes_draw_what_one_draws(workspace: Path) -> None:
+    config = write_run(workspace, **{"objective.loss": "forward_kl"})
+    options = ("--signal", "sampled", "--packed")
+    ranks = Ranks(2, "cache", workspace / "run.yaml", "--out", workspace / "two", *options, hook=small_shards)
+    assert ranks.wait(LIMIT) == [0, 0], ranks.err
+    write_cache(config, workspace / "one", "sampled", top_k=50, packed=True, shard_bytes=SHARD_BYTES)
+    assert len(list((workspace / "one" / "shards").glob("*.safetensors"))) > 3
+    assert contents(workspace / "two") == contents(workspace / "one")
+
+
+def small_shards() -> None:
+    from stillhouse.tools import cache_folder
+
+    cache_folder.SHARD_BYTES = SHARD_BYTES
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_continues(workspace: Path) -> None:
+    """Whatever it was doing: a kill at twenty instants of one cache."""
+    config = write_run(workspace, **{"objective.loss": "0.3*cross_entropy + 0.7*forward_kl"})
+    out, kills = workspace / "killed", 0
+    for instant in [*range(1, 21), 1000]:
+        command = Command("cache", workspace / "run.yaml", "--out", out, hook=kill_at, hook_arguments=(instant,))
+        code = command.wait(LIMIT)
+        assert code in (0, -9), command.err
+        kills += code == -9
+    assert code == 0
+    write_cache(config, workspace / "whole", "hidden", shard_bytes=SHARD_BYTES)
+    assert kills >= 15
+    assert contents(out) == contents(workspace / "whole")
+
+
+def kill_at(instant: int) -> None:
+    """Kill this process at its `instant`-th call that makes something of the cache visible or durable."""
+    import os
+    import signal
+
+    from stillhouse.output import files
+    from stillhouse.tools import cache_folder, write_cache
+
+    cache_folder.SHARD_BYTES = SHARD_BYTES
+    calls = 0
+
+    def counted(holder: object, name: str) -> None:
+        original = getattr(holder, name)
+
+        def wrapped(*arguments: object, **options: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == instant:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **options)
+
+        setattr(holder, name, wrapped)
+
+    counted(files, "flush")
+    counted(cache_folder, "flush")
+    counted(cache_folder, "save_file")
+    counted(write_cache, "save_teacher")

@@ -1,0 +1,132 @@
+"""Runs with a served teacher under layouts, and with processes that are killed: the model of the undisturbed run."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kit.faulty_proxy import Proxy, proxy_to, reset, slow
+from kit.ranks import Ranks
+from kit.runs import Command, metrics, run, session_of, wait_for, write_run
+from kit.serving import Server
+from safetensors.torch import load_file
+
+from stillhouse.serving.wire import SAFETENSORS, decode_request
+
+LIMIT = 180
+OBJECTIVE = {"objective.loss": "0.3*cross_entropy + 0.7*forward_kl", "checkpoint.every": 2}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run of the teacher in the job, in one process."""
+    folder = tmp_path_factory.mktemp("served")
+    write_run(folder, **OBJECTIVE, out=str(folder / "in the job"))
+    run("distill", folder / "run.yaml")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(workspace: Path) -> Iterator[str]:
+    with Server(workspace / "teacher") as started:
+        yield started.url
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_same_model(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
+    one, other = weights(found), weights(expected)
+    assert one.keys() == other.keys()
+    for name, weight in other.items():
+        assert (one[name] - weight).norm() <= tolerance * weight.norm(), name
+
+
+def rows_asked(proxy: Proxy) -> int:
+    """How many rows were asked for in all requests."""
+    requests = [decode_request(each, SAFETENSORS, 4096)[1] for each in proxy.bodies]
+    return sum(len(document.rows) for documents in requests for document in documents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "context=2", "pipeline=2"])
+@pytest.mark.parametrize("kind", ["hidden", "chosen"])
+def test_the_model_of_one_process_and_each_row_is_fetched_once(
+    workspace: Path, server: str, layout: str, kind: str
+) -> None:
+    asked, out = {}, {}
+    with proxy_to(server) as (proxy, url):
+        settings = {"teacher.url": url, "teacher.signal": kind, "teacher.top_k": 9, "data.eval": 0.0}
+        session_of(workspace, cached=True, **OBJECTIVE, **settings).close()
+        proof = rows_asked(proxy)
+        for name, processes, override in (("one", 1, "seed=0"), ("two", 2, f"parallel.{layout}")):
+            proxy.bodies.clear()
+            out[name] = workspace / f"{kind} {layout} {name}"
+            ranks = Ranks(processes, "distill", workspace / "run.yaml", f"out={out[name]}", override)
+            assert ranks.wait(LIMIT) == [0] * processes, ranks.err
+            asked[name] = rows_asked(proxy) - processes * proof
+    assert_same_model(out["two"], out["one"], 1e-4)
+    assert asked["one"] == asked["two"] > 0
+
+
+@pytest.mark.slow
+def test_fifty_steps_have_the_losses_of_the_teacher_in_the_job(workspace: Path, server: str) -> None:
+    losses = {}
+    for name, settings in (("job", {}), ("server", {"teacher.url": server})):
+        out = workspace / f"fifty {name}"
+        write_run(workspace, cached=name == "server", **OBJECTIVE, **settings, **{"train.steps": 50, "out": str(out)})
+        run("distill", workspace / "run.yaml")
+        losses[name] = [each["loss/total_nats_per_token"] for each in metrics(out) if "train/learning_rate" in each]
+    assert len(losses["job"]) == 50
+    assert losses["server"] == pytest.approx(losses["job"], abs=1e-6)
+    assert_same_model(workspace / "fifty server", workspace / "fifty job")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_within_a_request_and_started_again(workspace: Path) -> None:
+    with Server(workspace / "teacher") as second, proxy_to("") as (proxy, url):
+        first = Server(workspace / "teacher").__enter__()
+        proxy.upstream = first.url
+        write_run(workspace, cached=True, **OBJECTIVE, **{"teacher.url": url, "out": str(workspace / "killed")})
+        proxy.faults = [slow] * 1000
+        command = Command("distill", workspace / "run.yaml")
+        wait_for(lambda: proxy.scored > 5)
+        first.first.send(signal.SIGKILL)
+        first.client.close()
+        threading.Timer(2.0, lambda: setattr(proxy, "upstream", second.url)).start()
+        assert command.wait(LIMIT) == 0, command.err
+    assert "fails, and is asked again" in command.out
+    assert "answers again" in command.out
+    assert_same_model(workspace / "killed", workspace / "in the job")
+
+
+@pytest.mark.slow
+def test_a_signal_is_obeyed_while_no_server_answers(workspace: Path, server: str) -> None:
+    out = workspace / "terminated"
+    with proxy_to(server) as (proxy, url):
+        write_run(workspace, cached=True, **OBJECTIVE, **{"teacher.url": url, "out": str(out)})
+        proxy.after(7, [reset] * 100_000)
+        command = Command("distill", workspace / "run.yaml")
+        wait_for(lambda: "fails, and is asked again" in command.out)
+        command.send(signal.SIGTERM)
+        assert command.wait(20) == 143, command.err
+    assert "resuming from" in run("distill", workspace / "run.yaml", f"teacher.url={server}").out
+    assert_same_model(out, workspace / "in the job")
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_with_requests_under_way_resumes(workspace: Path, server: str) -> None:
+    out = workspace / "trainer"
+    with proxy_to(server) as (proxy, url):
+        write_run(workspace, cached=True, **OBJECTIVE, **{"teacher.url": url, "out": str(out)})
+        proxy.faults = [slow] * 1000
+        command = Command("distill", workspace / "run.yaml")
+        wait_for(lambda: any((out / "checkpoints").glob("step-????????")))
+        wait_for(lambda: proxy.under_way > 0)
+        command.send(signal.SIGKILL)
+        assert command.wait() == -9
+        assert "resuming from" in run("distill", workspace / "run.yaml").out
+    assert_same_model(out, workspace / "in the job")

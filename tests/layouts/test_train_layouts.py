@@ -1,0 +1,393 @@
+"""Complete runs in several processes give the model of one process, can resume under any layout, and report errors.
+
+A fork server starts most of these processes, because it imports torch and transformers only once. torchrun starts
+those whose end depends on it: errors that all ranks find, a job that loses a rank, and its restart.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
+from kit.ranks import Ranks
+from kit.runs import Command, metrics, save_model, wait_for, write_run
+from safetensors.torch import load_file
+
+from stillhouse.cli import USAGE
+from stillhouse.libraries import FEATURES, is_supported
+
+LIMIT = 180
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models, data, run.yaml, and a complete run in one process with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("layouts")
+    write_run(folder, family="llama", tied=True, **{"checkpoint.every": 1, "checkpoint.keep": 9})
+    distill(folder, "one process", 1)
+    return folder
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended. returncode: the first exit code that is not 0. stdout, stderr: those of all ranks."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def distill(folder: Path, out: str, processes: int, *overrides: str) -> Ended:
+    arguments = ("distill", folder / "run.yaml", f"out={folder / out}", *overrides)
+    if processes == 1:
+        command = Command(*arguments)
+        return Ended(command.wait(LIMIT), command.out, command.err)
+    ranks = Ranks(processes, *arguments)
+    code = next(filter(None, ranks.wait(LIMIT)), 0)
+    return Ended(code, "".join(each.out for each in ranks), "".join(each.err for each in ranks))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def lines(folder: Path) -> list[str]:
+    """Return the log's records of a run's steps."""
+    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss/' in line]
+
+
+def last_evaluation(folder: Path) -> str:
+    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"eval/' in line][-1]
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    expected, found = weights(one), weights(other)
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name
+    for name in ("config.json", "generation_config.json"):
+        assert (one / "model" / name).read_text() == (other / "model" / name).read_text()
+    assert_same_held_out_text(one, other)
+
+
+def assert_same_held_out_text(one: Path, other: Path) -> None:
+    """Compare the held-out texts of two nearly equal models. The order of nearly equally likely tokens may differ."""
+    expected, found = (json.loads((run / "tokens.json").read_text())["documents"] for run in (one, other))
+    assert [each["source"] for each in found] == [each["source"] for each in expected]
+    tokens, others = ([token for each in documents for token in each["tokens"]] for documents in (found, expected))
+    for here, there in zip(tokens, others, strict=True):
+        assert (here["text"], here["target"]) == (there["text"], there["target"])
+        assert here["kl"] == (None if there["kl"] is None else pytest.approx(there["kl"], rel=1e-2, abs=1e-3))
+        for side in ("teacher", "student"):
+            assert [value for _, value in here[side]] == pytest.approx([value for _, value in there[side]], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_layouts(workspace: Path) -> None:
+    """One process → fsdp → tensor → pipeline → one process; each resumes from a checkpoint of the previous run."""
+    before = workspace / "one process"
+    for step, out, processes, overrides in [
+        (1, "fsdp", 2, ["parallel.fsdp=2"]),
+        (2, "tensor", 2, ["parallel.tensor=2"]),
+        (3, "pipeline", 2, ["parallel.pipeline=2"]),
+        (4, "again", 1, []),
+    ]:
+        checkpoint = before / "checkpoints" / f"step-{step:08d}"
+        run = distill(workspace, out, processes, f"checkpoint.resume={checkpoint}", *overrides)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("resuming from") == 1
+        assert_same_model(workspace / "one process", workspace / out)
+        before = workspace / out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["context=2", "replicate=2", "pipeline=2"])
+def test_the_model_of_one_process(workspace: Path, layout: str) -> None:
+    run = distill(workspace, layout, 2, f"parallel.{layout}")
+    assert run.returncode == 0, run.stderr
+    assert_same_model(workspace / "one process", workspace / layout)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_runs_ahead(workspace: Path) -> None:
+    """Evaluations and checkpoints between steps change nothing, nor does a resume, where no signal exists yet."""
+    layout = ["parallel.pipeline=2", "parallel.schedule=1f1b_ahead", "eval.every=1", "checkpoint.every=1"]
+    resume = f"checkpoint.resume={workspace / 'one process' / 'checkpoints' / 'step-00000002'}"
+    for out, more in (("ahead", []), ("ahead, resumed", [resume])):
+        run = distill(workspace, out, 2, *layout, *more)
+        assert run.returncode == 0, run.stderr
+        assert_same_model(workspace / "one process", workspace / out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2"])
+def test_steps_of_one_sequence_leave_a_process_without_one(workspace: Path, layout: str) -> None:
+    short = ["train.tokens_per_step=32", "train.micro_batch_tokens=32", "eval.micro_batch_tokens=32"]
+    for out, processes, overrides in (
+        (f"one {layout}", 1, short),
+        (f"two {layout}", 2, [*short, f"parallel.{layout}"]),
+    ):
+        run = distill(workspace, out, processes, *overrides)
+        assert run.returncode == 0, run.stderr
+    assert_same_model(workspace / f"one {layout}", workspace / f"two {layout}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "fsdp=2 gather_dtype=bfloat16", "tensor=2", "pipeline=2"])
+def test_bfloat16_products_under_a_layout(workspace: Path, layout: str) -> None:
+    """The weights are close but not bitwise equal: where a gradient is nearly 0, rounding can change AdamW's step."""
+    keys = [f"parallel.{each}" for each in layout.split()]
+    for out, processes, overrides in (("bf16", 1, []), (f"bf16 {layout}", 2, keys)):
+        run = distill(workspace, out, processes, "train.precision=bf16", *overrides)
+        assert run.returncode == 0, run.stderr
+    expected, found = weights(workspace / "bf16"), weights(workspace / f"bf16 {layout}")
+    for name, weight in expected.items():
+        assert (found[name] - weight).norm() <= 2e-2 * weight.norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["parallel.fsdp=2", "teacher.parallel.tensor=2"],
+        ["parallel.pipeline=2", "teacher.parallel.context=2"],
+        ["parallel.tensor=2", "teacher.parallel.pipeline=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_teacher_in_a_layout_of_its_own(workspace: Path, layouts: list[str]) -> None:
+    """Sequences have different lengths, and the run evaluates. In steps of one sequence, some ranks have none."""
+    for overrides in ([], ["train.tokens_per_step=32", "train.micro_batch_tokens=32"]):
+        names = [f"{which} {len(overrides)} {' '.join(layouts)}" for which in ("one process", "separate")]
+        for out, processes, more in zip(names, (1, 2), ([], layouts), strict=True):
+            run = distill(workspace, out, processes, *overrides, *more)
+            assert run.returncode == 0, run.stderr
+        (line,) = (each for each in run.stdout.splitlines() if each.startswith("layout: "))
+        assert re.fullmatch(r"layout: (fsdp|pipeline|tensor) 2.*; teacher: (tensor|context|pipeline) 2.*", line)
+        assert_same_model(*(workspace / name for name in names))
+        expected, found = (json.loads(last_evaluation(workspace / name)) for name in names)
+        assert found["eval/forward_kl"] == pytest.approx(expected["eval/forward_kl"], rel=1e-4)
+
+
+@pytest.mark.skipif(not is_supported("expert parallelism"), reason="expert parallelism needs a later transformers")
+@pytest.mark.slow
+def test_experts_in_a_run(tmp_path: Path) -> None:
+    """Experts are read one by one from the files, split over the ranks, balanced, and written one by one."""
+    write_run(tmp_path, family="qwen3_moe", **{"objective.router_aux_loss": 0.1, "checkpoint.every": 3})
+    layouts = {"expert": ["parallel.fsdp=2", "parallel.expert=2"], "tensor": ["parallel.tensor=2"]}
+    assert distill(tmp_path, "one process", 1).returncode == 0
+    for out, overrides in layouts.items():
+        resume = tmp_path / "one process" / "checkpoints" / "step-00000003"
+        run = distill(tmp_path, out, 2, *overrides, f"checkpoint.resume={resume}")
+        assert run.returncode == 0, run.stderr
+        assert_same_model(tmp_path / "one process", tmp_path / out)
+        last, expected = (json.loads(lines(tmp_path / each)[-1]) for each in (out, "one process"))
+        assert last["loss/router_aux"] == pytest.approx(expected["loss/router_aux"], rel=1e-4)
+    rows = under_torchrun("parity", tmp_path / "run.yaml").stdout.splitlines()
+    assert any(row.startswith("fsdp 2 × expert 2 ") and row.endswith("same") for row in rows), rows
+
+
+REFUSED = {
+    "parallel.pipeline=2 parallel.schedule=zbv": "4 pipeline stages for a student of 2 layers",
+    "parallel.tensor=4": "parallel: tensor 4 needs 4 processes, but torchrun started 2",
+    "parallel.offload=true": "parallel.offload: got true on a CPU",
+    "teacher.parallel.tensor=4": "teacher.parallel: tensor 4 needs 4 processes, but torchrun started 2",
+    "parallel.expert=3": "parallel.expert: got 3, with fsdp × context × tensor = 2 and tensor = 1",
+    "parallel.expert=2": "parallel: expert=2 for models without experts"
+    if is_supported("expert parallelism")
+    else f"expert parallelism needs {' '.join(FEATURES['expert parallelism'][:2])} or later",
+    "objective.router_aux_loss=1.0": "objective.router_aux_loss: model type 'llama' has no routers",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [(overrides.split(), message) for overrides, message in REFUSED.items()],
+    ids=list(REFUSED),
+)
+def test_an_impossible_layout_ends_with_one_error(workspace: Path, overrides: list[str], message: str) -> None:
+    run = under_torchrun("distill", workspace / "run.yaml", f"out={workspace / 'refused'}", *overrides)
+    assert run.returncode != 0
+    assert sum(line.startswith("error") for line in run.stderr.splitlines()) == 1, run.stderr
+    assert f"error: {message}" in run.stderr or message in run.stderr
+    assert not (workspace / "refused").exists()
+
+
+def test_usage_is_the_exit_code_of_a_wrong_layout(workspace: Path) -> None:
+    run = distill(workspace, "refused", 1, "parallel.fsdp=2")
+    assert run.returncode == USAGE
+    assert "there is one, without torchrun" in run.stderr
+
+
+@pytest.mark.slow
+def test_parity_is_a_command(workspace: Path) -> None:
+    run = under_torchrun("parity", workspace / "run.yaml")
+    assert run.returncode == 0, run.stderr
+    header, *rows = run.stdout.splitlines()
+    assert header.split() == ["layout", "loss", "gradient", "verdict"]
+    verdicts = {row[:28].strip(): row.split()[-1] for row in rows if "not possible" not in row}
+    assert {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b"} <= verdicts.keys()
+    assert set(verdicts.values()) == {"same"}
+    assert sum("expected at most one stage per layer" in row for row in rows) == 3
+
+
+@pytest.fixture(scope="module")
+def failing_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Students and data of two runs that fail: one on an infinite or NaN loss, one on such a gradient."""
+    folder = tmp_path_factory.mktemp("failing")
+    with_odd_line(folder)
+    for name, change in (("loss", vanished), ("gradient", vanishing)):
+        save_model(folder / name, tied=False, seed=1, change=change)
+    write_run(
+        folder, **{"data.train": str(folder / "odd.jsonl"), "data.eval": 0, "train.steps": 8, "checkpoint.every": 0}
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("what", "layout"),
+    [
+        ("loss", "fsdp=2"),
+        *(
+            pytest.param(what, layout, marks=pytest.mark.slow)
+            for what, layouts in (
+                ("loss", ["tensor=2", "context=2", "pipeline=2", "pipeline=2 schedule=1f1b_ahead"]),
+                ("gradient", ["fsdp=2", "tensor=2", "pipeline=2"]),
+            )
+            for layout in layouts
+        ),
+    ],
+)
+def test_a_value_that_is_not_finite_is_found_as_in_one_process(failing_runs: Path, what: str, layout: str) -> None:
+    """The error names the same term or parameter, and the same line of the data."""
+    found = []
+    keys = [f"parallel.{each}" for each in layout.split()]
+    for processes, out, overrides in ((1, f"{what} one process", []), (2, f"{what} {layout}", keys)):
+        run = distill(failing_runs, out, processes, f"student.model={failing_runs / what}", *overrides)
+        assert run.returncode != 0
+        found += re.findall(rf"step (\d+): the {what} is not finite .*?: (.*?)\. No weight was changed", run.stderr)[
+            :1
+        ]
+        shutil.rmtree(failing_runs / out)
+    assert run.stderr.count("No weight was changed by this step") == 1
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert f"on {failing_runs}/odd.jsonl:{LINE}" in found[0][1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_takes_the_job_with_it(workspace: Path) -> None:
+    job = start(workspace, "killed", "train.steps=100000")
+    try:
+        ranks = ranks_after_first_checkpoint(job, workspace / "killed")
+        os.kill(ranks[1], signal.SIGKILL)
+        assert job.wait(timeout=30) != 0
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    finally:
+        job.kill()
+
+
+@pytest.mark.slow
+def test_a_job_whose_torchrun_is_killed_ends(workspace: Path) -> None:
+    """Its processes do not train on without torchrun, and the same command continues at once."""
+    out, printed = workspace / "orphans", workspace / "orphans.err"
+    job = start(workspace, out.name, "train.steps=100000", errors=printed)
+    ranks: list[int] = []
+    try:
+        ranks = ranks_after_first_checkpoint(job, out)
+        job.kill()
+        job.wait()
+        wait_for(lambda: not any(map(running, ranks)), 10)
+    finally:
+        job.kill()
+        for rank in filter(running, ranks):
+            os.kill(rank, signal.SIGKILL)
+    assert printed.read_text() == (
+        f"error: torchrun (process {job.pid}), which started this process, is gone; a run continues from its last "
+        "checkpoint\n"
+    )
+    again = Ranks(2, "distill", workspace / "run.yaml", f"out={out}", "train.steps=100000")
+    wait_for(lambda: "resuming from" in again[0].out, LIMIT)
+    again.send(signal.SIGKILL)
+    again.wait()
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that has ended may still be listed until its new parent has noticed its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "killed"), [("fsdp", 1), ("pipeline", 0)])
+def test_a_job_that_torchrun_restarts_continues(workspace: Path, layout: str, killed: int) -> None:
+    """It resumes from its last checkpoint and ends with the model of an undisturbed job. Rank 0 is the writer."""
+    quiet, disturbed = workspace / f"quiet {layout}", workspace / f"disturbed {layout}"
+    overrides = [f"parallel.{layout}=2", "train.steps=20", "checkpoint.every=5", "checkpoint.keep=1"]
+    run = distill(workspace, quiet.name, 2, *overrides)
+    assert run.returncode == 0, run.stderr
+    job = start(workspace, disturbed.name, *overrides, launcher=["--max-restarts", "1"])
+    try:
+        ranks = ranks_after_first_checkpoint(job, disturbed)
+        os.kill(ranks[killed], signal.SIGKILL)
+        assert job.wait(timeout=LIMIT) == 0
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    finally:
+        job.kill()
+    assert (disturbed / "model" / "model.safetensors").read_bytes() == (
+        quiet / "model" / "model.safetensors"
+    ).read_bytes()
+    assert trained_steps(disturbed) == trained_steps(quiet) == list(range(1, 21))
+    assert {path.name for path in (disturbed / "checkpoints").iterdir()} == {
+        path.name for path in (quiet / "checkpoints").iterdir()
+    }
+
+
+def trained_steps(run: Path) -> list[int]:
+    return [each["step"] for each in metrics(run) if "train/learning_rate" in each]
+
+
+def start(
+    folder: Path, out: str, *overrides: str, launcher: Sequence[str] = (), errors: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start two processes with torchrun. Do not wait for their end. errors: the file for their stderr."""
+    command = [*TORCHRUN, *launcher, "-m", "stillhouse", "distill", folder / "run.yaml", f"out={folder / out}"]
+    with open(errors or os.devnull, "wb") as stderr:
+        return subprocess.Popen(
+            [*command, *overrides],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+
+
+def under_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [*TORCHRUN, "-m", "stillhouse", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+def ranks_after_first_checkpoint(job: subprocess.Popen[bytes], run: Path) -> list[int]:
+    """Return the process ids of a job's ranks, in the order of the ranks."""
+    deadline = time.monotonic() + LIMIT
+    while not any(run.glob("checkpoints/step-????????/state.json")):
+        assert time.monotonic() < deadline
+        assert job.poll() is None
+        time.sleep(0.05)
+    ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+    assert len(ranks) == 2
+    return ranks

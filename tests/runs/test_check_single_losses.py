@@ -1,0 +1,60 @@
+"""`stillhouse check` shows each loss alone: their gradients add up to that of the step."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.runs import session_of, write_run
+
+from stillhouse.libraries import is_supported
+from stillhouse.run.session import Session
+from stillhouse.tools.check import _forward_backward, _single_terms, check
+
+LOSS = "0.3*cross_entropy + 0.1*z_loss + 0.7*jsd(0.5) + 0.01*entropy"
+needs_mtp = pytest.mark.skipif(not is_supported("multi-token prediction"), reason="needs a later transformers")
+HIDDEN = [{"student": 1, "teacher": 1, "loss": "mse", "scale": 0.1}]
+
+
+def gradient(session: Session, engine: Any) -> torch.Tensor:
+    engine.zero_grad()
+    micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
+    _forward_backward(session, engine, micro_batches)
+    found = [each.grad for _, each in session.runner.named_parameters() if each.requires_grad]
+    return torch.cat([torch.zeros(1) if each is None else each.flatten().double() for each in found])
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "names"),
+    [
+        ("qwen3_moe", {"objective.router_aux_loss": 0.1}, ["router_aux"]),
+        ("llama", {"objective.hidden": HIDDEN}, ["objective.hidden"]),
+        pytest.param("qwen3", {"student.mtp": {"depths": 1, "scale": 0.3}}, ["student.mtp"], marks=needs_mtp),
+        pytest.param(
+            *("qwen3", {"student.mtp": {"depths": 1}, "objective.hidden": HIDDEN}),
+            ["student.mtp", "objective.hidden"],
+            marks=needs_mtp,
+        ),
+        ("llama", {}, []),
+    ],
+)
+def test_the_gradients_add_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, settings: dict[str, Any], names: list[str]
+) -> None:
+    settings = {"objective.loss": LOSS, **settings}
+    session = session_of(tmp_path, family=family, **settings)
+    engine = session.engine
+    whole = gradient(session, engine)
+    further = list(engine.single_losses())
+    assert [name for name, _ in further] == names
+    terms = [engine.with_objective(spec) for name, spec in _single_terms(session.spec) if name != "cross_entropy"]
+    each = [gradient(session, other) for other in [*terms, *(other for _, other in further)]]
+    assert all(float(one.norm()) > 0 for one in each)
+    total = torch.stack(each).sum(0)
+    assert (total - whole).norm() <= 1e-5 * whole.norm()
+    check(write_run(tmp_path, family=family, **settings))
+    shown = capsys.readouterr().out
+    for name, one in zip(names, each[len(terms) :], strict=True):
+        (norm,) = re.findall(rf"^  {re.escape(name)} +gradient norm (\S+)$", shown, re.MULTILINE)
+        assert float(norm) == pytest.approx(float(one.norm()), rel=1e-3)

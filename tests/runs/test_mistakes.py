@@ -1,0 +1,105 @@
+"""Mistakes that users make, each in a process of its own: one line that says what to do, the right exit code.
+
+tests/mistakes/*.yaml lists them. `run` is the command line in a folder with run.yaml, the models `student` and
+`teacher`, train.jsonl and eval.jsonl; `files` are written first (a value of null removes a file), and `environment`
+are variables. `fresh` asks for a process that has imported nothing yet. `error` is a part of what is printed on
+stderr, and `code` the exit code. Nothing that was in the folder may change.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+from kit.runs import Command, contents, write_run
+
+LISTS = sorted((Path(__file__).parents[1] / "kit" / "mistakes").glob("*.yaml"))
+MISTAKES = [
+    pytest.param(each, id=f"{path.stem}: {each['name']}")
+    for path in LISTS
+    for each in YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+]
+#: every so many-th mistake is tried in `make test`
+QUICK = 12
+RUN = """
+student: {model: student}
+teacher: {model: teacher}
+data: {train: train.jsonl, eval: eval.jsonl, max_tokens: 32}
+objective: {loss: 0.3*cross_entropy + 0.7*jsd(0.5)}
+train: {tokens_per_step: 128, micro_batch_tokens: 64, steps: 2, learning_rate: 1e-3, precision: fp32}
+device: cpu
+out: runs/a
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    write_run(folder)
+    (folder / "run.yaml").write_text(RUN, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("mistake", MISTAKES[::QUICK])
+def test_a_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
+    require_one_line(folder, tmp_path, mistake)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [each for number, each in enumerate(MISTAKES) if number % QUICK])
+def test_every_mistake_is_one_line(folder: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
+    require_one_line(folder, tmp_path, mistake)
+
+
+def test_the_list_is_long_and_names_each_mistake_once() -> None:
+    names = [each.id for each in MISTAKES]
+    assert len(names) >= 150
+    assert len(set(names)) == len(names)
+
+
+def in_process(
+    arguments: list[str], place: Path, environment: dict[str, str], *, is_fresh: bool
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command. is_fresh: in a process that has imported nothing yet."""
+    if is_fresh:
+        found = subprocess.run(
+            [sys.executable, "-m", "stillhouse", *arguments],
+            cwd=place,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return found.returncode, found.stdout, found.stderr
+    command = Command(*arguments, hook=os.chdir, hook_arguments=(place,), environment=environment)
+    return command.wait(120), command.out, command.err
+
+
+def require_one_line(folder: Path, place: Path, mistake: dict[str, Any]) -> None:
+    for each in folder.iterdir():
+        if each.is_dir():
+            shutil.copytree(each, place / each.name)
+        else:
+            shutil.copy(each, place)
+    for name, content in mistake.get("files", {}).items():
+        path = place / name
+        if content is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+    before = contents(place)
+    environment = {name: str(value) for name, value in mistake.get("environment", {}).items()}
+    arguments = [str(each) for each in mistake["run"]]
+    code, out, err = in_process(arguments, place, environment, is_fresh=mistake.get("fresh", False))
+    shown = f"{' '.join(arguments)}\nexit code {code}, expected {mistake['code']}\n{out}\n{err}"
+    assert code == mistake["code"], shown
+    assert mistake["error"] in err, shown
+    assert "Traceback" not in err + out, shown
+    assert len(err.splitlines()) <= 10, shown
+    after = contents(place)
+    assert {name: after.get(name) for name in before} == before, shown

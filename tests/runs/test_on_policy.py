@@ -1,0 +1,436 @@
+"""On-policy runs in which the student writes in this process: schedules, resuming, layouts, objectives."""
+
+import json
+import math
+import shutil
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.families import build
+from kit.ranks import Ranks
+from kit.runs import Command, contents, metrics, write_records, write_run
+from safetensors.torch import load_file
+from kit.serving import Server
+from test_train_resume import signal_at
+from kit.toy_tokenizer import toy_tokenizer
+
+from stillhouse.checkpoint.identity import decisive_values
+from stillhouse.config import ConfigError, RunConfig
+from stillhouse.run.run import distill
+from stillhouse.run.session import prepare
+
+HOOKS = """
+def length(prompt, completion, record):
+    assert prompt.endswith("is") and record["completion"]
+    return float(len(completion))
+
+def nothing(prompt, completion, record):
+    return float("nan")
+
+def echo(prompt, completion, record):
+    return None if completion.count("!") >= 2 else " no!"
+"""
+
+
+def write(folder: Path, **settings: Any) -> RunConfig:
+    """Write a run with prompts. Its steps have four prompts with two completions each."""
+    folder.mkdir(exist_ok=True)
+    records = [{"prompt": f"Two and {number} is", "completion": f" {number + 2}."} for number in range(15)]
+    write_records(folder / "train.jsonl", records)
+    write_records(folder / "eval.jsonl", records[:5])
+    given = {
+        "objective.loss": "reverse_kl",
+        "rollout.max_new_tokens": 11,
+        "rollout.samples_per_prompt": 2,
+        "rollout.prompts_per_step": 4,
+        "data.max_tokens": 37,
+        "train.tokens_per_step": 37,
+        "train.micro_batch_tokens": 74,
+    }
+    return write_run(folder, **given | settings)
+
+
+def losses(out: Path) -> list[dict[str, float]]:
+    lines = [each for each in metrics(out) if "rollout/share" in each]
+    return [
+        {key: value for key, value in each.items() if not key.startswith(("speed/", "seconds"))} for each in lines
+    ]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "staleness", "expected"),
+    [
+        ("sync", 2, [0, 0, 0, 0, 0, 0]),
+        ("one_step_off", 2, [0, 1, 1, 1, 1, 1]),
+        ("two_step_off", 2, [0, 1, 2, 2, 2, 2]),
+        ("async", 2, [0, 1, 1, 1, 1, 1]),
+        ("async", 4, [0, 1, 2, 2, 2, 2]),
+    ],
+)
+def test_the_weights_that_wrote_a_token_are_as_old_as_the_schedule_says(
+    tmp_path: Path, schedule: str, staleness: int, expected: list[int]
+) -> None:
+    config = write(tmp_path, **{"rollout.schedule": schedule, "rollout.max_staleness": staleness})
+    out = distill(config)
+    assert [line["rollout/staleness_max"] for line in losses(out)] == expected
+    of_one_version = [
+        line["rollout/log_ratio_max"] for line, age in zip(losses(out), expected, strict=True) if not age
+    ]
+    assert max(of_one_version) < 1e-4
+    later = [line["rollout/log_ratio_max"] for line, age in zip(losses(out), expected, strict=True) if age]
+    assert not later or min(later) > 1e-4
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "two_step_off", "async"])
+def test_without_staleness_every_schedule_is_sync_to_the_bit(tmp_path: Path, schedule: str) -> None:
+    sync = distill(write(tmp_path, out=str(tmp_path / "sync")))
+    settings = {"rollout.schedule": schedule, "rollout.max_staleness": 0, "out": str(tmp_path / "other")}
+    other = distill(write(tmp_path, **settings))
+    assert losses(other) == losses(sync)
+    assert contents(other / "model") == contents(sync / "model")
+
+
+@pytest.mark.parametrize("at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 4))])
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off", "two_step_off", "async"])
+def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path, schedule: str, at: int) -> None:
+    """The run is killed after step `at` is logged; its last checkpoint is of an earlier step, or there is none."""
+    settings = {"rollout.schedule": schedule, "rollout.max_staleness": 4, "checkpoint.every": 2}
+    undisturbed = distill(write(tmp_path, **settings, out=str(tmp_path / "undisturbed")))
+    config = write(tmp_path, **settings)
+    out, run_yaml = Path(config.out), tmp_path / "run.yaml"
+    command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL, command.err
+    again = Command("distill", run_yaml)
+    assert again.wait() == 0, again.err
+    assert losses(out) == losses(undisturbed)
+    assert contents(out / "model") == contents(undisturbed / "model")
+
+
+def test_a_killed_run_with_several_turns_goes_on_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.chdir(tmp_path)
+    settings = {"rollout.environment": "hooks:echo", "rollout.stop": ["e", "a", "i"], "checkpoint.every": 2}
+    write(tmp_path, **settings, **{"rollout.schedule": "one_step_off", "objective.loss": "jsd(0.5)"})
+    run_yaml = tmp_path / "run.yaml"
+    undisturbed = Command("distill", run_yaml, f"out={tmp_path / 'undisturbed'}")
+    assert undisturbed.wait(120) == 0, undisturbed.err
+    command = Command("distill", run_yaml, hook=signal_at, hook_arguments=(3, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL, command.err
+    again = Command("distill", run_yaml)
+    assert again.wait(120) == 0, again.err
+    assert losses(tmp_path / "out") == losses(tmp_path / "undisturbed")
+    shown = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    assert any(not token["target"] for line in shown for token in json.loads(line)["tokens"])
+
+
+def test_a_checkpoint_without_its_samples_is_refused(tmp_path: Path) -> None:
+    config = write(tmp_path, **{"rollout.schedule": "one_step_off", "checkpoint.every": 2})
+    command = Command("distill", tmp_path / "run.yaml", hook=signal_at, hook_arguments=(5, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL
+    kept = Path(config.out) / "checkpoints" / "step-00000004" / "rollouts.safetensors"
+    content = kept.read_bytes()
+    kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = Command("distill", tmp_path / "run.yaml", "checkpoint.fallback=false")
+    assert again.wait() == 1
+    assert "rollouts.safetensors" in again.err
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("on_policy")
+    distill(write(folder, out=str(folder / "one"), **{"rollout.schedule": "one_step_off", "checkpoint.every": 3}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp=2", "pipeline=2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tensor=2", "context=2"))],
+)
+def test_two_processes_train_on_the_completions_of_one(one_process: Path, layout: str) -> None:
+    out = one_process / layout
+    ranks = Ranks(2, "distill", one_process / "run.yaml", f"parallel.{layout}", f"out={out}")
+    assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
+    for found, expected in zip(losses(out), losses(one_process / "one"), strict=True):
+        assert found["rollout/completion_tokens"] == expected["rollout/completion_tokens"]
+        assert found["loss/total_nats_per_token"] == pytest.approx(expected["loss/total_nats_per_token"], rel=1e-4)
+        assert found["train/gradient_norm"] == pytest.approx(expected["train/gradient_norm"], rel=1e-3)
+        assert found["rollout/staleness"] == expected["rollout/staleness"]
+        assert ("rollout/log_ratio_fresh" in found) == (found["step"] == 1)
+        assert found.get("rollout/log_ratio_fresh", 0.0) < 1e-5
+        assert found["rollout/log_ratio"] == pytest.approx(expected["rollout/log_ratio"], rel=1e-2, abs=1e-5)
+    for name, weight in weights(one_process / "one").items():
+        assert torch.allclose(weights(out)[name], weight, atol=1e-3), name
+
+
+def test_a_run_goes_on_under_another_layout_with_the_samples_of_the_first(one_process: Path) -> None:
+    out = one_process / "moved"
+    shutil.copytree(one_process / "one", out)
+    shutil.rmtree(out / "model")
+    shutil.rmtree(out / "checkpoints" / "step-00000006")
+    config = (out / "config.yaml").read_text().replace(str(one_process / "one"), str(out))
+    (out / "config.yaml").write_text(config)
+    ranks = Ranks(2, "distill", one_process / "run.yaml", "parallel.fsdp=2", f"out={out}")
+    assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
+    assert [each["rollout/completion_tokens"] for each in losses(out)] == [
+        each["rollout/completion_tokens"] for each in losses(one_process / "one")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("sampled_kl(k2)", {"rollout.schedule": "one_step_off"}),
+        ("sampled_kl(k3) + 0.01*entropy", {"rollout.correction": "masked"}),
+        ("policy_gradient + 0.1*reverse_kl", {"rollout.reward": "hooks:length"}),
+        ("policy_gradient(teacher_kl=1)", {"rollout.discount": 0.9, "rollout.temperature": 0.7}),
+        ("policy_gradient(clip_low=0.2, clip_high=0.3)", {"rollout.reward": "hooks:length", "rollout.top_k": 5}),
+        ("jsd(0.5)", {"rollout.environment": "hooks:echo", "rollout.stop": ["e"]}),
+        ("cross_entropy + jsd(0.5)", {"rollout.share": 0.5, "rollout.position_decay": 0.9}),
+        ("cross_entropy", {"rollout.writer": "teacher", "rollout.schedule": "one_step_off"}),
+    ],
+)
+def test_every_kind_of_objective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, settings: dict[str, Any]
+) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "hooks", raising=False)
+    out = distill(write(tmp_path, **{"objective.loss": loss, "train.steps": 3} | settings))
+    lines = losses(out)
+    assert len(lines) == 3
+    for line in lines:
+        assert line["train/gradient_norm"] > 0
+        assert ("rollout/reward" in line) == ("rollout.reward" in settings)
+        assert line["rollout/share"] == settings.get("rollout.share", 1.0)
+    before, after = load_file(tmp_path / "student" / "model.safetensors"), weights(out)
+    assert any(not torch.equal(before[name], each) for name, each in after.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "problem"),
+    [
+        ({"objective.loss": "policy_gradient"}, "rollout.reward", "expected a function"),
+        ({"rollout.reward": "hooks:length"}, "rollout.reward", "has no effect with objective.loss 'reverse_kl'"),
+        ({"objective.loss": "cross_entropy"}, "objective.loss", "cross_entropy counts on the dataset's completions"),
+        ({"rollout.writer": "teacher", "objective.loss": "sampled_kl(k2)"}, "objective.loss", "student's own"),
+        ({"rollout.max_new_tokens": 37}, "rollout.max_new_tokens", "leaves no room for a prompt"),
+        ({"objective.tokens": "all"}, "objective.tokens", "expected completion"),
+        ({"rollout.url": "http://127.0.0.1:1"}, "rollout.engine", "runs in this process, with rollout.url"),
+        ({"rollout.engine": "vllm"}, "rollout.url", "expected the address of the server"),
+        ({"rollout.reward": "hooks.length", "objective.loss": "policy_gradient"}, "rollout.reward", "package.module"),
+        ({"rollout.timeout": 5.0}, "rollout.timeout", "only with rollout.url"),
+        ({"rollout.discount": 0.5}, "rollout.discount", "only with policy_gradient"),
+        (
+            {"checkpoint.best": "eval/exact_match/sums", "eval.tasks": ["brackets"]},
+            "checkpoint.best",
+            "expected sums",
+        ),
+        ({"rollout.reward": "hooks:length", "rollout.samples_per_prompt": 1}, "rollout.samples_per_prompt", "got 1"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused_by_its_key(
+    tmp_path: Path, settings: dict[str, Any], key: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        prepare(write(tmp_path, **settings), announce=False)
+    assert raised.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        ("nowhere:length", "there is no module 'nowhere'"),
+        ("hooks:width", "hooks has no function 'width'"),
+        ("hooks:nothing", "nothing gives nan for the completion"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, problem: str
+) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "hooks", raising=False)
+    config = write(tmp_path, **{"objective.loss": "policy_gradient", "rollout.reward": reward})
+    with pytest.raises(ValueError, match=problem):
+        distill(config)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("teacher", ["in the job", pytest.param("served", marks=pytest.mark.slow)])
+def test_the_writers_log_probs_are_over_the_rows_that_training_counts(
+    tmp_path: Path, teacher: str, processes: int
+) -> None:
+    """The student's head has rows of padding that the teacher's lacks, so that a divergence does not count them."""
+    student = build("llama", seed=1, vocab_size=len(toy_tokenizer()) + 60, tied=False)
+    student.save_pretrained(tmp_path / "student")
+    toy_tokenizer().save_pretrained(tmp_path / "student")
+    settings = {"objective.loss": "reverse_kl + sampled_kl(k2)", "train.steps": 2, "parallel.fsdp": processes}
+    write(tmp_path, **settings)
+    with ExitStack() as servers:
+        if teacher == "served":
+            server = servers.enter_context(Server(tmp_path / "teacher"))
+            write(tmp_path, cached=True, **settings, **{"teacher.url": server.url})
+        ranks = Ranks(processes, "distill", tmp_path / "run.yaml")
+        assert ranks.wait() == [0] * processes, ranks.texts
+    for line in losses(tmp_path / "out"):
+        assert line["rollout/log_ratio_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_server_that_counts_rows_of_padding_is_warned_of(tmp_path: Path) -> None:
+    student = build("llama", seed=1, vocab_size=len(toy_tokenizer()) + 60, tied=False)
+    student.save_pretrained(tmp_path / "student")
+    toy_tokenizer().save_pretrained(tmp_path / "student")
+    with Server(tmp_path / "student", "--generate") as server:
+        served = {"rollout.engine": "stillhouse", "rollout.url": server.url, "train.steps": 1}
+        write(tmp_path, **served)
+        command = Command("distill", tmp_path / "run.yaml")
+        assert command.wait(120) == 0, command.err
+    rows = len(toy_tokenizer())
+    assert f"over all {rows + 60} rows of the student's head, and training's over the {rows} that" in command.out
+
+
+def test_a_decay_changes_no_mean_of_entropies(tmp_path: Path) -> None:
+    """The first step has the same completions, and the entropies of random models hardly depend on the place."""
+    settings = {"train.steps": 1, "objective.loss": "jsd(0.5)"}
+    first = [
+        losses(distill(write(tmp_path, **settings, **{"rollout.position_decay": decay, "out": str(tmp_path / name)})))
+        for name, decay in (("plain", 1.0), ("decayed", 0.5), ("vanishing", 1e-9))
+    ]
+    plain, *others = (each[0] for each in first)
+    for line in others:
+        assert line["tokens"] == plain["tokens"]
+        for key in ("train/student_entropy_nats", "train/teacher_entropy_nats"):
+            assert line[key] == pytest.approx(plain[key], rel=0.25)
+        assert line["loss/jsd(0.5)_nats_per_token"] < 0.5 * plain["loss/jsd(0.5)_nats_per_token"]
+        assert line["train/agreement"] <= 1
+
+
+def test_runs_of_versions_without_a_key_go_on(tmp_path: Path) -> None:
+    config = write(tmp_path)
+    assert "rollout.deviation" not in decisive_values(config)
+    assert config.rollout is not None
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"deviation": "sample"})})
+    assert decisive_values(other)["rollout.deviation"] == "sample"
+
+
+HUGE = """
+def huge(prompt, completion, record):
+    return 1e308 if len(completion) % 2 else -1e308
+"""
+
+
+def test_rewards_of_any_size_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "huge_rewards.py").write_text(HUGE)
+    monkeypatch.chdir(tmp_path)
+    settings = {"objective.loss": "policy_gradient + reverse_kl", "rollout.reward": "huge_rewards:huge"}
+    write(tmp_path, **settings)
+    command = Command("distill", tmp_path / "run.yaml")
+    assert command.wait(120) == 0, command.err
+    assert all(math.isfinite(line["rollout/reward_std"]) for line in losses(tmp_path / "out"))
+    assert max(line["rollout/reward_std"] for line in losses(tmp_path / "out")) > 1e307
+    centered = Command("distill", tmp_path / "run.yaml", "rollout.advantage=centered", f"out={tmp_path / 'centered'}")
+    assert centered.wait(120) == 1
+    assert (
+        "error: rollout.reward gives rewards from -1e+308 to 1e+308 for the completions of a prompt" in centered.err
+    )
+
+
+def test_prompts_alone_need_no_completions(tmp_path: Path) -> None:
+    config = write(tmp_path, **{"data.eval": 0, "train.steps": 2})
+    write_records(tmp_path / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
+    assert len(losses(distill(config))) == 2
+    held_out = write(tmp_path / "held_out", **{"data.eval": 0.3})
+    write_records(tmp_path / "held_out" / "train.jsonl", [{"prompt": f"Two and {number} is"} for number in range(15)])
+    with pytest.raises(ConfigError, match=r"data.eval: got 0\.3, but held-out metrics need completions"):
+        prepare(held_out, announce=False)
+
+
+def test_a_record_that_is_held_out_is_no_prompt(tmp_path: Path) -> None:
+    session = prepare(write(tmp_path, **{"data.eval": 0.3}), announce=False)
+    assert session.evaluation is not None
+    held_out, prompts = session.evaluation.documents, session.train.documents
+    assert len(held_out) + len(prompts) == 15
+    assert not held_out.overlap(prompts)
+
+
+def test_one_step_is_what_the_files_say(tmp_path: Path) -> None:
+    out = distill(write(tmp_path, **{"train.steps": 2}))
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {each["step"] for each in samples} == {1, 2}
+    for each in samples:
+        assert each["source"] == "student"
+        assert {token["version"] for token in each["tokens"]} == {each["step"] - 1}
+        assert all(token["divergence"] > 0 for token in each["tokens"])
+        assert each["prompt"].endswith("is")
+    lanes = {json.loads(line)["lane"] for line in (out / "timeline.jsonl").read_text().splitlines()}
+    assert lanes == {"rollout", "teacher", "trainer", "weights"}
+
+
+def test_check_writes_completions_of_a_first_step(tmp_path: Path) -> None:
+    write(tmp_path, **{"objective.loss": "reverse_kl + sampled_kl(k2)"})
+    command = Command("check", tmp_path / "run.yaml")
+    assert command.wait() == 0, command.err
+    for expected in ("6 of 8 completions, 2 of each prompt; 100%", "one step", "sampled_kl(k2)", "reverse_kl"):
+        assert expected in command.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_says_how_often_the_dataset_is_passed(tmp_path: Path) -> None:
+    write(tmp_path, **{"rollout.share": 0.5, "objective.loss": "cross_entropy + reverse_kl"})
+    command = Command("check", tmp_path / "run.yaml")
+    assert command.wait() == 0, command.err
+    # 6 steps with 4 of 8 completions each, and 15 documents
+    assert "24 of the completions are the dataset's, which has 15: 1.60 passes over it" in command.out
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tasks_are_evaluated_with_the_present_weights(tmp_path: Path, processes: int) -> None:
+    """Off-policy, too. The figures of two processes are those of one."""
+    settings = {"eval.tasks": ["sums(2:3)"], "eval.task_count": 6, "eval.task_tokens": 5, "eval.every": 2}
+    write_run(tmp_path, **settings)
+    arguments = ("distill", tmp_path / "run.yaml")
+    if processes == 1:
+        command = Command(*arguments)
+        assert command.wait(120) == 0, command.err
+        assert "exact match/sums 0.0000" in command.out
+        assert "length" not in command.out
+    else:
+        ranks = Ranks(2, *arguments, "parallel.fsdp=2")
+        assert ranks.wait(180) == [0, 0], "".join(each.err for each in ranks)
+    found = [line for line in metrics(tmp_path / "out") if "eval/exact_match/sums" in line]
+    assert [line["step"] for line in found] == [0, 2, 4, 6]
+    for line in found:
+        assert line["eval/tasks_truncated"] > 0
+        assert {"eval/exact_match/sums/length_2", "eval/exact_match/sums/length_3", "eval/cross_entropy"} <= set(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("0.5*reverse_kl + policy_gradient", {"rollout.reward": "hooks:length", "rollout.position_decay": 0.9}),
+        ("sampled_kl(k2)", {"rollout.temperature": 0.7}),
+        ("policy_gradient(teacher_kl=1) + jsd(0.5)", {}),
+    ],
+)
+def test_the_gradients_of_the_same_completions_under_every_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, settings: dict[str, Any]
+) -> None:
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    write(tmp_path, **{"objective.loss": loss, "data.eval": 0} | settings)
+    monkeypatch.chdir(tmp_path)
+    ranks = Ranks(2, "parity", tmp_path / "run.yaml")
+    assert ranks.wait(240) == [0, 0], "".join(each.out + each.err for each in ranks)
+    rows = [line for line in ranks[0].out.splitlines() if line.endswith("  same")]
+    same = {line.split("  ")[0] for line in rows}
+    assert same >= {"fsdp 2", "replicate 2", "tensor 2", "context 2", "pipeline 2, 1f1b", "pipeline 2, gpipe"}
+    assert "DIFFERENT" not in ranks[0].out

@@ -1,0 +1,165 @@
+"""On-policy runs with servers that write the completions, and that are killed."""
+
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.ranks import Ranks
+from kit.runs import Command, wait_for
+from kit.serving import Server
+from test_on_policy import losses, weights, write
+from test_train_resume import last_step, signal_at
+
+#: what does not depend on the batches in which completions were written
+SAME = (
+    "step",
+    "tokens",
+    "rollout/completion_tokens",
+    "rollout/truncated",
+    "rollout/staleness",
+    "rollout/staleness_max",
+)
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run whose completions were written in its own process."""
+    folder = tmp_path_factory.mktemp("served")
+    write(folder, out=str(folder / "in_process"), **SETTINGS)
+    command = Command("distill", folder / "run.yaml")
+    assert command.wait(120) == 0, command.err
+    return folder
+
+
+SETTINGS: dict[str, Any] = {"checkpoint.every": 2, "train.steps": 8, "rollout.max_new_tokens": 9}
+
+
+def served(folder: Path, name: str, *urls: str, **settings: str) -> tuple[Any, ...]:
+    """The arguments of a run with servers."""
+    own = {
+        "out": str(folder / name),
+        "rollout.engine": "stillhouse",
+        "rollout.url": f"[{', '.join(urls)}]",
+    } | settings
+    return ("distill", folder / "run.yaml", *(f"{key}={value}" for key, value in own.items()))
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    for one, other in zip(losses(found), losses(expected), strict=True):
+        assert {key: one[key] for key in SAME} == {key: other[key] for key in SAME}
+        assert one["loss/total_nats_per_token"] == pytest.approx(other["loss/total_nats_per_token"], rel=1e-5)
+        assert one["rollout/log_ratio_max"] < 1e-4
+    for name, weight in weights(expected).items():
+        assert weights(found)[name].sub(weight).abs().max() < 1e-4, name
+
+
+def test_a_served_run_is_that_of_one_process(in_process: Path) -> None:
+    with Server(in_process / "student", "--generate") as server:
+        command = Command(*served(in_process, "served", server.url))
+        assert command.wait(180) == 0, command.out + command.err
+    assert_same_run(in_process / "served", in_process / "in_process")
+    assert [path.name for path in sorted((in_process / "served" / "weights").iterdir())] == [
+        "version-00000006",
+        "version-00000007",
+    ]
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
+def test_two_processes_share_the_completions_of_a_server(in_process: Path, layout: str) -> None:
+    with Server(in_process / "student", "--generate") as server:
+        ranks = Ranks(2, *served(in_process, layout, server.url), f"parallel.{layout}")
+        assert ranks.wait(180) == [0, 0], "".join(each.out + each.err for each in ranks)
+    assert_same_run(in_process / layout, in_process / "in_process")
+
+
+@pytest.mark.parametrize(
+    "schedule", ["async", *(pytest.param(each, marks=pytest.mark.slow) for each in ("one_step_off", "two_step_off"))]
+)
+def test_the_schedules_with_a_server(in_process: Path, schedule: str) -> None:
+    with Server(in_process / "student", "--generate") as server:
+        command = Command(*served(in_process, schedule, server.url, **{"rollout.schedule": schedule}))
+        assert command.wait(180) == 0, command.out + command.err
+    lines = losses(in_process / schedule)
+    assert len(lines) == 8
+    assert all(line["rollout/staleness_max"] <= 2 for line in lines)
+    assert lines[-1]["rollout/staleness_max"] >= 1
+
+
+def test_a_server_that_is_killed_and_comes_back(in_process: Path) -> None:
+    """It comes back with the weights that it was started with, and must not write anything with them."""
+    arguments = (in_process / "student", "--generate")
+    with Server(*arguments) as server:
+        command = Command(*served(in_process, "killed", server.url))
+        wait_for(lambda: last_step(in_process / "killed") >= 3)
+        server.first.process.kill()
+        server.first.process.join()
+        with Server(*arguments, "--port", server.port):
+            assert command.wait(180) == 0, command.out + command.err
+        server.first.wait = lambda _: 0  # type: ignore[method-assign, assignment] # it was killed
+    assert_same_run(in_process / "killed", in_process / "in_process")
+
+
+@pytest.mark.slow
+def test_of_two_servers_one_is_killed_for_good(in_process: Path) -> None:
+    arguments = (in_process / "student", "--generate")
+    with Server(*arguments) as one, Server(*arguments) as other:
+        command = Command(*served(in_process, "one_left", one.url, other.url))
+        wait_for(lambda: last_step(in_process / "one_left") >= 3)
+        other.first.process.kill()
+        assert command.wait(180) == 0, command.out + command.err
+        other.first.wait = lambda _: 0  # type: ignore[method-assign, assignment] # it was killed
+    assert_same_run(in_process / "one_left", in_process / "in_process")
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_trainer_that_is_killed_goes_on_with_the_same_server(in_process: Path, at: int) -> None:
+    out = in_process / f"resumed_{at}"
+    with Server(in_process / "student", "--generate") as server:
+        arguments = served(in_process, out.name, server.url)
+        command = Command(*arguments, hook=signal_at, hook_arguments=(at, signal.SIGKILL))
+        assert command.wait(120) == -signal.SIGKILL, command.err
+        again = Command(*arguments)
+        assert again.wait(180) == 0, again.err
+    assert_same_run(out, in_process / "in_process")
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
+def test_a_trainer_that_is_killed_asks_again_for_what_was_under_way(in_process: Path, schedule: str) -> None:
+    out = in_process / f"resumed_{schedule}"
+    with Server(in_process / "student", "--generate") as server:
+        arguments = served(in_process, out.name, server.url, **{"rollout.schedule": schedule})
+        command = Command(*arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
+        assert command.wait(120) == -signal.SIGKILL, command.err
+        again = Command(*arguments)
+        assert again.wait(180) == 0, again.err
+    lines = losses(out)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert all(line["rollout/staleness_max"] <= 2 for line in lines)
+
+
+def test_without_any_server_the_run_saves_and_stops_and_goes_on_later(in_process: Path) -> None:
+    arguments = (in_process / "student", "--generate")
+    out = in_process / "stopped"
+    with Server(*arguments) as server:
+        command = Command(*served(in_process, "stopped", server.url, **{"rollout.timeout": "3"}))
+        wait_for(lambda: last_step(out) >= 2)
+        server.first.process.kill()
+        server.first.process.join()
+        assert command.wait(120) == 1
+        assert "the run has stopped after a checkpoint" in command.err
+        server.first.wait = lambda _: 0  # type: ignore[method-assign, assignment] # it was killed
+    with Server(*arguments) as server:
+        again = Command(*served(in_process, "stopped", server.url))
+        assert again.wait(180) == 0, again.err
+    assert_same_run(out, in_process / "in_process")
+
+
+def test_a_server_of_another_model_is_refused_before_the_first_step(in_process: Path, tmp_path: Path) -> None:
+    with Server(in_process / "teacher", "--generate") as server:
+        command = Command(*served(in_process, "foreign", server.url))
+        assert command.wait(120) == 1
+    assert "version-00000000" in command.err
+    assert "Traceback" not in command.err
+    shutil.rmtree(in_process / "foreign")

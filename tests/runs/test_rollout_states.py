@@ -1,0 +1,299 @@
+"""A queue's state in a checkpoint: what a run cannot have had at the checkpoint's step is refused by name."""
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.ranks import Ranks
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from test_on_policy import write
+from test_rollout_queue import PROMPTS, SAMPLES, STEPS, LateEngine, queue_of
+from test_train_resume import signal_at
+
+from stillhouse.checkpoint.integrity import ROLLOUTS
+from stillhouse.checkpoint.queue_file import read_queue, write_queue
+from stillhouse.generation import QueueState, RolloutQueue, Sample
+from stillhouse.output.files import hashes
+from stillhouse.output.progress import read_state, write_state
+
+#: the steps that are made before the checkpoint; the first groups of the next step are those from FIRST on
+STEP = 5
+FIRST = 4 * STEP
+SCHEDULES = [(0, True, 0), (1, True, 0), (2, True, 0), (1, False, 1), (2, False, 2)]
+
+Change = Callable[[QueueState], QueueState]
+
+
+def queue(ahead: int = 2, in_order: bool = True, slack: int = 0, seed: int = 0, share: float = 1.0) -> RolloutQueue:
+    return queue_of(LateEngine(most=4, seed=seed), ahead=ahead, in_order=in_order, slack=slack, share=share)
+
+
+def after(steps: int, *schedule: Any, lost: bool = False, most: int = 4, **options: Any) -> QueueState:
+    """The state after so many steps. lost: the next one was begun, and its teacher was lost. most: see LateEngine."""
+    made = queue(*schedule, **options)
+    engine = made.writer.engine
+    assert isinstance(engine, LateEngine)
+    engine.most = most
+    for step in range(steps):
+        engine.update_weights(step, None)
+        made.ask(step)
+        made.take(step)
+        made.trained()
+    if lost:
+        engine.update_weights(steps, None)
+        made.ask(steps)
+        made.take(steps)
+    return made.state()
+
+
+def finished() -> QueueState:
+    """The state after STEP steps of two_step_off whose samples are all finished: of the groups of two steps."""
+    state = after(STEP, most=99)
+    return replace(state, samples=sorted(state.samples, key=lambda each: each.number))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_state_that_a_run_can_have_is_taken(schedule: tuple[int, bool, int], share: float, lost: bool) -> None:
+    for seed, steps in enumerate(range(STEPS + (not lost))):
+        state = after(steps, *schedule, lost=lost, seed=seed, share=share)
+        queue(*schedule, share=share).restore(state, steps)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_the_state_of_another_step_is_refused(schedule: tuple[int, bool, int]) -> None:
+    """It would train groups twice, or never. Under sync, the state is empty after every step."""
+    state = after(STEP, *schedule)
+    for step in [each for each in range(STEPS) if each != STEP]:
+        with pytest.raises(ValueError, match=r"group|sample"):
+            queue(*schedule).restore(state, step)
+
+
+def asked(changes: dict[int, int | None]) -> Change:
+    """Change when groups were asked for; None removes a group and its samples."""
+
+    def change(state: QueueState) -> QueueState:
+        found = {group: at for group, at in (state.asked_at | changes).items() if at is not None}
+        gone = {group for group, at in changes.items() if at is None}
+        return replace(
+            state, asked_at=found, samples=[each for each in state.samples if each.number // SAMPLES not in gone]
+        )
+
+    return change
+
+
+def first_sample(**values: Any) -> Change:
+    def change(state: QueueState) -> QueueState:
+        first, *others = state.samples
+        return replace(state, samples=[with_values(first, **values), *others])
+
+    return change
+
+
+def with_values(sample: Sample, **values: Any) -> Sample:
+    own = {name: each for name, each in values.items() if hasattr(sample, name)}
+    others = {name: each for name, each in values.items() if name not in own}
+    return replace(sample, completion=replace(sample.completion, **others), **own)
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "a group that was not asked for": (first_sample(number=SAMPLES * 99), "sample 297 is of group 99, which was not"),
+    "a trained sample": (first_sample(number=0), "sample 0 is of group 0, which was not asked for or is trained"),
+    "asked for after the checkpoint": (asked({FIRST: STEP + 1}), f"group {FIRST}, asked for at step {STEP + 1}"),
+    "asked for before the schedule does": (asked({FIRST: 1}), f"group {FIRST}, asked for at step 1"),
+    "asked for before the run": (asked({FIRST: -1}), f"group {FIRST}, asked for at step -1"),
+    "a group of a step long ago": (asked({0: 0}), "group 0, asked for at step 0"),
+    "a group of a later step": (asked({FIRST + 9: STEP}), rf"without the groups \[{FIRST + 8}"),
+    "a missing group": (asked({FIRST + 2: None}), rf"without the groups \[{FIRST + 2}"),
+    "the first groups missing": (asked(dict.fromkeys(range(FIRST, FIRST + 4))), "groups have been trained after 5"),
+    "the last groups missing": (asked({FIRST + 7: None}), "are asked for or trained, without the groups"),
+    "no groups": (lambda state: QueueState(), "are asked for or trained, without the groups"),
+    "trained and asked for": (lambda state: replace(state, trained=[FIRST]), "is both asked for and trained"),
+    "trained out of turn": (
+        lambda state: replace(state, trained=[FIRST - 1]),
+        "expected none, because this schedule",
+    ),
+    "a sample twice": (lambda state: replace(state, samples=[*state.samples, state.samples[0]]), "more than once"),
+    "the prompt of another group": (first_sample(prompt=PROMPTS + 1), f"has prompt {PROMPTS + 1}: expected"),
+    "a version of the future": (
+        first_sample(versions_N=np.array([STEP, STEP + 1], np.int32)),
+        f"versions {STEP} to {STEP + 1}: expected versions 3 to {STEP}",
+    ),
+    "a version before it was asked for": (first_sample(versions_N=np.array([2, 3], np.int32)), "versions 2 to 3"),
+    "versions backwards": (first_sample(versions_N=np.array([4, 3], np.int32)), "in this order"),
+    "tokens of an environment": (
+        first_sample(versions_N=np.array([4, -1], np.int32), is_written_N=np.array([True, False])),
+        "this run has no rollout.environment",
+    ),
+    "tokens without a version": (first_sample(versions_N=np.array([4, -1], np.int32)), "a version that no model"),
+    "a reward": (first_sample(reward=1.0), r"has the reward 1.0: this run has no rollout.reward"),
+    "an id outside of the vocabulary": (first_sample(ids_N=np.array([7, 10**6], np.int32)), "ids 7 to 1000000"),
+    "too many tokens": (
+        first_sample(
+            ids_N=np.ones(9, np.int32),
+            log_probs_N=-np.ones(9, np.float32),
+            versions_N=np.full(9, 4, np.int32),
+            is_written_N=np.ones(9, bool),
+        ),
+        "has 9 tokens: expected at most",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_state_that_this_run_cannot_have_had_is_refused(case: str) -> None:
+    change, message = REFUSED[case]
+    state = finished()
+    assert state.samples[0].number == FIRST * SAMPLES
+    with pytest.raises(ValueError, match=message):
+        queue().restore(change(state), STEP)
+
+
+def test_async_counts_what_was_trained_out_of_turn() -> None:
+    states = [after(STEP, 2, False, 2, seed=seed) for seed in range(9)]
+    state = next(each for each in states if each.trained)
+    earliest = min(state.asked_at)
+    for changed, message in (
+        (replace(state, trained=[*state.trained, state.trained[0]]), "expected each of them once"),
+        (replace(state, trained=state.trained[:-1]), "without the groups"),
+        (asked({earliest: None})(state), "are asked for or trained, without the groups"),
+        (asked({earliest: 0})(state), f"group {earliest}, asked for at step 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            queue(2, False, 2).restore(changed, STEP)
+
+
+Arrays = dict[str, np.ndarray]
+
+
+def shifted(arrays: Arrays) -> None:
+    arrays["versions_N"] = arrays["versions_N"][1:]
+
+
+def half(arrays: Arrays) -> None:
+    for name in ("ids_N", "log_probs_N", "versions_N", "is_written_N"):
+        arrays[name] = arrays[name][: len(arrays[name]) // 2]
+
+
+def lengths(arrays: Arrays) -> None:
+    arrays["tokens_R"][:2] = [0, arrays["tokens_R"][:2].sum()]
+
+
+def not_numbers(arrays: Arrays) -> None:
+    arrays["log_probs_N"][3] = np.nan
+
+
+def probable(arrays: Arrays) -> None:
+    arrays["log_probs_N"][3] = 2.0
+
+
+def other_type(arrays: Arrays) -> None:
+    arrays["ids_N"] = arrays["ids_N"].astype(np.float32)
+
+
+def lacking(arrays: Arrays) -> None:
+    del arrays["reward_R"]
+
+
+def unknown_finish(arrays: Arrays) -> None:
+    arrays["finish_R"][0] = 7
+
+
+FILES: dict[str, tuple[Callable[[Arrays], None], str]] = {
+    "shifted": (shifted, "versions_N has 23 values: expected 24"),
+    "half": (half, "has 12 values: expected 24"),
+    "lengths": (lengths, "a sample without tokens"),
+    "NaN": (not_numbers, "log-probabilities that are not finite"),
+    "above 0": (probable, "log-probabilities that are not finite, or above 0"),
+    "another type": (other_type, "ids_N of float32 with 1 dimensions: expected"),
+    "an array is missing": (lacking, "the arrays .* expected"),
+    "an unknown end": (unknown_finish, "finish_R with the value 7: expected 0 to 1"),
+}
+
+
+def intact(folder: Path) -> Any:
+    """A checkpoint whose hashes are right: the file was damaged before it was hashed, or was made by hand."""
+    return SimpleNamespace(path=folder, state=SimpleNamespace(files={ROLLOUTS: ""}))
+
+
+def test_a_file_of_samples_is_read_as_it_was_written(tmp_path: Path) -> None:
+    for state in (after(STEP, 2, False, 2, seed=3), QueueState()):
+        write_queue(tmp_path, state)
+        found = read_queue(intact(tmp_path))
+        assert (found.asked_at, found.trained) == (state.asked_at, state.trained)
+        for one, other in zip(found.samples, state.samples, strict=True):
+            assert (one.number, one.prompt, one.reward) == (other.number, other.prompt, other.reward)
+            for name in ("ids_N", "log_probs_N", "versions_N"):
+                assert (getattr(one.completion, name) == getattr(other.completion, name)).all()
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_of_samples_of_another_form_is_refused(tmp_path: Path, case: str) -> None:
+    change, message = FILES[case]
+    state = finished()
+    write_queue(tmp_path, state)
+    rewrite(tmp_path / ROLLOUTS, change)
+    with pytest.raises(ValueError, match=rf"{ROLLOUTS} cannot be read: .*{message}"):
+        read_queue(intact(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "groups", ['{"asked_at": [[20, 3], [20, 4]], "trained": []}', '{"asked_at": [["20", 3]]}', "["]
+)
+def test_groups_of_another_form_are_refused(tmp_path: Path, groups: str) -> None:
+    write_queue(tmp_path, finished())
+    rewrite(tmp_path / ROLLOUTS, lambda arrays: None, groups)
+    with pytest.raises(ValueError, match=f"{ROLLOUTS} cannot be read: "):
+        read_queue(intact(tmp_path))
+
+
+def test_a_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+    write_queue(tmp_path, finished())
+    whole = (tmp_path / ROLLOUTS).read_bytes()
+    for length in range(0, len(whole), 97):
+        (tmp_path / ROLLOUTS).write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=f"{ROLLOUTS} cannot be read: "):
+            read_queue(intact(tmp_path))
+
+
+def rewrite(path: Path, change: Callable[[Arrays], None], groups: str | None = None) -> None:
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(arrays)
+    save_file(arrays, path, metadata=metadata if groups is None else {"groups": groups})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_refuses_samples_of_later_weights_on_all_ranks(tmp_path: Path, processes: int) -> None:
+    """The file's hash is right, as if it had been written so. Rank 0 alone reads it."""
+    settings = {"rollout.schedule": "one_step_off", "checkpoint.every": 2, "parallel.fsdp": processes}
+    write(tmp_path, **settings)
+    arguments = ("distill", tmp_path / "run.yaml")
+    killed = Ranks(processes, *arguments, hook=signal_at, hook_arguments=(5, signal.SIGKILL))
+    assert killed.wait()[0] == -signal.SIGKILL, killed.texts
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000004"
+
+    def later(arrays: Arrays) -> None:
+        arrays["versions_N"] += 2
+
+    rewrite(checkpoint / ROLLOUTS, later)
+    state = read_state(checkpoint)
+    [changed] = hashes(checkpoint, [ROLLOUTS]).values()
+    write_state(checkpoint, replace(state, files=state.files | {ROLLOUTS: changed}))
+    refused = Ranks(processes, *arguments)
+    assert refused.wait(60) == [1] * processes, refused.texts
+    assert re.fullmatch(
+        rf"error: {checkpoint / ROLLOUTS} is not what this run has written: sample \d+ has tokens of versions 5 to 5"
+        r": expected versions 3 to 4, in this order; restore it, or remove .*\n",
+        refused[0].err.splitlines(keepends=True)[-1],
+    ), refused.texts

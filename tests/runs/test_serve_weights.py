@@ -1,0 +1,328 @@
+"""Hostile and stale folders of weights: refused at once, the server keeps its weights and takes the next ones."""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.ranks import Ranks
+from kit.runs import Command, save_model
+from kit.serving import Server
+from kit.stub_writers import VllmWriter, writing
+from test_on_policy import write
+from test_serve_generate import changed, load, published  # noqa: F401 (a fixture)
+from kit.writer_cases import Student, engine_of, requests_of
+
+from stillhouse.generation.published import MANIFEST, read_manifest
+from stillhouse.generation.weights import version_folder
+from stillhouse.loops import step_samples as rollouts
+from stillhouse.output.folder import RunFolder
+from stillhouse.serving.client import ServerError
+
+WEIGHTS = "model.safetensors"
+SETTINGS: dict[str, Any] = {"train.steps": 6, "rollout.max_new_tokens": 9, "rollout.engine": "stillhouse"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("serve") / "student", "qwen3", seed=2)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with Server(folder, "--generate") as running:
+        yield running
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def names(target: Path, name: str) -> None:
+    """The manifest names another file, with its right hash."""
+    sha256 = digest(target / name) if (target / name).is_file() else "0" * 64
+    edit(target, lambda manifest: manifest["files"].update({name: sha256}))
+
+
+def absolute(target: Path) -> None:
+    names(target, "/etc/passwd")
+
+
+def above(target: Path) -> None:
+    shutil.copy(target / WEIGHTS, target.parent / "above.safetensors")
+    names(target, "../above.safetensors")
+
+
+def in_a_subfolder(target: Path) -> None:
+    (target / "more").mkdir()
+    shutil.move(target / WEIGHTS, target / "more" / WEIGHTS)
+    place = f"more/{WEIGHTS}"
+
+    def move(manifest: dict[str, Any]) -> None:
+        manifest["files"][place] = manifest["files"].pop(WEIGHTS)
+        manifest["tensors"] = dict.fromkeys(manifest["tensors"], place)
+
+    edit(target, move)
+
+
+def replaced(target: Path, make: Callable[[Path], None], name: str = WEIGHTS) -> None:
+    (target / name).unlink()
+    make(target / name)
+
+
+def a_link(target: Path) -> None:
+    """To a file with the right content."""
+    shutil.move(target / WEIGHTS, target.parent / WEIGHTS)
+    (target / WEIGHTS).symlink_to(target.parent / WEIGHTS)
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**42)
+
+
+def another_number(target: Path) -> None:
+    target.rename(version_folder(target.parent, 8))
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "an absolute path": (absolute, "names '/etc/passwd': expected a file of this folder"),
+    "a path above": (above, "names '../above.safetensors': expected a file of this folder"),
+    "a subfolder": (in_a_subfolder, "expected a file of this folder"),
+    "a pipe": (lambda target: replaced(target, os.mkfifo), "expected a regular file"),
+    "a pipe as manifest": (
+        lambda target: replaced(target, os.mkfifo, MANIFEST),
+        "expected a regular file",
+    ),
+    "a pipe as configuration": (
+        lambda target: replaced(target, os.mkfifo, "config.json"),
+        "expected a regular file",
+    ),
+    "a link to /dev/zero": (
+        lambda target: replaced(target, lambda path: path.symlink_to("/dev/zero")),
+        "expected a regular file",
+    ),
+    "a link": (a_link, "expected a regular file"),
+    "a folder": (lambda target: replaced(target, Path.mkdir), "expected a regular file"),
+    "a few terabytes": (lambda target: replaced(target, sparse), "bytes: expected at most"),
+    "an endless manifest": (lambda target: sparse(target / MANIFEST), "bytes: expected at most"),
+    "another version's number": (another_number, "holds version 7"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_folder_is_refused_at_once_and_the_next_one_is_loaded(
+    server: Server,
+    published: Path,  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    make, message = HOSTILE[kind]
+    target = version_folder(tmp_path, 7)
+    shutil.copytree(published, target)
+    make(target)
+    before, started = server.info()["version"], time.monotonic()
+    answer = load(server, target if target.exists() else version_folder(tmp_path, 8), "hostile")
+    assert time.monotonic() - started < 10
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+    assert server.info()["version"] == before
+    assert load(server, published, kind.replace(" ", "-")).status_code == 200
+
+
+def test_the_manifest_that_a_run_has_published_is_the_only_one_that_is_loaded(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    """As after a file system that shows an older folder, with right hashes."""
+    first = changed(folder, tmp_path / "first", 7, 0.5)
+    second = changed(folder, tmp_path / "second", 7, 0.6)
+    own = {"version": "own", "manifest": digest(second / MANIFEST)}
+    answer = server.client.post("/v1/weights", json={"folder": str(first), **own})
+    assert answer.status_code == 400
+    assert "has another manifest than its run has published" in answer.json()["error"]["message"]
+    assert server.client.post("/v1/weights", json={"folder": str(second), **own}).status_code == 200
+
+
+def test_weights_that_are_not_finite_are_refused_although_their_hashes_are_right(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    before = server.info()["version"]
+    answer = load(server, changed(folder, tmp_path / "nan", 7, float("nan")), "nan")
+    assert answer.status_code == 400
+    assert "has values that are NaN or infinite" in answer.json()["error"]["message"]
+    assert server.info()["version"] == before
+    assert load(server, changed(folder, tmp_path / "finite", 8, 0.7), "finite").status_code == 200
+
+
+def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path, tmp_path: Path) -> None:
+    """Its files are cut short after they were compared: what was compared is what is loaded."""
+    target = changed(folder, tmp_path, 7, 0.5)
+    with Server(folder, "--generate", hook=cut_before_apply, hook_arguments=(str(target / WEIGHTS),)) as server:
+        assert load(server, target, "7").status_code == 200
+        assert (target / WEIGHTS).stat().st_size == 0
+        again = changed(folder, tmp_path, 8, 0.6)
+        assert load(server, again, "8").status_code == 200
+        body = {"token_ids": [5], "sampling_params": {"max_tokens": 2}}
+        assert server.client.post("/inference/v1/generate", json=body).status_code == 200
+
+
+def cut_before_apply(path: str) -> None:
+    from stillhouse.serving.generate.updates import WeightUpdates
+
+    apply = WeightUpdates.apply
+
+    def cutting(updates: WeightUpdates) -> None:
+        if updates._waiting:
+            os.truncate(path, 0)
+        apply(updates)
+
+    WeightUpdates.apply = cutting  # type: ignore[method-assign]
+
+
+# the trainer's proof
+
+
+def load_nothing() -> None:
+    """A load that is said to have succeeded, and has changed nothing."""
+    from stillhouse.serving.generate.updates import WeightUpdates
+
+    apply = WeightUpdates.apply
+
+    def saying(updates: WeightUpdates) -> None:
+        values = {name: value.clone() for name, value in updates._decoder.state_dict().items()}
+        apply(updates)
+        with torch.no_grad():
+            for name, value in updates._decoder.state_dict().items():
+                value.copy_(values[name])
+
+    WeightUpdates.apply = saying  # type: ignore[method-assign]
+
+
+def older_under_newer_number() -> None:
+    """Version 3 has the files of version 2, with right hashes, when the servers are told of it."""
+    publish = rollouts.publish
+
+    @functools.wraps(publish)
+    def publishing(runner: Any, folder: Path, version: int, **options: Any) -> Path:
+        final = publish(runner, folder, version, **options)
+        if version == 3:
+            shutil.rmtree(final)
+            shutil.copytree(version_folder(folder, 2), final)
+            edit(final, lambda manifest: manifest.update(version=3))
+            read_manifest(final)
+        return final
+
+    rollouts.publish = publishing
+
+
+OTHER_LAYOUTS = [pytest.param(f"{each}=2", marks=pytest.mark.slow) for each in ("tensor", "pipeline", "context")]
+
+
+@pytest.mark.parametrize("layout", ["fsdp=1", "fsdp=2", *OTHER_LAYOUTS])
+def test_a_server_that_loads_nothing_is_found_under_every_layout(tmp_path: Path, layout: str) -> None:
+    write(tmp_path, **SETTINGS, **{"rollout.url": "http://x"})
+    processes = int(layout[-1])
+    with Server(tmp_path / "student", "--generate", hook=load_nothing) as server:
+        arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}", f"parallel.{layout}")
+        ranks = Ranks(processes, *arguments)
+        assert ranks.wait(120) == [1] * processes, ranks.texts
+        message = f"{server.url} says that it writes with version 1, and its log-probabilities are those of other"
+        assert message in ranks[0].err, ranks[0].err
+        assert "Traceback" not in ranks.err
+
+
+def test_an_older_version_under_a_newer_number_is_found_although_its_hashes_are_right(tmp_path: Path) -> None:
+    write(tmp_path, **SETTINGS, **{"rollout.url": "http://x"})
+    with Server(tmp_path / "student", "--generate") as server:
+        arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
+        command = Command(*arguments, hook=older_under_newer_number)
+        assert command.wait(120) == 1, command.out + command.err
+        assert "writes with version 3, and its log-probabilities are those of other weights" in command.err
+        assert "Traceback" not in command.err
+        again = Command(*arguments)  # it continues from the checkpoint at which it has stopped
+        assert again.wait(120) == 0, again.out + again.err
+
+
+def test_a_vllm_that_loads_nothing_is_found(tmp_path: Path) -> None:
+    write(tmp_path, **SETTINGS | {"rollout.engine": "vllm"}, **{"rollout.url": "http://x"})
+    with writing(VllmWriter, tmp_path / "teacher", processed=True) as server:
+        server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
+        command = Command("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
+        assert command.wait(120) == 1, command.out + command.err
+        assert "version 0, and its log-probabilities are those of other weights" in command.err
+
+
+def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
+    """By what was proved when the version was new: the trainer's weights are newer now."""
+    student = Student(tmp_path)
+    with writing(VllmWriter, tmp_path / "model", processed=True) as server:
+        probes = [each.prompt_ids.tolist() for each in requests_of(3)]
+        engine = engine_of(server, probes=probes)
+        engine.update_weights(1, student.published(1))
+        for prompt, each in zip(requests_of(3), engine.probed[server.url], strict=True):
+            student.assert_written(prompt, each, temperature=1.0, count=8)
+        engine.proved(server.url, 1e-3)
+        server.restart()
+        server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
+        [future] = engine.generate(requests_of(1))
+        with pytest.raises(ServerError, match="says that it has version 1, and writes with other weights"):
+            future.result(30)
+        engine.close()
+
+
+def test_weights_of_another_run_are_refused_although_version_and_hashes_are_right(tmp_path: Path) -> None:
+    student = Student(tmp_path)
+    with writing(VllmWriter, tmp_path / "model", processed=True) as server:
+        engine = engine_of(server, run="this")
+        folder = student.published(1)
+        with pytest.raises(ValueError, match=r"holds weights of the run '', not of this run 'this'"):
+            engine.update_weights(1, folder)
+        edit(folder, lambda manifest: manifest.update(run="this"))
+        engine.update_weights(1, folder)
+        engine.close()
+
+
+# the folder of a run
+
+
+def test_runs_at_the_same_path_and_copies_of_a_run_have_folders_of_their_own(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "out")
+    first.path.mkdir()
+    identity = first.identity()
+    assert first.identity() == identity
+    shutil.copytree(first.path, tmp_path / "copy")
+    first.path.rename(tmp_path / "elsewhere")  # such as the same path on another machine
+    other = RunFolder(tmp_path / "out")
+    other.path.mkdir()
+    assert len({identity, other.identity(), RunFolder(tmp_path / "copy").identity()}) == 3
+
+
+def test_two_runs_with_one_weights_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Both have the same path, as on two machines."""
+    shared = tmp_path / "shared"
+    write(tmp_path, **SETTINGS, **{"rollout.url": "http://x", "rollout.weights": str(shared), "checkpoint.every": 2})
+    out = tmp_path / "out"
+    with Server(tmp_path / "student", "--generate") as server:
+        arguments = ("distill", tmp_path / "run.yaml", f"rollout.url={server.url}")
+        first = Command(*arguments, "train.steps=3")
+        assert first.wait(120) == 0, first.err
+        [folder] = shared.iterdir()
+        assert read_manifest(version_folder(folder, 2)).run == folder.name
+        out.rename(tmp_path / "first")
+        second = Command(*arguments)
+        assert second.wait(120) == 0, second.err
+    assert len(list(shared.iterdir())) == 2
+    assert sorted(each.name for each in folder.iterdir()) == ["version-00000001", "version-00000002"]

@@ -1,0 +1,141 @@
+"""A teacher's own servers write the completions: the same as in the job, and no other weights or tokenizer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.ranks import Ranks
+from kit.runs import Command
+from kit.serving import Server
+from kit.stub_writers import VllmWriter, writing
+from test_on_policy import losses, weights, write
+from transformers import AutoTokenizer
+from kit.writer_cases import requests_of, results
+
+from stillhouse.checkpoint.served_writer import FILE, require_same_writer
+from stillhouse.generation.sample import Sampling
+from stillhouse.output.folder import RunFolder
+from stillhouse.run.run import distill
+from stillhouse.serving.client import ServerError
+from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.engines.sglang import SglangApi
+from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.engines.vllm import VllmApi
+
+SETTINGS: dict[str, Any] = {"objective.loss": "cross_entropy", "rollout.writer": "teacher", "checkpoint.every": 2}
+TEXT = "Two and 3 is 5."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run in which the teacher has written in the trainer's process."""
+    folder = tmp_path_factory.mktemp("writer")
+    distill(write(folder, **SETTINGS, out=str(folder / "in_process")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(folder: Path) -> Iterator[Server]:
+    with Server(folder / "teacher", "--generate") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def student(folder: Path) -> Iterator[Server]:
+    with Server(folder / "student", "--generate") as server:
+        yield server
+
+
+def served(folder: Path, name: str, url: str, *more: str) -> tuple[Any, ...]:
+    own = ["rollout.engine=stillhouse", f"rollout.url={url}", f"out={folder / name}", "teacher=null"]
+    return ("distill", folder / "run.yaml", *own, *more)
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    for one, other in zip(losses(found), losses(expected), strict=True):
+        assert one["rollout/completion_tokens"] == other["rollout/completion_tokens"]
+        assert one["loss/cross_entropy_nats_per_token"] == pytest.approx(
+            other["loss/cross_entropy_nats_per_token"], rel=1e-5
+        )
+    for name, weight in weights(expected).items():
+        assert weights(found)[name].sub(weight).abs().max() < 1e-4, name
+
+
+def test_a_served_teacher_writes_what_it_writes_in_the_job(folder: Path, teacher: Server) -> None:
+    command = Command(*served(folder, "served", teacher.url))
+    assert command.wait(120) == 0, command.out + command.err
+    assert_same_run(folder / "served", folder / "in_process")
+    assert not (folder / "served" / "weights").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_share_what_a_served_teacher_writes(folder: Path, teacher: Server) -> None:
+    ranks = Ranks(2, *served(folder, "ranks", teacher.url), "parallel.fsdp=2")
+    assert ranks.wait(180) == [0, 0], "".join(each.out + each.err for each in ranks)
+    assert_same_run(folder / "ranks", folder / "in_process")
+
+
+def engine_of(*servers: Any, api: Any = None) -> ServedEngine:
+    urls = [each.url for each in servers]
+    return ServedEngine(urls, Sampling(4), api or StillhouseApi(), vocabulary=400, timeout=20.0, own_weights=True)
+
+
+def test_servers_with_different_weights_are_refused(teacher: Server, student: Server) -> None:
+    with pytest.raises(ValueError, match=f"{student.url} has other weights than {teacher.url}"):
+        engine_of(teacher, student)
+
+
+def test_a_run_goes_on_with_the_same_weights_alone(tmp_path: Path, teacher: Server, student: Server) -> None:
+    first, other, run = engine_of(teacher), engine_of(student), RunFolder(tmp_path)
+    require_same_writer(first, run)
+    require_same_writer(engine_of(teacher), run)
+    with pytest.raises(ValueError, match="the servers have other weights than when this run began"):
+        require_same_writer(other, run)
+    (tmp_path / FILE).write_text((tmp_path / FILE).read_text()[:-9])
+    with pytest.raises(ValueError, match=f"{FILE} is damaged"):
+        require_same_writer(first, run)
+    (tmp_path / FILE).unlink()
+    (run.checkpoints / "step-00000002").mkdir(parents=True)
+    with pytest.raises(ValueError, match="is missing: whether the servers have the same weights"):
+        require_same_writer(first, run)
+
+
+def test_another_tokenizer_is_refused(folder: Path, teacher: Server) -> None:
+    engine, tokenizer = engine_of(teacher), AutoTokenizer.from_pretrained(folder / "student")
+    engine.require_tokenizer(tokenizer, TEXT)
+    tokenizer.add_tokens(["five"])
+    with pytest.raises(ValueError, match="has another tokenizer than the student"):
+        engine.require_tokenizer(tokenizer, TEXT)
+
+
+def test_another_tokenizer_of_a_vllm_is_refused(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    with writing(VllmWriter, folder / "teacher", tokenizes=True) as server:
+        engine = engine_of(server, api=VllmApi())
+        engine.require_tokenizer(tokenizer, TEXT)
+        tokenizer.add_tokens(["is 5"])
+        with pytest.raises(ValueError, match=r"has another tokenizer .*: it makes \d+ ids of a text of \d+"):
+            engine.require_tokenizer(tokenizer, TEXT)
+        engine.close()
+
+
+def test_a_server_that_does_not_tell_its_tokenizer_is_refused(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    with writing(VllmWriter, folder / "teacher") as server:
+        engine = engine_of(server, api=VllmApi())
+        with pytest.raises(ValueError, match="does not tell the server's tokenizer: 404"):
+            engine.require_tokenizer(tokenizer, TEXT)
+        engine.close()
+    with pytest.raises(ValueError, match="SGLang does not tell its tokenizer"):
+        SglangApi().tokenizer_difference(lambda path, body: pytest.fail(path), None, tokenizer, TEXT)
+
+
+def test_weights_that_change_during_the_run_end_it(folder: Path) -> None:
+    with writing(VllmWriter, folder / "teacher") as server:
+        engine = engine_of(server, api=VllmApi())
+        assert {int(each) for found in results(engine, requests_of(3)) for each in found.versions_N} == {0}
+        server.writer.label = "other"
+        with pytest.raises(ServerError, match="has other weights than when the run began"):
+            results(engine, requests_of(3))
+        engine.close()

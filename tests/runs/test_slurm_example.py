@@ -1,0 +1,209 @@
+"""The launch script for a SLURM job with vLLM servers, with programs in the place of SLURM, vLLM and torchrun.
+
+Nodes are addresses of the loopback interface. The servers are real processes that answer requests for their health.
+"""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from kit.runs import ROOT, wait_for
+
+from stillhouse.config import load_config
+
+NODES = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+SCONTROL = "#!/bin/bash\nprintf '%s\\n' $SLURM_JOB_NODELIST\n"
+#: runs the command once for each node and passes SIGTERM on, as srun does
+SRUN = """#!/bin/bash
+pids=()
+trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM
+while [[ $1 == --* ]]; do
+    [[ $1 == --nodelist=* ]] && nodes=${1#--nodelist=}
+    shift
+done
+for node in ${nodes//,/ }; do
+    NODE=$node setsid "$@" &
+    pids+=($!)
+    echo $! >> "$LOG/groups"
+done
+code=0
+for pid in "${pids[@]}"; do
+    wait "$pid"
+    code=$?
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid"; code=$?; done
+    kill -KILL -- "-$pid" 2>/dev/null
+done
+exit $code
+"""
+VLLM = """#!{python}
+import http.server, os, pathlib, sys, time
+arguments = sys.argv[1:]
+log, port = pathlib.Path(os.environ["LOG"]), int(arguments[arguments.index("--port") + 1])
+name = f"{{os.environ['NODE']}}:{{port}}"
+first = not (log / f"{{name}}.started").exists()
+mode = os.environ.get("VLLM_SERVER_DEV_MODE", "0")
+(log / f"{{name}}.started").write_text(" ".join([os.environ["CUDA_VISIBLE_DEVICES"], mode, *arguments]))
+if "HANGS" in os.environ:
+    time.sleep(600)
+if first and name == os.environ.get("DIES"):
+    sys.exit(1)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer((os.environ["NODE"], port), Health).serve_forever()
+"""
+TORCHRUN = """#!/bin/bash
+printf '%s\\n' "$@" > "$LOG/torchrun.partial" && mv "$LOG/torchrun.partial" "$LOG/torchrun.$NODE"
+trap 'touch "$LOG/checkpoint"; exit 143' TERM
+[[ -z ${TRAINS:-} ]] || while true; do sleep 0.1; done
+"""
+
+
+class Job:
+    """The script as sbatch would start it."""
+
+    def __init__(self, folder: Path, *arguments: str, nodes: list[str] = NODES, **environment: str):
+        programs = {
+            "scontrol": SCONTROL,
+            "srun": SRUN,
+            "vllm": VLLM.format(python=sys.executable),
+            "torchrun": TORCHRUN,
+        }
+        for name, text in programs.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(stat.S_IRWXU)
+        self.log = folder
+        self.port = free_ports(NODES, 8)
+        settings = {"SLURM_JOB_NODELIST": " ".join(nodes), "SLURM_JOB_ID": "7", "LOG": str(folder)}
+        settings |= {"PATH": f"{folder}:{os.environ['PATH']}", "PORT": str(self.port)} | environment
+        self.process = subprocess.Popen(
+            ["bash", ROOT / "examples" / "slurm_vllm.sh", *arguments],
+            env=os.environ | settings,
+            stderr=(folder / "err").open("w"),
+        )
+
+    def started(self, node: str, number: int) -> list[str]:
+        """The devices, the mode and the arguments of a server."""
+        return (self.log / f"{node}:{self.port + number}.started").read_text().split()
+
+    def answers(self, node: str, number: int) -> bool:
+        with socket.socket() as client:
+            return client.connect_ex((node, self.port + number)) == 0
+
+    def end(self, code: int) -> str:
+        assert self.process.wait(60) == code, (self.log / "err").read_text()
+        return (self.log / "err").read_text()
+
+
+def free_ports(nodes: list[str], count: int) -> int:
+    """The first of `count` ports that are free on all nodes."""
+    for first in range(21000, 60000, count):
+        if all(is_free(node, port) for node in nodes for port in range(first, first + count)):
+            return first
+    raise AssertionError("no free ports")
+
+
+def is_free(node: str, port: int) -> bool:
+    with socket.socket() as listener:
+        return listener.connect_ex((node, port)) != 0
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "student: {model: s}\nteacher: {model: t}\ndata: {train: prompts.jsonl, max_tokens: 4096}\nout: runs/a\n"
+        "rollout: {prompts_per_step: 8}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The folder of the programs. After the test, what they have started is ended."""
+    log = tmp_path / "bin"
+    log.mkdir()
+    yield log
+    groups = (log / "groups").read_text().split() if (log / "groups").exists() else []
+    for group in groups:
+        with suppress(ProcessLookupError):
+            os.killpg(int(group), signal.SIGKILL)
+
+
+def test_the_servers_share_the_gpus_and_the_run_gets_their_addresses(folder: Path, run_yaml: Path) -> None:
+    job = Job(folder, str(run_yaml), "train.steps=3")
+    job.end(0)
+    teachers = [job.started(NODES[0], number) for number in range(4)]
+    writers = [job.started(NODES[1], number) for number in range(8)]
+    assert [each[0] for each in teachers] == ["0,1", "2,3", "4,5", "6,7"]
+    assert [each[0] for each in writers] == list("01234567")
+    assert all(each[1:4] == ["0", "serve", "Qwen/Qwen3-32B"] and "pooling" in each for each in teachers)
+    assert all(each[1:4] == ["1", "serve", "Qwen/Qwen3-8B"] and "--enable-scale-out" in each for each in writers)
+    arguments = (folder / f"torchrun.{NODES[2]}").read_text().splitlines()
+    config, *overrides = arguments[arguments.index("distill") + 1 :]
+    assert arguments[: arguments.index("distill")][-2:] == ["-m", "stillhouse"]
+    loaded = load_config(Path(config), overrides=overrides)
+    assert loaded.train.steps == 3
+    assert loaded.teacher is not None
+    assert loaded.teacher.urls == [f"http://{NODES[0]}:{job.port + number}" for number in range(4)]
+    assert loaded.rollout is not None
+    assert loaded.rollout.urls == [f"http://{NODES[1]}:{job.port + number}" for number in range(8)]
+    assert (loaded.student.model, loaded.teacher.model) == ("Qwen/Qwen3-8B", "Qwen/Qwen3-32B")
+    wait_for(lambda: not job.answers(NODES[0], 0) and not job.answers(NODES[1], 7), 10)
+
+
+def test_a_signal_ends_the_trainer_before_the_servers(folder: Path, run_yaml: Path) -> None:
+    """SLURM signals the script alone; its exit code is the trainer's."""
+    job = Job(folder, str(run_yaml), TRAINS="1", NODE_GPUS="2")
+    wait_for((folder / f"torchrun.{NODES[2]}").exists)
+    assert job.answers(NODES[0], 0)
+    job.process.send_signal(signal.SIGTERM)
+    job.end(143)
+    assert (folder / "checkpoint").exists()
+    wait_for(lambda: not job.answers(NODES[0], 0) and not job.answers(NODES[1], 0), 10)
+
+
+def test_a_server_that_dies_is_started_again(folder: Path, run_yaml: Path) -> None:
+    port = free_ports(NODES, 8)
+    started = time.monotonic()
+    job = Job(folder, str(run_yaml), NODE_GPUS="2", DIES=f"{NODES[1]}:{port}", PORT=str(port))
+    job.end(0)
+    assert time.monotonic() - started > 5
+
+
+def test_sizes_that_do_not_fit_are_refused(folder: Path, run_yaml: Path) -> None:
+    err = Job(folder, str(run_yaml), NODE_GPUS="2", TEACHER_GPUS="4").end(2)
+    assert err == "a server has at most the 2 GPUs of a node (TEACHER_GPUS, WRITER_GPUS, NODE_GPUS)\n"
+    err = Job(folder, str(run_yaml), nodes=NODES[:2]).end(2)
+    assert err == "2 nodes: expected more than the 2 of the servers (TEACHER_NODES, WRITER_NODES)\n"
+
+
+def test_a_server_that_never_answers_ends_the_job(folder: Path, run_yaml: Path) -> None:
+    job = Job(folder, str(run_yaml), NODE_GPUS="2", LOAD_SECONDS="1", HANGS="1")
+    assert "does not answer after" in job.end(1)
+
+
+def test_the_sizes_are_those_of_the_formulas() -> None:
+    """The sizes in the script and in docs/scaling.md are what the benchmark prints."""
+    command = [sys.executable, "-m", "benchmarks.scaling"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    assert "teacher's server: 65.5 GB" in printed
+    assert "65.5 GB" in page
+    assert "16.4 GB, 147,456 bytes per token" in printed
+    assert "16.4 GB and 147 kB per token" in page
+    assert "on one GPU: 377,187" in printed
+    assert all("377,000" in text for text in (page, (ROOT / "examples" / "slurm_vllm.sh").read_text()))
+    assert "fsdp 8: 37.4 GB\ntrainer, fsdp 16: 29.1 GB" in printed
+    assert "37 GB with fsdp 8, 29 GB with fsdp 16" in page
+    assert "teacher and trainer: 6.55e+10 6.55e+10" in printed

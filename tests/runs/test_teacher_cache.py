@@ -1,0 +1,280 @@
+"""Training from a cache of signals: the live teacher's loss and gradients; a cache that is not whole is refused."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.runs import contents, metrics, run, write_run, write_texts
+from kit.teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
+from torch import Tensor
+
+from stillhouse.config import ConfigError
+from stillhouse.data import MicroBatch
+from stillhouse.objective import OutputHead, TopK
+from stillhouse.output.folder import folder_lock
+from stillhouse.run.session import Session
+from stillhouse.signals import SignalCache
+from stillhouse.signals.cache.format import shard_name
+from stillhouse.signals.extract import top_k_log_probs
+from stillhouse.tools.write_cache import write_cache
+
+SHARD_BYTES = 5000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def hidden(folder: Path) -> Path:
+    write_cache(write_run(folder), folder / "hidden", "hidden", shard_bytes=SHARD_BYTES)
+    return folder / "hidden"
+
+
+@pytest.fixture
+def copied(hidden: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(hidden, tmp_path / "copied"))
+
+
+def cached(folder: Path) -> dict[str, Any]:
+    return {"teacher.cache": str(folder)}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("change", [{}, {"seed": 5, "data.max_tokens": 40, "train.tokens_per_step": 160}])
+def test_hidden_states_give_the_gradients_of_the_live_teacher(
+    folder: Path, hidden: Path, temperature: float, change: dict[str, Any]
+) -> None:
+    settings = {"objective.temperature": temperature, **change}
+    assert_close(gradients(folder, **cached(hidden), **settings), gradients(folder, **settings))
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "drop"])
+def test_top_k_gives_the_gradients_of_a_signal_from_the_teachers_logits(folder: Path, tail: str) -> None:
+    out = folder / "top_k"
+    settings = {"objective.temperature": 2.0, "objective.loss": "0.3*cross_entropy + 0.7*forward_kl"}
+    write_cache(write_run(folder, **settings), out, "top_k", top_k=7, shard_bytes=SHARD_BYTES)
+    found = gradients(folder, **cached(out), **settings, **{"teacher.tail": tail})
+
+    def likeliest(session: Session, micro_batch: MicroBatch) -> TopK:
+        log_p_TV = log_probs_TV(session, micro_batch, 2.0)
+        best_TK, ids_TK = log_p_TV.topk(7)
+        outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1)
+        return TopK(ids_TK, best_TK.float(), tail, outside_T.float(), 2.0)
+
+    assert_close(found, gradients_of_signals(folder, likeliest, **settings))
+
+
+def test_the_mass_outside_keeps_its_digits_on_peaked_rows() -> None:
+    """In float32, 1 − Σp is 0 or negative here."""
+    torch.manual_seed(0)
+    hidden_CE, weight_VE = torch.randn(37, 16, dtype=torch.float64) * 6, torch.randn(251, 16, dtype=torch.float64)
+    log_p_CV = (hidden_CE @ weight_VE.T).log_softmax(1)
+    found = top_k_log_probs(hidden_CE.float(), OutputHead(weight_VE.float()), 5, 1.0)
+    expected_C = log_p_CV.scatter(1, found["ids"].long(), -torch.inf).logsumexp(1)
+    assert (expected_C < -20).any()
+    torch.testing.assert_close(found["tail_log_prob"].double(), expected_C, rtol=1e-5, atol=2e-4)
+    picked_CK = log_p_CV.gather(1, found["ids"].long())
+    torch.testing.assert_close(found["log_probs"].double(), picked_CK, rtol=1e-5, atol=2e-4)
+
+
+def test_all_ids_leave_nothing_outside() -> None:
+    found = top_k_log_probs(torch.randn(3, 4), OutputHead(torch.randn(9, 4)), 9, 1.0)
+    assert found["tail_log_prob"].tolist() == [-torch.inf] * 3
+    with pytest.raises(ValueError, match="top_k=10 of a teacher with a vocabulary of 9"):
+        top_k_log_probs(torch.randn(3, 4), OutputHead(torch.randn(9, 4)), 10, 1.0)
+
+
+def test_a_cache_does_not_depend_on_where_it_was_interrupted(
+    folder: Path, hidden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stillhouse.tools import write_cache as module
+
+    compute, calls = module._Writer.compute, []
+
+    def failing(writer: Any, entries: Any) -> dict[str, Tensor]:
+        calls.append(entries)
+        if len(calls) in (1, 3):
+            raise KeyboardInterrupt
+        return compute(writer, entries)
+
+    monkeypatch.setattr(module._Writer, "compute", failing)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            write_cache(write_run(folder), tmp_path / "x", "hidden", shard_bytes=SHARD_BYTES)
+        with pytest.raises(ValueError, match="is unfinished"):
+            SignalCache(tmp_path / "x")
+    write_cache(write_run(folder), tmp_path / "x", "hidden", shard_bytes=SHARD_BYTES)
+    assert contents(tmp_path / "x") == contents(hidden)
+    assert len(calls) == len(list((hidden / "shards").glob("*.safetensors"))) + 2
+
+
+def changed_byte(path: Path, at: int = -5) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def swap(first: Path, second: Path) -> None:
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a changed number": (lambda cache: changed_byte(cache / shard_name(1), -1000), "00001.safetensors was changed"),
+    "a changed document": (lambda cache: changed_byte(cache / shard_name(1)), "table of documents was changed"),
+    "a truncated shard": (
+        lambda cache: (cache / shard_name(1)).write_bytes((cache / shard_name(1)).read_bytes()[:-8]),
+        "00001.safetensors is damaged",
+    ),
+    "a lost shard": (lambda cache: (cache / shard_name(0)).unlink(), "00000.safetensors is missing"),
+    "swapped shards": (lambda cache: swap(cache / shard_name(0), cache / shard_name(1)), "is not shard 0 of this"),
+    "a changed head": (
+        lambda cache: changed_byte(cache / "teacher/model.safetensors"),
+        "model.safetensors was changed",
+    ),
+    "an edited description": (
+        lambda cache: (cache / "cache.json").write_text(
+            (cache / "cache.json").read_text().replace("float32", "float16")
+        ),
+        "cache.json was changed",
+    ),
+    "weights that were added": (
+        lambda cache: shutil.copy(cache / "teacher/model.safetensors", cache / "teacher/more.safetensors"),
+        "more.safetensors was changed or added",
+    ),
+    "a lost index": (lambda cache: (cache / "index.json").unlink(), "is unfinished"),
+    "a damaged index": (lambda cache: (cache / "index.json").write_text("{"), "index.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_refused_by_name(folder: Path, copied: Path, damage: str) -> None:
+    do, message = DAMAGE[damage]
+    do(copied)
+    with pytest.raises(ValueError, match=message):
+        SignalCache(copied).verify()
+    with pytest.raises(ValueError, match=message):
+        gradients(folder, **cached(copied))
+
+
+def test_a_shard_of_another_cache_is_refused(folder: Path, copied: Path, tmp_path: Path) -> None:
+    settings = {"teacher.model": str(folder / "student")}
+    write_cache(write_run(folder, **settings), tmp_path / "other", "hidden", shard_bytes=SHARD_BYTES)
+    shutil.copy(tmp_path / "other" / shard_name(0), copied / shard_name(0))
+    with pytest.raises(ValueError, match=r"00000\.safetensors is not shard 0 of this cache"):
+        SignalCache(copied)
+
+
+def test_a_cache_of_other_data_targets_or_temperature_is_refused(folder: Path, hidden: Path, tmp_path: Path) -> None:
+    write_texts(tmp_path / "more.jsonl", records=41)
+    with pytest.raises(
+        ConfigError, match=r"teacher.cache: .* lacks 1 of the 41 documents of data.train.*more.jsonl:41"
+    ):
+        gradients(folder, **cached(hidden), **{"data.train": str(tmp_path / "more.jsonl")})
+    top_k = {"objective.loss": "forward_kl"}
+    write_cache(write_run(folder, **top_k), tmp_path / "top_k", "top_k", top_k=3)
+    with pytest.raises(
+        ConfigError, match=r"objective.temperature: got 2, but .* at temperature 1: expected the same"
+    ):
+        gradients(folder, **cached(tmp_path / "top_k"), **top_k, **{"objective.temperature": 2.0})
+
+
+def test_a_folder_with_another_cache_is_not_continued(folder: Path, copied: Path, tmp_path: Path) -> None:
+    before = contents(copied)
+    with pytest.raises(ValueError, match="has another cache: signal"):
+        write_cache(write_run(folder), copied, "top_k", top_k=3)
+    assert contents(copied) == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    with pytest.raises(ValueError, match="is not empty and has no cache"):
+        write_cache(write_run(folder), tmp_path / "full", "hidden")
+
+
+def test_two_commands_do_not_write_to_one_folder(folder: Path, copied: Path) -> None:
+    message = rf"another process \(process {os.getpid()} on .*\) is writing to"
+    with folder_lock(copied), pytest.raises(ValueError, match=message):
+        write_cache(write_run(folder), copied, "hidden", shard_bytes=SHARD_BYTES)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 1e-2), ("float16", 1e-3)])
+def test_rounded_hidden_states_change_gradients_by_their_rounding(
+    folder: Path, tmp_path: Path, dtype: str, error: float
+) -> None:
+    write_cache(write_run(folder), tmp_path / "cache", "hidden", dtype=dtype)
+    found, exact = gradients(folder, **cached(tmp_path / "cache"))[1], gradients(folder)[1]
+    for name, gradient in exact.items():
+        assert 0 < (found[name] - gradient).norm() < error * gradient.norm(), name
+
+
+def test_nan_of_the_teacher_is_refused_by_the_writer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stillhouse.tools import write_cache as module
+
+    load = module.load_teacher
+
+    def with_nan(*arguments: Any) -> Any:
+        teacher = load(*arguments)
+        teacher.backbone.norm.register_forward_hook(
+            lambda _, __, hidden: hidden.index_fill(1, torch.tensor(3), torch.nan)
+        )
+        return teacher
+
+    monkeypatch.setattr(module, "load_teacher", with_nan)
+    with pytest.raises(ValueError, match=r"the teacher's 'hidden' is not finite on .*train\.jsonl"):
+        write_cache(write_run(folder), tmp_path / "out", "hidden")
+    assert not list((tmp_path / "out" / "shards").iterdir())
+
+
+def test_without_a_configuration_the_teacher_stands_for_the_student(folder: Path, tmp_path: Path) -> None:
+    """With and without overrides, and where the teacher is one of them; the later one of two students counts."""
+    write_run(folder)
+    teacher, data, sizes = str(folder / "teacher"), str(folder / "train.jsonl"), ("data.max_tokens=24", "data.eval=0")
+    plain = run("cache", "--teacher", teacher, "--data", data, "--out", tmp_path / "plain", *sizes).out
+    assert "for 43 documents" in plain  # some texts have more than 24 tokens
+    (tmp_path / "run.yaml").write_text(
+        f"student: {{model: {folder / 'student'}}}\nteacher: {{model: {teacher}}}\n"
+        f"data: {{train: {data}, max_tokens: 24, eval: 0}}\n"
+    )
+    commands: list[list[str | Path]] = [
+        [tmp_path / "run.yaml"],
+        [f"teacher.model={teacher}", f"data.train={data}", *sizes],
+        ["--teacher", teacher, "--data", data, "--student", str(folder / "student"), *sizes],
+        ["--teacher", teacher, "--data", data, f"student.model={folder / 'student'}", *sizes],
+    ]
+    for number, command in enumerate(commands):
+        out = tmp_path / str(number)
+        run("cache", *command, "--out", out)
+        for name in ("index.json", "shards/00000.safetensors"):
+            assert (out / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), command
+    missing = run("cache", "--data", data, "--out", tmp_path / "x", *sizes, code=2).err
+    assert "student.model" in missing
+
+
+def test_the_command_and_a_run_from_it(folder: Path, tmp_path: Path) -> None:
+    write_run(folder)
+    run("cache", folder / "run.yaml", "--out", tmp_path / "cache")
+    shown = run("cache", "verify", tmp_path / "cache").out
+    assert "hidden states in float32" in shown
+    assert "for 48 documents" in shown
+    trained = write_run(folder, cached=True, **{"teacher.cache": str(tmp_path / "cache"), "out": str(tmp_path / "a")})
+    (tmp_path / "run.yaml").write_text((folder / "run.yaml").read_text())
+    run("distill", tmp_path / "run.yaml")
+    write_run(folder)
+    run("distill", folder / "run.yaml", f"out={tmp_path / 'live'}")
+    cached, live = metrics(Path(trained.out)), metrics(tmp_path / "live")
+    assert [each["step"] for each in cached] == [each["step"] for each in live]
+    for one, other in zip(cached, live, strict=True):
+        for key in ("loss/total_nats_per_token", "train/gradient_norm", "eval/forward_kl", "train/agreement"):
+            assert (key in one) == (key in other)
+            if key in one:
+                assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-7), key
+    assert json.loads((tmp_path / "a" / "tokens.json").read_text())["documents"]

@@ -1,0 +1,149 @@
+"""Joining caches: every document once, with the rows it had; another teacher, signal or set of rows is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.cache_damage import resealed
+from kit.runs import contents, forward_backward, run, session_of, write_records, write_run, write_texts
+from torch import Tensor
+
+from stillhouse.config import RunConfig
+from stillhouse.signals import SignalCache
+from stillhouse.tools import cache_folder
+from stillhouse.tools.merge_caches import merge_caches
+from stillhouse.tools.write_cache import write_cache
+
+FORWARD_KL = {"objective.loss": "forward_kl"}
+SHARD_BYTES = 5000
+KINDS: dict[str, dict[str, Any]] = {
+    "hidden": {"kind": "hidden"},
+    "sampled": {"kind": "sampled", "top_k": 50, "packed": True},
+    "top_k": {"kind": "top_k", "top_k": 7, "packed": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Caches of the same held-out data, and of training data of which eight records are in both."""
+    folder = tmp_path_factory.mktemp("merge")
+    lines = (write_texts(folder / "all.jsonl", 60, seed=3)).read_text().splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("".join(lines[:30]))
+    (folder / "b.jsonl").write_text("".join(lines[22:]))
+    for kind, options in KINDS.items():
+        for part in ("a", "b", "all"):
+            write_cache(config_of(folder, part), folder / f"{kind} {part}", **options, shard_bytes=SHARD_BYTES)
+    return folder
+
+
+def config_of(folder: Path, part: str, **settings: Any) -> RunConfig:
+    return write_run(folder, **FORWARD_KL, **{"data.train": str(folder / f"{part}.jsonl"), **settings})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_cache_has_every_row_of_both(folder: Path, tmp_path: Path, kind: str) -> None:
+    sources = [folder / f"{kind} a", folder / f"{kind} b"]
+    merge_caches(sources, tmp_path / "c", shard_bytes=SHARD_BYTES)
+    merged, first, second = (SignalCache(each) for each in (tmp_path / "c", *sources))
+    merged.verify()
+    expected = {**second.documents(), **first.documents()}
+    assert merged.documents() == expected
+    assert list(merged.documents())[: len(first.documents())] == list(first.documents())
+    assert len(expected) == len(SignalCache(folder / f"{kind} all").documents())
+    assert len(first.documents()) + len(second.documents()) == len(expected) + 8 + 8  # records, and held-out ones
+    for document, rows in expected.items():
+        owner = first if document in first.documents() else second
+        found, own = merged.read_document(document, rows), owner.read_document(document, rows)
+        assert all(torch.equal(found[name], value) for name, value in own.items())
+    assert merged.manifest.shards > 3
+
+
+def test_a_run_from_a_merged_cache(folder: Path, tmp_path: Path) -> None:
+    merge_caches([folder / "hidden a", folder / "hidden b"], tmp_path / "c")
+    settings = {"data.train": str(folder / "all.jsonl"), **FORWARD_KL}
+    losses = []
+    for cache in (tmp_path / "c", folder / "hidden all"):
+        session = session_of(folder, cached=True, **settings, **{"teacher.cache": str(cache)})
+        losses.append(forward_backward(session).sums["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_disjoint_merge_of_three(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "all.jsonl").read_text().splitlines(keepends=True)
+    parts = []
+    for at in range(3):
+        (folder / f"third{at}.jsonl").write_text("".join(lines[20 * at : 20 * at + 20]))
+        write_cache(config_of(folder, f"third{at}"), tmp_path / f"{at}", "top_k", top_k=3)
+        parts.append(tmp_path / f"{at}")
+    manifest = merge_caches(parts, tmp_path / "c")
+    assert manifest.documents == 60 + 8
+
+
+def test_an_interrupted_merge_is_no_cache_and_continues(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, save = [folder / "hidden a", folder / "hidden b"], cache_folder.save_file
+    merge_caches(sources, tmp_path / "whole", shard_bytes=SHARD_BYTES)
+    calls = 0
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        save(*arguments, **options)
+
+    monkeypatch.setattr(cache_folder, "save_file", failing)
+    with pytest.raises(KeyboardInterrupt):
+        merge_caches(sources, tmp_path / "c", shard_bytes=SHARD_BYTES)
+    with pytest.raises(ValueError, match="is unfinished"):
+        SignalCache(tmp_path / "c")
+    merge_caches(sources, tmp_path / "c", shard_bytes=SHARD_BYTES)
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+
+
+def test_caches_of_another_teacher_signal_or_form_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = config_of(folder, "b", **{"teacher.model": str(folder / "student")})
+    write_cache(other, tmp_path / "teacher", "hidden")
+    write_cache(config_of(folder, "b"), tmp_path / "plain", "top_k", top_k=7)
+    for sources, message in (
+        (["hidden a", tmp_path / "teacher"], "cannot be merged with .*teacher_hash is .* there and .* here"),
+        (["hidden a", "top_k b"], "cannot be merged with .*signal is hidden states in float32 there"),
+        (["top_k a", tmp_path / "plain"], "packed is True there and False here"),
+        (["hidden a"], "got 1 cache: expected two or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge_caches([folder / each for each in sources], tmp_path / "x")
+        assert not (tmp_path / "x").exists()
+
+
+def test_a_document_with_other_rows_or_numbers_is_refused(folder: Path, tmp_path: Path) -> None:
+    def noise(tensors: dict[str, Tensor]) -> None:
+        tensors["hidden"].mul_(1.1)
+
+    write_cache(config_of(folder, "b"), tmp_path / "b", "hidden")
+    resealed(tmp_path / "b", noise)
+    with pytest.raises(ValueError, match=r"document [0-9a-f]{32} is in .* and in .* with other signals"):
+        merge_caches([folder / "hidden a", tmp_path / "b"], tmp_path / "x")
+
+    write_records(folder / "chat.jsonl", [{"prompt": "one two", "completion": f" {word}"} for word in ("a", "b")])
+    for tokens in ("all", "completion"):
+        write_cache(config_of(folder, "chat", **{"objective.tokens": tokens}), tmp_path / tokens, "hidden")
+    with pytest.raises(ValueError, match=r"with other rows, 0 to \d+ and \d+ to \d+: .*same objective.tokens"):
+        merge_caches([tmp_path / "all", tmp_path / "completion"], tmp_path / "x")
+
+
+def test_a_damaged_source_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_cache(config_of(folder, "b"), tmp_path / "b", "top_k", top_k=7, packed=True)
+    resealed(tmp_path / "b", lambda tensors: tensors["log_probs"].mul_(0.5))
+    with pytest.raises(ValueError, match=r"b/shards/00000\.safetensors: .*do not add up to 1"):
+        merge_caches([folder / "top_k a", tmp_path / "b"], tmp_path / "x")
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    shown = run("cache", "merge", folder / "sampled a", folder / "sampled b", "--out", tmp_path / "c").out
+    assert "50 draws at temperature 1, packed of" in shown
+    assert run("cache", "verify", tmp_path / "c").out == shown
+    assert "cannot be merged" in run("cache", "merge", folder / "sampled a", folder / "top_k b", "--out",
+                                     tmp_path / "d", code=1).err  # fmt: skip

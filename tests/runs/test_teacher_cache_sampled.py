@@ -1,0 +1,191 @@
+"""Draws from a teacher's distribution: unbiased, the same for a document and row wherever it is, and never a trap."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.runs import contents, forward_backward, metrics, run, session_of, write_run
+from torch import Tensor
+
+from stillhouse.objective import DenseLogits, Distill, OutputHead, Signal, linear_objective, parse_divergence
+from stillhouse.signals import SignalCache
+from stillhouse.signals.sampling import draw, uniform_numbers
+from stillhouse.signals.spec import SignalSpec
+from stillhouse.tools.write_cache import write_cache
+
+VOCABULARY, DRAWS, SHARD_BYTES = 251, 50, 5000
+FORWARD_KL = {"objective.loss": "forward_kl"}
+
+
+def dense(found: dict[str, Tensor], vocabulary: int = VOCABULARY) -> Tensor:
+    """How often each id of the vocabulary was drawn, [C, V] float64."""
+    total_CV = torch.zeros(len(found["ids"]), vocabulary + 1, dtype=torch.float64)
+    columns_CM = found["ids"].long().where(found["ids"] >= 0, vocabulary)
+    return total_CV.scatter_add_(1, columns_CM, found["counts"].double())[:, :-1]
+
+
+def uniform(rows: int, draws: int = DRAWS, document: int = 7) -> Tensor:
+    return torch.from_numpy(uniform_numbers(document.to_bytes(16, "little"), range(rows), draws))
+
+
+def test_draws_are_unbiased() -> None:
+    """6 rows, 40,000 draws each: the chi-square statistic of 250 degrees of freedom stays below its 1e-6 quantile."""
+    torch.manual_seed(0)
+    hidden_CE, weight_VE = torch.randn(6, 16), torch.randn(VOCABULARY, 16) * 0.5
+    p_CV = (hidden_CE.double() @ weight_VE.double().T / 2.0).softmax(1)
+    total_CV = torch.zeros(6, VOCABULARY, dtype=torch.float64)
+    for document in range(800):
+        total_CV += dense(draw(hidden_CE, OutputHead(weight_VE), uniform(6, document=document), 2.0))
+    assert (total_CV.sum(1) == 40_000).all()
+    expected_CV = 40_000 * p_CV
+    likely_CV = expected_CV > 5
+    squares_CV = ((total_CV - expected_CV).square() / expected_CV).masked_fill(~likely_CV, 0.0)
+    assert (squares_CV.sum(1) < 370).all()
+    assert (squares_CV.sum(1) > 0.4 * likely_CV.sum(1)).all()  # a copy of p would have no variance
+
+
+def test_peaked_rows_and_ids_without_mass() -> None:
+    logits_V3 = torch.full((VOCABULARY, 3), -torch.inf)
+    logits_V3[[4, 250], 0] = 0.0
+    logits_V3[:, 1] = torch.linspace(-300, 300, VOCABULARY)
+    logits_V3[17, 2] = 5.0
+    found = [draw(torch.ones(1, 1), head_of(logits_V), uniform(1), 1.0) for logits_V in logits_V3.T]
+    assert found[0]["ids"][0, :3].tolist() == [4, 250, -1]
+    assert found[0]["counts"][0].sum() == DRAWS
+    assert set(found[1]["ids"][0].tolist()) <= {-1, 247, 248, 249, 250}
+    assert found[1]["counts"].sum() == DRAWS
+    assert (found[2]["ids"][0, :2].tolist(), found[2]["counts"][0, 0]) == ([17, -1], DRAWS)
+
+
+def test_uniform_numbers_at_the_ends_draw_ids_that_have_mass() -> None:
+    """0 and the largest number below 1; the first and the last ids have no mass."""
+    logits_V = torch.full((VOCABULARY,), -torch.inf)
+    logits_V[[3, 100, 247]] = torch.tensor([0.1, 0.7, -2.0])
+    ends = torch.tensor([[0.0, 1 - 2.0**-53]], dtype=torch.float64)
+    assert draw(torch.ones(1, 1), head_of(logits_V), ends, 1.0)["ids"].tolist() == [[3, 247]]
+
+
+def test_a_row_of_nan_has_no_ids() -> None:
+    logits_V = torch.zeros(VOCABULARY)
+    logits_V[3] = torch.nan
+    found = draw(torch.ones(1, 1), head_of(logits_V), uniform(1), 1.0)
+    assert (found["ids"] == -1).all()
+    assert not found["counts"].any()
+
+
+def head_of(logits_V: Tensor) -> OutputHead:
+    """A head whose logits are these for a hidden state of 1 (−inf times 0 would be NaN)."""
+    return OutputHead(torch.zeros(len(logits_V), 1), logits_V)
+
+
+def test_uniform_numbers_do_not_depend_on_the_rows_around() -> None:
+    document = bytes(range(16))
+    whole = uniform_numbers(document, range(37), 50)
+    np.testing.assert_array_equal(uniform_numbers(document, range(11, 14), 50), whole[11:14])
+    assert ((whole >= 0) & (whole < 1)).all()
+    assert not np.isin(uniform_numbers(bytes(16), range(37), 50), whole).any()
+    # numpy's raw stream of Philox is fixed; another stream would be another cache
+    assert whole[0, :2].tolist() == [0.7761366048984066, 0.9612052412461628]
+
+
+def written(folder: Path, out: Path, **options: Any) -> Path:
+    write_cache(write_run(folder, **FORWARD_KL), out, "sampled", top_k=DRAWS, shard_bytes=SHARD_BYTES, **options)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sampled")
+
+
+def rows_of(cache: SignalCache) -> dict[bytes, dict[str, Tensor]]:
+    return {document: cache.read_document(document, rows) for document, rows in cache.documents().items()}
+
+
+def test_the_same_draws_in_other_batches_and_shards(folder: Path, tmp_path: Path) -> None:
+    first = rows_of(SignalCache(written(folder, tmp_path / "a")))
+    write_run(folder, **FORWARD_KL)
+    config = write_run(folder, **FORWARD_KL, **{"train.micro_batch_tokens": 32, "train.tokens_per_step": 32})
+    write_cache(config, tmp_path / "b", "sampled", top_k=DRAWS, shard_bytes=2000)
+    second = rows_of(SignalCache(tmp_path / "b"))
+    assert first.keys() == second.keys()
+    for document, tensors in first.items():
+        assert all(torch.equal(value, second[document][name]) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_interrupted_cache_of_draws_has_the_same_bytes(
+    folder: Path, tmp_path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stillhouse.tools import write_cache as module
+
+    whole = written(folder, tmp_path / "whole", packed=packed)
+    compute, calls = module._Writer.compute, []
+
+    def failing(writer: Any, entries: Any) -> dict[str, Tensor]:
+        calls.append(entries)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compute(writer, entries)
+
+    monkeypatch.setattr(module._Writer, "compute", failing)
+    with pytest.raises(KeyboardInterrupt):
+        written(folder, tmp_path / "x", packed=packed)
+    assert contents(written(folder, tmp_path / "x", packed=packed)) == contents(whole)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_run_from_draws_approaches_the_live_teachers_gradients(folder: Path, tmp_path: Path, packed: bool) -> None:
+    """With 255 draws of each of 100+ rows, the gradient of forward KL is near the exact one, and 50 draws less so."""
+
+    def gradients(cache: Path | None) -> Tensor:
+        settings = FORWARD_KL | ({} if cache is None else {"teacher.cache": str(cache)})
+        session = session_of(folder, cached=cache is not None, **settings)
+        forward_backward(session)
+        found = [each.grad.flatten() for _, each in session.runner.named_parameters() if each.grad is not None]
+        return torch.cat(found).double()
+
+    exact, errors = gradients(None), []
+    for draws in (15, 255):
+        out = tmp_path / f"{draws}"
+        write_cache(write_run(folder, **FORWARD_KL), out, "sampled", top_k=draws, packed=packed)
+        found = gradients(out)
+        errors.append(float((found - exact).norm() / exact.norm()))
+    assert errors[1] < 0.45 * errors[0]  # √(15 / 255) = 0.24
+    assert errors[1] < 0.5
+
+
+def test_the_mean_gradient_over_draws_is_the_exact_one() -> None:
+    """Of 1,000 repetitions, within 5.5 standard deviations, for every hidden state's every number."""
+    torch.manual_seed(0)
+    teacher_CE, weight_VE = torch.randn(5, 16), torch.randn(VOCABULARY, 16) * 0.5
+    student_CD, head = torch.randn(5, 9, dtype=torch.float64), OutputHead(torch.randn(VOCABULARY, 9).double())
+
+    def gradient(signal: Signal) -> Tensor:
+        hidden_CD = student_CD.clone().requires_grad_()
+        loss = linear_objective(hidden_CD, head, [Distill(signal, parse_divergence("forward_kl"))]).loss
+        return torch.autograd.grad(loss, hidden_CD)[0]
+
+    exact_CD = gradient(DenseLogits(teacher_CE.double() @ weight_VE.double().T))
+    spec, estimates = SignalSpec("sampled", "float32", DRAWS, 1.0), []
+    for document in range(1000):
+        found = draw(teacher_CE, OutputHead(weight_VE), uniform(5, document=document), 1.0)
+        estimates.append(gradient(spec.as_signal(found, "bucket")))
+    stacked = torch.stack(estimates)
+    deviation_CD = stacked.std(0) / 1000**0.5
+    assert ((stacked.mean(0) - exact_CD).abs() <= 5.5 * deviation_CD + 1e-6).all()
+    assert (deviation_CD < 0.05 * exact_CD.norm()).all()
+
+
+def test_a_whole_run_from_draws(folder: Path, tmp_path: Path) -> None:
+    cache = written(folder, tmp_path / "cache", packed=True)
+    settings = {"objective.loss": "0.3*cross_entropy + 0.7*forward_kl", "teacher.cache": str(cache)}
+    write_run(folder, cached=True, **settings, out=str(tmp_path / "out"))
+    run("distill", folder / "run.yaml")
+    found = metrics(tmp_path / "out")
+    assert found[-1]["step"] == 6
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+    write_run(folder, cached=True, **settings | {"objective.loss": "jsd(0.5)"}, out=str(tmp_path / "other"))
+    assert "draws can only estimate forward_kl" in run("check", folder / "run.yaml", code=2).err

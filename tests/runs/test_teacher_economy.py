@@ -1,0 +1,244 @@
+"""A teacher in less memory: its layers in 8 or 4 bits, or in host memory except while they run.
+
+The reference for quantized weights is a plain model with the dequantized weights, which both must agree on exactly.
+"""
+
+import importlib.util
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.runs import forward_backward, session_of, write_run
+from safetensors.torch import load_file, save_file
+from kit.serving import Server
+from kit.teacher_gradients import Gradients, assert_close, gradients
+from torch import Tensor, nn
+from kit.toy_tokenizer import toy_tokenizer
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from stillhouse.config import ConfigError
+from stillhouse.models import Decoder
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.quantized import is_quantized, weight_bytes
+from stillhouse.parallel import Degrees, Layout, WaitingWeights
+from stillhouse.run import run_models as models
+from stillhouse.run.run_models import require_teachers_fit
+from stillhouse.run.session import Session, prepare
+from stillhouse.signals import SignalCache
+from stillhouse.tools.write_cache import write_cache
+
+CPU = torch.device("cpu")
+KINDS = ["int8", "nf4"]
+#: CPUs with such units multiply 4-bit weights in bfloat16, whatever dtype is asked for
+TOLERANCE = {"int8": 1e-5, "nf4": 2e-2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("economy")
+    save_teacher(folder / "teacher")
+    write_run(folder)
+    return folder
+
+
+def save_teacher(folder: Path, change: Callable[[Any], None] = lambda model: None) -> Path:
+    """Save a teacher whose rows are multiples of 64 numbers, the blocks of nf4 on a CPU."""
+    tokenizer = toy_tokenizer()
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, initializer_range=0.2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def first_step(session: Session) -> Gradients:
+    loss = forward_backward(session).sums["loss"]
+    return loss, {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+
+
+def distance(one: Gradients, other: Gradients) -> float:
+    return float(torch.stack([(each - other[1][name]).norm() for name, each in one[1].items()]).norm())
+
+
+def dequantized(weight: Any) -> Tensor:
+    if hasattr(weight, "qdata"):
+        return weight.dequantize()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, weight.quant_state)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def plain(request: pytest.FixtureRequest, folder: Path) -> tuple[str, Path]:
+    """A kind, and a folder with a plain teacher whose weights are the dequantized ones of that kind."""
+    quantized = load_causal_lm(folder / "teacher", quantize=request.param)
+    changed = {name: dequantized(each) for name, each in quantized.named_parameters() if is_quantized(each)}
+    assert changed
+
+    def change(model: Any) -> None:
+        for name, each in model.named_parameters():
+            if name in changed:
+                assert not torch.equal(each, changed[name]), f"{name} is the same in fewer bits"
+                each.copy_(changed[name])
+
+    return request.param, save_teacher(folder / f"plain-{request.param}", change)
+
+
+def test_a_quantized_teacher_gives_the_gradients_of_its_dequantized_weights(
+    folder: Path, plain: tuple[str, Path]
+) -> None:
+    kind, other = plain
+    found = gradients(folder, **{"teacher.quantize": kind})
+    exact, expected = gradients(folder), gradients(folder, **{"teacher.model": str(other)})
+    assert_close(found, expected, TOLERANCE[kind])
+    assert distance(found, expected) < 0.2 * distance(found, exact)
+
+
+def test_one_of_several_teachers_may_be_quantized(folder: Path, plain: tuple[str, Path]) -> None:
+    kind, other = plain
+
+    def teachers(**quantized: Any) -> dict[str, Any]:
+        named = {"a": {"model": str(folder / "teacher")}, "b": {"model": str(folder / "teacher"), **quantized}}
+        return {f"teachers.{name}": keys for name, keys in named.items()}
+
+    found, expected = (
+        session_of(folder, cached=True, **teachers(**each)) for each in ({"quantize": kind}, {"model": str(other)})
+    )
+    assert_close(first_step(found), first_step(expected), TOLERANCE[kind])
+
+
+def test_quantized_weights_take_less_memory(folder: Path) -> None:
+    whole, eight, four = (
+        weight_bytes(Decoder.from_pretrained(folder / "teacher", quantize=kind).backbone.layers)  # type: ignore[arg-type]
+        for kind in (None, *KINDS)
+    )
+    assert eight < 0.36 * whole
+    assert four < 0.24 * whole
+
+
+def test_a_served_quantized_teacher_is_proven_and_is_another_teacher(folder: Path, plain: tuple[str, Path]) -> None:
+    kind, other = plain
+    with Server(folder / "teacher", "--quantize", kind) as server, Server(folder / "teacher") as exact:
+        assert server.info()["quantize"] == kind
+        assert server.info()["teacher"] == f"{exact.info()['teacher']}-{kind}"
+        served = {"teacher.url": server.url, "teacher.model": str(folder / "teacher")}
+        found = gradients(folder, **served, **{"teacher.prove": "always"})
+        assert_close(found, gradients(folder, **{"teacher.model": str(other)}), TOLERANCE[kind])
+        with pytest.raises(ConfigError, match="serve different teachers: identity is"):
+            session_of(folder, cached=True, **{"teacher.url": [server.url, exact.url]})
+
+
+def test_a_cache_of_a_quantized_teacher(folder: Path, plain: tuple[str, Path], tmp_path: Path) -> None:
+    kind, other = plain
+    write_cache(write_run(folder, **{"teacher.quantize": kind}), tmp_path / "cache", "hidden")
+    write_cache(write_run(folder), tmp_path / "exact", "hidden")
+    of_teacher = [SignalCache(tmp_path / name).manifest.teacher_hash for name in ("cache", "exact")]
+    assert of_teacher[0] == f"{of_teacher[1]}-{kind}"
+    assert "quantization_config" not in json.loads((tmp_path / "cache" / "teacher" / "config.json").read_text())
+    found = gradients(folder, **{"teacher.cache": str(tmp_path / "cache")})
+    assert_close(found, gradients(folder, **{"teacher.model": str(other)}), TOLERANCE[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_weight_is_found_although_quantizing_hides_it(tmp_path: Path, kind: str) -> None:
+    save_teacher(tmp_path / "teacher")
+    path = tmp_path / "teacher" / "model.safetensors"
+    weights = load_file(path)
+    name = next(each for each in weights if each.endswith("up_proj.weight"))
+    weights[name][3, 5] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"'{name}' in .*model\.safetensors has values that are NaN or infinite"):
+        Decoder.from_pretrained(tmp_path / "teacher", quantize=kind)
+
+
+def test_a_model_that_is_quantized_already_is_not_quantized_again(folder: Path, tmp_path: Path) -> None:
+    Decoder.from_pretrained(folder / "teacher", quantize="nf4").pretrained.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its weights are quantized already: expected no further quantization"):
+        Decoder.from_pretrained(tmp_path, quantize="int8")
+
+
+def test_without_the_library_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else find(name, *rest)
+    )
+    message = r"int8 needs torchao, which is not installed; pip install 'stillhouse\[low-bit\]'"
+    with pytest.raises(ValueError, match=message):
+        Decoder.from_pretrained(folder / "teacher", quantize="int8")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_offloaded_teacher_gives_the_same_gradients(
+    folder: Path, several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run refuses this on a CPU, where the weights are copied for nothing."""
+
+    def found(*, offload: bool) -> tuple[float, dict[str, Tensor]]:
+        teacher = {"model": str(folder / "teacher"), "offload": offload}
+        if several:
+            config = write_run(folder, cached=True, **{"teachers.a": teacher})
+        else:
+            config = write_run(folder, **{f"teacher.{key}": value for key, value in teacher.items()})
+        monkeypatch.setattr(models, "_require_offload", lambda *_: None)
+        return first_step(prepare(config, announce=False))
+
+    assert_close(found(offload=True), found(offload=False))
+
+
+def test_waiting_weights_are_on_the_device_only_while_they_are_used() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    model[1].weight.data = model[0].weight.data.T
+    before = [each.data_ptr() for each in model.parameters()]
+    inputs = torch.randn(3, 5)
+    expected = model(inputs)
+    weights = WaitingWeights(model, CPU)
+    with weights.on_device():
+        copies = [weakref.ref(each.untyped_storage()) for each in model.parameters()]
+        assert all(each.data_ptr() not in before for each in model.parameters())
+        torch.testing.assert_close(model(inputs), expected)
+    assert [each.data_ptr() for each in model.parameters()] == before
+    assert all(each() is None for each in copies)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), weights.on_device():
+        model(inputs[:, 1:])
+    assert [each.data_ptr() for each in model.parameters()] == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "degrees", "message"),
+    [
+        ({"quantize": "int8"}, "cpu", Degrees(fsdp=2), "teacher.quantize: got int8 under fsdp 2"),
+        ({"offload": True}, "cpu", Degrees(), "teacher.offload: got true on a CPU"),
+        ({"offload": True}, "cuda", Degrees(tensor=2), "teacher.offload: got true under tensor 2"),
+    ],
+)
+def test_what_a_layout_does_not_allow(
+    folder: Path, settings: dict[str, Any], device: str, degrees: Degrees, message: str
+) -> None:
+    config = write_run(folder, **{f"teacher.{key}": value for key, value in settings.items()})
+    with pytest.raises(ConfigError, match=message):
+        require_teachers_fit(config, Layout(degrees), torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantize": "int8", "offload": True}, "teacher.offload: got true with teacher.quantize=int8"),
+        ({"quantize": "nf4", "parallel": {"tensor": 2}}, "teacher.quantize: got nf4 with teacher.parallel"),
+        ({"offload": True, "cross_tokenizer": "gold"}, "teacher.offload: got true with teacher.cross_tokenizer"),
+        ({"quantize": "nf4", "model": None, "cache": "a"}, "teacher.quantize: has no effect with teacher.cache"),
+        ({"quantize": "int4"}, "teacher.quantize: got 'int4' .text.; expected: int8, nf4 or null"),
+    ],
+)
+def test_what_does_not_go_together(folder: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write_run(folder, **{f"teacher.{key}": value for key, value in settings.items()})

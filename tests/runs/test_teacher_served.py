@@ -1,0 +1,390 @@
+"""A teacher behind `stillhouse serve`: the live teacher's gradients; what is wrong with a server is refused."""
+
+import contextlib
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.faulty_proxy import (
+    Fault,
+    Proxy,
+    broken,
+    busy,
+    proxy_to,
+    reset,
+    shortened,
+    silent,
+    slow,
+    truncated,
+    with_body,
+)
+from kit.runs import metrics, run, save_model, session_of, write_run
+from safetensors.torch import load, load_file, save
+from kit.serving import Server
+from kit.teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
+from torch import Tensor
+
+from stillhouse.config import ConfigError
+from stillhouse.data import MicroBatch
+from stillhouse.objective import Chosen, Sampled, Signal, TopK
+from stillhouse.run.run import distill
+from stillhouse.run.session import Session
+from stillhouse.serving.client.pool import ServerError, ServerPool
+from stillhouse.serving.client.stillhouse_api import StillhouseApi
+from stillhouse.serving.wire import KEY
+from stillhouse.signals import SignalsLostError
+from stillhouse.signals.cache.format import document_id
+from stillhouse.signals.sampling import draw, uniform_numbers
+from stillhouse.signals.spec import DocumentRows, SignalSpec
+
+#: requests of the proof at the start of a run
+PROOF = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    write_run(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    with Server(folder / "teacher") as started:
+        yield started.url
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_hidden_states_give_the_gradients_of_the_live_teacher(folder: Path, server: str, temperature: float) -> None:
+    settings = {"objective.temperature": temperature}
+    assert_close(gradients(folder, **{"teacher.url": server}, **settings), gradients(folder, **settings))
+
+
+@pytest.mark.parametrize("kind", ["top_k", "chosen"])
+def test_ids_give_the_gradients_of_a_signal_from_the_teachers_logits(folder: Path, server: str, kind: str) -> None:
+    settings = {"objective.temperature": 2.0, "objective.loss": "reverse_kl"}
+    found = gradients(folder, **{"teacher.url": server, "teacher.signal": kind, "teacher.top_k": 7}, **settings)
+
+    def scored(session: Session, micro_batch: MicroBatch) -> Signal:
+        log_p_TV = log_probs_TV(session, micro_batch, 2.0)
+        with torch.no_grad():
+            chooser_TV = log_p_TV if kind == "top_k" else session.student(**micro_batch.inputs).flatten(0, 1)
+        ids_TK = chooser_TV.topk(7).indices
+        outside_T = log_p_TV.scatter(1, ids_TK, -torch.inf).logsumexp(1).float()
+        make = TopK if kind == "top_k" else Chosen
+        return make(ids_TK, log_p_TV.gather(1, ids_TK).float(), "bucket", outside_T, 2.0)
+
+    assert_close(found, gradients_of_signals(folder, scored, **settings))
+
+
+def test_draws_give_the_gradients_of_the_same_draws_here(folder: Path, server: str) -> None:
+    settings = {"objective.temperature": 2.0, "objective.loss": "forward_kl"}
+    found = gradients(folder, **{"teacher.url": server, "teacher.signal": "sampled", "teacher.top_k": 11}, **settings)
+
+    def drawn(session: Session, micro_batch: MicroBatch) -> Sampled:
+        assert session.teacher is not None
+        exact, position_T = session.teacher.signal(**micro_batch.inputs), micro_batch.position_ids_BS.flatten()
+        uniform_TM = torch.zeros(len(position_T), 11, dtype=torch.float64)
+        for document in micro_batch.document_T.unique().tolist():
+            rows_C = (micro_batch.document_T == document).nonzero()[:, 0]
+            if document >= 0:
+                tokens = session.train.documents.tokens(document)
+                numbers = uniform_numbers(document_id(tokens), range(len(tokens)), 11)
+                uniform_TM[rows_C] = torch.from_numpy(numbers)[position_T[rows_C]]
+        found = draw(exact.hidden_TE, exact.head, uniform_TM, 2.0)
+        return Sampled(found["ids"], found["counts"] / 11)
+
+    assert_close(found, gradients_of_signals(folder, drawn, **settings))
+
+
+def test_half_precision_on_the_wire_changes_gradients_by_its_rounding(folder: Path, server: str) -> None:
+    found = gradients(folder, **{"teacher.url": server, "teacher.dtype": "bfloat16"})[1]
+    for name, exact in gradients(folder)[1].items():
+        assert 0 < (found[name] - exact).norm() < 2e-2 * exact.norm(), name
+
+
+def rewritten(change: Callable[[dict[str, Tensor]], None]) -> Callable[[bytes], bytes]:
+    """Applies `change` to the tensors of an answer of /v1/score."""
+
+    def body(content: bytes) -> bytes:
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        tensors = {name: each.clone() for name, each in load(content).items()}
+        change(tensors)
+        return save({name: each.contiguous() for name, each in tensors.items()}, {KEY: header["__metadata__"][KEY]})
+
+    return body
+
+
+def shift_rows(tensors: dict[str, Tensor]) -> None:
+    for name in tensors.keys() - {"offsets"}:
+        tensors[name] = tensors[name].roll(1, 0)
+
+
+def make_uniform(tensors: dict[str, Tensor]) -> None:
+    if "hidden" in tensors:
+        tensors["hidden"][:] = tensors["hidden"][0].clone()
+    else:
+        tensors["log_probs"].fill_(-5.99)
+        tensors["tail_log_prob"].fill_(math.log(1 - tensors["log_probs"].shape[1] * math.exp(-5.99)))
+
+
+def put_nan(tensors: dict[str, Tensor]) -> None:
+    next(each for each in tensors.values() if each.is_floating_point()).view(-1)[3] = torch.nan
+
+
+LYING: dict[str, tuple[Callable[[dict[str, Tensor]], None], dict[str, Any], str]] = {
+    "shifted hidden states": (shift_rows, {}, "The rows are shifted, or the model is not causal"),
+    "shifted ids": (shift_rows, {"teacher.signal": "top_k", "teacher.top_k": 9}, "The rows are shifted"),
+    "a lost model": (make_uniform, {}, "gives the same hidden state for every token: it has lost"),
+    "a uniform teacher": (make_uniform, {"teacher.signal": "top_k", "teacher.top_k": 9}, "the teacher is uniform"),
+    "NaN": (put_nan, {}, "5 answers could not be used; the last one: 'hidden' of the answer is not finite"),
+    "fewer ids": (
+        lambda tensors: tensors.update(ids=tensors["ids"][:, :5], log_probs=tensors["log_probs"][:, :5]),
+        {"teacher.signal": "top_k", "teacher.top_k": 9},
+        "the last one: the answer has .*expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(LYING))
+def test_a_server_with_wrong_signals_is_refused(folder: Path, server: str, case: str) -> None:
+    change, settings, message = LYING[case]
+    with proxy_to(server) as (proxy, url):
+        proxy.change = rewritten(change)
+        with pytest.raises((ConfigError, OSError), match=message):
+            session_of(folder, cached=True, **{"teacher.url": url, "teacher.timeout": 20.0}, **settings)
+
+
+def test_a_server_that_ignores_the_temperature_is_refused(folder: Path, server: str) -> None:
+    def ignoring(proxy: Proxy) -> None:
+        def forward(path: str) -> Fault | None:
+            return with_temperature_1 if path == "/v1/score" else None
+
+        proxy.next_fault = forward  # type: ignore[method-assign]
+
+    def with_temperature_1(handler: Any, answer: Any) -> None:
+        asked = handler.body
+        header = json.loads(asked[8 : 8 + int.from_bytes(asked[:8], "little")])["__metadata__"][KEY]
+        plain = save(load(asked), {KEY: json.dumps(json.loads(header) | {"temperature": 1.0})})
+        found = handler.proxy.client.post(server + "/v1/score", content=plain, headers=dict(handler.headers))
+        own = json.loads(found.content[8 : 8 + int.from_bytes(found.content[:8], "little")])["__metadata__"][KEY]
+        claimed = json.dumps(json.loads(own) | {"temperature": json.loads(header)["temperature"]})
+        handler.answer(200, save(load(found.content), {KEY: claimed}), answer)
+
+    settings = {"teacher.signal": "top_k", "teacher.top_k": 9, "objective.temperature": 2.0}
+    with proxy_to(server) as (proxy, url):
+        ignoring(proxy)
+        with pytest.raises(ConfigError, match="ignores the temperature 2"):
+            session_of(folder, cached=True, **{"teacher.url": url}, **settings)
+
+
+def test_another_tokenizer_template_or_end_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", "qwen3", text=["zebra quagga zebra quagga okapi okapi"] * 9)
+    with Server(other) as started, pytest.raises(ValueError, match="student and teacher have different tokenizers"):
+        session_of(folder, cached=True, **{"teacher.url": started.url})
+    for name, key, value in (("eos", "eos_token", "<pad>"), ("chat_template", "chat_template", "{{ messages }}")):
+        changed = save_model(tmp_path / name, "qwen3")
+        path = changed / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+        with Server(changed) as started:
+            settings: dict[str, Any] = {"teacher.url": started.url}
+            if name == "eos":
+                with pytest.raises(ValueError, match=f"teacher.accept: .* {name} in this list"):
+                    session_of(folder, cached=True, **settings)
+            session_of(folder, cached=True, **settings, **{"teacher.accept": [name]}).close()
+
+
+def test_servers_of_different_teachers_are_refused(folder: Path, server: str, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", "qwen3", seed=9)
+    with Server(other) as second, pytest.raises(ConfigError, match="serve different teachers"):
+        session_of(folder, cached=True, **{"teacher.url": [server, second.url]})
+
+
+def test_a_wrong_token_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {"Authorization": "Bearer right"}
+    with Server(folder / "teacher", environment={"STILLHOUSE_TOKEN": "right"}, headers=headers) as started:
+        with pytest.raises(ConfigError, match=r"/v1/info answers 401: expected 200, with the right token"):
+            session_of(folder, cached=True, **{"teacher.url": started.url})
+        monkeypatch.setenv("STILLHOUSE_TOKEN", "right")
+        session_of(folder, cached=True, **{"teacher.url": started.url}).close()
+
+
+FAULTS: dict[str, list[Fault]] = {
+    "a storm of 429": [busy] * 30,
+    "a truncated body": [truncated] * 3,
+    "a wrong length": [shortened] * 3,
+    "NaN": [with_body(rewritten(put_nan))] * 3,
+    "a lost connection": [reset] * 3,
+    "errors of the server": [broken] * 3,
+    "a slow server": [slow] * 4,
+    "a silent server": [silent],
+}
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    return load_file(out / "model/model.safetensors")
+
+
+def assert_same_weights(out: Path, expected: dict[str, Tensor]) -> None:
+    """The server's batches differ between two runs, so the last bits may differ."""
+    for name, each in weights(out).items():
+        assert (each - expected[name]).norm() < 1e-5 * expected[name].norm(), name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, Tensor]:
+    """The weights of the run with the teacher in the job."""
+    return weights(distill(write_run(folder, out=str(folder / "undisturbed"))))
+
+
+QUICK = ("a truncated body", "a lost connection", "NaN")
+
+
+@pytest.mark.parametrize(
+    "fault", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAULTS]
+)
+def test_a_run_survives_and_ends_with_the_same_weights(
+    folder: Path, server: str, undisturbed: dict[str, Tensor], fault: str, tmp_path: Path
+) -> None:
+    with proxy_to(server) as (proxy, url):
+        settings = {"teacher.url": url, "teacher.timeout": 8.0, "out": str(tmp_path / "out")}
+        proxy.after(PROOF, FAULTS[fault])
+        distill(write_run(folder, cached=True, **settings))
+        assert not proxy.faults
+    assert_same_weights(tmp_path / "out", undisturbed)
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        pytest.param(5, id="in a step"),
+        pytest.param(7, id="in a later step", marks=pytest.mark.slow),
+        pytest.param(8, id="in the last evaluation", marks=pytest.mark.slow),
+    ],
+)
+def test_without_any_server_a_run_saves_its_steps_and_stops(
+    folder: Path, server: str, undisturbed: dict[str, Tensor], tmp_path: Path, answered: int
+) -> None:
+    out = tmp_path / "out"
+    with proxy_to(server) as (proxy, url):
+        settings = {"teacher.timeout": 3.0, "out": str(out)}
+        write_run(folder, cached=True, **settings, **{"teacher.url": url})
+        proxy.after(PROOF + answered, [reset] * 10_000)
+        shown = run("distill", folder / "run.yaml", code=1)
+    assert "no server of the teacher has answered for 3 seconds" in shown.err
+    [saved] = (out / "checkpoints").iterdir()
+    assert f"the run has stopped after a checkpoint: {saved}" in shown.err
+    assert 0 < int(saved.name.removeprefix("step-")) <= 6
+    write_run(folder, cached=True, **settings, **{"teacher.url": server})
+    assert f"resuming from {saved}" in run("distill", folder / "run.yaml").out
+    assert_same_weights(out, undisturbed)
+    assert [each["step"] for each in metrics(out) if "eval/cross_entropy" in each] == [0, 6]
+
+
+@pytest.mark.slow
+def test_a_server_that_always_fails_does_not_end_the_run(folder: Path, server: str) -> None:
+    """Its errors come faster than the other server's answers."""
+    with proxy_to(server) as (first, one), proxy_to(server) as (second, two):
+        session = session_of(folder, cached=True, **{"teacher.url": [one, two], "teacher.prove_every": 2})
+        own = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        expected = [each.hidden_BSE for each in session.source.request(own).result()]
+        first.faults, second.faults = [broken] * 10_000, [slow] * 10_000
+        for _ in range(3):
+            found = [each.hidden_BSE for each in session.source.request(own).result()]
+            for one_BSE, other_BSE in zip(found, expected, strict=True):
+                torch.testing.assert_close(one_BSE, other_BSE)
+        session.close()
+
+
+def test_closing_ends_whatever_is_under_way(server: str) -> None:
+    for seed in range(20):
+        pool = ServerPool([server], 30.0)
+        document = DocumentRows(np.arange(5, 30), range(24))
+        [info] = [StillhouseApi().describe(pool, server)]
+        [(_, call)] = StillhouseApi().calls(info, SignalSpec("hidden", "float32"), info.width or 0, [document])
+
+        def ask(pool: ServerPool = pool, call: Any = call) -> None:
+            with contextlib.suppress(ServerError):
+                while True:
+                    pool.score([call])
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(seed / 500)
+        pool.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_limits_of_the_server_are_kept(folder: Path) -> None:
+    """Requests of at most its tokens, and a proof with at most its ids."""
+    with Server(folder / "teacher", "--batch-tokens", 40, "--queue-tokens", 160, "--max-top-k", 9) as started:
+        for settings in ({}, {"teacher.signal": "chosen", "teacher.top_k": 9}):
+            gradients(folder, **{"teacher.url": started.url, "data.max_tokens": 32}, **settings)
+        with pytest.raises(ConfigError, match="gives at most 9 ids per token, got top_k=10"):
+            session_of(
+                folder,
+                cached=True,
+                **{"teacher.url": started.url, "teacher.signal": "top_k", "teacher.top_k": 10},
+            )
+
+
+def test_two_servers_share_the_work_and_one_may_die(
+    folder: Path, server: str, undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    with proxy_to(server) as (first, one), proxy_to(server) as (second, two):
+        settings = {"teacher.url": [one, two], "teacher.timeout": 20.0, "out": str(tmp_path / "out")}
+        second.after(PROOF + 3, [reset] * 10_000)
+        distill(write_run(folder, cached=True, **settings))
+        assert first.scored > PROOF < second.scored
+    assert_same_weights(tmp_path / "out", undisturbed)
+
+
+def test_another_teacher_behind_the_same_address_stops_the_run(folder: Path, server: str, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", "qwen3", seed=9)
+    with Server(other) as second, proxy_to(server) as (proxy, url):
+        session = session_of(folder, cached=True, **{"teacher.url": url})
+        proxy.upstream = second.url
+        own = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        with pytest.raises(SignalsLostError, match="serves another teacher now"):
+            session.source.request(own).result()
+        session.close()
+
+
+def test_weights_that_change_unnoticed_are_found_by_the_repeated_proof(folder: Path, server: str) -> None:
+    def rotate(tensors: dict[str, Tensor]) -> None:
+        tensors["hidden"] = tensors["hidden"].flip(1)
+
+    with proxy_to(server) as (proxy, url):
+        session = session_of(folder, cached=True, **{"teacher.url": url, "teacher.prove_every": 2})
+        own = session.shard(session.step_schedule.micro_batches(session.train, 0))
+        session.source.request(own).result()
+        proxy.change = rewritten(rotate)
+        with pytest.raises(SignalsLostError, match="no longer gives the signals that it gave at the start"):
+            session.source.request(own).result()
+        session.close()
+
+
+@pytest.mark.parametrize("signal", ["hidden", "sampled"])
+def test_a_cache_of_a_served_teacher_gives_its_gradients(
+    folder: Path, server: str, signal: str, tmp_path: Path
+) -> None:
+    """A server is asked once, and any number of runs train from what it said."""
+    settings = {"objective.loss": "forward_kl"}
+    write_run(folder, cached=True, **settings, **{"teacher.url": server})
+    options = ("--signal", signal, *(("--top-k", "11", "--packed") if signal == "sampled" else ()))
+    shown = run("cache", folder / "run.yaml", "--out", tmp_path / "cache", *options).out
+    assert f"of {folder / 'teacher'} for" in shown
+    run("cache", "verify", tmp_path / "cache")
+    live = {"teacher.url": server, "teacher.signal": signal, "teacher.top_k": 11 if signal == "sampled" else 64}
+    cached = {"teacher.cache": str(tmp_path / "cache")}
+    assert_close(gradients(folder, **settings, **cached), gradients(folder, **settings, **live))

@@ -1,0 +1,256 @@
+"""Runs that train a LoRA: peft and transformers can load their results, and wrong settings are refused."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from kit.runs import contents, forward_backward, metrics, run, save_model, session_of, write_run
+from safetensors.torch import load_file
+from test_train_layouts import distill, under_torchrun
+from test_train_resume import evaluations, kill_at, losses
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stillhouse.config import ConfigError
+from stillhouse.parallel.pair import TeacherStudentPair
+from stillhouse.run.session import prepare
+
+LORA: dict[str, Any] = {"student.adapter": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
+OWN_BASE = {"objective.loss": "0.3*cross_entropy + 0.7*reverse_kl"}
+IDS = torch.arange(3, 35)[None]
+
+
+def teacher_is_base(folder: Path, **settings: Any) -> dict[str, Any]:
+    """The settings of a run whose teacher is the student without its adapter."""
+    return LORA | OWN_BASE | {"teacher.model": str(folder / "student")} | settings
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete run with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("adapter")
+    write_run(folder, tied=True, **LORA, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    ended = run("distill", folder / "run.yaml")
+    assert "adapter: LoRA r 4, alpha 8 on 14 modules, 5.76 k of " in ended.out
+    return folder
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model.eval()(IDS).logits
+
+
+def test_the_adapter_is_peft_s_and_the_model_is_base_and_adapter(trained: Path) -> None:
+    out = trained / "out"
+    base = AutoModelForCausalLM.from_pretrained(trained / "student")
+    before = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, out / "adapter"))
+    assert (expected - before).abs().max() > 0.1
+    found = logits(AutoModelForCausalLM.from_pretrained(out / "model"))
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert logits(AutoPeftModelForCausalLM.from_pretrained(out / "adapter")).equal(expected)
+    names = (out / "model" / "config.json", trained / "student" / "config.json")
+    assert len({path.read_text() for path in names}) == 1
+    last = sorted((out / "checkpoints").iterdir())[-1]
+    assert contents(last / "student") == contents(out / "adapter")
+
+
+def test_a_checkpoint_holds_the_adapter_alone(trained: Path) -> None:
+    for checkpoint in (trained / "out" / "checkpoints").iterdir():
+        stored = {name for path in checkpoint.glob("resume/*.safetensors") for name in load_file(path)}
+        assert stored
+        assert all(".lora_" in name or name.startswith("random.") for name in stored)
+        assert not [path for path in checkpoint.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
+    config = json.loads((trained / "out" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(trained / "student")
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (4, 8, True)
+
+
+@pytest.mark.parametrize("teacher", ["another", "own base"])
+def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, teacher: str) -> None:
+    settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
+    adapter = settings["student.adapter"] | {"dropout": 0.1}
+    write_run(tmp_path, **settings | {"student.adapter": adapter, "train.steps": 10, "checkpoint.every": 4})
+    run("distill", tmp_path / "run.yaml")
+    killed = [tmp_path / "run.yaml", f"out={tmp_path / 'killed'}"]
+    kill_at(6, tmp_path / "killed", *killed)
+    assert "resuming from" in run("distill", *killed).out
+    for folder in ("model", "adapter"):
+        assert contents(tmp_path / "killed" / folder) == contents(tmp_path / "out" / folder)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "out")
+    assert evaluations(tmp_path / "killed") == evaluations(tmp_path / "out")
+    assert (tmp_path / "killed" / "tokens.json").read_bytes() == (tmp_path / "out" / "tokens.json").read_bytes()
+
+
+def test_a_missing_final_model_is_written_by_the_same_command(tmp_path: Path) -> None:
+    write_run(tmp_path, **LORA)
+    run("distill", tmp_path / "run.yaml")
+    before = contents(tmp_path / "out" / "model")
+    (tmp_path / "out" / "model").rename(tmp_path / "gone")
+    run("distill", tmp_path / "run.yaml")
+    assert contents(tmp_path / "out" / "model") == before
+
+
+@pytest.mark.parametrize("attention", [None, "eager"])
+def test_a_base_that_teaches_is_in_memory_once(tmp_path: Path, attention: str | None) -> None:
+    """A teacher with another attention implementation is another model and has separate weights."""
+    other = {} if attention is None else {"teacher.attention": attention}
+    session = session_of(tmp_path, **teacher_is_base(tmp_path, **other))
+    (pair,) = session.runner.pairs.values()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "student").num_parameters()
+    held = {each.untyped_storage().data_ptr(): each.numel() for each in pair.parameters()}
+    assert session.student.lora is not None
+    assert sum(held.values()) == base * (1 if attention is None else 2) + session.student.lora.trained
+    assert (session.teacher is None) == pair.teacher_is_base == (attention is None)
+
+
+def test_a_base_that_teaches_equals_a_copy_of_it(tmp_path: Path) -> None:
+    """The gradients and held-out metrics of a trained adapter are equal. Only the student has dropout."""
+    save_model(tmp_path / "student", "llama", seed=1)
+    found: list[tuple[TeacherStudentPair, dict[str, Tensor], float]] = []
+    for attention in (None, "sdpa"):  # for these models null means sdpa, but an explicit sdpa loads a second model
+        settings = teacher_is_base(tmp_path, **{"teacher.attention": attention, "train.precision": "fp32"})
+        session = session_of(tmp_path, **settings)
+        for name, parameter in session.student.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)), std=0.1)
+        loss = forward_backward(session).sums["loss"]
+        gradients = {n: p.grad for n, p in session.student.named_parameters() if p.grad is not None}
+        found.append((session.runner.pairs[0], gradients, loss))
+    assert [pair.teacher_is_base for pair, _, _ in found] == [True, False]
+    (_, one, loss), (_, two, other) = found
+    assert loss == other
+    assert one.keys() == two.keys()
+    assert all("lora" in name for name in one)
+    for name, gradient in one.items():
+        assert gradient.abs().max() > 0, name
+        assert torch.equal(gradient, two[name]), name
+
+
+def test_a_fresh_adapter_agrees_with_its_base(tmp_path: Path) -> None:
+    write_run(tmp_path, **teacher_is_base(tmp_path))
+    ended = run("distill", tmp_path / "run.yaml")
+    assert "; the teacher is the same model without the adapter, so only one model is in memory" in ended.out
+    first = next(line for line in metrics(tmp_path / "out") if line["step"] == 0)
+    assert first["eval/forward_kl"] == pytest.approx(0, abs=1e-9)
+    assert first["eval/agreement"] == 1
+    assert metrics(tmp_path / "out")[-1]["eval/forward_kl"] > 1e-4
+    assert json.loads((tmp_path / "out" / "tokens.json").read_text())["documents"]
+
+
+def test_only_the_adapter_moves(tmp_path: Path) -> None:
+    write_run(tmp_path, **LORA, **{"train.weight_decay": 0.1, "train.precision": "bf16", "student.dtype": "bfloat16"})
+    ended = run("distill", tmp_path / "run.yaml", "train.activation_checkpointing=true")
+    assert "model: " in ended.out
+    matrices = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert {each.dtype for each in matrices.values()} == {torch.float32}
+    assert all(bool(each.any()) for each in matrices.values())
+    model = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    before = load_file(tmp_path / "student" / "model.safetensors")
+    assert model.keys() == before.keys()
+    for name, weight in model.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, before[name].bfloat16()) == (not name.endswith("proj.weight")), name
+
+
+def test_check_shows_the_adapter(tmp_path: Path) -> None:
+    write_run(tmp_path, **teacher_is_base(tmp_path))
+    shown = run("check", tmp_path / "run.yaml").out
+    assert "LoRA r 4, alpha 8 on 14 modules, 5.76 k of " in shown
+    assert "only one model is in memory" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize("teacher", ["another", "own base"])
+def test_every_layout_gives_the_adapter_of_one_process(tmp_path: Path, teacher: str, layout: str) -> None:
+    """A run under a layout, from the start or from a checkpoint of one process, gives the same adapter."""
+    settings = LORA if teacher == "another" else teacher_is_base(tmp_path)
+    write_run(tmp_path, tied=True, **settings, **{"checkpoint.every": 3, "checkpoint.keep": 9})
+    middle = tmp_path / "one process" / "checkpoints" / "step-00000003"
+    for out, processes, overrides in (
+        ("one process", 1, []),
+        ("whole", 2, [f"parallel.{layout}"]),
+        ("resumed", 2, [f"parallel.{layout}", f"checkpoint.resume={middle}"]),
+    ):
+        ended = distill(tmp_path, out, processes, *overrides)
+        assert ended.returncode == 0, ended.stderr
+    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        expected = load_file(tmp_path / "one process" / name)
+        for out in ("whole", "resumed"):
+            found = load_file(tmp_path / out / name)
+            assert found.keys() == expected.keys()
+            for key, each in expected.items():
+                assert (found[key] - each).norm() <= 1e-4 * each.norm(), (out, key)
+    for out in ("whole", "resumed"):
+        assert (tmp_path / out / "adapter" / "adapter_config.json").read_text() == (
+            tmp_path / "one process" / "adapter" / "adapter_config.json"
+        ).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", ["another", "own base"])
+def test_parity_of_an_adapter(tmp_path: Path, teacher: str) -> None:
+    write_run(tmp_path, tied=True, **(LORA if teacher == "another" else teacher_is_base(tmp_path)))
+    ended = under_torchrun("parity", tmp_path / "run.yaml")
+    assert ended.returncode == 0, ended.stderr
+    rows = [row for row in ended.stdout.splitlines()[1:] if "not possible" not in row]
+    assert len(rows) >= 5
+    assert all(row.endswith("same") for row in rows), ended.stdout
+
+
+@pytest.mark.slow
+def test_a_stage_without_an_adapter_ends_with_one_error(tmp_path: Path) -> None:
+    write_run(tmp_path, **LORA)
+    targets = "student.adapter.targets=[layers.0.mlp.up_proj]"
+    ended = distill(tmp_path, "refused", 2, "parallel.pipeline=2", targets)
+    assert ended.returncode != 0
+    assert "parallel: no parameter is trained on stage 2 of 2, layers 1 to 1 of the student" in ended.stderr
+    assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("[lm_head]", "'lm_head' is the output head ('lm_head', tied to the other one), which cannot have a LoRA"),
+        ("[embed_tokens]", "'embed_tokens' is the input embedding ('model.embed_tokens', tied"),
+        (
+            "[q_proj, qproj]",
+            "no module is called 'qproj': expected all-linear, or some of the linear layers down_proj",
+        ),
+        ("[self_attn]", "'self_attn' is a LlamaAttention ('model.layers.0.self_attn'): expected linear layers"),
+    ],
+)
+def test_targets_that_cannot_have_an_adapter(tmp_path: Path, targets: str, message: str) -> None:
+    write_run(tmp_path, tied=True, **LORA)
+    failed = run("distill", tmp_path / "run.yaml", f"student.adapter.targets={targets}", code=2)
+    assert f"error: student.adapter.targets: {message}" in failed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest)
+    )
+    config = write_run(tmp_path, **LORA)
+    with pytest.raises(
+        ConfigError, match=r"student\.adapter: peft is not installed; pip install 'stillhouse\[lora\]'"
+    ):
+        prepare(config, announce=False)
+
+
+def test_another_adapter_is_another_run(tmp_path: Path) -> None:
+    write_run(tmp_path, **LORA, **{"train.steps": 8, "checkpoint.every": 2})
+    kill_at(5, tmp_path / "out", tmp_path / "run.yaml")
+    failed = run("distill", tmp_path / "run.yaml", "student.adapter.alpha=16", code=1)
+    assert "contains another run, with a different student.adapter" in failed.err
+    checkpoint = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
+    for out, other in (("wider", "student.adapter.r=8"), ("none", "student.adapter=null")):
+        taken = [tmp_path / "run.yaml", f"checkpoint.resume={checkpoint}", f"out={tmp_path / out}", other]
+        assert "does not fit this student" in run("distill", *taken, code=1).err

@@ -1,0 +1,246 @@
+"""Held-out metrics and the held-out text, compared with logits of plain transformers; the steps of evaluations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.runs import metrics, save_model, session_of, write_run
+from kit.shard_ranks import Rank, shared_pool
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stillhouse.data import Documents
+from stillhouse.loops.evaluate import evaluate
+from stillhouse.loops.held_out_tokens import (
+    DOCUMENTS,
+    TOP,
+    held_out_tokens,
+    likeliest,
+)
+from stillhouse.loops.off_policy import train
+from stillhouse.objective import FullVocab, OutputHead, VocabShard
+from stillhouse.output.folder import RunFolder, init_run_dir
+from stillhouse.run.session import Session
+
+KEYS = ["cross_entropy", "forward_kl", "agreement", "student_entropy", "teacher_entropy", "tokens"]
+
+
+def log_probs(folder: Path, name: str, documents: Documents, document: int) -> Tensor:
+    """Return log p at every position of one document, from the folder's model in plain transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+    ids = torch.from_numpy(documents.tokens(document).astype(np.int64))
+    with torch.no_grad():
+        return torch.log_softmax(model(ids[None]).logits[0], -1)
+
+
+def plain_figures(folder: Path, documents: Documents) -> dict[str, float]:
+    sums = dict.fromkeys(KEYS, 0.0)
+    for document in range(len(documents)):
+        labels = torch.from_numpy(documents.tokens(document).astype(np.int64))[1:, None]
+        q, p = (log_probs(folder, name, documents, document)[:-1] for name in ("student", "teacher"))
+        chosen = torch.from_numpy(documents.targets(document)[1:])
+        sums["cross_entropy"] += float(-q.gather(1, labels)[:, 0][chosen].sum())
+        sums["forward_kl"] += float((p.exp() * (p - q)).sum(1)[chosen].sum())
+        sums["agreement"] += float((p.argmax(1) == q.argmax(1))[chosen].sum())
+        sums["student_entropy"] += float(-(q.exp() * q).sum(1)[chosen].sum())
+        sums["teacher_entropy"] += float(-(p.exp() * p).sum(1)[chosen].sum())
+        sums["tokens"] += int(chosen.sum())
+    tokens = sums.pop("tokens")
+    return {f"eval/{name}": value / tokens for name, value in sums.items()} | {"eval/tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"objective.temperature": 3.0, "objective.scale_by_temperature_squared": True},
+        {"objective.loss": "reverse_kl", "eval.micro_batch_tokens": 512},
+        {"objective.loss": "cross_entropy(label_smoothing=0.1) + 0.1*z_loss"},
+    ],
+    ids=["as trained", "temperature", "another loss", "smoothed"],
+)
+def test_figures_are_the_plain_ones_whatever_the_objective(tmp_path: Path, settings: dict[str, Any]) -> None:
+    session = session_of(tmp_path, **settings)
+    assert session.evaluation is not None
+    found = evaluate(session)
+    assert found == pytest.approx(plain_figures(tmp_path, session.evaluation.documents), rel=1e-5)
+    assert list(found) == [f"eval/{key}" for key in KEYS]
+    own, tokens = 0.0, found["eval/tokens"]
+    for document in range(len(session.evaluation.documents)):
+        labels = torch.from_numpy(session.evaluation.documents.tokens(document).astype(np.int64))[1:, None]
+        chosen = torch.from_numpy(session.evaluation.documents.targets(document)[1:])
+        p = log_probs(tmp_path, "teacher", session.evaluation.documents, document)[:-1]
+        own += float(-p.gather(1, labels)[:, 0][chosen].sum())
+    of_teacher = evaluate(session, of_teacher=True)
+    assert of_teacher.pop("eval/teacher_cross_entropy") == pytest.approx(own / tokens, rel=1e-5)
+    assert of_teacher == found
+
+
+def test_evaluation_has_no_dropout_draws_nothing_and_puts_the_mode_back(tmp_path: Path) -> None:
+    session = session_of(tmp_path, family="gpt2")
+    before = torch.get_rng_state()
+    assert session.student.training
+    assert evaluate(session) == evaluate(session)
+    assert evaluate(session) == pytest.approx(plain_figures(tmp_path, session.evaluation.documents), rel=1e-5)
+    assert session.student.training
+    assert session.student.backbone.h[0].attn.resid_dropout.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in session.student.parameters())
+
+
+def trained(folder: Path, **settings: Any) -> tuple[Session, list[dict[str, Any]]]:
+    session = session_of(folder, **settings)
+    init_run_dir(RunFolder(folder / "out"), session.config)
+    train(session, RunFolder(folder / "out"))
+    return session, [line for line in metrics(folder / "out") if "eval/tokens" in line]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"eval.every": 0}, [0, 6]),
+        ({"eval.every": 2}, [0, 2, 4, 6]),
+        ({"eval.every": 4}, [0, 4, 6]),
+        ({"eval.every": 0, "checkpoint.every": 2}, [0, 6]),
+        ({"eval.every": 100, "checkpoint.every": 4}, [0, 4, 6]),
+        ({"eval.every": 100, "checkpoint.every": 4, "checkpoint.best": None}, [0, 6]),
+        ({"data.eval": 0}, []),
+    ],
+    ids=[
+        "never between",
+        "every 2",
+        "every 4",
+        "not at checkpoints",
+        "at checkpoints",
+        "no best checkpoint",
+        "no data",
+    ],
+)
+def test_when_a_run_evaluates(tmp_path: Path, settings: dict[str, Any], steps: list[int]) -> None:
+    session, lines = trained(tmp_path, **settings)
+    assert [line["step"] for line in lines] == steps
+    if lines:
+        final = {key: value for key, value in lines[-1].items() if key.startswith("eval/")}
+        assert final == evaluate(session, of_teacher=True)
+        assert lines[0]["eval/cross_entropy"] > lines[-1]["eval/cross_entropy"]
+        assert lines[0]["tokens"] == 0
+
+
+def test_a_share_is_held_out_and_not_trained_on(tmp_path: Path) -> None:
+    session = session_of(tmp_path, **{"data.eval": 0.2})
+    assert session.evaluation is not None
+    trained_on, held_out = set(session.train.documents.sources), set(session.evaluation.documents.sources)
+    assert len(trained_on) + len(held_out) == 40
+    assert not trained_on & held_out
+    assert 2 <= len(held_out) <= 20
+
+
+def test_without_a_teacher_there_is_cross_entropy_alone(tmp_path: Path) -> None:
+    session, lines = trained(tmp_path, teacher=False)
+    assert list(evaluate(session)) == ["eval/cross_entropy", "eval/tokens"]
+    assert held_out_tokens(session, 6) is None
+    assert len(lines) == 2
+
+
+def test_with_a_teacher_that_the_loss_does_not_need_it_is_still_measured_against(tmp_path: Path) -> None:
+    _, lines = trained(tmp_path, **{"objective.loss": "cross_entropy"})
+    assert all(f"eval/{key}" in line for line in lines for key in KEYS)
+
+
+def test_a_figure_that_is_not_finite_is_null_in_the_log_and_no_best(tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"text": "§§"}\n')
+    settings = {"data.eval": str(tmp_path / "odd.jsonl"), "train.steps": 2}
+    session = session_of(tmp_path, family="gpt2", tied=False, teacher=False, **settings)
+    token = int(session.evaluation.documents.tokens(0)[1])
+    with torch.no_grad():
+        session.student.pretrained.get_input_embeddings().weight[token] = 3e38  # layer norms overflow on this value
+    init_run_dir(RunFolder(tmp_path / "out"), session.config)
+    train(session, RunFolder(tmp_path / "out"))
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line, parse_constant=refuse)
+    assert metrics(tmp_path / "out")[0]["eval/cross_entropy"] is None
+    (state,) = (tmp_path / "out").glob("checkpoints/*/state.json")
+    assert json.loads(state.read_text())["progress"]["metrics"] == {"eval/tokens": 5.0}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
+    session = session_of(tmp_path, **{"train.precision": precision})
+    assert session.evaluation is not None
+    tokens = held_out_tokens(session, 7)
+    assert tokens is not None
+    assert json.loads(json.dumps(tokens))["step"] == 7
+    documents = session.evaluation.documents
+    assert len(tokens["documents"]) == min(DOCUMENTS, len(documents))
+    for entry in tokens["documents"]:
+        document = documents.sources.index(entry["source"])
+        ids = documents.tokens(document)
+        q, p = (log_probs(tmp_path, name, documents, document) for name in ("student", "teacher"))
+        kl_T = (p.exp() * (p - q)).sum(1)
+        near = {"rel": 1e-4} if precision == "fp32" else {"rel": 0.1, "abs": 0.05}
+        assert [each["text"] for each in entry["tokens"]] == [session.tokenizer.decode([each]) for each in ids]
+        assert [each["target"] for each in entry["tokens"]] == documents.targets(document).tolist()
+        assert [each["kl"] for each in entry["tokens"]] == [
+            None,
+            *(pytest.approx(float(kl), **near) for kl in kl_T[:-1]),
+        ]
+        first, *others = entry["tokens"]
+        assert (first["teacher"], first["student"]) == ([], [])
+        for row, each in enumerate(others):
+            for side, log_p in (("teacher", p[row]), ("student", q[row])):
+                if side == "student" and precision == "bf16":
+                    continue
+                best = log_p.exp().topk(TOP)
+                assert [text for text, _ in each[side]] == [session.tokenizer.decode([t]) for t in best.indices]
+                assert [value for _, value in each[side]] == pytest.approx(best.values.tolist(), abs=2e-6)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
+def test_the_likeliest_over_vocabulary_shards(rows: int, ranks: int) -> None:
+    """Some ranks have fewer rows than the requested number of tokens, or no rows."""
+    for found in shared_pool(4).call(likeliest_of_shards, (rows, ranks)):
+        if found is not None:
+            sharded, whole = ([pair for row in each for pair in row] for each in found)
+            assert len(whole) == 6 * min(TOP, rows)
+            assert [token for token, _ in sharded] == [token for token, _ in whole]
+            assert [value for _, value in sharded] == pytest.approx([value for _, value in whole], rel=1e-5)
+
+
+def likeliest_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:
+    rows, ranks = job
+    if rank.number >= ranks:
+        return None
+    random = torch.Generator().manual_seed(rows)
+    hidden_TE, weight_VE = torch.randn(6, 8, generator=random), torch.randn(rows, 8, generator=random)
+    size = -(-rows // ranks)
+    start, stop = (min(rows, place * size) for place in (rank.number, rank.number + 1))
+    shard = VocabShard(start, stop, rank.groups[ranks])
+    head = OutputHead(weight_VE[start:stop], shard=shard)
+    sharded = likeliest(FullVocab(hidden_TE, head), rows, shard)
+    return sharded, likeliest(FullVocab(hidden_TE, OutputHead(weight_VE)), rows, None)
+
+
+def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:
+    """Also under bf16, both use the same hidden states with the same rounding, so the means are equal."""
+    write_run(tmp_path)
+    (tmp_path / "eval.jsonl").write_text('{"text": "The still is heated slowly"}\n')
+    session = session_of(tmp_path, **{"train.precision": "bf16"})
+    tokens = held_out_tokens(session, 0)
+    assert tokens is not None
+    kl = [each["kl"] for each in tokens["documents"][0]["tokens"][1:]]
+    assert sum(kl) / len(kl) == pytest.approx(evaluate(session)["eval/forward_kl"], rel=1e-5)
+
+
+def test_the_held_out_teacher_has_no_dropout(tmp_path: Path) -> None:
+    save_model(tmp_path / "teacher", "gpt2", seed=2)
+    session = session_of(tmp_path)
+    assert session.teacher is not None
+    session.teacher.train()
+    assert held_out_tokens(session, 0) == held_out_tokens(session, 0)

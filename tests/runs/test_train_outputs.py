@@ -1,0 +1,302 @@
+"""The printed lines and the files of a run, and the output of `stillhouse check`, which writes no files."""
+
+import hashlib
+import io
+import json
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.runs import Command, contents, forward_backward, metrics, run, session_of, wait_for, write_records, write_run
+from kit.toy_tokenizer import toy_tokenizer
+
+from stillhouse.config import load_config
+from stillhouse.output.folder import RunFolder
+from stillhouse.output.log import RunLog
+from stillhouse.output.progress import Progress
+from stillhouse.tools.check import check
+
+TRAIN_KEYS = {
+    "step",
+    "tokens",
+    "seconds",
+    "loss/total_nats_per_token",
+    "loss/cross_entropy_nats_per_token",
+    "loss/jsd(0.5)_nats_per_token",
+    "train/student_entropy_nats",
+    "train/teacher_entropy_nats",
+    "train/agreement",
+    "train/learning_rate",
+    "train/gradient_norm",
+    "speed/tokens_per_second",
+    "speed/chunk_tokens",
+}
+EVAL_KEYS = {"step", "tokens", "seconds", "eval/tokens"} | {
+    f"eval/{name}"
+    for name in (
+        "cross_entropy",
+        "forward_kl",
+        "agreement",
+        "student_entropy",
+        "teacher_entropy",
+        "teacher_cross_entropy",
+    )
+}
+ENVIRONMENT_KEYS = ["objective", "stillhouse", "python", "torch", "transformers", "platform", "cpu", "cores"]
+ENVIRONMENT_KEYS += ["threads", "device", "gpu", "commit", "date", "seed"]
+
+
+def test_the_first_line_is_the_objective_in_words(tmp_path: Path) -> None:
+    write_run(tmp_path, **{"objective.temperature": 2.0, "objective.loss": "cross_entropy + 0.5*reverse_kl"})
+    for command in ("distill", "check"):
+        lines = run(command, tmp_path / "run.yaml").out.splitlines()
+        assert lines[0] == (
+            "minimise cross-entropy + 0.5 × reverse_kl of teacher and student, over the full vocabulary, "
+            f"temperature 2, mean over the target tokens of each step (texts, completions): "
+            f"{tmp_path}/student ← {tmp_path}/teacher"
+        )
+
+
+def test_the_run_folder(tmp_path: Path) -> None:
+    config = write_run(tmp_path, seed=3)
+    done = run("distill", tmp_path / "run.yaml")
+    out = tmp_path / "out"
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6, 6]
+    assert all(line.keys() == (EVAL_KEYS if "eval/tokens" in line else TRAIN_KEYS) for line in lines)
+    assert [line["tokens"] for line in lines] == sorted(line["tokens"] for line in lines)
+    assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
+    assert all(0 <= line[key] <= 1 for line in lines for key in line if key.endswith("agreement"))
+    assert load_config(out / "config.yaml") == config
+    assert list(json.loads((out / "environment.json").read_text())) == ENVIRONMENT_KEYS
+    assert json.loads((out / "environment.json").read_text())["seed"] == 3
+    data = json.loads((out / "data.json").read_text())
+    assert (data["train"]["records"], data["eval"]["documents"]) == (40, 8)
+    assert json.loads((out / "tokens.json").read_text())["step"] == 6
+    assert {path.name for path in out.iterdir()} >= {"checkpoints", "model"}
+    assert not list(out.rglob("*.partial"))
+    assert f"train: {tmp_path}/train.jsonl: 40 documents, " in done.out
+    assert f"model: {out}/model" in done.out
+    assert re.search(
+        r"^step 6/6: [\d,]+ tokens/s, total \d\.\d{4}, cross_entropy \d\.\d{4}, jsd\(0\.5\) \d\.\d{4}, 00:00 left"
+        r"( \(steps not shown before it: \d\))?$",
+        done.out,
+        re.MULTILINE,
+    )
+    assert re.search(r"^step 6: held-out cross entropy \d\.\d{4}, forward kl ", done.out, re.MULTILINE)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path) -> None:
+    write_run(tmp_path, family="gpt2")
+    models = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run("distill", tmp_path / "run.yaml", f"out={tmp_path}/{name}", f"seed={seed}")
+        models.append((tmp_path / name / "model" / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+    assert models[0] != models[2]
+
+
+def test_a_short_schedule_a_long_warm_up_and_a_tiny_floor_are_warned_of(tmp_path: Path) -> None:
+    few = {"train.steps": None, "train.epochs": 1, "train.tokens_per_step": 2048}
+    (warning,) = session_of(tmp_path, **few).warnings
+    assert warning.startswith("the run has only 1 optimizer step, because train.tokens_per_step is 2,048 and ")
+    (warning,) = session_of(tmp_path, **{"train.min_learning_rate": 1e-6, "train.learning_rate": 1e-3}).warnings
+    assert warning.startswith("train.min_learning_rate=1e-06 is a share of the peak")
+    assert warning.endswith("ends at 1e-09")
+    assert session_of(tmp_path, **{"train.min_learning_rate": 0.1}).warnings == []
+    (warning,) = session_of(tmp_path, **{"train.warmup": 6}).warnings
+    assert warning.startswith("train.warmup=6 is not shorter than the run (6 steps), so that")
+    assert session_of(tmp_path, **{"train.warmup": 5}).warnings == []
+
+
+def test_warnings_about_the_data_are_shown(tmp_path: Path) -> None:
+    """With a chat template that has no end of sequence, for example, a student never learns to stop."""
+    write_run(tmp_path)
+    for name in ("student", "teacher"):
+        toy_tokenizer(chat="plain").save_pretrained(tmp_path / name)
+    turns = [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four"}]
+    for name in ("train.jsonl", "eval.jsonl"):
+        write_records(tmp_path / name, [{"messages": turns}] * 9)
+    warnings = session_of(tmp_path).train.documents.report.warnings
+    assert warnings
+    for command in ("check", "distill"):
+        assert all(warning in run(command, tmp_path / "run.yaml").out for warning in warnings)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    figures = {"loss/total_nats_per_token": 1.5, "loss/forward_kl_nats_per_token": 1.25}
+    with RunLog(RunFolder(tmp_path), Progress(), 4, []) as log:
+        for step in range(1, 3):
+            log.train(step, step, figures | {"speed/tokens_per_second": 12345.0})
+        log._bar.refresh()
+    last = terminal.getvalue().rstrip().rpartition("\r")[2]
+    assert "2/4" in last
+    assert "12,345 tokens/s, total 1.5000, forward_kl 1.2500" in last
+    assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "expected the elapsed and the remaining time"
+
+
+def test_steps_that_are_not_printed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal, a step is printed every ten seconds; the lines say how many others there were."""
+    with RunLog(RunFolder(tmp_path), Progress(), 9, []) as log:
+        for step in range(1, 10):
+            log.train(step, step, {"loss/total_nats_per_token": 1.5, "speed/tokens_per_second": 12345.0})
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("? left")
+    assert last.endswith("00:00 left (steps not shown before it: 7)")
+
+
+def test_the_stages_of_a_check_are_announced(tmp_path: Path) -> None:
+    """Each stage that may take minutes is named before it begins, also in a distill run."""
+    write_run(tmp_path)
+    checked = run("check", tmp_path / "run.yaml").out.splitlines()
+    stages = [number for number, line in enumerate(checked) if line.endswith(" …")]
+    assert [checked[number] for number in stages] == [
+        "reading the data …",
+        "loading the models …",
+        "running one step twice (sequences: 4, micro-batches: 2); functions are compiled the first time …",
+        "running the same step with each of 2 losses alone …",
+    ]
+    followers = ["loading the models", "student ", "one step ", "  cross_entropy "]
+    assert all(checked[at + 1].startswith(text) for at, text in zip(stages, followers, strict=True))
+    assert "loading the models …" in run("distill", tmp_path / "run.yaml").out
+
+
+@pytest.mark.parametrize("kept", [0, 4])
+def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": n}) + "\n" for n in (0, 1, 2, 2, 3)]
+    path.write_text("".join(lines) + '{"step": 1, "lo')
+    beginning = "".join(lines[:kept]).encode()
+    with RunLog(RunFolder(tmp_path), Progress(log_bytes=len(beginning)), 9, []) as log:
+        assert log.position == (len(beginning), hashlib.sha256(beginning).hexdigest())
+        log.train(7, 7, {"speed/tokens_per_second": 1.0})
+        assert log.position == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert [line["step"] for line in metrics(tmp_path)] == [*(0, 1, 2, 2)[:kept], 7]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_what_the_log_has(tmp_path: Path) -> None:
+    write_run(tmp_path, track=["tensorboard"])
+    run("distill", tmp_path / "run.yaml")
+    found = scalars(tmp_path / "out" / "tensorboard")
+    assert found.keys() == (TRAIN_KEYS | EVAL_KEYS) - {"step", "tokens", "seconds"}
+    for key, values in found.items():
+        expected = [(line["step"], line[key]) for line in metrics(tmp_path / "out") if key in line]
+        assert values == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
+
+
+@pytest.mark.parametrize("every", [4, 0], ids=["resumed", "started again"])
+def test_tensorboard_after_an_interruption_has_each_step_once(tmp_path: Path, every: int) -> None:
+    write_run(tmp_path, track=["tensorboard"], **{"train.steps": 40, "checkpoint.every": every})
+    command = Command("distill", tmp_path / "run.yaml")
+    log = tmp_path / "out" / "metrics.jsonl"
+    wait_for(lambda: log.exists() and log.read_text().count("\n") > 8)
+    command.send(signal.SIGTERM)
+    assert command.wait() != 0
+    run("distill", tmp_path / "run.yaml")
+    steps = [step for step, _ in scalars(tmp_path / "out" / "tensorboard")["train/gradient_norm"]]
+    assert steps == list(range(1, 41))
+
+
+def without_tensorboard() -> None:
+    sys.modules["tensorboard"] = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("command", ["distill", "check"])
+def test_a_tracker_that_is_not_installed_is_an_error_before_the_run(tmp_path: Path, command: str) -> None:
+    write_run(tmp_path, track=["tensorboard"])
+    failed = Command(command, tmp_path / "run.yaml", hook=without_tensorboard)
+    assert failed.wait() == 2
+    assert failed.err == "error: track: tensorboard is not installed; pip install 'stillhouse[tensorboard]'\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_shows_everything_and_leaves_nothing(tmp_path: Path) -> None:
+    loss = "0.3*cross_entropy + 0.7*jsd(0.5) - 0.01*entropy + 1e-4*z_loss"
+    write_run(tmp_path, **{"objective.loss": loss, "data.train": str(tmp_path / "prompts.jsonl")})
+    write_records(tmp_path / "prompts.jsonl", [{"prompt": "The still ", "completion": "is heated"}] * 3)
+    before = contents(tmp_path)
+    shown = run("check", tmp_path / "run.yaml")
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "out").exists()
+    for line in (
+        r"student +LlamaForCausalLM, [\d,]+ parameters, float32, head of 400 rows",
+        r"teacher +Qwen3ForCausalLM, [\d,]+ parameters, float32, head of 400 rows",
+        r"tokenizer +400 tokens, hash [0-9a-f]{12}, the same for both",
+        r"data train +.*prompts.jsonl: 3 documents, ",
+        r"data eval +.*eval.jsonl: 8 documents, ",
+        r"packing +\d+ sequences, \d+% full",
+        r"steps +6 of 4 sequences \(at most 32 tokens each\), 2 per micro-batch",
+        r"run folder +.*/out: a new run",
+        r".*The still ⟦is heated</s>⟧",
+        r"one step +[\d,]+ tokens in [\d.]+ s \([\d.]+ s the first time, when functions are compiled\), loss [\d.]+",
+        r"  cross_entropy +gradient norm [\d.]+",
+        r"  jsd\(0\.5\) +gradient norm [\d.]+",
+        r"  entropy +gradient norm [\d.e-]+",
+    ):
+        assert re.search(f"^{line}", shown.out, re.MULTILINE), line
+    if sys.platform == "linux":
+        assert re.search(r"^peak memory +[\d.]+ GiB, of which this step added [\d.]+ GiB", shown.out, re.MULTILINE)
+
+
+def test_check_shows_the_numbers_of_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_run(tmp_path)
+    check(config)
+    shown = capsys.readouterr().out
+    session = session_of(tmp_path)
+    loss = forward_backward(session).sums["loss"]
+    norm = float(session.runner.clip(0.0))
+    assert f"loss {loss:.4f}, gradient norm {norm:.4g}" in shown
+    run("distill", tmp_path / "run.yaml", "train.steps=1")
+    first = metrics(tmp_path / "out")[1]
+    assert first["loss/total_nats_per_token"] == pytest.approx(loss)
+    assert first["train/gradient_norm"] == pytest.approx(norm)
+
+
+def test_check_says_that_a_run_would_continue_or_is_complete(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run("distill", tmp_path / "run.yaml")
+    assert "complete" in run("check", tmp_path / "run.yaml").out
+    shutil.rmtree(tmp_path / "out" / "model")
+    assert "out: resumes from step-00000006" in run("check", tmp_path / "run.yaml").out
+    (tmp_path / "train.jsonl").write_text('{"text": "other data"}\n')
+    failed = run("check", tmp_path / "run.yaml", code=1)
+    assert "error: data.train: the documents have changed since " in failed.err
+
+
+def test_a_json_file_is_never_half_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_json("x.json", {"a": "ß"})
+    with pytest.raises(TypeError):
+        folder.write_json("x.json", {"a": torch.zeros(1)})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": "ß"}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_run_without_a_teacher(tmp_path: Path) -> None:
+    write_run(tmp_path, teacher=False)
+    done = run("distill", tmp_path / "run.yaml")
+    assert done.out.startswith("minimise cross-entropy, temperature 1, mean over the target tokens of each step ")
+    assert not (tmp_path / "out" / "tokens.json").exists()
+    lines: list[dict[str, Any]] = metrics(tmp_path / "out")
+    absent = {"train/teacher_entropy_nats", "loss/jsd(0.5)_nats_per_token"}
+    assert not absent & set().union(*lines)

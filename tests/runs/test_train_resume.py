@@ -1,0 +1,240 @@
+"""A run that was killed and started again by the same command equals a run that was never interrupted."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.runs import Command, contents, metrics, run, wait_for, write_run, write_texts
+
+from stillhouse.output.log import RunLog
+
+LOSSES = ("loss/total_nats_per_token", "train/gradient_norm", "train/agreement", "tokens", "train/learning_rate")
+
+
+def losses(out: Path) -> list[list[float]]:
+    return [[line["step"], *(line[key] for key in LOSSES)] for line in metrics(out) if LOSSES[0] in line]
+
+
+def evaluations(out: Path) -> list[list[float]]:
+    return [[line["step"], line["eval/cross_entropy"]] for line in metrics(out) if "eval/tokens" in line]
+
+
+def last_step(out: Path) -> int:
+    """Return the step of the log's last complete line, while a run is writing."""
+    if not (out / "metrics.jsonl").exists():
+        return -1
+    lines = (out / "metrics.jsonl").read_text().split("\n")[:-1]
+    return json.loads(lines[-1])["step"] if lines else -1
+
+
+def signal_at(step: int, number: signal.Signals) -> None:
+    """Make the process send itself a signal right after it has written the line of `step`."""
+    original = RunLog.train
+
+    @functools.wraps(original)
+    def wrapped(log: RunLog, at: int, *others: Any) -> None:
+        original(log, at, *others)
+        if at == step:
+            os.kill(os.getpid(), number)
+
+    RunLog.train = wrapped  # type: ignore[method-assign]
+
+
+def kill_at(step: int, out: Path, *arguments: str | Path) -> None:
+    """Run until the process kills itself at a step; the last line of the log is that step's."""
+    command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGKILL))
+    assert command.wait() == -signal.SIGKILL, command.err
+    assert last_step(out) == step
+
+
+def kill_from_outside(step: int, out: Path, *arguments: str | Path) -> None:
+    """Run until the process stops itself at a step, and kill it from this process."""
+    command = Command("distill", *arguments, hook=signal_at, hook_arguments=(step, signal.SIGSTOP))
+    wait_for(lambda: last_step(out) == step)
+    command.send(signal.SIGKILL)
+    assert command.wait() == -signal.SIGKILL
+    assert last_step(out) == step
+
+
+CASES = {
+    "llama tied": ("llama", True, {}),
+    "gpt2 with dropout": ("gpt2", True, {}),
+    "gpt2 untied, bf16, recomputed": (
+        "gpt2",
+        False,
+        {"train.precision": "bf16", "train.activation_checkpointing": True, "train.weight_decay": 0.1},
+    ),
+    "qwen3 untied, no evaluation": ("qwen3", False, {"data.eval": 0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path, case: str) -> None:
+    family, tied, settings = CASES[case]
+    write_run(tmp_path, family=family, tied=tied, **{"train.steps": 20, "checkpoint.every": 4}, **settings)
+    whole, killed = tmp_path / "out", tmp_path / "killed"
+    run("distill", tmp_path / "run.yaml")
+    again = [tmp_path / "run.yaml", f"out={killed}"]
+    kill_at(10, killed, *again)
+    resumed = run("distill", *again)
+    assert f"resuming from {killed}/checkpoints/step-00000008\n" in resumed.out
+    assert (killed / "model" / "model.safetensors").read_bytes() == (
+        whole / "model" / "model.safetensors"
+    ).read_bytes()
+    assert contents(killed / "model") == contents(whole / "model")
+    assert [row[0] for row in losses(killed)] == list(range(1, 21))
+    assert losses(killed) == losses(whole)
+    assert evaluations(killed) == evaluations(whole)
+    if "data.eval" not in settings:
+        assert (killed / "tokens.json").read_bytes() == (whole / "tokens.json").read_bytes()
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    """A run of 12 steps that was killed at step 5, after its checkpoint at step 4."""
+    write_run(tmp_path, **{"train.steps": 12, "checkpoint.every": 4})
+    kill_at(5, tmp_path / "out", tmp_path / "run.yaml")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kill", [kill_at, kill_from_outside])
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, kill: Callable[..., None]) -> None:
+    write_run(tmp_path, **{"checkpoint.every": 0, "train.steps": 20})
+    kill(3, tmp_path / "out", tmp_path / "run.yaml")
+    started = run("distill", tmp_path / "run.yaml")
+    assert "resuming" not in started.out
+    assert [row[0] for row in losses(tmp_path / "out")] == list(range(1, 21))
+    assert [row[0] for row in evaluations(tmp_path / "out")] == [0, 20]
+
+
+def test_keys_that_change_no_weight_may_change(half: Path) -> None:
+    free = [
+        "eval.every=3",
+        "checkpoint.every=5",
+        "checkpoint.keep=7",
+        "checkpoint.best=eval/agreement",
+        "train.micro_batch_tokens=128",
+        "train.activation_checkpointing=true",
+        "train.timeout=60",
+        "objective.chunk_tokens=16",
+        "device=auto",
+        "track=[tensorboard]",
+    ]
+    resumed = run("distill", half / "run.yaml", *free)
+    assert "resuming from" in resumed.out
+    assert [row[0] for row in losses(half / "out")] == list(range(1, 13))
+    assert [row[0] for row in evaluations(half / "out")][-3:] == [9, 10, 12]
+    assert "every: 3" in (half / "out" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("train.learning_rate=2e-5", "train.learning_rate"),
+        ("train.steps=13", "train.steps"),
+        ("seed=1", "seed"),
+        ("objective.loss=forward_kl", "objective.loss"),
+        ("teacher=null", "teacher.model"),
+        ("data.max_tokens=16", "data.max_tokens"),
+    ],
+)
+def test_keys_that_change_weights_may_not_change(half: Path, change: str, key: str) -> None:
+    extra = ["objective.loss=cross_entropy"] if change == "teacher=null" else []
+    before = contents(half / "out")
+    failed = run("distill", half / "run.yaml", change, *extra, code=1)
+    assert f"error: out: {half}/out contains another run, with a different " in failed.err
+    assert key in failed.err.partition("different ")[2].partition(";")[0]
+    assert contents(half / "out") == before
+
+
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_other_data_under_the_same_name_are_noticed(half: Path, which: str) -> None:
+    before = contents(half / "out")
+    write_texts(half / f"{which}.jsonl", 40, seed=9)
+    failed = run("distill", half / "run.yaml", code=1)
+    assert f"error: data.{which}: the documents have changed since {half}/out/checkpoints/step-" in failed.err
+    assert contents(half / "out") == before
+
+
+@pytest.mark.slow
+def test_resume_never_and_resume_from_a_path(half: Path) -> None:
+    out, newest = half / "out", sorted((half / "out" / "checkpoints").iterdir())[-1]
+    before = contents(out)
+    failed = run("distill", half / "run.yaml", "checkpoint.resume=never", code=1)
+    assert f"{out} is not empty and checkpoint.resume is never" in failed.err
+    for path in (half, half / "nowhere", out):
+        failed = run("distill", half / "run.yaml", f"checkpoint.resume={path}", code=2)
+        assert f"error: checkpoint.resume: {path} is not a checkpoint" in failed.err
+    assert contents(out) == before
+    elsewhere = half / "elsewhere"
+    taken_on = run("distill", half / "run.yaml", f"checkpoint.resume={newest}", f"out={elsewhere}")
+    assert f"resuming from {newest}" in taken_on.out
+    resumed = run("distill", half / "run.yaml", f"checkpoint.resume={newest}")
+    assert f"resuming from {newest}" in resumed.out
+    assert contents(elsewhere / "model") == contents(out / "model")
+    assert losses(elsewhere) == [row for row in losses(out) if row[0] > int(newest.name[5:])]
+    fresh = run("distill", half / "run.yaml", "checkpoint.resume=never", f"out={half}/fresh")
+    assert "resuming" not in fresh.out
+    assert contents(half / "fresh" / "model") == contents(out / "model")
+
+
+def test_a_run_that_started_from_a_path_is_continued_by_the_same_command(half: Path) -> None:
+    """The run resumes from its newest checkpoint, as torchrun's --max-restarts needs; another path is refused."""
+    start = sorted((half / "out" / "checkpoints").iterdir())[0]
+    newest = half / "elsewhere" / "checkpoints" / start.name
+    given = f"checkpoint.resume={start}"
+    run("distill", half / "run.yaml", given, f"out={half}/whole", "train.steps=30")
+    other = [half / "run.yaml", f"out={half}/other", "train.steps=30"]
+    for at in (10, 21):
+        kill_at(at, half / "other", *other, given)
+    shutil.copytree(half / "out", half / "elsewhere")
+    before = contents(half / "other")
+    failed = run("distill", *other, f"checkpoint.resume={newest}", code=2)
+    own = half / "other" / "checkpoints" / "step-00000020"
+    problem = f"got {newest}, but out already contains this run's own checkpoint {own}"
+    assert f"error: checkpoint.resume: {problem}" in failed.err
+    assert contents(half / "other") == before
+    resumed = run("distill", *other, given)
+    assert f"resuming from {own}" in resumed.out
+    assert losses(half / "other") == losses(half / "whole")
+    assert contents(half / "other" / "model") == contents(half / "whole" / "model")
+
+
+def test_a_path_to_a_checkpoint_after_the_end_of_the_run(half: Path) -> None:
+    newest = sorted((half / "out" / "checkpoints").iterdir())[-1]
+    failed = run(
+        "distill", half / "run.yaml", f"checkpoint.resume={newest}", f"out={half}/short", "train.steps=2", code=1
+    )
+    assert "this run ends at 2" in failed.err
+
+
+def test_a_complete_run_is_left_as_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run("distill", tmp_path / "run.yaml")
+    before: dict[str, Any] = contents(tmp_path / "out")
+    again = run("distill", tmp_path / "run.yaml", "eval.every=2")
+    assert f"{tmp_path}/out contains this run, which is complete: {tmp_path}/out/model" in again.out
+    after = contents(tmp_path / "out")
+    for files in (before, after):
+        files.pop("report.html")  # the report is written again from the same metrics
+    assert after == before
+
+
+def test_a_run_killed_between_its_last_step_and_its_model_gets_its_model(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run("distill", tmp_path / "run.yaml")
+    model, figures = contents(tmp_path / "out" / "model"), losses(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "model")
+    (tmp_path / "out" / "model.partial").mkdir()
+    (tmp_path / "out" / "model.partial" / "junk").write_text("half")
+    resumed = run("distill", tmp_path / "run.yaml")
+    assert "resuming from" in resumed.out
+    assert contents(tmp_path / "out" / "model") == model
+    assert losses(tmp_path / "out") == figures
+    assert not (tmp_path / "out" / "model.partial").exists()

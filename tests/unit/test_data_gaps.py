@@ -1,0 +1,289 @@
+"""Gaps for prefixes: layouts by hand, rows that line up, and hidden states equal to those of each document alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.families import FAMILIES, build
+from torch import Tensor
+
+from stillhouse.data import (
+    DataReport,
+    Documents,
+    MicroBatch,
+    PackedSequences,
+    Prefixes,
+    StepMicroBatches,
+    make_micro_batch,
+)
+from stillhouse.data.prefixes import offsets_of
+
+BOS = 1
+EXAMPLES = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def documents_of(
+    ids: list[list[int]], targets: list[list[int]], prefixes: dict[str, list[list[int]]], bos: list[bool]
+) -> Documents:
+    """Make documents from lists. bos: which of them begin with a BOS that stays in front of a prefix."""
+    return Documents(
+        np.concatenate(ids).astype(np.int32),
+        np.concatenate(targets).astype(bool),
+        offsets_of([len(each) for each in ids]),
+        np.arange(len(ids), dtype=np.uint64),
+        [f"train.jsonl:{number + 1}" for number in range(len(ids))],
+        DataReport("train.jsonl"),
+        prefixes={
+            name: Prefixes(
+                np.concatenate(each).astype(np.int32), offsets_of([len(its) for its in each]), np.array(bos)
+            )
+            for name, each in prefixes.items()
+        },
+    )
+
+
+def random_documents(lengths: list[int], prefixes: dict[str, list[int]], seed: int = 0) -> Documents:
+    """Make documents and prefixes of these lengths with random tokens below 251; some documents begin with a BOS."""
+    random = np.random.default_rng(seed)
+    bos = [bool(number % 3) for number in range(len(lengths))]
+    ids = [random.integers(3, 251, length).tolist() for length in lengths]
+    for each, begins in zip(ids, bos, strict=True):
+        each[0] = BOS if begins else each[0]
+    targets = [[0, *(random.random(length - 1) < 0.7).tolist()] for length in lengths]
+    texts = {name: [random.integers(3, 251, length).tolist() for length in each] for name, each in prefixes.items()}
+    return documents_of(ids, targets, texts, bos)
+
+
+def by_hand() -> Documents:
+    """Return three documents, the first with a BOS, and two teachers with prefixes of different lengths."""
+    return documents_of(
+        [[BOS, 5, 6, 2], [7, 8, 2], [9, 2]],
+        [[0, 0, 1, 1], [0, 1, 1], [0, 1]],
+        {"a": [[20, 21], [30], [50, 51]], "b": [[40, 41, 42], [], []]},
+        [True, False, False],
+    )
+
+
+# padding has the first token of the micro-batch
+STUDENT = {
+    "input_ids": [[1, 1, 1, 1, 5, 6, 2, 1, 7, 8, 2], [1, 1, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
+    "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2], [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 6]],
+}
+TEACHERS = {
+    "a": {
+        "input_ids": [[1, 1, 20, 21, 5, 6, 2, 30, 7, 8, 2], [50, 51, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
+        "position_ids": [[0, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]],
+    },
+    "b": {
+        "input_ids": [[1, 40, 41, 42, 5, 6, 2, 1, 7, 8, 2], [1, 1, 9, 2, 1, 1, 1, 1, 1, 1, 1]],
+        "position_ids": [[0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2], [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 6]],
+    },
+}
+
+
+def lists(tensors: Any) -> dict[str, list[list[int]]]:
+    return {name: each.tolist() for name, each in tensors.items()}
+
+
+def test_a_layout_by_hand() -> None:
+    batch = make_micro_batch(by_hand(), [[0, 1], [2]], ["a", "b"])
+    assert lists(batch.inputs) == STUDENT
+    labels_BS = [[-1, -1, -1, -1, 6, 2, -1, -1, 8, 2, -1], [-1, -1, 2, *[-1] * 8]]
+    assert batch.labels_T.view(2, 11).tolist() == labels_BS
+    assert batch.document_T.view(2, 11).tolist() == [
+        [-1, -1, -1, 0, 0, 0, 0, -1, 1, 1, 1],
+        [-1, -1, 2, 2, *[-1] * 7],
+    ]
+    assert batch.weights_T.view(2, 11).tolist() == [[float(label >= 0) for label in row] for row in labels_BS]
+    assert batch.valid_index.tolist() == [4, 5, 8, 9, 13]
+    assert batch.teacher_inputs is None
+    one = make_micro_batch(by_hand(), [[0, 1]], ["b"])
+    assert lists(one.inputs) == {
+        "input_ids": [[1, 1, 1, 1, 5, 6, 2, 7, 8, 2]],
+        "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0, 1, 2]],
+    }
+
+
+@pytest.mark.parametrize("gaps", [(), ("unknown",)])
+def test_without_a_prefix_there_is_no_gap(gaps: tuple[str, ...]) -> None:
+    batch = make_micro_batch(by_hand(), [[0, 1], [2]], gaps)
+    assert batch.input_ids_BS.tolist() == [[1, 5, 6, 2, 7, 8, 2], [9, 2, 1, 1, 1, 1, 1]]
+    assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
+
+
+def packed_by_hand(gaps: tuple[str, ...]) -> tuple[PackedSequences, StepMicroBatches]:
+    packed = PackedSequences(by_hand(), max_tokens=11, seed=0, shuffle=False, gaps=gaps)
+    return packed, packed.micro_batches([np.arange(len(packed))])
+
+
+def test_each_teacher_reads_its_own_prefix() -> None:
+    packed, step = packed_by_hand(("a", "b"))
+    assert [packed.members(sequence).tolist() for sequence in range(len(packed))] == [[0, 1], [2]]
+    assert packed.widths_D.tolist() == [7, 4, 4]
+    assert packed.fill == 15 / 22
+    assert step.shapes_BS == [(2, 11)]
+    assert (step.tokens, step.normalizer) == (9, 5)
+    assert step[0].teacher_inputs is None
+    for name in ("a", "b"):
+        its = step.for_teacher(name)
+        assert (its.shapes_BS, its.tokens, its.normalizer) == (step.shapes_BS, step.tokens, step.normalizer)
+        assert lists(its[0].inputs) == STUDENT
+        assert lists(its[0].teacher_inputs) == TEACHERS[name]
+        assert torch.equal(its[0].labels_T, step[0].labels_T)
+        other = "b" if name == "a" else "a"
+        assert lists(its.for_teacher(other)[0].teacher_inputs) == TEACHERS[other]
+        assert its.for_teacher("unknown")[0].teacher_inputs is None
+
+
+def test_a_teacher_without_a_prefix_or_without_gaps_reads_what_the_student_reads() -> None:
+    _, step = packed_by_hand(("a", "unknown"))
+    assert step.for_teacher("unknown") is step
+    assert step.for_teacher("b") is step  # it has prefixes, but reads them outside of the job
+    assert step.for_teacher("a") is not step
+    plain = StepMicroBatches([step[0]])
+    assert plain.for_teacher("a") is plain
+    ids, shift = plain.teacher_tokens(1, "a")
+    assert (ids.tolist(), shift) == ([7, 8, 2], 0)
+
+
+@pytest.mark.parametrize("gaps", [(), ("a",), ("a", "b")])
+def test_what_a_teacher_outside_of_the_job_reads(gaps: tuple[str, ...]) -> None:
+    _, step = packed_by_hand(gaps)
+    expected = {
+        "a": [([1, 20, 21, 5, 6, 2], 2), ([30, 7, 8, 2], 1), ([50, 51, 9, 2], 2)],
+        "b": [([1, 40, 41, 42, 5, 6, 2], 3), ([7, 8, 2], 0), ([9, 2], 0)],
+        "unknown": [([1, 5, 6, 2], 0), ([7, 8, 2], 0), ([9, 2], 0)],
+    }
+    for name, documents in expected.items():
+        for number, (ids, shift) in enumerate(documents):
+            found, by = step.teacher_tokens(number, name)
+            assert (found.tolist(), by) == (ids, shift)
+
+
+def test_nothing_is_built_before_it_is_accessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, step = packed_by_hand(("a", "b"))
+
+    def refuse(*_: Any) -> MicroBatch:
+        raise AssertionError("a micro-batch was built")
+
+    monkeypatch.setattr(PackedSequences, "micro_batch", refuse)
+    its = step.for_teacher("a")
+    assert (len(its), its.shapes_BS, its.tokens) == (1, [(2, 11)], 9)
+    with pytest.raises(AssertionError, match="was built"):
+        its[0]
+
+
+def test_the_fingerprint_covers_where_a_bos_stays() -> None:
+    documents = by_hand()
+    prefixes = {name: replace(each, after_bos_D=~each.after_bos_D) for name, each in documents.prefixes.items()}
+    assert replace(documents, prefixes=prefixes).fingerprint() != documents.fingerprint()
+
+
+def test_documents_that_do_not_fit_with_their_gaps_are_refused() -> None:
+    needed = "documents of at most 6 tokens with their prefixes are needed to pack, got 3 of at most 7"
+    with pytest.raises(ValueError, match=needed):
+        PackedSequences(by_hand(), max_tokens=6, seed=0, gaps=["a", "b"])
+    assert len(PackedSequences(by_hand(), max_tokens=6, seed=0, gaps=["a"])) == 3
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], dict[str, list[int]]]:
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=20))
+    one = st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths))
+    return lengths, {"a": draw(one), "b": draw(one)}
+
+
+@EXAMPLES
+@given(case=cases(), gaps=st.sampled_from([("a",), ("a", "b"), ("b", "unknown")]), seed=st.integers(0, 3))
+def test_the_rows_of_student_and_teacher_predict_the_same_tokens(
+    case: tuple[list[int], dict[str, list[int]]], gaps: tuple[str, ...], seed: int
+) -> None:
+    documents = random_documents(*case, seed)
+    packed = PackedSequences(documents, max_tokens=24, seed=seed, gaps=gaps)
+    plain = PackedSequences(documents, max_tokens=24, seed=seed)
+    step = packed.micro_batches([np.arange(start, min(start + 3, len(packed))) for start in range(0, len(packed), 3)])
+    assert [each.shape_BS for each in step] == step.shapes_BS
+    assert max(columns for _, columns in step.shapes_BS) <= 24
+    assert step.tokens == len(documents.tokens_N)
+    assert step.normalizer == plain.micro_batches([np.arange(len(plain))]).normalizer
+    rows = torch.cat([each.document_T for each in step])
+    assert torch.bincount(rows[rows >= 0]).tolist() == documents.lengths_D.tolist()
+    for name in set(gaps) - {"unknown"}:
+        for batch in step.for_teacher(name):
+            assert batch.teacher_inputs is not None
+            ids_T, positions_T = (batch.teacher_inputs[key].flatten() for key in ("input_ids", "position_ids"))
+            for row in batch.valid_index.tolist():
+                assert ids_T[row + 1] == batch.labels_T[row]
+                assert positions_T[row + 1] == positions_T[row] + 1
+            for document in batch.document_T[batch.document_T >= 0].unique().tolist():
+                read, shift = step.teacher_tokens(document, name)
+                stop = int((batch.document_T == document).nonzero().max()) + 1
+                assert ids_T[stop - len(read) : stop].tolist() == read.tolist()
+                assert positions_T[stop - len(read) : stop].tolist() == list(range(len(read)))
+                assert shift == len(read) - documents.lengths_D[document]
+
+
+def hidden(model: Any, ids_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+    """Return hidden states [T, D]."""
+    with torch.no_grad():
+        outputs = model.base_model(ids_BS, position_ids=positions_BS, use_cache=False)
+    return outputs.last_hidden_state.flatten(0, 1)
+
+
+def distance(found_TD: Tensor, expected_TD: Tensor) -> float:
+    return float((found_TD - expected_TD).abs().max() / expected_TD.abs().max())
+
+
+def put_together(batch: MicroBatch, ranks: int) -> MicroBatch:
+    """Return the micro-batch that context ranks have together, after padding as for a layout."""
+    padded = batch.padded(batch.shape_BS[0] + 1, -(-(batch.shape_BS[1] + 3) // ranks) * ranks)
+    parts = [padded.part(number, ranks) for number in range(ranks)]
+
+    def joined(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([each.view(padded.shape_BS[0], -1) for each in tensors], 1)
+
+    def inputs(each: list[Any]) -> dict[str, Tensor]:
+        return {name: joined([one[name] for one in each]) for name in each[0]}
+
+    labels_BS, document_BS = joined([each.labels_T for each in parts]), joined([each.document_T for each in parts])
+    return MicroBatch(
+        inputs([each.inputs for each in parts]),
+        labels_BS.flatten(),
+        joined([each.weights_T for each in parts]).flatten(),
+        document_BS.flatten(),
+        (labels_BS.flatten() >= 0).nonzero()[:, 0],
+        teacher_inputs=inputs([each.teacher_inputs for each in parts]),
+    )
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_hidden_states_equal_those_of_each_document_alone(family: str, ranks: int) -> None:
+    """ranks: 0 for the micro-batch as it is, else it is padded and cut for so many context ranks."""
+    documents = random_documents(
+        [9, 1, 7, 12, 3, 16, 5, 2], {"a": [3, 4, 0, 1, 8, 2, 0, 6], "b": [1, 0, 0, 5, 9, 6, 0, 2]}
+    )
+    packed = PackedSequences(documents, max_tokens=29, seed=0, gaps=("a", "b"))
+    step = packed.micro_batches([np.arange(len(packed))])
+    model = build(family, dtype=torch.float64)
+    # Gemma 2 computes the softmax of its capped attention in float32, whatever the dtype of the model is.
+    tolerance = 1e-6 if family == "gemma2" else 1e-12
+    for name in ("a", "b"):
+        (batch,) = step.for_teacher(name)
+        batch = put_together(batch, ranks) if ranks else batch
+        assert batch.teacher_inputs is not None
+        student_TD = hidden(model, batch.input_ids_BS, batch.position_ids_BS)
+        teacher_TD = hidden(model, batch.teacher_inputs["input_ids"], batch.teacher_inputs["position_ids"])
+        for document in range(len(documents)):
+            rows_T = batch.document_T == document
+            alone_SD = hidden(model, torch.from_numpy(documents.tokens(document).astype(np.int64))[None])
+            assert distance(student_TD[rows_T], alone_SD) <= tolerance
+            ids, shift = step.teacher_tokens(document, name)
+            whole_SD = hidden(model, torch.from_numpy(ids.astype(np.int64))[None])
+            assert distance(teacher_TD[rows_T], whole_SD[shift:]) <= tolerance
+            if shift and len(alone_SD) > 1:
+                assert distance(whole_SD[shift:], alone_SD) > 1e-3  # the prefix is read

@@ -1,0 +1,300 @@
+"""Packing, the order of training and labels; a model gives the same results for packed and separate documents."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.families import FAMILIES, build
+from kit.packing_families import build_packing
+
+from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences, make_micro_batch
+from stillhouse.data.packing import best_fit
+from stillhouse.models import Decoder
+
+
+def make_documents(lengths: list[int], seed: int = 0, targets: float = 0.7) -> Documents:
+    """Make documents of random tokens below 251. The share of tokens that are targets is about `targets`."""
+    random = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    tokens_N = random.integers(3, 251, offsets[-1]).astype(np.int32)
+    targets_N = random.random(offsets[-1]) < targets
+    targets_N[offsets[:-1]] = False
+    sources = [f"train.jsonl:{number + 1}" for number in range(len(lengths))]
+    keys_D = np.arange(len(lengths), dtype=np.uint64)
+    return Documents(tokens_N, targets_N, offsets, keys_D, sources, DataReport("train.jsonl"))
+
+
+EXAMPLES = settings(max_examples=50, deadline=None, derandomize=True)
+
+lengths_lists = st.lists(st.integers(1, 20), min_size=1, max_size=60)
+
+
+@EXAMPLES
+@given(lengths=lengths_lists, capacity=st.integers(20, 50))
+def test_best_fit_keeps_within_capacity_and_leaves_no_two_bins_that_fit_in_one(
+    lengths: list[int], capacity: int
+) -> None:
+    bins_D = best_fit(np.array(lengths), capacity)
+    fills = sorted(np.bincount(bins_D, weights=lengths))
+    assert 0 < fills[0] <= fills[-1] <= capacity
+    assert len(fills) == 1 or fills[0] + fills[1] > capacity
+
+
+def test_best_fit_by_hand() -> None:
+    # 9 1 | 6 4 | 5 3: best fit puts the 4 beside the 6, then the 3 beside the 5, and the 1 beside the 9
+    assert best_fit(np.array([3, 9, 4, 5, 6, 1]), 10).tolist() == [2, 0, 1, 2, 1, 0]
+
+
+def test_best_fit_is_tight() -> None:
+    lengths_D = np.random.default_rng(0).integers(1, 2000, 100_000)
+    bins_D = best_fit(lengths_D, 4096)
+    assert lengths_D.sum() / ((bins_D.max() + 1) * 4096) > 0.995
+
+
+@EXAMPLES
+@given(lengths=lengths_lists, seed=st.integers(0, 3), shuffle=st.booleans())
+def test_every_document_lies_whole_in_exactly_one_sequence(lengths: list[int], seed: int, shuffle: bool) -> None:
+    packed = PackedSequences(make_documents(lengths), max_tokens=24, seed=seed, shuffle=shuffle)
+    members = [packed.members(sequence).tolist() for sequence in range(len(packed))]
+    assert sorted(document for sequence in members for document in sequence) == list(range(len(lengths)))
+    assert max(sum(lengths[document] for document in sequence) for sequence in members) <= 24
+    assert packed.fill == pytest.approx(sum(lengths) / (24 * len(packed)))
+
+
+@EXAMPLES
+@given(lengths=lengths_lists, seed=st.integers(0, 3))
+def test_batches_hold_labels_weights_and_positions_row_by_row(lengths: list[int], seed: int) -> None:
+    documents = make_documents(lengths, seed)
+    packed = PackedSequences(documents, max_tokens=24, seed=seed)
+    batch = packed.micro_batch(range(len(packed)))
+    B, S = batch.input_ids_BS.shape
+    assert max(lengths_of(packed, documents)) == S
+    assert batch.labels_T.shape == batch.weights_T.shape == batch.document_T.shape == (B * S,)
+    ids_T, positions_T = batch.input_ids_BS.reshape(-1), batch.position_ids_BS.reshape(-1)
+    seen = []
+    for document in range(len(lengths)):
+        (rows,) = torch.where(batch.document_T == document)
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        assert rows.tolist() == list(range(start, stop))
+        assert start // S == (stop - 1) // S  # within one row
+        assert ids_T[start:stop].tolist() == documents.tokens(document).tolist()
+        assert positions_T[start:stop].tolist() == list(range(stop - start))
+        shifted = np.where(documents.targets(document)[1:], documents.tokens(document)[1:], -1)
+        assert batch.labels_T[start:stop].tolist() == [*shifted.tolist(), -1]
+        seen.extend(rows.tolist())
+    padding = sorted(set(range(B * S)) - set(seen))
+    assert (batch.document_T[padding] == -1).all()
+    assert (batch.labels_T[padding] == -1).all()
+    assert torch.equal(batch.weights_T, (batch.labels_T >= 0).float())
+    assert batch.valid_index.tolist() == torch.where(batch.weights_T > 0)[0].tolist()
+    assert batch.valid_tokens == len(batch.valid_index) == documents.targets_N.sum()
+
+
+def lengths_of(packed: PackedSequences, documents: Documents) -> list[int]:
+    return [int(documents.lengths_D[packed.members(sequence)].sum()) for sequence in range(len(packed))]
+
+
+def test_labels_are_shifted_once() -> None:
+    """The prompt is 5 6 7, the completion 8 9 2 (eos): token 7's row predicts 8, and token 9's row predicts eos."""
+    documents = Documents(
+        np.array([5, 6, 7, 8, 9, 2, 10, 11, 2], dtype=np.int32),
+        np.array([0, 0, 0, 1, 1, 1, 0, 1, 1], dtype=bool),
+        np.array([0, 6, 9]),
+        np.arange(2, dtype=np.uint64),
+        ["a:1", "a:2"],
+        DataReport("a"),
+    )
+    batch = make_micro_batch(documents, [[0], [1]])
+    assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9, 2], [10, 11, 2, 5, 5, 5]]  # padding: the first token
+    assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
+    assert batch.labels_T.tolist() == [-1, -1, 8, 9, 2, -1, 11, 2, -1, -1, -1, -1]
+    assert batch.weights_T.tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0]
+    assert batch.valid_index.tolist() == [2, 3, 4, 6, 7]
+    assert batch.document_T.tolist() == [0] * 6 + [1] * 3 + [-1] * 3
+    assert batch.valid_tokens == 5
+    packed = make_micro_batch(documents, [[0, 1]])
+    assert packed.labels_T.tolist() == [-1, -1, 8, 9, 2, -1, 11, 2, -1]
+    assert packed.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2]]
+
+
+def test_types_and_moving() -> None:
+    batch = make_micro_batch(make_documents([4, 6]), [[0], [1]])
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    kinds = {name: value.dtype for name, value in (tensors | batch.inputs).items()}
+    assert kinds.pop("weights_T") == torch.float32
+    assert set(kinds.values()) == {torch.int64}
+    moved = batch.to("meta")
+    assert isinstance(moved, MicroBatch)
+    assert moved.labels_T.is_meta
+    assert moved.input_ids_BS.is_meta
+    assert moved.valid_tokens == batch.valid_tokens
+    with pytest.raises(ValueError, match="at least one row"):
+        make_micro_batch(make_documents([4]), [])
+    with pytest.raises(ValueError, match="each row at least one document"):
+        make_micro_batch(make_documents([4]), [[0], []])
+
+
+def odd_micro_batch() -> MicroBatch:
+    """Return two rows of 6 tokens with every field that a micro-batch can have."""
+    batch = make_micro_batch(make_documents([4, 6, 2]), [[0, 2], [1]])
+    rows_T = torch.arange(12)
+    return replace(
+        batch,
+        inputs={**batch.inputs, "kinds": rows_T.view(2, 6, 1) * torch.ones(3), "image": torch.rand(5, 3, 2, 2)},
+        per_token={"advantages_T": rows_T.float() + 0.5, "experts_TK": rows_T[:, None] + torch.arange(2)},
+        teacher_inputs={"input_ids": rows_T.view(2, 6) + 100, "position_ids": batch.position_ids_BS},
+    )
+
+
+def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
+    """Each value contains the number of its row, so that the test can put the parts together by hand."""
+    batch = odd_micro_batch()
+    padded = batch.padded(3, 8)
+    rows_T = torch.tensor([[0, 1, 2, 3, 4, 5, -1, -1], [6, 7, 8, 9, 10, 11, -1, -1], [-1] * 8])
+    for number in range(2):
+        part = padded.part(number, 2)
+        expected_T = rows_T[:, 4 * number : 4 * number + 4].flatten()
+        is_padding_T = expected_T < 0
+        advantages_T = torch.where(is_padding_T, 0.0, expected_T + 0.5)
+        assert part.per_token["advantages_T"].tolist() == advantages_T.tolist()
+        assert part.per_token["experts_TK"][~is_padding_T, 1].tolist() == (expected_T[~is_padding_T] + 1).tolist()
+        assert part.inputs["kinds"][..., 2].flatten()[~is_padding_T].tolist() == expected_T[~is_padding_T].tolist()
+        assert part.inputs["kinds"].shape == (3, 4, 3)
+        assert part.inputs["image"] is batch.inputs["image"]
+        assert part.teacher_inputs is not None
+        assert (
+            part.teacher_inputs["input_ids"].flatten()[~is_padding_T].tolist()
+            == (expected_T[~is_padding_T] + 100).tolist()
+        )
+        for name, padding in (("labels_T", -1), ("weights_T", 0), ("document_T", -1)):
+            whole_T = torch.where(is_padding_T, padding, getattr(batch, name)[expected_T])
+            assert getattr(part, name).tolist() == whole_T.tolist(), name
+        assert part.valid_index.tolist() == part.weights_T.nonzero()[:, 0].tolist()
+        assert part.valid_tokens == int(part.weights_T.sum())
+    assert padded.position_ids_BS[:, 4:].tolist() == [[0, 1, 0, 1], [4, 5, 0, 1], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels_T": torch.zeros(11)}, "labels_T of a micro-batch has 11 rows: expected 2 × 6"),
+        (
+            {"per_token": {"advantages_T": torch.zeros(24)}},
+            "advantages_T of a micro-batch has 24 rows: expected 2 × 6",
+        ),
+        (
+            {"teacher_inputs": {"input_ids": torch.zeros(2, 7)}},
+            r"input_ids of a micro-batch has shape \(2, 7\): expected",
+        ),
+        ({"teacher_inputs": {"input_ids": torch.zeros(2, 6)}}, "position_ids of a micro-batch has shape None"),
+    ],
+)
+def test_tensors_of_other_rows_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(odd_micro_batch(), **change)
+
+
+def test_micro_batches_of_a_step_are_a_sequence() -> None:
+    packed = PackedSequences(make_documents([4, 6, 2, 9]), max_tokens=9, seed=0, shuffle=False)
+    step = packed.micro_batches([np.array([number]) for number in range(len(packed))])
+    assert [each.input_ids_BS.tolist() for each in step] == [
+        step[at].input_ids_BS.tolist() for at in range(len(step))
+    ]
+    assert [each.shape_BS for each in step[1:]] == step.shapes_BS[1:]
+    assert step[-1].input_ids_BS.tolist() == step[len(step) - 1].input_ids_BS.tolist()
+    with pytest.raises(IndexError):
+        step[len(step)]
+
+
+@EXAMPLES
+@given(count=st.integers(1, 40), per_step=st.integers(1, 9), epochs=st.integers(1, 3), seed=st.integers(0, 2))
+def test_each_epoch_takes_every_sequence_once(count: int, per_step: int, epochs: int, seed: int) -> None:
+    packed = PackedSequences(make_documents([20] * count), max_tokens=24, seed=seed)
+    assert len(packed) == count
+    total = epochs * count
+    steps = -(-total // per_step)
+    stream = [packed.step_sequences(step, per_step, total) for step in range(steps)]
+    assert all(len(sequences) == per_step for sequences in stream[:-1])
+    flat = np.concatenate(stream)
+    assert len(flat) == total
+    for epoch in range(epochs):
+        assert sorted(flat[epoch * count : (epoch + 1) * count].tolist()) == list(range(count))
+    for outside in (-1, steps):
+        with pytest.raises(ValueError, match="lies outside a training"):
+            packed.step_sequences(outside, per_step, total)
+
+
+def test_all_steps_of_an_epoch_hold_every_token_once() -> None:
+    documents = make_documents(np.random.default_rng(1).integers(1, 24, 200).tolist())
+    packed = PackedSequences(documents, max_tokens=24, seed=3)
+    steps = [packed.step_sequences(step, 7, len(packed)) for step in range(-(-len(packed) // 7))]
+    batches = [packed.micro_batch(sequences) for sequences in steps]
+    rows = torch.cat([batch.document_T for batch in batches])
+    assert torch.bincount(rows[rows >= 0], minlength=200).tolist() == documents.lengths_D.tolist()
+    assert sum(batch.valid_tokens for batch in batches) == documents.targets_N.sum()
+
+
+def test_a_step_needs_no_history() -> None:
+    documents = make_documents([15] * 50)
+    straight = PackedSequences(documents, max_tokens=24, seed=5)
+    history = [straight.step_sequences(step, 8, 150).tolist() for step in range(19)]
+    resumed = PackedSequences(documents, max_tokens=24, seed=5)
+    for step in (18, 3, 11, 6):
+        assert resumed.step_sequences(step, 8, 150).tolist() == history[step]
+
+
+def test_the_order_changes_with_epoch_and_seed_alone() -> None:
+    documents = make_documents([15] * 50)
+    packed = PackedSequences(documents, max_tokens=24, seed=5)
+    orders = [packed.order(0), packed.order(1), PackedSequences(documents, max_tokens=24, seed=6).order(0)]
+    assert len({tuple(order.tolist()) for order in orders}) == 3
+    still = PackedSequences(documents, max_tokens=24, seed=5, shuffle=False)
+    assert still.order(0).tolist() == still.order(1).tolist() == list(range(50))
+    assert [still.members(sequence).tolist() for sequence in range(3)] == [[0], [1], [2]]
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    packed = PackedSequences(make_documents([15] * 8), max_tokens=24, seed=5)
+    assert [packed.order(0).tolist(), packed.order(1).tolist()] == [
+        [7, 6, 1, 5, 4, 2, 0, 3],
+        [4, 7, 6, 0, 1, 5, 2, 3],
+    ]
+
+
+def test_too_long_a_document_is_refused() -> None:
+    with pytest.raises(ValueError, match="documents of at most 24 tokens are needed to pack, got 2 of at most 25"):
+        PackedSequences(make_documents([3, 25]), max_tokens=24, seed=0)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_packed_equals_separate(family: str) -> None:
+    documents = make_documents([9, 1, 7, 12, 3, 16, 5, 2])
+    packed = PackedSequences(documents, max_tokens=20, seed=0)
+    batch = packed.micro_batch(range(len(packed)))
+    assert (batch.document_T == -1).any()  # some rows have padding
+    model = build(family)
+    with torch.no_grad():
+        together_TD = model.base_model(
+            batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False
+        ).last_hidden_state.flatten(0, 1)
+        for document in range(len(documents)):
+            ids_1S = torch.from_numpy(documents.tokens(document).astype(np.int64))[None]
+            separate_SD = model.base_model(ids_1S, use_cache=False).last_hidden_state[0]
+            packed_SD = together_TD[batch.document_T == document]
+            assert (packed_SD - separate_SD).abs().max() <= 1e-5 * separate_SD.abs().max()
+
+
+def test_padding_has_finite_gradients() -> None:
+    """Gemma 3n's embedding of id 0 is zero, and the root of its size has an infinite derivative there."""
+    documents = make_documents([9, 4], seed=1)
+    batch = make_micro_batch(documents, [[0], [1]]).padded(3, 12)
+    assert (batch.input_ids_BS[batch.document_T.view(3, 12) < 0] == documents.tokens(0)[0]).all()
+    decoder = Decoder(build_packing("gemma3n_text")).train()
+    decoder(**batch.inputs).flatten(0, 1)[batch.document_T >= 0].logsumexp(-1).sum().backward()
+    gradients = [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
+    assert gradients
+    assert all(gradient.isfinite().all() for gradient in gradients)

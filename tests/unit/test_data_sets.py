@@ -1,0 +1,215 @@
+"""Mixtures of sources with weights, and several evaluation sets with their own metrics."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.ranks import Ranks
+from kit.runs import forward_backward, metrics, run, session_of, write_run, write_texts
+from kit.toy_tokenizer import toy_tokenizer
+from safetensors.torch import load_file
+
+from stillhouse.config import ConfigError, load_config
+from stillhouse.data import Documents, PackedSequences, load_documents
+from stillhouse.loops.evaluate import evaluate
+from stillhouse.output.progress import folder_name
+from stillhouse.run.session import Session, data_reports
+from stillhouse.tools.write_cache import write_cache
+
+WEIGHTS = (0.7, 0.2, 0.1)
+
+
+def mixture(folder: Path, seed: int = 0, records: tuple[int, ...] = (20, 300, 90)) -> PackedSequences:
+    parts = {
+        f"{number}": load_documents(
+            write_texts(folder / f"{number}.jsonl", count, number), toy_tokenizer(), max_tokens=32
+        )
+        for number, count in enumerate(records)
+    }
+    return PackedSequences(Documents.joined(parts), max_tokens=32, seed=seed, weights=WEIGHTS)
+
+
+def tokens_of(sequences: PackedSequences, chosen: np.ndarray) -> np.ndarray:
+    lengths_D = sequences.documents.lengths_D
+    tokens = [int(lengths_D[sequences.members(sequence)].sum()) for sequence in chosen]
+    return np.bincount(sequences.set_S[chosen], weights=tokens, minlength=3)
+
+
+def test_the_shares_of_tokens_are_the_weights(tmp_path: Path) -> None:
+    sequences, total = mixture(tmp_path), 2000
+    chosen = np.concatenate([sequences.step_sequences(step, 50, total) for step in range(40)])
+    tokens = tokens_of(sequences, chosen)
+    assert tokens / tokens.sum() == pytest.approx(WEIGHTS, abs=0.005)
+    assert sequences.trained_shares(total) == pytest.approx(tokens / tokens.sum())
+    for step in range(40):  # each step by itself, to a sequence
+        own = tokens_of(sequences, sequences.step_sequences(step, 50, total))
+        assert own / own.sum() == pytest.approx(WEIGHTS, abs=0.06)
+    for number in range(3):  # no sequence comes again before all of its source have come
+        own = chosen[sequences.set_S[chosen] == number]
+        size = int((sequences.set_S == number).sum())
+        for start in range(0, len(own) - size, size):
+            assert len(set(own[start : start + size].tolist())) == size
+    documents = sequences.documents
+    for sequence in range(len(sequences)):
+        assert len(set(documents.set_D[sequences.members(sequence)].tolist())) == 1
+
+
+def test_the_order_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    one, other = mixture(tmp_path), mixture(tmp_path)
+    for step in (0, 7, 3):
+        assert np.array_equal(one.step_sequences(step, 50, 2000), other.step_sequences(step, 50, 4000))
+    assert not np.array_equal(one.step_sequences(0, 50, 2000), mixture(tmp_path, seed=1).step_sequences(0, 50, 2000))
+
+
+def test_joined_documents_are_those_of_the_parts(tmp_path: Path) -> None:
+    documents = mixture(tmp_path).documents
+    parts = [load_documents(tmp_path / f"{number}.jsonl", toy_tokenizer(), max_tokens=32) for number in range(3)]
+    for number, part in enumerate(parts):
+        own = documents.select(np.flatnonzero(documents.set_D == number))
+        assert np.array_equal(own.tokens_N, part.tokens_N)
+        assert np.array_equal(own.offsets, part.offsets)
+        assert own.sources == part.sources
+        assert (
+            list(own.reports.values())[number].tokens == len(part.tokens_N) == documents.reports[f"{number}"].tokens
+        )
+    assert documents.report.read == 410
+    assert documents.fingerprint() != Documents.joined({"a": parts[0], "b": parts[1]}).fingerprint()
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    for name, seed in (("other", 5), ("chat", 6)):
+        write_texts(folder / f"{name}.jsonl", 30, seed)
+    mixed = [{"source": str(folder / "train.jsonl"), "weight": 3.0}, {"source": str(folder / "other.jsonl")}]
+    return {
+        "data.train": mixed,
+        "data.eval": {"math": str(folder / "eval.jsonl"), "chat": str(folder / "chat.jsonl")},
+        "checkpoint.best": "eval/math/cross_entropy",
+    } | more
+
+
+def test_each_set_has_the_metrics_of_an_evaluation_of_its_own(tmp_path: Path) -> None:
+    session = session_of(tmp_path, **settings(tmp_path))
+    found, documents = evaluate(session), session.evaluation
+    assert documents is not None
+    for name in ("cross_entropy", "forward_kl", "agreement"):
+        mean = sum(found[f"eval/{each}/{name}"] * found[f"eval/{each}/tokens"] for each in ("math", "chat"))
+        assert found[f"eval/{name}"] == pytest.approx(mean / found["eval/tokens"], rel=1e-12)
+    for name, source in session.config.data.eval_sets.items():
+        alone = evaluate(session_of(tmp_path, **{"data.eval": source}))
+        for key, value in alone.items():
+            assert found[f"eval/{name}/{key.removeprefix('eval/')}"] == pytest.approx(value, rel=1e-6)
+    reports = data_reports(session)
+    assert list(reports) == ["train", "train/1", "train/2", "eval", "eval/math", "eval/chat"]
+    assert sum(reports[f"train/{number}"].trained_share or 0 for number in (1, 2)) == pytest.approx(1)
+
+
+def test_a_source_that_is_wholly_held_out_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    small = write_texts(tmp_path / "small.jsonl", 1, 5)
+    sources = [{"source": str(tmp_path / "train.jsonl")}, {"source": str(small)}]
+    with pytest.raises(ConfigError, match=rf"^data\.eval: got 0\.99, which holds out all 1 documents of {small}:"):
+        session_of(tmp_path, **{"data.train": sources, "data.eval": 0.99})
+
+
+def test_a_set_without_documents_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    for key, given in (
+        ("data.eval", {"math": str(tmp_path / "eval.jsonl"), "chat": str(tmp_path / "empty.jsonl")}),
+        ("data.train", [{"source": str(tmp_path / "train.jsonl")}, {"source": str(tmp_path / "empty.jsonl")}]),
+    ):
+        with pytest.raises(ValueError, match=r"empty\.jsonl: the dataset is empty"):
+            session_of(tmp_path, **{key: given})
+
+
+@pytest.mark.parametrize("records", [1, 7])
+def test_a_cache_of_a_mixture_gives_the_teachers_gradients(tmp_path: Path, records: int) -> None:
+    """Also of a source of one document, which is several times in each step."""
+    more = settings(tmp_path)
+    write_texts(tmp_path / "other.jsonl", records, 5)
+    more["data.train"][1]["weight"] = 9.0
+    written = write_cache(write_run(tmp_path, **more), tmp_path / "cache", "hidden")
+    in_job = session_of(tmp_path, **more)
+    stored = session_of(tmp_path, cached=True, **more, **{"teacher.cache": str(tmp_path / "cache")})
+    rows = in_job.step_schedule.micro_batches(in_job.train, 0).rows
+    assert (len(np.unique(np.concatenate(rows))) < sum(map(len, rows))) == (records == 1)
+    assert written.documents == len({each.tobytes() for each in _documents(in_job)})
+    losses = [forward_backward(each).sums["loss"] for each in (in_job, stored)]
+    norms = [float(each.engine.clip()) for each in (in_job, stored)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    assert evaluate(stored) == pytest.approx(evaluate(in_job), rel=1e-6)
+
+
+def _documents(session: Session) -> Iterator[np.ndarray]:
+    assert session.evaluation is not None
+    for documents in (session.train.documents, session.evaluation.documents):
+        yield from map(documents.tokens, range(len(documents)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp=2", "pipeline=2", "context=2", "tensor=2"])
+def test_two_processes_train_on_the_same_mixture(tmp_path: Path, layout: str) -> None:
+    """Same steps, same gradients, same metrics of each set as in one process; and a resumed run goes on with them."""
+    more = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 9, "train.steps": 4}
+    write_run(tmp_path, **settings(tmp_path), **more)
+    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
+    start = tmp_path / "one" / "checkpoints" / folder_name(2)
+    for out, overrides in (("two", []), ("resumed", [f"checkpoint.resume={start}"])):
+        ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / out}", f"parallel.{layout}", *overrides)
+        assert ranks.wait() == [0, 0], "".join(each.err for each in ranks)
+        one, other = metrics(tmp_path / "one"), metrics(tmp_path / out)
+        for expected, found in zip(one[-len(other) :], other, strict=True):
+            compared = {key: each for key, each in found.items() if not key.startswith(("speed", "seconds"))}
+            assert compared == pytest.approx({key: expected[key] for key in compared}, rel=1e-4), found["step"]
+        weights = [load_file(tmp_path / each / "model" / "model.safetensors") for each in ("one", out)]
+        for name, weight in weights[0].items():
+            assert (weights[1][name] - weight).norm() <= 1e-4 * weight.norm(), name
+    data = [json.loads((tmp_path / each / "data.json").read_text()) for each in ("one", "two", "resumed")]
+    assert data[0] == data[1] == data[2]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mixture_resumes_to_the_bit_and_keeps_the_best_of_a_set(tmp_path: Path) -> None:
+    more = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 1}
+    whole = Path(write_run(tmp_path, **settings(tmp_path), **more).out)
+    run("distill", tmp_path / "run.yaml")
+    values = {each["step"]: each["eval/math/cross_entropy"] for each in metrics(whole) if "eval/tokens" in each}
+    kept = [path.name for path in (whole / "checkpoints").iterdir()]
+    assert folder_name(min((2, 4, 6), key=values.__getitem__)) in kept
+    data = json.loads((whole / "data.json").read_text())
+    assert data["train/1"]["trained_share"] == pytest.approx(0.75, abs=0.1)
+    run("distill", tmp_path / "run.yaml", f"out={tmp_path}/b", "checkpoint.keep=9")
+    start = tmp_path / "b" / "checkpoints" / folder_name(2)
+    run("distill", tmp_path / "run.yaml", f"out={tmp_path}/c", f"checkpoint.resume={start}")
+    weights = [(each / "model" / "model.safetensors").read_bytes() for each in (whole, tmp_path / "c")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "reason"),
+    [
+        ({"data.eval": {"a/b": "x"}}, "data.eval", "got the name 'a/b'"),
+        ({"data.eval": {"agreement": "x"}}, "data.eval", "not the name of a metric"),
+        ({"data.eval": {"mtp_2": "x"}}, "data.eval", "got the name 'mtp_2'"),
+        ({"data.eval": {}}, "data.eval", "got no sets"),
+        ({"data.train": []}, "data.train", "got an empty list"),
+        ({"data.train": [{"source": "a"}, {"source": "a"}]}, "data.train", "got a source twice"),
+        ({"data.train": [{"source": "a", "weight": 0.0}]}, "data.train", ""),
+        ({"checkpoint.best": "eval/math/cross_entropy"}, "checkpoint.best", "data.eval has no sets with names"),
+        ({"rollout": {}, "data.train": [{"source": "a"}]}, "data.train", "one source with rollout"),
+        ({"data.cache": "./o/cache"}, "data.cache", "got ./o/cache, which is in out=o: expected another folder"),
+    ],
+)
+def test_mistakes_in_the_configuration(changes: dict[str, Any], key: str, reason: str) -> None:
+    layer: dict[str, Any] = {"student": {"model": "s"}, "teacher": {"model": "t"}, "data": {"train": "a"}, "out": "o"}
+    for name, value in changes.items():
+        section, _, inner = name.rpartition(".")
+        (layer.setdefault(section, {}) if section else layer)[inner] = value
+    with pytest.raises(ConfigError) as error:
+        load_config(None, settings=layer)
+    assert key in str(error.value)
+    assert reason in str(error.value)

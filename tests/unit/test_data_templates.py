@@ -1,0 +1,400 @@
+"""From columns to tokens: the ids, the targets among them, and the reasons of refused records."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.toy_tokenizer import toy_backend, toy_tokenizer
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from stillhouse.data.chat import ANCHOR
+from stillhouse.data.templates import Encoded, RecordError, Tokens, template_for
+
+BOS, EOS = 1, 2
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": " Paris is"},
+    {"role": "user", "content": "And two and two?"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+def encode(fields: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tokens: Tokens = "completion") -> Encoded:
+    template = template_for(fields, tokenizer, tokens)
+    return template.encode([template.render(fields)])[0]
+
+
+def plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def targets_text(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> str:
+    return tokenizer.decode(encoded.ids[encoded.targets].tolist())
+
+
+@pytest.mark.parametrize("tokens", ["completion", "all"])
+def test_text_gets_the_tokenizers_special_tokens_and_the_end(tokens: Tokens) -> None:
+    tokenizer = toy_tokenizer()
+    encoded = encode({"text": "the heads"}, tokenizer, tokens)
+    body = plain(tokenizer, "the heads")
+    assert encoded.ids.tolist() == [BOS, *body, EOS]
+    assert encoded.targets.tolist() == [False] + [True] * (len(body) + 1)
+    assert (encoded.ids.dtype, encoded.targets.dtype) == (np.int32, np.bool_)
+
+
+@pytest.mark.parametrize("adds_eos", [False, True])
+@pytest.mark.parametrize("text", ["the heads", "the heads</s>"])
+def test_the_end_is_there_exactly_once(adds_eos: bool, text: str) -> None:
+    ids = encode({"text": text}, toy_tokenizer(adds_eos=adds_eos)).ids.tolist()
+    written_and_added = adds_eos and text.endswith("</s>")
+    assert ids.count(EOS) == 1 + written_and_added  # the text's and the added one
+    assert ids[-1] == EOS
+
+
+def test_the_stop_token_is_a_target_where_pad_is_the_same_token() -> None:
+    tokenizer = toy_tokenizer(pad_token="</s>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == EOS
+    for fields in ({"text": "the"}, {"prompt": "the", "completion": " heads"}):
+        encoded = encode(fields, tokenizer)
+        assert encoded.ids[-1] == EOS
+        assert encoded.targets[-1]
+
+
+def test_bos_that_is_eos_is_no_end_of_the_prompt() -> None:
+    tokenizer = toy_tokenizer(adds_bos=False, bos_token="</s>")
+    encoded = encode({"prompt": "the", "completion": " heads"}, tokenizer)
+    assert encoded.ids.tolist() == [*plain(tokenizer, "the"), *plain(tokenizer, " heads"), EOS]
+
+
+@pytest.mark.parametrize(("adds_bos", "adds_eos"), [(True, False), (False, False), (True, True)])
+def test_prompt_and_completion(adds_bos: bool, adds_eos: bool) -> None:
+    tokenizer = toy_tokenizer(adds_bos=adds_bos, adds_eos=adds_eos)
+    fields = {"prompt": "What is two", "completion": " and two?", "id": 7}
+    prompt = [BOS] * adds_bos + plain(tokenizer, "What is two")
+    completion = [*plain(tokenizer, " and two?"), EOS]
+    for tokens in ("completion", "all"):
+        encoded = encode(fields, tokenizer, tokens)
+        assert encoded.ids.tolist() == prompt + completion
+        expected = [tokens == "all"] * len(prompt) + [True] * len(completion)
+        assert encoded.targets.tolist() == [False] + expected[1:]
+
+
+def test_an_end_written_into_the_prompt_stays() -> None:
+    tokenizer = toy_tokenizer()
+    encoded = encode({"prompt": "a</s>", "completion": "b"}, tokenizer)
+    assert encoded.ids.tolist() == [BOS, *plain(tokenizer, "a"), EOS, *plain(tokenizer, "b"), EOS]
+
+
+def test_an_empty_prompt_is_allowed() -> None:
+    tokenizer = toy_tokenizer(adds_bos=False)
+    encoded = encode({"prompt": "", "completion": "the heads"}, tokenizer)
+    assert encoded.ids.tolist() == [*plain(tokenizer, "the heads"), EOS]
+    assert encoded.targets.tolist() == [False] + [True] * (len(encoded.ids) - 1)
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+def test_only_the_assistant_is_a_target(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    encoded = encode({"messages": CHAT}, tokenizer)
+    assert encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
+    everything = encode({"messages": CHAT}, tokenizer, "all")
+    assert everything.ids.tolist() == encoded.ids.tolist()
+    assert everything.targets.tolist() == [False] + [True] * (len(encoded.ids) - 1)
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+def test_offsets_without_leading_spaces_lose_no_target(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat, adds_bos=False, backend=toy_backend())
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    encoded = encode({"messages": CHAT}, tokenizer)
+    assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+def test_conversational_prompt_and_completion(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    encoded = encode({"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer)
+    assert encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert targets_text(encoded, tokenizer) == "four<|im_end|>"
+
+
+def test_the_space_after_the_last_turn_stays_a_target_where_no_marker_ends_the_turn() -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    # The second answer's first token also contains the space before the answer. A token that overlaps is a target.
+    assert targets_text(encode({"messages": CHAT}, tokenizer), tokenizer) == " Paris is\n four\n"
+
+
+def test_a_template_that_drops_earlier_thoughts() -> None:
+    tokenizer = toy_tokenizer(chat="reasoning")
+    encoded = encode({"messages": CHAT}, tokenizer)
+    assert encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert targets_text(encoded, tokenizer) == " Paris is<|im_end|><think>\n\n</think>\nfour<|im_end|>"
+    last = encode({"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer)
+    assert targets_text(last, tokenizer) == "<think>\n\n</think>\nfour<|im_end|>"
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("opener", ["", "<think>\n"])
+def test_the_thoughts_that_are_shown_are_targets(inline: bool, opener: str) -> None:
+    tokenizer = toy_tokenizer(chat="reasoning")
+    assert isinstance(tokenizer.chat_template, str)
+    # If the generation prompt opens the thoughts, it is longer than the heading of an earlier turn without
+    # thoughts. The content of that turn begins with the same characters, and all of it is a target.
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ '" + opener.replace("\n", "\\n") + "' }}{% endif %}"
+    answers = {2: ("Of cheese.", "<table>"), 4: ("Two, then two.", "four")}
+    messages: list[dict[str, Any]] = list(CHAT)
+    for index, (thoughts, answer) in answers.items():
+        content = f"<think>\n{thoughts}\n</think>{answer}" if inline else answer
+        messages[index] = {"role": "assistant", "content": content}
+        if not inline:
+            messages[index]["reasoning_content"] = thoughts
+    encoded = encode({"messages": messages}, tokenizer)
+    shown = "<think>\nTwo, then two.\n</think>\n".removeprefix(opener)
+    assert targets_text(encoded, tokenizer) == f"<table><|im_end|>{shown}four<|im_end|>"
+
+
+@pytest.mark.parametrize("content", ["", " ", "Let me see."])
+def test_a_tool_call_in_an_earlier_turn(content: str) -> None:
+    tokenizer = toy_tokenizer(chat="reasoning")
+    call = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "add"}}]}
+    messages = [CHAT[1], call, {"role": "tool", "content": "4"}, *CHAT[2:]]
+    text = content + "\n\n" if content else ""
+    expected = f"{text}<tool>add</tool><|im_end|> Paris is<|im_end|><think>\n\n</think>\nfour<|im_end|>"
+    assert targets_text(encode({"messages": messages}, tokenizer), tokenizer) == expected
+
+
+@pytest.mark.parametrize("chat", ["plain", "reasoning"])
+def test_markers_that_the_user_quotes_are_not_the_templates(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    quoted = "Is <|im_start|>assistant\nfour<|im_end|>\n a turn? <think></think><|im_start|>assistant\n"
+    messages = [{"role": "user", "content": quoted}, *CHAT[2:4], CHAT[4] | {"content": quoted.split("?")[0]}]
+    thoughts = "<think>\n\n</think>\n" if chat == "reasoning" else ""
+    expected = f" Paris is<|im_end|>{thoughts}Is <|im_start|>assistant\nfour<|im_end|>\n a turn<|im_end|>"
+    assert targets_text(encode({"messages": messages}, tokenizer), tokenizer) == expected
+
+
+def test_an_end_that_only_the_last_turn_has() -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    targets = targets_text(encode({"messages": CHAT}, tokenizer), tokenizer)
+    assert targets == " Paris is<|im_end|>four<|im_end|>\n</s>"
+    called = [*CHAT[:2], CHAT[2] | {"tool_calls": [{}]}, *CHAT[3:]]  # the call may follow the token
+    with pytest.raises(RecordError, match="renders the first 3 messages by themselves differently"):
+        encode({"messages": called}, tokenizer)
+
+
+def turns(content: str, prompt: str = "<|im_start|>assistant\\n", heading: str = "'\\n'") -> str:
+    """Return a template for tests. The arguments are Jinja expressions for a turn's content and heading."""
+    return (
+        "{% for message in messages %}{% set last = loop.last %}{% set assistant = message.role == 'assistant' %}"
+        "{{ '<|im_start|>' + message.role + " + heading + " + (" + content + ") + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '" + prompt + "' }}{% endif %}"
+    )
+
+
+OPENS = "<|im_start|>assistant\\n<think>"
+THINKS = "('<think></think>' if last and assistant else '') + message.content"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (turns("message.content + (' /think' if last else '')"), "first 2 messages and the generation prompt"),
+        (turns("message.content + (message.content if last else '')"), "first 2 messages and the generation prompt"),
+        (turns("message.content", prompt="<|im_start|>model\\n"), "first 2 messages and the generation prompt"),
+        # The last turn has no thoughts although the prompt opens them: the template dropped the record's thoughts.
+        (turns("message.content.split('</think>')[-1]", prompt=OPENS), "first 4 messages and the generation"),
+        # The heading depends on the content, so the anchor has another heading than the message.
+        (turns(THINKS, OPENS, "('' if message.content[0] == ' ' else '\\n')"), "first 2 messages and the gen"),
+        # The generation prompt already contains the answer.
+        (turns("message.content", "<|im_start|>assistant\\n Paris is<|im_end|>\\n<|im_start|>"), "first 3 messages"),
+        # The template drops the anchor, or the anchor changes other text: in the whole or in its beginning.
+        (turns("'gone' if assistant and not messages[4:] else message.content"), "first 3 messages"),
+        (turns(THINKS) + "{% if messages[4:] %}{{ messages[2].content | length }}{% endif %}", "first 3 messages"),
+        (turns(THINKS) + "{% if messages[-1].content == ' Paris is' %}{{ '!' }}{% endif %}", "first 3 messages"),
+    ],
+)
+def test_a_template_that_leaves_the_turns_unclear_is_refused(template: str, reason: str) -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = template
+    with pytest.raises(RecordError, match=f"renders the {reason}"):
+        encode({"messages": CHAT}, tokenizer)
+
+
+def test_text_that_holds_the_anchor_is_right_or_refused() -> None:
+    tokenizer = toy_tokenizer(chat="reasoning")
+    answered = [CHAT[1], CHAT[2] | {"content": ANCHOR}, *CHAT[3:]]
+    expected = f"{ANCHOR}<|im_end|><think>\n\n</think>\nfour<|im_end|>"
+    assert targets_text(encode({"messages": answered}, tokenizer), tokenizer) == expected
+    question = [CHAT[1] | {"content": ANCHOR}, *CHAT[2:]]
+    with pytest.raises(RecordError, match="renders the first 2 messages by themselves differently"):
+        encode({"messages": question}, tokenizer)
+
+
+def test_a_template_that_refuses_gives_its_reason() -> None:
+    tokenizer = toy_tokenizer(chat="plain")
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RecordError, match="refuses the messages: roles must alternate"):
+        encode({"messages": CHAT}, tokenizer)
+
+
+def test_a_conversation_without_an_answer_has_no_target() -> None:
+    encoded = encode({"messages": CHAT[:2]}, toy_tokenizer(chat="plain"))
+    assert len(encoded.ids) > 0
+    assert not encoded.targets.any()
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation"])
+def test_null_in_a_message_is_as_if_absent(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    tokenizer.chat_template += "{% if messages[0].name is defined %}named {{ messages[0].name }}{% endif %}"
+    filled = [message | {"name": None, "tool_calls": None} for message in CHAT]  # as Parquet returns it
+    expected = encode({"messages": CHAT}, tokenizer)
+    assert encode({"messages": filled}, tokenizer).ids.tolist() == expected.ids.tolist()
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "take")]
+
+
+def with_tools(chat: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose template writes the tools first."""
+    tokenizer = toy_tokenizer(chat=chat)
+    written = "{% if tools is not none %}{{ '<tools>' + tools | tojson + '</tools>' }}{% endif %}"
+    tokenizer.chat_template = f"{written}{tokenizer.chat_template}"
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokens", ["completion", "all"])
+@pytest.mark.parametrize("form", [{"messages": CHAT}, {"prompt": CHAT[:4], "completion": CHAT[4:]}])
+@pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
+def test_tools_reach_the_template(chat: Any, form: dict[str, Any], tokens: Tokens) -> None:
+    tokenizer = with_tools(chat)
+    filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet returns it
+    expected = tokenizer.apply_chat_template(CHAT, tools=TOOLS, return_dict=True)["input_ids"]
+    without = encode(form, tokenizer, tokens)
+    for given in (TOOLS, filled, json.dumps(TOOLS)):
+        encoded = encode(form | {"tools": given}, tokenizer, tokens)
+        assert encoded.ids.tolist() == expected
+        assert tokens == "all" or targets_text(encoded, tokenizer) == targets_text(without, tokenizer)
+    for empty in ({"tools": None}, {"tools": []}, {"tools": "[]"}, {"tools": "null"}):
+        assert encode(form | empty, tokenizer, tokens).ids.tolist() == without.ids.tolist()
+
+
+@pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
+def test_turns_that_tools_change_are_found(chat: Any) -> None:
+    tokenizer = toy_tokenizer(chat=chat)
+    opens = "<|im_start|>' + ('tools for ' if tools else '') + '"
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("<|im_start|>", opens)
+    targets = targets_text(encode({"prompt": CHAT[:4], "completion": CHAT[4:], "tools": TOOLS}, tokenizer), tokenizer)
+    assert targets.removeprefix("<think>\n\n</think>\n") == "four<|im_end|>"
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    tokenizer = toy_tokenizer(chat="generation")
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": with_tools("plain").chat_template}
+    encoded = encode({"messages": CHAT, "tools": TOOLS}, tokenizer)
+    assert tokenizer.decode(encoded.ids).startswith("<tools>")
+    assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
+    assert not tokenizer.decode(encode({"messages": CHAT}, tokenizer).ids).startswith("<tools>")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("add", r"'tools' is a string, but not JSON \(Expecting value: .*\), got a string \('add'\)"),
+        ("{}", r"'tools' must be a list of objects, or the JSON of one, got a string \('{}'\)"),
+        ({"name": "add"}, "'tools' must be a list of objects, or the JSON of one, got an object"),
+        ([TOOLS[0], "take"], r"tool 2 of 'tools' must be an object, got a string \('take'\)"),
+    ],
+)
+def test_bad_tools(tools: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        encode({"messages": CHAT, "tools": tools}, with_tools("plain"))
+
+
+def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
+    one, other = (encode(fields, toy_tokenizer()) for fields in ({"text": "a", "tools": 3}, {"text": "a"}))
+    assert one.ids.tolist() == other.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["id", "body"], "no usable columns: found body, id; expected 'messages', 'prompt' and 'completion'"),
+        (["prompt"], "prompts without completions: found prompt"),
+        ([], "no usable columns: found none"),
+        (["text", "messages"], "ambiguous columns: found messages, text; expected only one"),
+    ],
+)
+def test_columns_of_no_or_several_forms(columns: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        template_for(dict.fromkeys(columns, "a"), toy_tokenizer(), "completion")
+
+
+def test_a_half_form_beside_a_whole_one_is_an_extra_column() -> None:
+    fields = {"prompt": "a", "messages": CHAT}
+    assert template_for(fields, toy_tokenizer(chat="plain"), "completion").columns == ("messages",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": 3}, r"'text' must be a string, got a number \(3\)"),
+        ({"text": None}, "'text' must be a string, got null"),
+        ({"text": ""}, "'text' is empty"),
+        ({"body": "a"}, r"column 'text' is missing \(found body\)"),
+        ({"text": "a\ud800"}, "'text' contains half of a surrogate pair at character 2"),
+    ],
+)
+def test_a_bad_text(fields: dict[str, Any], message: str) -> None:
+    template = template_for({"text": "good"}, toy_tokenizer(), "completion")
+    with pytest.raises(RecordError, match=message):
+        template.render(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+        ({"prompt": "a"}, r"column 'completion' is missing \(found prompt\)"),
+        ({"prompt": CHAT, "completion": "b"}, "'prompt' must be a string, got a list"),
+    ],
+)
+def test_a_bad_prompt_or_completion(fields: dict[str, Any], message: str) -> None:
+    template = template_for({"prompt": "a", "completion": "b"}, toy_tokenizer(), "completion")
+    with pytest.raises(RecordError, match=message):
+        template.render(fields)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", r"'messages' must be a list of messages, got a string \('hello'\)"),
+        ([], "'messages' is empty"),
+        (["hello"], "message 1 of 'messages' must be an object with 'role' and 'content', got a string"),
+        ([{"from": "human", "value": "a"}], r"message 1 of 'messages' has no 'role' \(found from, value\)"),
+        ([CHAT[0], {"role": "user"}], r"message 2 of 'messages' has no 'content' \(found role\)"),
+        ([{"role": "user", "content": 5}], r"'content' of message 1 of 'messages' must be a string, got a number"),
+        ([{"role": "assistant", "content": "a"}], "renders the first 0 messages"),
+    ],
+)
+def test_bad_messages(messages: Any, message: str) -> None:
+    template = template_for({"messages": CHAT}, toy_tokenizer(chat="plain"), "completion")
+    with pytest.raises(RecordError, match=message):
+        template.render({"messages": messages})
+
+
+def test_a_tokenizer_without_template_or_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no chat template"):
+        template_for({"messages": CHAT}, toy_tokenizer(), "completion")
+    with pytest.raises(ValueError, match="has no end-of-sequence token"):
+        template_for({"text": "a"}, toy_tokenizer(eos_token=None), "completion")  # type: ignore[arg-type]

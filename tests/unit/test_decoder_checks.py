@@ -1,0 +1,318 @@
+"""Models, folders, weights and lengths that the decoder refuses, and the error messages."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from kit.families import FAMILIES, build
+from kit.packing_families import build_packing
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from stillhouse.models import Decoder, check_document_length, check_finite_weights, warn_of_positions
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def mamba() -> PreTrainedModel:
+    return MambaForCausalLM(MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, state_size=4))
+
+
+def t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
+
+
+class ScaledLlama(LlamaForCausalLM):
+    """A model that scales its logits by a factor that its configuration does not contain."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * 1.001
+        return outputs
+
+
+REFUSED = {
+    "an encoder-decoder": (t5, "T5ForConditionalGeneration (model type 't5') has an encoder"),
+    "a bare backbone": (lambda: LlamaModel(LlamaConfig(**SMALL)), "LlamaModel (model type 'llama') has no output"),
+    "a classifier": (lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL)), "has no output head"),
+    "an encoder": (lambda: BertModel(BertConfig(**SMALL)), "BertModel (model type 'bert') has no output head"),
+    "a masked model": (lambda: BertForMaskedLM(BertConfig(**SMALL)), "(model type 'bert') is not causal"),
+    "a state-space model": (mamba, "MambaForCausalLM (model type 'mamba') takes no position_ids"),
+    "an ALiBi model": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=60, hidden_size=32, n_layer=1, n_head=2)),
+        "BloomForCausalLM (model type 'bloom') takes no position_ids",
+    ),
+    "unknown logits": (
+        lambda: ScaledLlama(LlamaConfig(**SMALL)),
+        "ScaledLlama (model type 'llama'): its logits differ by up to",
+    ),
+    "windows of the row": (
+        lambda: build_packing("deepseek_v4"),
+        "has layers of type compressed_sparse_attention, heavily_compressed_attention, which cut a row into windows",
+    ),
+    "a module of another kind": (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_cannot_be_wrapped(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Decoder(make())
+
+
+def test_an_attention_that_leaks_between_documents_is_refused() -> None:
+    """transformers creates no mask for an unknown attention implementation."""
+    AttentionInterface.register("without_a_mask", sdpa_attention_forward)
+    model = build("llama", attention="without_a_mask")
+    with pytest.raises(ValueError, match="'without_a_mask' lets documents that share a row see each other"):
+        Decoder(model)
+    Decoder(model, verify=False)
+
+
+class LoraLinear(nn.Module):
+    """A layer wrapped like peft's: `weight` is only the frozen base."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base_layer(hidden) + self.lora_B(self.lora_A(hidden))
+
+
+class QuantizedLinear(nn.Linear):
+    pass
+
+
+def test_a_head_that_is_more_than_a_linear_layer_is_refused() -> None:
+    model = build("llama")
+    model.lm_head = LoraLinear(model.lm_head)
+    with pytest.raises(ValueError, match=r"has a test_decoder_checks\.LoraLinear as its output head"):
+        Decoder(model, verify=False)
+    model.lm_head = QuantizedLinear(48, 251, bias=False)
+    with pytest.raises(ValueError, match=r"QuantizedLinear as its output head: expected a plain torch\.nn\.Linear"):
+        Decoder(model, verify=False)
+
+
+def test_an_adapter_elsewhere_is_wrapped_and_trains() -> None:
+    model = build("llama").requires_grad_(False)
+    layer = model.model.layers[0].self_attn
+    layer.q_proj = LoraLinear(layer.q_proj)
+    decoder, ids = Decoder(model), torch.arange(3, 12)[None]
+    decoder.gradient_checkpointing_enable()
+    decoder.train()(ids).sum().backward()
+    assert layer.q_proj.lora_B.weight.grad is not None
+    assert decoder.head.linear.weight.grad is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verifying_leaves_no_trace(family: str) -> None:
+    model = build(family).train()
+    model.base_model.get_input_embeddings().eval()
+    modes = [each.training for each in model.modules()]
+    state = torch.get_rng_state()
+    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    decoder = Decoder(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [each.training for each in model.modules()] == modes
+    assert decoder.training
+    assert decoder.head.training
+    assert all(torch.equal(each, weights[name]) for name, each in model.state_dict().items())
+    assert all(each.grad is None for each in model.parameters())
+    assert not Decoder(model.eval()).training
+
+
+def test_a_model_without_weights_yet() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    with pytest.raises(ValueError, match="no weights yet"):
+        Decoder(model)
+    Decoder(model, verify=False)
+
+
+def test_weights_that_are_not_finite() -> None:
+    model = build("llama")
+    decoder = Decoder(model)
+    check_finite_weights(decoder, "student")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+        model.lm_head.weight[7, 8] = float("inf")
+    with pytest.raises(ValueError, match=r"student: 1 of the 3840 values of '[\w.]*layers\.1\.mlp\.up_proj\.weight'"):
+        check_finite_weights(decoder, "student")
+    with pytest.raises(ValueError, match="are NaN or infinite"):
+        Decoder(model)
+
+
+def test_documents_longer_than_the_positions_reach() -> None:
+    check_document_length(Decoder(build("llama")).pretrained, 100_000, "student")  # rotary positions have no limit
+    learned = Decoder(build("gpt2"))
+    check_document_length(learned.pretrained, 128, "student")
+    with pytest.raises(ValueError, match=r"student has learned positions for 128 tokens: .* got 129"):
+        check_document_length(learned.pretrained, 129, "student")
+
+
+def test_positions_that_the_model_does_not_name_are_warned_of() -> None:
+    model = build("llama")
+    assert warn_of_positions(model, 128, "student") == []
+    (warning,) = warn_of_positions(model, 129, "student")
+    assert warning.startswith("student has max_position_embeddings 128, and the longest document has 129 tokens")
+
+
+def test_documents_beyond_a_switch_of_rotary_angles() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = Phi3Config(
+        **SMALL, pad_token_id=0, max_position_embeddings=64, original_max_position_embeddings=16,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
+    )  # fmt: skip
+    decoder = Decoder(Phi3ForCausalLM(config).eval())
+    check_document_length(decoder.pretrained, 16, "teacher")
+    with pytest.raises(ValueError, match=r"longrope.* longer than 16 tokens.* got 17"):
+        check_document_length(decoder.pretrained, 17, "teacher")
+    # the reason of the refusal: a long document in the same row changes the result of a short one
+    ids, positions = torch.arange(3, 25)[None], torch.cat([torch.arange(5), torch.arange(17)])[None]
+    with torch.no_grad():
+        assert not torch.allclose(decoder(ids, positions)[:, :5], decoder(ids[:, :5]), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["someone/some-model", "./runs/a", "a folder/with spaces"])
+def test_the_name_is_passed_on_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Any] = []
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def from_pretrained(name_or_path: Any, **options: Any) -> Any:
+        received.append((name_or_path, options))
+        return build("llama"), {"missing_keys": set()}
+
+    def configuration(name_or_path: Any, **options: Any) -> Any:
+        received.append((name_or_path, options))
+        return LlamaConfig(**SMALL)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", configuration)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    Decoder.from_pretrained(name, revision="abc", dtype="bfloat16", attention="eager")
+    for given, options in received:
+        assert given is name
+        assert options["revision"] == "abc"
+        assert options["trust_remote_code"] is False
+    (_, (_, options)) = received
+    assert options["dtype"] == torch.bfloat16
+    assert options["attn_implementation"] == "eager"
+
+
+@pytest.mark.parametrize("name", ["nobody-here/no-such-model", "/no/such/folder", "no_such_folder", "a/b/c"])
+def test_a_model_that_does_not_exist_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=f"model '{name}' is not a folder here") as caught:
+        Decoder.from_pretrained(name)
+    assert "Expected a folder with config.json" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def damage(folder: Path, how: str) -> None:
+    weights = folder / "model.safetensors"
+    match how:
+        case "no config":
+            (folder / "config.json").unlink()
+        case "broken config":
+            (folder / "config.json").write_text("{")
+        case "unknown type":
+            (folder / "config.json").write_text(json.dumps({"model_type": "not-a-model"}))
+        case "no weights":
+            weights.unlink()
+        case "cut weights":
+            weights.write_bytes(weights.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize("how", ["no config", "broken config", "unknown type", "no weights", "cut weights"])
+def test_a_damaged_folder_is_named(how: str, tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    damage(tmp_path, how)
+    with pytest.raises(ValueError, match=f"^model '{tmp_path}' ") as caught:
+        Decoder.from_pretrained(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
+    """transformers would initialise the head with random numbers."""
+    model = build("llama")
+    model.model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights of a LlamaForCausalLM, first 'lm_head\.weight'"):
+        Decoder.from_pretrained(tmp_path)
+
+
+def test_a_folder_of_another_kind_of_model(tmp_path: Path) -> None:
+    t5().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be loaded as a causal language model.*T5Config") as caught:
+        Decoder.from_pretrained(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, torch.bfloat16),
+        ("auto", torch.bfloat16),
+        ("float32", torch.float32),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_dtypes(given: Any, expected: torch.dtype, tmp_path: Path) -> None:
+    build("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    decoder = Decoder.from_pretrained(tmp_path, dtype=given)
+    assert {each.dtype for each in decoder.parameters()} == {expected}
+
+
+def test_unknown_dtype_and_attention(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="dtype 'half': expected auto, float64, float32, bfloat16, float16"):
+        Decoder.from_pretrained(tmp_path, dtype="half")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        Decoder.from_pretrained(tmp_path, attention="no-such-attention")
+
+
+def test_an_error_of_our_own_is_not_shown_as_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_a_mistake(_: Decoder) -> None:
+        raise AttributeError("a mistake of this package")
+
+    build("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr("stillhouse.models.decoder.prove_decoder", with_a_mistake)
+    with pytest.raises(AttributeError, match="a mistake of this package"):
+        Decoder.from_pretrained(tmp_path)

@@ -1,0 +1,68 @@
+"""Which device and precision `auto` means. No GPU is here: torch's answers about GPUs are replaced."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from kit.runs import write_run
+
+from stillhouse.config import ConfigError
+from stillhouse.parallel import best_precision, choose_device
+from stillhouse.run.session import prepare, with_precision
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "processes", "expected"),
+    [
+        (True, True, 1, "cuda:0"),
+        (True, False, 2, "cuda:1"),
+        (False, True, 1, "mps"),
+        (False, True, 2, "cpu"),
+        (False, False, 1, "cpu"),
+    ],
+)
+def test_auto_takes_cuda_then_mps_then_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, processes: int, expected: str
+) -> None:
+    replace_devices(monkeypatch, cuda=2 * cuda, mps=mps, processes=processes)
+    assert str(choose_device("auto")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "message"),
+    [
+        ("mps", 1, "got mps, but this machine has no such GPU: expected auto or cpu"),
+        ("mps", 2, "got mps for 2 processes, which cannot share it"),
+        ("cuda", 1, "got cuda, but this machine has 0 CUDA devices: expected auto or cpu"),
+        ("cuda:3", 1, "got cuda:3, but this machine has 0 CUDA devices"),
+        ("cuda:0", 2, "got cuda:0 for 2 processes: expected cuda, so that each process gets another GPU"),
+    ],
+)
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str, processes: int, message: str) -> None:
+    replace_devices(monkeypatch, cuda=0, mps=False, processes=processes)
+    with pytest.raises(ValueError, match=message):
+        choose_device(name)
+
+
+def test_precision_auto_is_bf16_where_a_gpu_has_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert best_precision(torch.device("cuda", 0)) == "bf16"
+    assert best_precision(torch.device("mps")) == "fp32"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert best_precision(torch.device("cuda", 0)) == "fp32"
+
+
+def test_the_settled_precision_is_the_runs(tmp_path: Path) -> None:
+    session = prepare(write_run(tmp_path, **{"train.precision": "auto"}), announce=False)
+    assert session.config.train.precision == "fp32"
+    assert not session.engine.bf16
+    with pytest.raises(ConfigError, match=r"parallel\.gather_dtype: got bfloat16 with train\.precision=fp32"):
+        with_precision(write_run(tmp_path, **{"train.precision": "auto", "parallel.gather_dtype": "bfloat16"}))
+
+
+def replace_devices(monkeypatch: pytest.MonkeyPatch, *, cuda: int, mps: bool, processes: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_RANK", str(processes - 1))

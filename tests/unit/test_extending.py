@@ -1,0 +1,84 @@
+"""docs/extending.md: every diff applies to the package, and its check runs on the changed package."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kit.runs import write_run
+from kit.toy_tokenizer import toy_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+SECTIONS = {heading: text for heading, _, text in (each.partition("\n") for each in PAGE.split("\n## ")[1:])}
+
+
+def block(section: str, language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL)
+    return found
+
+
+def apply(diff: str, root: Path) -> None:
+    """Apply a diff. Files begin with ---, hunks with @@; a hunk's old lines must be in the file exactly once."""
+    for name, hunks in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", diff, flags=re.DOTALL | re.MULTILINE):
+        path = root / name
+        for hunk in hunks.split("@@\n")[1:]:
+            lines = hunk.splitlines()
+            before = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
+            after = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            assert text.count(before) == 1 if before else not text, (name, before)
+            path.write_text(text.replace(before, after) if before else after, encoding="utf-8")
+
+
+def changed_package(folder: Path, section: str) -> dict[str, str]:
+    """Return the environment of processes that import a copy of the package with a section's diff applied."""
+    shutil.copytree(ROOT / "stillhouse", folder / "stillhouse", ignore=shutil.ignore_patterns("__pycache__"))
+    apply(block(section, "diff"), folder)
+    return os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+
+
+CHECKED = [each for each, text in SECTIONS.items() if "```python" in text]
+
+
+@pytest.mark.parametrize(
+    "heading", [CHECKED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CHECKED[1:])]
+)
+def test_the_diff_applies_and_its_check_runs(tmp_path: Path, heading: str) -> None:
+    environment = changed_package(tmp_path, SECTIONS[heading])
+    command = [sys.executable, "-c", block(SECTIONS[heading], "python")]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    # without the diff the check fails
+    unchanged = environment | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=unchanged, cwd=ROOT, capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.slow
+def test_a_new_schedule_has_the_gradients_of_one_process(tmp_path: Path) -> None:
+    (section,) = (text for heading, text in SECTIONS.items() if "schedule" in heading)
+    environment = changed_package(tmp_path, section)
+    for name, layers in (("student", 4), ("teacher", 6)):
+        save_llama(tmp_path / name, layers)
+    write_run(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "stillhouse", "parity", str(tmp_path / "run.yaml")]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    rows = {line.split("  ")[0]: line for line in ended.stdout.splitlines() if line.startswith("pipeline 2")}
+    assert "pipeline 2, looped_bfs" in rows, ended.stdout + ended.stderr
+    assert rows["pipeline 2, looped_bfs"].rstrip().endswith("same")
+
+
+def save_llama(folder: Path, layers: int) -> None:
+    """Save a model with enough layers for two stages on each of two ranks."""
+    tokenizer = toy_tokenizer()
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), initializer_range=0.2)
+    torch.manual_seed(layers)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

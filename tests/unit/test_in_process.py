@@ -1,0 +1,69 @@
+"""The engine in this process, and over several processes that each hold a copy of a distributed student."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.generation_jobs import CPU, Problem, an_error_on_one_rank, on_ranks, one_process, requests, student
+from kit.shard_ranks import shared_pool
+
+from stillhouse.generation import RolloutEngine, Sampling
+from stillhouse.generation.generate import Generator
+from stillhouse.generation.in_process import InProcessEngine
+from stillhouse.parallel import Degrees
+
+SAMPLED = Sampling(max_new_tokens=8, eos_ids=(2, 9), top_p=0.95)
+GREEDY = replace(SAMPLED, temperature=0.0)
+
+PROBLEMS = [
+    Problem(Degrees(fsdp=2), SAMPLED),
+    Problem(Degrees(fsdp=2), GREEDY),
+    Problem(Degrees(tensor=2), SAMPLED, family="qwen3", batch_tokens=40),
+    Problem(Degrees(tensor=2), GREEDY, tied=True),
+    Problem(Degrees(pipeline=2), SAMPLED, tied=True, on_meta=False),
+    Problem(Degrees(pipeline=2), GREEDY, family="qwen3"),
+    Problem(Degrees(pipeline=2, fsdp=2), SAMPLED),
+    Problem(Degrees(fsdp=2), SAMPLED, family="qwen3_moe"),
+    Problem(Degrees(pipeline=2), SAMPLED, lora=True),
+    Problem(Degrees(fsdp=2, tensor=2), SAMPLED, lora=True),
+]
+
+
+def same(given: list[Any], expected: list[Any]) -> None:
+    for (ids, log_probs, versions, finish), (own_ids, own_log_probs, own_versions, own_finish) in zip(
+        given, expected, strict=True
+    ):
+        assert (ids, versions, finish) == (own_ids, own_versions, own_finish)
+        np.testing.assert_allclose(log_probs, own_log_probs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_rank_has_the_completions_of_one_process(problem: Problem) -> None:
+    before, after = one_process(problem)
+    assert [ids for ids, *_ in before] != [ids for ids, *_ in after]
+    assert {version for _, _, versions, _ in after for version in versions} == {1}
+    found = [each for each in shared_pool(4).call(on_ranks, problem) if each is not None]
+    assert len(found) == problem.degrees.processes
+    for given_before, given_after in found:
+        same(given_before, before)
+        same(given_after, after)
+    assert all(each == found[0] for each in found), "the ranks differ"
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    found = shared_pool(4).call(an_error_on_one_rank, Problem(Degrees(fsdp=2), SAMPLED))
+    assert [each is None for each in found] == [False, False, True, True]
+    assert all("its logits are not finite" in each for each in found if each is not None)
+
+
+def test_the_engine_of_one_process() -> None:
+    generator = Generator(student(PROBLEMS[0]), SAMPLED, CPU)
+    engine: RolloutEngine = InProcessEngine(generator, version=4)
+    futures = engine.generate(requests())
+    assert all(future.done() for future in futures)
+    assert {version for future in futures for version in future.result().versions_N.tolist()} == {4}
+    engine.update_weights(5, None)
+    assert engine.generate(requests()[:1])[0].result().versions_N[0] == 5
+    assert engine.generate([]) == []
+    engine.close()

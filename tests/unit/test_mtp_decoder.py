@@ -1,0 +1,113 @@
+"""The parameters of a decoder with layers for multi-token prediction: initial, tied, frozen, sharded; refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.families import build
+from kit.mtp_cases import MAKERS, documents, labels_of, make, packed, positions
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from stillhouse.models import Decoder
+from stillhouse.models.mtp import MultiTokenDecoder
+from stillhouse.models.processors import cross_entropy
+from stillhouse.models.targets import Targets
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_parameters_are_there_once_and_all_train(tied: bool) -> None:
+    decoder = make(tie_word_embeddings=tied)
+    own = [id(each) for each in decoder.parameters()]
+    main = [id(each) for each in decoder.main.pretrained.parameters()]
+    layers = [id(each) for each in decoder.mtp.layers.parameters()]
+    assert sorted(own) == sorted(main + layers)
+    names = decoder.state_dict().keys()
+    assert {name for name in names if ".mtp." in name} == {
+        f"main.mtp.layers.{name}" for name in decoder.layers.state_dict()
+    }
+    assert ("main.head.linear.weight" in names) is not tied
+    context = Targets(packed([labels_of(each) for each in documents()])).shift_for_mtp(positions(), 2)
+    outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
+    outputs[2].loss.backward()  # the last depth's loss depends on all layers and on the head
+    assert all(each.grad is not None for each in decoder.parameters())
+    assert decoder.to(torch.float64).mtp.layers[0].eh_proj.weight.dtype == torch.float64
+
+
+def test_a_frozen_main_model_leaves_the_layers_to_train() -> None:
+    made = make()
+    decoder = MultiTokenDecoder(made.main, made.mtp, train_main=False)
+    context = Targets(packed([labels_of(each) for each in documents()])).shift_for_mtp(positions(), 2)
+    outputs = decoder(packed(documents()), positions(), processor=cross_entropy(), context=context)
+    assert not outputs[0].loss.requires_grad
+    sum(each.loss for each in outputs[1:]).backward()
+    for name, each in decoder.named_parameters():
+        assert (each.grad is not None) is name.startswith("main.mtp."), name
+
+
+def test_fresh_layers_are_drawn_by_the_familys_rule_and_the_main_model_stays() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MAKERS["glm4_moe"]())
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    layers = MultiTokenDecoder.new(Decoder(model.eval()), 1).layers
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    for name, each in layers.named_parameters():
+        if each.ndim > 1:
+            assert 0.2 < each.std() < 0.3, name
+            assert abs(each.mean()) < 0.05, name
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for family, why in (("cohere", "no rms_norm_eps"), ("gpt2", "no rms_norm_eps .*, no list `layers`")):
+        with pytest.raises(ValueError, match=rf"model type '{family}'\) cannot have layers .* it has {why}"):
+            MultiTokenDecoder.new(Decoder(build(family)), 1)
+    main = Decoder(AutoModelForCausalLM.from_config(MAKERS["glm4_moe"]()).eval())
+    with pytest.raises(ValueError, match=r"0 further depths of a .*'glm4_moe'.*expected 1 or more"):
+        MultiTokenDecoder.new(main, 0)
+    with pytest.raises(ValueError, match=r"2 further depths of a .*'mellum'.*expected 1"):
+        make("mellum", 2)
+    main.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks weights of its 1 further depths: expected model\.layers\.2\.\*"):
+        MultiTokenDecoder.from_pretrained(tmp_path)
+
+
+def test_layers_through_which_documents_leak_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    plain_masks = made.mtp.create_masks_for_mtp_layer
+    monkeypatch.setattr(
+        made.mtp,
+        "create_masks_for_mtp_layer",
+        lambda layer, embeds, cache, at: plain_masks(layer, embeds, cache, torch.arange(at.shape[1])[None]),
+    )
+    with pytest.raises(ValueError, match="see each other"):
+        MultiTokenDecoder(made.main, made.mtp)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_sharding_hooks_fire_at_every_depth(tied: bool) -> None:
+    """Under FSDP2, each depth gets the whole head, and the head's gradient is the sum over all depths."""
+    context = replace(Targets(packed([labels_of(each) for each in documents()])), normalizer=13.0)
+
+    def trained(decoder: MultiTokenDecoder) -> MultiTokenDecoder:
+        outputs = decoder(
+            packed(documents()), positions(), processor=cross_entropy(), context=context.shift_for_mtp(positions(), 2)
+        )
+        sum(each.loss for each in outputs).backward()
+        return decoder
+
+    plainly = trained(make(tie_word_embeddings=tied))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        decoder = make(tie_word_embeddings=tied)
+        for layer in decoder.layers:
+            fully_shard(layer)
+        if not tied:
+            fully_shard(decoder.main.head)
+        fully_shard(decoder)
+        trained(decoder)
+        for (name, given), (_, expected) in zip(decoder.named_parameters(), plainly.named_parameters(), strict=True):
+            torch.testing.assert_close(given.grad.full_tensor(), expected.grad, msg=name)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,144 @@
+"""The number of compilations of the pointwise functions, and the behaviour where nothing can be compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from kit.compiled_cases import PLANS, V, full_terms, leaves_of, plain_terms
+from kit.objective_cases import (
+    T,
+    distance,
+    generator,
+    make_leaves,
+    run,
+)
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from stillhouse.objective import (
+    Entropy,
+    OutputHead,
+    compiled,
+    linear_objective,
+    tile,
+)
+
+pytestmark = pytest.mark.filterwarnings("error:.*torch.compile:UserWarning")
+HERE = Path(__file__).parent
+
+
+# the number of compilations
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_compiles_once_for_a_plan(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other row counts, blocks, chunks, weights, or equal objects do not compile again."""
+    terms = PLANS[plan]
+    run(linear_objective, leaves_of(), terms())
+    before = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (2, 5, 41, 300):
+            run(linear_objective, leaves_of(tokens), terms(tokens))
+        run(linear_objective, leaves_of(), terms(), chunk_tokens=12)  # the last chunk has one row
+        run(linear_objective, leaves_of(), terms(), weights_T=torch.rand(T, generator=generator(0)), normalizer=3.0)
+        run(linear_objective, leaves_of(), terms(), valid_index=torch.tensor([7, 3, 30]))
+        monkeypatch.setattr(tile, "BLOCK_BYTES", 5 * V * 4)
+        run(linear_objective, leaves_of(), terms())
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.fixture
+def captured_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use torch.compile without its compiler: torch counts the same graphs in a tenth of the time."""
+    original = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, *, options, **rest: original(function, backend="eager", **rest)
+    )
+    monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
+    monkeypatch.setattr(compiled, "_without_compiler", set())
+
+
+@pytest.mark.usefixtures("captured_only")
+def test_the_first_row_count_is_no_constant() -> None:
+    run(linear_objective, leaves_of(), plain_terms())
+    before = counters["stats"]["unique_graphs"]
+    run(linear_objective, leaves_of(41), plain_terms(41))
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.usefixtures("captured_only")
+def test_more_plans_than_torch_compiles_of_one_function() -> None:
+    before = counters["stats"]["unique_graphs"]
+    plans = 4
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for number in range(plans):
+            run(linear_objective, leaves_of(), [Entropy(1.0, 1.0 + number / 8)])
+    assert counters["stats"]["unique_graphs"] - before == 2 * plans
+
+
+@pytest.mark.usefixtures("captured_only")
+def test_numbers_that_differ_between_plans_stay_constants() -> None:
+    """torch would turn a number into a variable if the number differs between calls of the same function."""
+    for terms in (full_terms(), plain_terms(), [Entropy(1.0, 1.5)], [Entropy(1.0), Entropy(1.0, 0.5)]):
+        run(linear_objective, leaves_of(), terms)
+    run(linear_objective, make_leaves(T, V + 2, dtype=torch.float32), [Entropy(1.0, 1.5)])
+    assert not compiled._without_compiler
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns about the parts that it does not compile
+def test_a_caller_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = leaves_of()
+    expected = run(linear_objective, leaves, plain_terms())
+
+    def loss(hidden_TD: Tensor) -> Tensor:
+        return linear_objective(2 * hidden_TD, OutputHead(leaves.weight, leaves.bias), plain_terms()).loss
+
+    hidden_TD = (leaves.hidden / 2).requires_grad_()
+    torch.compile(loss, backend="eager")(hidden_TD).backward()
+    assert hidden_TD.grad is not None
+    assert distance(hidden_TD.grad / 2, expected.gradients["hidden"]) <= 1e-6
+
+
+# where nothing can be compiled
+
+
+def save_two_plans(folder: str) -> None:
+    """Run two passes over each of two plans. A test runs this function in a separate process."""
+    passes = [run(linear_objective, leaves_of(), terms()) for terms in PLANS.values() for _ in range(2)]
+    torch.save([each.gradients for each in passes], Path(folder, "gradients.pt"))
+    Path(folder, "loss.json").write_text(json.dumps([each.output.loss.item() for each in passes]))
+
+
+def two_plans(folder: Path, **environment: str) -> tuple[list[dict[str, Tensor]], str]:
+    """Run `save_two_plans` in a new process; return its gradients and its stderr."""
+    variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}"} | environment
+    code = f"import test_objective_compiling as here; here.save_two_plans({str(folder)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, cwd=HERE.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "gradients.pt"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "warnings"),
+    [
+        ("CXX", "/nonexistent/c++", 1),
+        ("TORCH_COMPILE_DISABLE", "1", 0),
+    ],
+    ids=["no compiler", "turned off"],
+)
+def test_without_compiling(variable: str, value: str, warnings: int, tmp_path: Path) -> None:
+    gradients, stderr = two_plans(tmp_path, **{variable: value})
+    assert stderr.count("UserWarning: ") == warnings, stderr
+    assert stderr.count("for cpu") == warnings, stderr
+    for position, terms in enumerate(PLANS.values()):
+        expected = run(linear_objective, leaves_of(), terms()).gradients
+        for name, gradient in expected.items():
+            assert distance(gradients[2 * position][name], gradient) <= 1e-6
+            assert torch.equal(gradients[2 * position][name], gradients[2 * position + 1][name])

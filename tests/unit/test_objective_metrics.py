@@ -1,0 +1,272 @@
+"""The metrics of an objective: sums over tokens and values per token, as documented."""
+
+import math
+
+import pytest
+import torch
+from kit.objective_cases import (
+    SIGNALS,
+    T,
+    V,
+    converted,
+    every_term,
+    make_full,
+    make_labels,
+    make_leaves,
+    make_signal,
+    run,
+    sums,
+)
+from torch import Tensor
+
+from stillhouse.objective import (
+    CrossEntropy,
+    DenseLogits,
+    Distill,
+    Divergence,
+    Entropy,
+    Sampled,
+    Term,
+    TopK,
+    forward_kl,
+    jsd,
+    linear_objective,
+    logits_objective,
+    reverse_kl,
+)
+
+TEACHER = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], dtype=torch.float64)
+STUDENT = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]], dtype=torch.float64)
+
+
+STATISTICS = ("student_entropy", "teacher_entropy", "agreement")
+
+
+def entropy(p: list[float]) -> float:
+    return -sum(each * math.log(each) for each in p)
+
+
+def metrics_of(terms: list[Term], weights_T: Tensor | None = None) -> dict[str, float]:
+    output = logits_objective(STUDENT.log() + 7, terms, weights_T=weights_T, normalizer=100.0)
+    return {name: total.item() for name, total in sums(output).items()}
+
+
+def test_dense_statistics_by_hand() -> None:
+    metrics = metrics_of([Distill(DenseLogits(TEACHER.log() - 2), forward_kl(), 0.3)])
+    assert metrics == pytest.approx(
+        {
+            "tokens": 2,
+            "forward_kl": 0.25 * math.log(2) + 0.1 * math.log(0.25) + 0.8 * math.log(8 / 6),
+            "student_entropy": entropy([0.25, 0.5, 0.25]) + entropy([0.2, 0.2, 0.6]),
+            "teacher_entropy": entropy([0.5, 0.25, 0.25]) + entropy([0.1, 0.1, 0.8]),
+            "agreement": 1,
+        },
+        rel=1e-12,
+    )
+
+
+def test_statistics_are_weighted_like_the_value_and_taken_at_the_terms_temperature() -> None:
+    own_T = torch.tensor([3.0, 0.0])
+    term = Distill(DenseLogits(2 * TEACHER.log()), forward_kl(), temperature=2.0, weights_T=own_T)
+    metrics = metrics_of([term, Entropy(1.0)], torch.tensor([0.5, 3.0]))
+    assert metrics["tokens"] == 2
+    assert metrics["teacher_entropy"] == pytest.approx(0.5 * 3 * entropy([0.5, 0.25, 0.25]), rel=1e-12)
+    root = [0.25**0.5, 0.5**0.5, 0.25**0.5]
+    student = entropy([each / sum(root) for each in root])
+    assert metrics["student_entropy"] == pytest.approx(0.5 * 3 * student, rel=1e-12)
+    assert metrics["agreement"] == 0
+    at_one = [entropy([0.25, 0.5, 0.25]), entropy([0.2, 0.2, 0.6])]
+    assert metrics["entropy"] == pytest.approx(0.5 * at_one[0] + 3 * at_one[1], rel=1e-12)
+
+
+def test_sparse_statistics_by_hand() -> None:
+    ids = torch.tensor([[1, 0], [2, -1]])
+    log_p = torch.tensor([[0.25, 0.5], [0.8, 1.0]], dtype=torch.float64).log()
+    tail = torch.tensor([0.25, 0.2], dtype=torch.float64).log()
+    both = {"tokens": 2, "teacher_mass": 1.55, "agreement": 1}
+    both["student_entropy"] = entropy([0.25, 0.5, 0.25]) + entropy([0.2, 0.2, 0.6])
+    expected = {
+        "bucket": entropy([0.25, 0.5, 0.25]) + entropy([0.8, 0.2]),
+        "renormalize": entropy([1 / 3, 2 / 3]),
+        "drop": entropy([0.25, 0.5]) + entropy([0.8]),
+    }
+    for name, teacher_entropy in expected.items():
+        signal = TopK(ids, log_p, name, tail if name == "bucket" else None)  # type: ignore[arg-type]
+        metrics = metrics_of([Distill(signal, reverse_kl())])
+        del metrics["reverse_kl"]
+        assert metrics == pytest.approx(both | {"teacher_entropy": teacher_entropy}, rel=1e-12)
+
+
+def test_sampled_value_is_a_cross_entropy() -> None:
+    """If each id's weight is its probability, the value is forward KL plus the teacher's entropy."""
+    draws = Sampled(torch.tensor([[0, 1, 2], [0, 1, 2]]), TEACHER)
+    metrics = metrics_of([Distill(draws, forward_kl())])
+    assert set(metrics) == {"tokens", "sampled_cross_entropy", "student_entropy"}
+    value = metrics["sampled_cross_entropy"]
+    dense = metrics_of([Distill(DenseLogits(TEACHER.log()), forward_kl())])
+    assert value == pytest.approx(dense["forward_kl"] + dense["teacher_entropy"], rel=1e-12)
+
+
+def test_second_terms_are_numbered() -> None:
+    """Values are numbered by name, statistics by distillation term. Two terms never add to the same key."""
+    dense = DenseLogits(TEACHER.log())
+    single = metrics_of([Distill(dense, forward_kl())])
+    metrics = metrics_of(
+        [
+            Entropy(0.1),
+            Distill(dense, forward_kl()),
+            Distill(dense, jsd(0.5), temperature=2.0),
+            Distill(TopK(torch.tensor([[0], [2]]), TEACHER[:, :1].log()), forward_kl()),
+            Entropy(0.2, temperature=2.0),
+        ]
+    )
+    assert set(metrics) == {
+        "tokens",
+        *("entropy", "forward_kl", "jsd(0.5)", "forward_kl#2", "entropy#2"),
+        *("student_entropy", "teacher_entropy", "agreement"),
+        *("student_entropy#2", "teacher_entropy#2", "agreement#2"),
+        *("student_entropy#3", "teacher_entropy#3", "agreement#3", "teacher_mass#3"),
+    }
+    assert single.items() <= metrics.items()
+    assert metrics["student_entropy#2"] > metrics["student_entropy"] == metrics["student_entropy#3"]
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
+def test_parts_of_a_cross_entropy_are_seen(smoothing: float, z_loss: float) -> None:
+    """Row 1 has no label and only NaN logits: it adds nothing to any metric."""
+    logits = torch.stack([STUDENT[0].log() + 7, torch.full((3,), math.nan, dtype=torch.float64)])
+    term = CrossEntropy(torch.tensor([1, -1]), 0.5, smoothing, z_loss, weights_T=torch.tensor([3.0, 1.0]))
+    metrics = {key: value.item() for key, value in sums(logits_objective(logits, [term])).items()}
+    mean = -(2 * math.log(0.25) + math.log(0.5)) / 3
+    whole = (1 - smoothing) * math.log(2) + smoothing * mean + z_loss * 49
+    expected = {"tokens": 2.0, "cross_entropy": 3 * whole}
+    if smoothing or z_loss:
+        expected["negative_log_likelihood"] = 3 * math.log(2)
+    if z_loss:
+        expected["z_loss"] = 3 * z_loss * 49
+    assert metrics == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", SIGNALS)
+@pytest.mark.parametrize("squared", [False, True])
+def test_summands_of_a_divergence_are_seen(kind: str, squared: bool) -> None:
+    """Each summand is reported as if it were a separate term; the term's value is their weighted sum."""
+    leaves, signal, own_T = make_leaves(), make_signal(kind, temperature=2.0), torch.rand(T)
+    summands = [forward_kl(), jsd(0.3), reverse_kl()]
+
+    def totals(divergence: Divergence) -> dict[str, float]:
+        term = Distill(signal, divergence, 0.3, 2.0, squared, weights_T=own_T)
+        metrics = run(linear_objective, leaves, [term], chunk_tokens=9).output.metrics
+        return {key: value.item() for key, value in metrics.items()}
+
+    metrics = totals(0.5 * forward_kl() + 2 * jsd(0.3) + reverse_kl() + 0.5 * forward_kl())
+    for each in summands:
+        assert metrics[str(each)] == pytest.approx(totals(each)[str(each)], rel=1e-12)
+    whole = metrics["forward_kl"] + 2 * metrics["jsd(0.3)"] + metrics["reverse_kl"]
+    assert metrics["0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"] == pytest.approx(whole, rel=1e-12)
+    assert metrics.keys() - totals(forward_kl()).keys() == {str(each) for each in summands[1:]} | {
+        "0.5*forward_kl + 2*jsd(0.3) + reverse_kl + 0.5*forward_kl"
+    }
+
+
+def test_no_two_sums_share_a_key() -> None:
+    """A summand is not added to the term of the same name, and parts of two terms have different keys."""
+    dense, labels = DenseLogits(TEACHER.log()), torch.tensor([0, 2])
+    mixed = 0.5 * forward_kl() + 0.5 * reverse_kl()
+    terms: list[Term] = [
+        Distill(dense, mixed, temperature=3.0),
+        CrossEntropy(labels),
+        Distill(dense, mixed, temperature=2.0),
+        Distill(dense, forward_kl()),
+        CrossEntropy(labels, z_loss=0.1),
+    ]
+    metrics = metrics_of(terms)
+    assert set(metrics) == {
+        "tokens",
+        *(str(mixed), f"{mixed}#2", "forward_kl", "cross_entropy", "cross_entropy#2"),
+        *("negative_log_likelihood#2", "z_loss#2"),
+        *(f"{key}{suffix}" for key in STATISTICS for suffix in ("", "#2", "#3")),
+        *("reverse_kl", "reverse_kl#2", "forward_kl#2", "forward_kl#3"),
+    }
+    for key, temperature in [("forward_kl", 1.0), ("forward_kl#2", 3.0), ("forward_kl#3", 2.0)]:
+        single = metrics_of([Distill(dense, forward_kl(), temperature=temperature)])
+        assert metrics[key] == pytest.approx(single["forward_kl"], rel=1e-12)
+    assert metrics["negative_log_likelihood#2"] == pytest.approx(metrics["cross_entropy"])
+    assert list(metrics) == list(metrics_of(terms, torch.zeros(2)))  # the keys do not depend on the rows
+
+
+def test_values_are_neither_scaled_nor_divided() -> None:
+    small = run(linear_objective, make_leaves(), every_term()).output
+    terms = [converted(term, torch.float64) for term in every_term()]
+    for term in terms:
+        object.__setattr__(term, "scale", 3 * term.scale)
+    large = run(linear_objective, make_leaves(), terms, normalizer=7.0).output
+    assert large.loss.item() == pytest.approx(small.loss.item() * 3 / 7)
+    for name, total in small.metrics.items():
+        torch.testing.assert_close(large.metrics[name], total)
+
+
+def test_loss_is_the_scaled_sum_of_the_metrics() -> None:
+    terms, weights_T = every_term(), torch.rand(T)
+    output = run(linear_objective, make_leaves(), terms, weights_T=weights_T, normalizer=7.0).output
+    names = list(output.per_token)
+    total = sum(term.scale * output.metrics[name] for name, term in zip(names, terms, strict=True))
+    torch.testing.assert_close(output.loss.detach(), total / 7)
+
+
+def test_values_per_token_are_unweighted_and_zero_without_weight() -> None:
+    weights_T = torch.full((T,), 2.5).index_fill(0, torch.tensor([1, 30]), 0.0)
+    expected = run(linear_objective, make_leaves(), every_term()).output.per_token
+    actual = run(linear_objective, make_leaves(), every_term(), weights_T=weights_T, chunk_tokens=9).output.per_token
+    for name, value_T in expected.items():
+        torch.testing.assert_close(actual[name], value_T * (weights_T != 0))
+
+
+def test_a_label_that_is_absent_has_no_cross_entropy() -> None:
+    labels_T = make_labels()
+    value_T = run(linear_objective, make_leaves(), [CrossEntropy(labels_T, 1.0, 0.1, 0.1)]).output.per_token[
+        "cross_entropy"
+    ]
+    assert torch.equal(value_T != 0, labels_T >= 0)
+
+
+def test_a_term_of_scale_zero_is_only_reported() -> None:
+    """The term does not change the loss, even if its value is infinite."""
+    watched = Distill(
+        DenseLogits(torch.full((T, V), 0.0).index_fill(1, torch.tensor([7]), -math.inf)), reverse_kl(), 0.0
+    )
+    own = [CrossEntropy(make_labels())]
+    expected = run(linear_objective, make_leaves(), own)
+    actual = run(linear_objective, make_leaves(), [*own, watched])
+    assert torch.equal(actual.output.loss, expected.output.loss)
+    assert torch.equal(actual.gradients["hidden"], expected.gradients["hidden"])
+    assert actual.output.metrics["reverse_kl"] == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everything_reported_is_float32(dtype: torch.dtype) -> None:
+    output = run(linear_objective, make_leaves(dtype=dtype), every_term(dtype=dtype)).output
+    assert {each.dtype for each in (output.loss, *output.metrics.values(), *output.per_token.values())} == {
+        torch.float32
+    }
+
+
+def test_sums_over_many_chunks_lose_nothing() -> None:
+    """With one token per chunk, a running sum in float32 would be wrong in its sixth digit."""
+    tokens = 1500
+    leaves = make_leaves(tokens, 5, 2, dtype=torch.float32)
+    terms = [
+        CrossEntropy(torch.zeros(tokens, dtype=torch.int64)),
+        Distill(make_full(tokens, 5, dtype=torch.float32), jsd(0.5)),
+    ]
+    output = run(linear_objective, leaves, terms, chunk_tokens=1).output
+    for name, value_T in output.per_token.items():
+        assert output.metrics[name].item() == pytest.approx(value_T.double().sum().item(), rel=1e-7)
+
+
+def test_teacher_signal_kinds_agree_on_agreement() -> None:
+    full = run(linear_objective, make_leaves(), [Distill(make_signal("dense"), jsd(0.5))]).output.metrics
+    sparse = run(linear_objective, make_leaves(), [Distill(make_signal("drop"), jsd(0.5))]).output.metrics
+    assert full["student_entropy"] == sparse["student_entropy"]
+    assert 0 < sparse["teacher_mass"] < T
+    assert sparse["teacher_entropy"] < full["teacher_entropy"]

@@ -1,0 +1,204 @@
+"""Optimizers other than AdamW: a step is that of torch's or torchao's own, and a checkpoint continues to the bit."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.families import build
+from kit.runs import forward_backward, run, session_of, write_run
+from test_train_layouts import assert_same_model, distill
+from torch import nn
+
+from stillhouse.checkpoint.identity import decisive_values
+from stillhouse.checkpoint.integrity import stored_tensors, verified
+from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
+from stillhouse.config import ConfigError
+from stillhouse.engine.engine import Engine
+from stillhouse.engine.optimizer import (
+    OptimizerSettings,
+    embedding_weights,
+    make_optimizer,
+    require_optimizer,
+    set_learning_rate,
+)
+from stillhouse.models import Decoder
+from stillhouse.output.progress import Progress
+from stillhouse.parallel import Degrees, Layout
+from stillhouse.run.session import Session
+
+KINDS = ["adamw", "muon", "adafactor", "adamw_8bit"]
+SETTINGS: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    """torchao compiles its step for each shape, which takes seconds; uncompiled, it is the same arithmetic."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def is_inside(name: str, weight: nn.Parameter) -> bool:
+    """Whether a weight of GPT-2 or Llama is a matrix inside a layer, by its name."""
+    return weight.dim() == 2 and not any(part in name for part in ("wte", "wpe", "embed", "head"))
+
+
+def reference(kind: str, model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    matrices = [each for each in named.values() if each.dim() >= 2]
+    vectors = [each for each in named.values() if each.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if kind == "adafactor":
+        return [torch.optim.Adafactor(groups, lr=rate)]
+    if kind == "adamw_8bit":
+        from torchao.optim import AdamW8bit
+
+        return [AdamW8bit(groups, lr=rate, betas=(0.9, 0.95))]
+    if kind == "adamw":
+        return [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))]
+    inside = [each for name, each in named.items() if is_inside(name, each)]
+    others = [each for each in matrices if not any(each is one for one in inside)]
+    groups[0]["params"] = others
+    muon = torch.optim.Muon(inside, lr=rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
+    """Three steps with two learning rates; the model is large enough for moments of 8 bits."""
+    model = build(family, vocab_size=256)
+    other = copy.deepcopy(model)
+    decoder = Decoder(model, verify=False)
+    settings = OptimizerSettings(1e-2, kind=kind, **SETTINGS)
+    optimizer = make_optimizer(decoder.parameters(), settings, embedding_weights([decoder]))
+    expected = reference(kind, other, 1e-2)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    for step in range(3):
+        torch.manual_seed(step)
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            two.grad = one.grad.clone()
+        for each in [optimizer, *expected]:
+            set_learning_rate(each, 1e-2 / (1 + step))
+            each.step()
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        change = (two - before[name]).norm()
+        assert change > 1e-3
+        assert (one - two).norm() <= (1e-5 if kind == "muon" else 0) * change, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
+    def started() -> Session:
+        session = session_of(tmp_path, tied=True)
+        settings = OptimizerSettings(1e-2, kind=kind, **SETTINGS)
+        session.engine = Engine(session.runner, session.spec, session.device, optimizer=settings)
+        return session
+
+    session = started()
+    for _ in range(2):
+        forward_backward(session)
+        session.engine.update(1e-2)
+    given = session.runner, session.engine.optimizer, session.tokenizer
+    path = save_checkpoint(tmp_path / "saved", Progress(2), *given)
+    kept = {name.rpartition(".")[2] for name in stored_tensors(path / "resume") if name.startswith("optimizer.")}
+    assert (
+        kept
+        == {
+            "adamw": {"step", "exp_avg", "exp_avg_sq"},
+            "muon": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"},
+            "adafactor": {"step", "row_var", "col_var", "variance"},
+            "adamw_8bit": {"step", "exp_avg", "exp_avg_sq", "codes", "scale"},
+        }[kind]
+    )
+    again = started()
+    load_checkpoint(verified(path), again.runner, again.engine.optimizer)
+    for each in (session, again):
+        forward_backward(each)
+        each.engine.update(5e-3)
+    for (name, one), two in zip(session.student.named_parameters(), again.student.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, **{"train.steps": 1, "train.optimizer": "muon"})
+    run("distill", tmp_path / "run.yaml")
+    started_from = f"checkpoint.resume={tmp_path / 'out' / 'checkpoints' / 'step-00000001'}"
+    other = [f"out={tmp_path / 'other'}", "train.optimizer=adamw", started_from]
+    ended = run("distill", tmp_path / "run.yaml", *other, code=1)
+    assert "expected the same student, and the same train.optimizer, that wrote the checkpoint" in ended.err
+    ended = run("distill", tmp_path / "run.yaml", "train.optimizer=adamw", code=1)
+    assert "another run, with a different train.optimizer" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"TORCH_COMPILE_DISABLE": "1"}, "got adamw_8bit with compiling turned off (TORCH_COMPILE_DISABLE=1)"),
+        (
+            {"CXX": "/nowhere"},
+            "torch.compile, which the step of torchao's adamw_8bit needs, fails here (InductorError",
+        ),
+    ],
+)
+def test_without_a_compiler_8_bits_are_refused_by_name(
+    tmp_path: Path, environment: dict[str, str], words: str
+) -> None:
+    write_run(tmp_path, **{"train.optimizer": "adamw_8bit"})
+    # torch reads the variables when it is imported
+    arguments = [sys.executable, "-m", "stillhouse", "distill", str(tmp_path / "run.yaml")]
+    variables = os.environ | environment | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ended = subprocess.run(arguments, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert f"error: train.optimizer: {words}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("degrees", [Degrees(fsdp=2), Degrees(tensor=2), Degrees(replicate=2), Degrees(context=2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layout_that_divides_weights_is_refused(tmp_path: Path, kind: str, degrees: Degrees) -> None:
+    train = write_run(tmp_path, **{"train.optimizer": kind}).train
+    require_optimizer(train, Layout(Degrees(pipeline=2)))
+    if kind in ("adamw", "muon"):
+        require_optimizer(train, Layout(degrees))
+        return
+    with pytest.raises(ConfigError, match=f"got {kind} under .*: expected adamw or muon") as caught:
+        require_optimizer(train, Layout(degrees))
+    assert caught.value.key == "train.optimizer"
+
+
+def test_runs_of_versions_without_the_key_go_on(tmp_path: Path) -> None:
+    """The hash of their configurations, which a checkpoint has, does not change."""
+    added = {"train.optimizer", "train.momentum", "student.init"}
+    assert not added & decisive_values(write_run(tmp_path)).keys()
+    assert decisive_values(write_run(tmp_path, **{"train.optimizer": "muon"}))["train.optimizer"] == "muon"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("muon", ["parallel.fsdp=2", "parallel.tensor=2", "parallel.pipeline=2"]),
+        ("adafactor", ["parallel.pipeline=2"]),
+        ("adamw_8bit", ["parallel.pipeline=2"]),
+    ],
+)
+def test_checkpoints_move_between_layouts(tmp_path: Path, kind: str, layouts: list[str]) -> None:
+    """A run in one process is continued under a layout, and that one by one process again, with the same result."""
+    write_run(tmp_path, **{"train.optimizer": kind, "checkpoint.every": 1, "checkpoint.keep": 9})
+    distill(tmp_path, "one", 1)
+    for layout in layouts:
+        first = f"checkpoint.resume={tmp_path / 'one' / 'checkpoints' / 'step-00000002'}"
+        assert distill(tmp_path, layout, 2, layout, first).returncode == 0
+        assert_same_model(tmp_path / "one", tmp_path / layout)
+        then = f"checkpoint.resume={tmp_path / layout / 'checkpoints' / 'step-00000004'}"
+        assert distill(tmp_path, f"{layout} again", 1, then).returncode == 0
+        assert_same_model(tmp_path / "one", tmp_path / f"{layout} again")

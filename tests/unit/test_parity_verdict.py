@@ -1,0 +1,37 @@
+"""`stillhouse parity` calls a gradient different if it contains a NaN, or if a NaN is in the list of parameters."""
+
+import math
+from itertools import permutations
+
+import pytest
+from kit.families import build
+
+from stillhouse.models import Decoder
+from stillhouse.parallel import single_process_runner
+from stillhouse.tools.parity import Row, differences, worst
+
+
+def test_a_nan_in_any_position_is_called_different() -> None:
+    runner = single_process_runner(Decoder(build("llama"), verify=False), None)
+    for parameter in runner.students()[0].parameters():
+        parameter.grad = parameter.detach().clone()
+    expected = {name: each.grad.clone() for name, each in runner.named_parameters() if each.grad is not None}
+    same = worst(differences(runner, expected, 1e-3))
+    assert Row("all alike", 0.0, same[1], same[0]).verdict == "same"
+    assert len(expected) > 10
+    for name, parameter in runner.named_parameters():
+        assert parameter.grad is not None
+        kept = parameter.grad
+        parameter.grad = kept.clone()
+        parameter.grad.view(-1)[-1] = math.nan
+        found, error = worst(differences(runner, expected, 1e-3))
+        parameter.grad = kept
+        assert Row("one NaN", 0.0, error, found).verdict == f"DIFFERENT in {name}"
+        # and the worst over ranks, of which another one has a finite error
+        assert math.isnan(worst([("other", 0.5), (found, error), ("third", math.inf)])[1])
+
+
+@pytest.mark.parametrize("errors", list(permutations([0.1, math.nan, math.inf])))
+def test_a_nan_is_the_worst_in_any_order(errors: tuple[float, ...]) -> None:
+    assert math.isnan(worst(enumerate(errors))[1])
+    assert worst(enumerate(each for each in errors if not math.isnan(each)))[1] == math.inf

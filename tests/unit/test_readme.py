@@ -1,0 +1,126 @@
+"""The README's claims name tests that exist, its links name files that exist, and its configuration loads."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kit.families import build
+from proofs import proof_rows
+
+import stillhouse.objective
+from stillhouse import Decoder
+from stillhouse.config import load_config
+from stillhouse.models import processors
+from stillhouse.objective.spec import parse_objective
+from stillhouse.tools.demo.student import TEACHER, save_new_student
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def defined_tests(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_row_names_a_test_that_exists() -> None:
+    """After all tests, `proofs.py` checks that these tests ran and passed."""
+    pages = {"README.md": 10, "docs/proofs.md": 100}
+    for page, most in pages.items():
+        rows = proof_rows((ROOT / page).read_text())
+        assert most // 3 < len(rows) <= most
+        for row in rows:
+            assert row.proofs, row.text
+            for file, test in row.proofs:
+                assert (ROOT / "tests" / file).is_file(), row.text
+                assert not test or test in defined_tests(ROOT / "tests" / file), f"{file}::{test}"
+
+
+def test_the_readme_fits_two_screens() -> None:
+    assert len(README.splitlines()) <= 100
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
+        assert links or page.parent.name == "docs"
+        for link in links:
+            assert (page.parent / link.partition("#")[0]).exists(), (page, link)
+
+
+def test_the_configurations_load(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    path = tmp_path / "run.yaml"
+    path.write_text(shown)
+    assert load_config(path).objective.loss == "0.3*cross_entropy + 0.7*jsd(0.5)"
+    assert load_config(ROOT / "examples" / "qwen3.yaml").out == "runs/qwen3"
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_before_and_after_are_the_same_loss_and_gradients(dtype: torch.dtype, error: float) -> None:
+    """Both blocks run as they are printed, one after the other, with the same models."""
+    before, after = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    student, teacher = (build("llama", seed=seed, dtype=dtype) for seed in (1, 2))
+    names = {"student": student, "teacher": teacher, "F": F}
+    names |= {"ids": torch.randint(3, 251, (2, 37)), "mask": torch.rand(2, 37) > 0.3}
+    results = []
+    for block in (before, after):
+        exec(block, names)
+        names["loss"].backward()
+        gradients = {name: parameter.grad.float() for name, parameter in student.named_parameters()}
+        student.zero_grad()
+        results.append((float(names["loss"].detach()), gradients))
+    (loss, gradients), (our_loss, our_gradients) = results
+    assert our_loss == pytest.approx(loss, rel=error)
+    for name, expected in gradients.items():
+        assert (our_gradients[name] - expected).norm() <= 10 * error * expected.norm(), name
+
+
+def test_after_is_the_more_exact_one_in_bfloat16() -> None:
+    """Compared with the loss of the same hidden states and heads in float64."""
+    torch.manual_seed(0)
+    before, after = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    student, teacher = (build("llama", seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    ids, mask = torch.randint(3, 251, (2, 37)), torch.rand(2, 37) > 0.3
+    names = {"student": student, "teacher": teacher, "F": F, "ids": ids, "mask": mask}
+    exec(before, names)
+    rounded = float(names["loss"])
+    exec(after, names)
+    log_q, log_p = (
+        (model.base_model(ids).last_hidden_state.double() @ model.lm_head.weight.double().T).log_softmax(-1)
+        for model in (student, teacher)
+    )
+    exact = float(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)[mask].mean())
+    assert abs(float(names["loss"]) - exact) < 0.1 * abs(rounded - exact)
+
+
+def test_the_processors_of_the_page_run() -> None:
+    """Run all processors for a decoder on one batch."""
+    page = (ROOT / "docs" / "output_processor.md").read_text()
+    shown = re.findall(r"```python\n(.*?)```", page.partition("## The processors")[2], flags=re.DOTALL)
+    decoder, ids = Decoder(build("llama", seed=1)), torch.randint(3, 251, (2, 17))
+    labels = ids.roll(-1, 1)
+    numbers = -5 + torch.zeros(2, 17)
+    given = vars(stillhouse.objective) | vars(processors) | {"parse_objective": parse_objective, "decoder": decoder}
+    given |= {"teacher": Decoder(build("llama", seed=2)), "ids": ids, "labels": labels, "sampled": labels}
+    given |= {"advantages": numbers, "old": numbers, "reference": numbers, "tokens_of_the_step": 34}
+    run = [each for each in shown if "decoder(" in each]
+    assert len(run) == 5
+    for each in run:
+        exec(each, given)
+    (own,) = (each for each in shown if each.startswith("def process("))
+    exec(own, given)
+    context = SimpleNamespace(labels_T=labels.flatten(), teacher_log_probs_T=numbers.flatten(), weights_T=None)
+    decoder(ids, processor=given["process"], context=context).loss.backward()
+
+
+def test_the_own_loop_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_new_student(tmp_path / "student", seed=0)
+    main = runpy.run_path(str(ROOT / "examples" / "own_loop.py"))["main"]
+    main(str(TEACHER), str(tmp_path / "student"), "Return the next item from the iterator, or raise StopIteration.")
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < 0.8 * losses[0]

@@ -1,0 +1,217 @@
+"""The report page in a real browser: it draws all charts without errors and without a horizontal scroll bar."""
+
+import html
+import re
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from kit.browser import CHROMIUM, Browser
+from kit.report_runs import HOSTILE, Page, make_run
+from kit.rollout_runs import make_on_policy_run
+
+from stillhouse.output.report import curves, write_report
+from stillhouse.output.report.held_out import shade
+from stillhouse.output.report.watch import ReportServer, WatchedReport
+
+QUIET = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --enable-logging=stderr --dump-dom --virtual-time-budget=5000"
+)
+THEMES = {"light": "--blink-settings=preferredColorScheme=1", "dark": "--blink-settings=preferredColorScheme=0"}
+
+# A window is at least 500 pixels wide, but a frame can be narrower. The frame contains the whole page with its
+# content security policy. The script waits until the page is drawn, and writes its results to the frame's dataset.
+FRAME = """<!doctype html>
+<html style="color-scheme: light dark"><body><iframe width="{width}" height="900" srcdoc="{page}"></iframe><script>
+setTimeout(() => {{
+  const frame = document.querySelector("iframe"), page = frame.contentDocument, root = page.documentElement;
+  Object.assign(frame.dataset, {{
+    charts: root.dataset.charts,
+    drawn: page.querySelectorAll('[data-drawn="true"]').length,
+    injected: page.querySelectorAll("#injected").length,
+    width: page.defaultView.innerWidth,
+    overflow: root.scrollWidth - root.clientWidth,
+    background: page.defaultView.getComputedStyle(page.body).backgroundColor,
+  }});
+  frame.removeAttribute("srcdoc");
+}}, 3000);
+</script></body></html>"""
+
+# Rows of tiles that end before their grid does: the right edges of the last tiles of rows.
+HOLES = """[...document.querySelectorAll(".charts, .figures, .tables")].flatMap((grid) => {
+  const rows = new Map();
+  for (const tile of grid.children) {
+    const box = tile.getBoundingClientRect();
+    rows.set(Math.round(box.top), box.right);
+  }
+  return [...rows.values()].filter((right) => grid.getBoundingClientRect().right - right > 3);
+})"""
+
+
+def opened(path: Path, width: int, theme: str) -> tuple[dict[str, str], list[str]]:
+    """Open the page with this width and theme. Return its measurements and the browser's errors."""
+    frame = path.with_name("frame.html")
+    page = html.escape(path.read_text(encoding="utf-8"))
+    frame.write_text(FRAME.format(width=width, page=page), encoding="utf-8")
+    profile = f"--user-data-dir={path.parent / 'profile'}"
+    arguments = [CHROMIUM, *QUIET.split(), THEMES[theme], "--window-size=1800,1000", profile, frame.as_uri()]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    found = dict(re.findall(r'data-(\w+)="([^"]*)"', result.stdout.partition("<iframe")[2].partition(">")[0]))
+    return found, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+
+
+def page_colour(theme: str) -> str:
+    style = (Path(curves.__file__).parent / "assets" / "report.css").read_text()
+    colour = re.findall(r"--page: #([0-9a-f]{6});", style)[theme == "dark"]
+    return "rgb({}, {}, {})".format(*bytes.fromhex(colour))
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_browser_draws_every_chart_without_complaint(tmp_path, width, theme):
+    distilled = make_run(tmp_path / "distilled", terms=("cross_entropy", "jsd(0.5)"))
+    control = make_run(tmp_path / "control", terms=("cross_entropy",), every=75)
+    path = write_report(distilled, [control])
+    found, complaints = opened(path, width, theme)
+    assert not complaints
+    charts = str(len(Page(path).data["charts"]))
+    assert found == {
+        "charts": charts,
+        "drawn": charts,
+        "injected": "0",
+        "width": str(width),
+        "overflow": "0",
+        "background": page_colour(theme),
+    }
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_browser_shows_an_on_policy_run_without_complaint(tmp_path, width, theme):
+    path = write_report(
+        make_on_policy_run(tmp_path / "on_policy", steps=30, texts=(HOSTILE, "a" * 400, "word " * 600))
+    )
+    found, complaints = opened(path, width, theme)
+    assert not complaints
+    charts = str(len(Page(path).data["charts"]))
+    assert (found["charts"], found["drawn"], found["injected"]) == (charts, charts, "0")
+    assert (found["width"], found["overflow"]) == (str(width), "0")
+
+
+def reload(browser: Browser) -> None:
+    """The page that is there before is marked, so that it is not taken for the new one."""
+    root = "document.documentElement.dataset"
+    browser.value(f"({root}.before = 'true', location.reload())")
+    browser.wait(f"document.readyState === 'complete' && 'charts' in {root} && !('before' in {root})")
+
+
+def wait_until_drawn(browser: Browser) -> None:
+    browser.wait("document.querySelectorAll('.chart').length === document.querySelectorAll('[data-drawn]').length")
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.parametrize("width", [400, 900, 1600])
+def test_a_reader_points_zooms_smooths_and_comes_back(tmp_path, width):
+    run = make_run(tmp_path / "distilled", terms=("cross_entropy", "jsd(0.5)"))
+    url = write_report(run).as_uri()
+    at = "document.querySelector('[data-chart=\"4\"] .at').textContent"
+    shown = "document.querySelector('[data-chart=\"4\"] .legend b').textContent"
+    with Browser(tmp_path) as browser:
+        browser.open(url, width)
+        wait_until_drawn(browser)
+        assert browser.value(HOLES) == []
+        assert browser.value(at) == "step 300"
+        last, box = browser.value(shown), browser.box('[data-chart="4"] .u-over')
+        left, right, height = box["x"], box["x"] + box["width"], box["y"] + box["height"] / 2
+        browser.mouse("mouseMoved", (left + right) / 2, height)
+        browser.wait(f"{at} === 'step 150'")
+        assert browser.value(shown) != last
+        browser.drag((left + box["width"] / 3, height), (left + 2 * box["width"] / 3, height))
+        browser.wait("location.hash.includes('steps=')")
+        low, high = map(float, browser.value("location.hash").partition("steps=")[2].split(".."))
+        assert (low, high) == (pytest.approx(100, abs=4), pytest.approx(200, abs=4))
+        browser.click('[data-chart="4"] .log')
+        browser.value("(smooth.value = 0.9, smooth.dispatchEvent(new Event('input')))")
+        kept = browser.value("location.hash")
+        assert "smooth=0.9" in kept
+        assert "log=Training" in kept
+        smoothed = browser.value(shown)
+        assert smoothed != last
+        reload(browser)
+        wait_until_drawn(browser)
+        assert browser.value("location.hash") == kept
+        assert browser.value(shown) == smoothed
+        assert browser.value("document.querySelector('[data-chart=\"4\"] .log').ariaPressed") == "true"
+        box = browser.box('[data-chart="4"] .u-over')
+        browser.mouse("mouseMoved", box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        browser.wait(f"Math.abs(+{at}.slice(5) - 150) < 3")
+        assert not browser.errors
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.parametrize("width", [400, 900, 1600])
+def test_a_token_shows_what_each_term_does_there(tmp_path, width):
+    url = write_report(make_run(tmp_path / "distilled")).as_uri()
+    token = ".text[data-document='0'] > span:nth-child(12)"
+    shades = f"document.querySelector({token!r}).className"
+    readout = "document.getElementById('readout')"
+    with Browser(tmp_path) as browser:
+        browser.open(url, width)
+        wait_until_drawn(browser)
+        documents = browser.value("JSON.parse(document.getElementById('data').textContent).documents")
+        _, kl, _, _, ((_, gradient, raises, _), _) = documents[0][11]
+        assert browser.value(shades) == f"k{shade(kl)}"
+        browser.value(f"document.querySelector({token!r}).scrollIntoView()")
+        box = browser.box(token)
+        browser.mouse("mouseMoved", box["x"] + 2, box["y"] + 4)
+        browser.wait(f"!{readout}.hidden")
+        assert browser.value(f"{readout}.querySelectorAll('.effect').length") == 2
+        assert raises[0][0] in browser.value(f"{readout}.querySelector('.effect').textContent")
+        edges = browser.value(f"(({{left, right}}) => [left, right])({readout}.getBoundingClientRect())")
+        assert 0 <= edges[0] < edges[1] <= width
+        browser.value("(shaded.value = 'cross_entropy', shaded.dispatchEvent(new Event('change')))")
+        assert browser.value(shades).split()[0] == f"k{shade(gradient)}"
+        assert "shaded=cross_entropy" in browser.value("location.hash")
+        reload(browser)
+        assert browser.value(shades) == f"k{shade(gradient)}"
+        browser.value("(shaded.value = '', shaded.dispatchEvent(new Event('change')))")
+        assert browser.value(shades) == f"k{shade(kl)}"
+        assert not browser.errors
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+def test_a_watched_page_follows_the_run_and_keeps_the_view(tmp_path):
+    run = make_run(tmp_path / "distilled")
+    server = ReportServer(WatchedReport(run))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with server, Browser(tmp_path) as browser:
+        browser.open(f"{server.url}#smooth=0.5&steps=100..200", 900, height=400)
+        browser.wait("document.querySelector('.live').textContent.startsWith('Live')")
+        browser.value("scrollTo(0, 300)")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 340, "train/gradient_norm": 3.25, "later/metric": 7}\n')
+        browser.wait("document.querySelector('main').textContent.includes('later/metric')")
+        wait_until_drawn(browser)
+        assert browser.value("scrollY") == 300
+        assert browser.value("location.hash") == "#smooth=0.5&steps=100..200"
+        assert browser.value("smooth.value") == "0.5"
+        (run / "data.json").write_text("[")
+        browser.wait("document.querySelector('.live.failed')?.textContent.includes('not JSON')")
+        (run / "data.json").write_text("{}")
+        browser.wait("!document.querySelector('.live.failed')")
+        server.shutdown()
+        server.server_close()
+        browser.wait("document.querySelector('.live').textContent.includes('has ended')")
+        assert all("503" in each or "ERR_CONNECTION" in each for each in browser.errors)

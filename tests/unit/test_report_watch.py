@@ -1,0 +1,161 @@
+"""The report that is served while a run goes on, and the page of several runs."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from kit.report_runs import Page, make_run
+
+from stillhouse.cli import cli
+from stillhouse.output.report import write_report
+from stillhouse.output.report.differences import differences
+from stillhouse.output.report.page import read_runs
+from stillhouse.output.report.watch import ReportServer, WatchedReport, watch
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "distilled", steps=10, every=5)
+
+
+@pytest.fixture
+def server(run_dir: Path) -> Iterator[ReportServer]:
+    with ReportServer(WatchedReport(run_dir)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def asked(server: ReportServer, path: str = "/", **headers: str) -> tuple[int, str, str | None]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    result = answer.status, answer.read().decode(), answer.getheader("ETag")
+    connection.close()
+    return result
+
+
+def test_the_page_is_sent_again_only_when_a_file_has_changed(server: ReportServer, run_dir: Path) -> None:
+    status, page, version = asked(server)
+    assert status == 200
+    assert "connect-src &#39;self&#39;" in page
+    assert version is not None
+    assert asked(server, If_None_Match=version)[:2] == (304, "")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "later/metric": 7}\n')
+    status, page, later = asked(server, If_None_Match=version)
+    assert (status, later != version) == (200, True)
+    assert "later/metric" in page
+    assert not (run_dir / "report.html").exists()
+
+
+def test_a_damaged_file_is_named_until_it_is_whole_again(server: ReportServer, run_dir: Path) -> None:
+    whole = (run_dir / "data.json").read_bytes()
+    (run_dir / "data.json").write_text("[")
+    status, text, _ = asked(server)
+    assert (status, "data.json: not JSON" in text) == (503, True)
+    (run_dir / "data.json").write_bytes(whole)
+    assert asked(server)[0] == 200
+
+
+def test_only_this_machine_by_its_name_gets_the_page(server: ReportServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    status, text, _ = asked(server, Host="attacker.example")
+    assert (status, "distilled" in text) == (403, False)
+    assert asked(server, Host=f"localhost:{server.server_port}")[0] == 200
+    assert asked(server, "/metrics.jsonl")[0] == 404
+
+
+def test_a_port_that_is_taken_and_a_folder_without_a_run(server: ReportServer, run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--port: \d+ on 127\.0\.0\.1 cannot be used"):
+        watch(run_dir, [], server.server_port, print)
+    with pytest.raises(ValueError, match="contains no run"):
+        watch(tmp_path, [], 0, print)
+
+
+def test_several_runs_have_a_page_of_their_own(run_dir: Path, tmp_path: Path) -> None:
+    others = [make_run(tmp_path / f"run-{seed}", steps=10, every=5, seed=seed) for seed in (1, 2)]
+    config = others[1] / "config.yaml"
+    config.write_text(config.read_text().replace("2e-5", "3e-5").replace("seed: 0", "seed: 2\ndata: {train: '<b>'}"))
+    out = tmp_path / "compared.html"
+    arguments = ["report", str(run_dir), "--compare", *map(str, others), "--out", str(out)]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.output == f"{out}\n"
+    page = Page(out)
+    assert page.data["runs"] == ["distilled", "run-1", "run-2"]
+    table = page.source.partition('<table class="differences">')[2].partition("</table>")[0]
+    rows = [[cell.partition("<")[0] for cell in row.split("<td>")[1:]] for row in table.split("<tr>")[2:]]
+    assert rows == [["2e-05", "2e-05", "3e-05"], ["0", "0", "2"], ["not set", "not set", "&lt;b&gt;"]]
+    assert "Configuration of distilled" in page.text
+    assert not list(tmp_path.glob("*/report.html"))
+    assert "Differences of configuration" not in write_report(run_dir).read_text()
+
+
+def test_a_section_that_only_one_run_has_is_compared_once(tmp_path: Path) -> None:
+    """The section itself, null in the other run, has no row; a value that is no section has one."""
+    runs = [make_run(tmp_path / name, steps=10, every=5) for name in ("a", "b")]
+    for run, text in zip(
+        runs, ("{adapter: {lora: {r: 4}}, eval: 0.1}", "{adapter: null, eval: {a: x}}"), strict=True
+    ):
+        (run / "config.yaml").write_text(f"student: {text}\n")
+    assert differences(read_runs(runs)) == [
+        ("student.adapter.lora.r", ["4", "not set"]),
+        ("student.eval", ["0.1", "not set"]),
+        ("student.eval.a", ["not set", "x"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["b"], "got 2 runs, expected one; --compare"),
+        (["--watch", "--out", "a.html"], "--watch writes no file"),
+        (["--port", "3"], "--port has an effect only with --watch"),
+    ],
+)
+def test_options_that_do_not_fit(run_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "b").mkdir()
+    given = [str(tmp_path / "b") if each == "b" else each for each in arguments]
+    result = CliRunner().invoke(cli, ["report", str(run_dir), *given])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_teacher_and_named_sets_have_curves(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if "eval/cross_entropy" in line:
+            line |= {"eval/teacher_cross_entropy": 3.0, "eval/code/cross_entropy": 4.0, "eval/code/agreement": 0.5}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(write_report(run_dir))
+    first = page.data["charts"][0]
+    assert first["sides"] == ["student", "teacher"]
+    assert [(one["side"], set(one["values"]) == {3.0}) for one in first["series"]] == [
+        ("student", False),
+        ("teacher", True),
+    ]
+    titles = [chart["title"] for chart in page.data["charts"]]
+    at = titles.index("Held out: code: Held-out cross-entropy")
+    assert titles[at : at + 2] == [
+        "Held out: code: Held-out cross-entropy",
+        "Held out: code: Held-out agreement",
+    ]
+    assert page.data["charts"][at]["sides"] == [""]
+    assert titles.index("Training: Learning rate") > at
+
+
+def test_smoothing_of_a_long_curve_starts_from_means(run_dir: Path) -> None:
+    values = [1.0 if step % 5 else 11.0 for step in range(5000)]
+    path = run_dir / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "eval/forward_kl": {one}}}\n' for step, one in enumerate(values)))
+    (chart,) = Page(write_report(run_dir)).data["charts"]
+    (series,) = chart["series"]
+    shown = sum(series["values"]) / len(series["values"])
+    mean = sum(series["means"]) / len(series["means"])
+    assert shown == pytest.approx(6.0)
+    assert mean == pytest.approx(3.0)

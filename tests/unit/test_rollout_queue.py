@@ -1,0 +1,328 @@
+"""The plan of prompts and the queue of samples: every sample trained exactly once, none too old, under each schedule.
+
+The engine of these tests gives answers in an order that a test chooses, which no real engine can be made to do. Runs
+with real engines are in `test_on_policy.py`.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.toy_tokenizer import toy_tokenizer
+
+from stillhouse.data import DataReport, Documents
+from stillhouse.data.prefixes import offsets_of
+from stillhouse.generation import (
+    POLICY_VERSION,
+    Completion,
+    GenerationRequest,
+    RolloutPlan,
+    RolloutQueue,
+    Sample,
+    SampleWriter,
+    TargetRules,
+    require_versions,
+    step_documents,
+)
+from stillhouse.generation.advantages import mean_and_deviation, with_advantages
+from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
+
+STEPS, PROMPTS, SAMPLES = 12, 7, 3
+
+
+class LateEngine:
+    """Writes two tokens of the version at which it answers. It answers in a random order, as many as `most`."""
+
+    def __init__(self, most: int, seed: int = 0):
+        self.most, self.version, self.draw = most, 0, random.Random(seed)
+        self.waiting: list[tuple[GenerationRequest, Future[Completion]]] = []
+        self.asked: list[int] = []
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        self.waiting += zip(requests, futures, strict=True)
+        self.asked += [each.number for each in requests]
+        return futures
+
+    def answer(self) -> None:
+        self.draw.shuffle(self.waiting)
+        for request, future in self.waiting[: self.most]:
+            ids_N = np.array([request.number % 251, 2], dtype=np.int32)
+            versions_N = np.full(2, self.version, dtype=np.int32)
+            future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, versions_N, "stop"))
+        del self.waiting[: self.most]
+
+    def update_weights(self, version: int, folder: Path | None) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        self.waiting.clear()
+
+
+def prompts() -> Documents:
+    lengths = [2 + number % 3 for number in range(PROMPTS)]
+    tokens_N = np.arange(sum(lengths), dtype=np.int32)
+    keys_D = np.arange(PROMPTS, dtype=np.uint64)
+    records: list[dict[str, Any]] = [{"answer": number} for number in range(PROMPTS)]
+    sources = [f"train.jsonl:{number + 1}" for number in range(PROMPTS)]
+    report = DataReport("train.jsonl")
+    targets_N = np.zeros(len(tokens_N), dtype=bool)
+    return Documents(tokens_N, targets_N, offsets_of(lengths), keys_D, sources, report, records=records)
+
+
+def queue_of(engine: LateEngine, *, ahead: int, in_order: bool, share: float = 1.0, slack: int = 0) -> RolloutQueue:
+    plan = RolloutPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    writer = SampleWriter(engine, prompts(), plan, toy_tokenizer(), 8)
+    return RolloutQueue(
+        writer,
+        plan,
+        ahead=ahead,
+        in_order=in_order,
+        last_step=STEPS - 1,
+        max_staleness=ahead + slack,
+        alive=engine.answer,
+    )
+
+
+def numbers(samples: Sequence[Sample]) -> list[int]:
+    return [each.number for each in samples]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
+@pytest.mark.parametrize(
+    ("ahead", "in_order", "slack"),
+    [(0, True, 0), (1, True, 0), (2, True, 0), (0, False, 0), (1, False, 0), (1, False, 1), (2, False, 2)],
+)
+def test_every_sample_is_trained_once_and_in_time(ahead: int, in_order: bool, slack: int, share: float) -> None:
+    engine = LateEngine(most=5, seed=ahead)
+    queue = queue_of(engine, ahead=ahead, in_order=in_order, share=share, slack=slack)
+    trained: list[int] = []
+    for step in range(STEPS):
+        if in_order and queue.has_asked(step):
+            queue.wait_for(step)
+        engine.update_weights(step, None)
+        queue.ask(step)
+        samples = queue.take(step)
+        require_versions(samples, step, ahead + slack)
+        assert numbers(samples) == sorted(numbers(samples))
+        assert len(samples) == len(queue.plan.groups(step)) * SAMPLES
+        if in_order:
+            assert {each.number // SAMPLES for each in samples} == set(queue.plan.groups(step))
+        trained += numbers(samples)
+        queue.trained()
+    total = queue.plan.groups(STEPS - 1).stop * SAMPLES
+    assert sorted(trained) == list(range(total)) == sorted(engine.asked)
+
+
+@pytest.mark.parametrize(("ahead", "in_order", "slack"), [(1, True, 0), (2, True, 0), (1, False, 1), (2, False, 2)])
+def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int, in_order: bool, slack: int) -> None:
+    trained: list[int] = []
+    engine = LateEngine(most=4)
+    queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
+    for step in range(STEPS):
+        engine.update_weights(step, None)
+        queue.ask(step)
+        samples = queue.take(step)
+        require_versions(samples, step, ahead + slack)
+        trained += numbers(samples)
+        queue.trained()
+        kept = queue.state()  # here the trainer and the engine are killed
+        engine = LateEngine(most=4, seed=step)
+        engine.update_weights(step + 1, None)
+        queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
+        queue.restore(kept, step + 1)
+        assert not engine.asked
+        if step + 1 < STEPS:
+            queue.ask(step + 1)
+        assert not set(engine.asked) & set(numbers(kept.samples))
+    assert sorted(trained) == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
+
+
+@pytest.mark.parametrize(("ahead", "in_order", "slack"), [(1, True, 0), (2, False, 2)])
+def test_samples_that_were_taken_and_not_trained_are_in_a_checkpoint(ahead: int, in_order: bool, slack: int) -> None:
+    engine = LateEngine(most=4)
+    queue = queue_of(engine, ahead=ahead, in_order=in_order, slack=slack)
+    queue.ask(0)
+    taken = queue.take(0)
+    kept = queue.state()  # the teacher is lost before the step is made
+    again = queue_of(LateEngine(most=4), ahead=ahead, in_order=in_order, slack=slack)
+    again.restore(kept, 0)
+    again.ask(0)
+    samples = again.take(0)
+    if in_order:
+        assert numbers(samples) == numbers(taken)
+    assert set(numbers(taken)) <= set(numbers(kept.samples))
+    again.trained()
+    assert not set(numbers(samples)) & set(numbers(again.state().samples))
+
+
+def test_a_checkpoint_is_written_although_no_server_answers() -> None:
+    engine = LateEngine(most=0)
+    queue = queue_of(engine, ahead=1, in_order=True)
+    queue.ask(0)
+    for number, (_, future) in enumerate(engine.waiting):
+        if number % 3 == 0:
+            future.set_exception(OSError("no server has answered"))
+        elif number % 3 == 1:
+            ids_N = np.array([7, 2], dtype=np.int32)
+            future.set_result(Completion(ids_N, np.zeros(2, np.float32) - 1, np.zeros(2, np.int32), "stop"))
+    written = {request.number for number, (request, _) in enumerate(engine.waiting) if number % 3 == 1}
+    with pytest.raises(OSError, match="no server has answered"):
+        queue.wait_for(0)
+    kept = set(numbers(queue.state().samples))
+    assert kept <= written
+    assert len(kept) >= len(written) - 1
+
+
+def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> None:
+    """The engine answers the latest requests first, so that each step would leave the first ones behind."""
+    engine = LateEngine(most=1)
+    engine.draw.shuffle = lambda waiting: waiting.sort(key=lambda each: -each[0].number)  # type: ignore[assignment]
+    queue = queue_of(engine, ahead=2, in_order=False, slack=2)
+    for step in range(STEPS):
+        engine.update_weights(step, None)
+        queue.ask(step)
+        samples = queue.take(step)
+        require_versions(samples, step, 4)
+        groups = {each.number // SAMPLES for each in samples}
+        queue.trained()
+        if step == 0:
+            assert groups == set(queue.plan.groups(2))
+
+
+def test_each_epoch_has_every_prompt_once() -> None:
+    plan = RolloutPlan(PROMPTS, 5, 4, SAMPLES, seed=3)
+    for epoch in range(3):
+        groups = range(epoch * PROMPTS, (epoch + 1) * PROMPTS)
+        assert sorted(map(plan.prompt_of, groups)) == list(range(PROMPTS))
+    assert (
+        len({tuple(plan.prompt_of(group + epoch * PROMPTS) for group in range(PROMPTS)) for epoch in range(3)}) == 3
+    )
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.75, 1.0])
+def test_the_share_is_exact_over_many_steps_and_each_step_has_as_many_completions(share: float) -> None:
+    plan = RolloutPlan(PROMPTS, 5, 4, SAMPLES, seed=3, share=share)
+    own = sum(len(plan.groups(step)) for step in range(100))
+    assert own == pytest.approx(400 * share)
+    for step in range(100):
+        assert len(plan.groups(step)) * SAMPLES + len(plan.from_dataset(step)) == 4 * SAMPLES
+    counts = Counter(number for step in range(100) for number in plan.from_dataset(step))
+    assert not counts or max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_seeds_differ_by_sample_and_turn_and_are_those_of_the_run() -> None:
+    plan = RolloutPlan(PROMPTS, 0, 4, SAMPLES, seed=3)
+    seeds = [plan.sample_seed(sample, turn) for sample in range(50) for turn in range(3)]
+    assert len(set(seeds)) == 150
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert plan.sample_seed(7, 1) == RolloutPlan(1, 0, 9, 2, seed=3).sample_seed(7, 1)
+    assert plan.sample_seed(7, 1) != RolloutPlan(PROMPTS, 0, 4, SAMPLES, seed=4).sample_seed(7, 1)
+
+
+def sample(
+    number: int, reward: float | None = None, versions: Sequence[int] = (0, 0), finish: Any = "stop"
+) -> Sample:
+    ids_N = np.arange(10, 10 + len(versions), dtype=np.int32)
+    versions_N = np.array(versions, dtype=np.int32)
+    log_probs_N = -np.arange(len(versions), dtype=np.float32)
+    completion = Completion(ids_N, log_probs_N, versions_N, finish)
+    return Sample(number, number % PROMPTS, completion, versions_N >= 0, reward)
+
+
+def test_advantages_are_those_of_the_group() -> None:
+    rewards = [1.0, 0.0, 0.5]
+    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
+    centered = [each.advantage for each in with_advantages(samples, "centered")]
+    assert centered == pytest.approx([0.5, -0.5, 0.0])
+    normalized = [each.advantage for each in with_advantages(samples, "normalized")]
+    assert normalized == pytest.approx([each / np.std(rewards) for each in centered])
+    for equal in ([1.0, 1.0], [None, None]):
+        same = [sample(number, reward) for number, reward in enumerate(equal)]
+        assert [each.advantage for each in with_advantages(same, "normalized")] == [0.0, 0.0]
+
+
+def test_weights_that_underflow_stay_in_the_normaliser() -> None:
+    whole = prompts()
+    dataset = whole.select([5, 6])
+    targets_N = np.ones(len(dataset.tokens_N), dtype=bool)
+    targets_N[dataset.offsets[:-1]] = False
+    object.__setattr__(dataset, "targets_N", targets_N)
+    for decay in (1.0, 1e-30):
+        documents = step_documents(
+            whole, [sample(0, versions=(0, 0, 0))], TargetRules(position_decay=decay), dataset, [1]
+        )
+        assert documents.targets(0).sum() == 3
+        assert documents.targets(1).sum() == dataset.targets(1).sum()
+        assert documents.weights_N is not None
+        assert documents.weights_N[documents.targets_N].min() > 0
+    assert documents.part(documents.weights_N, 0)[-3:].tolist() == pytest.approx([1.0, 1e-30, 0.0], abs=1e-37)
+
+
+@pytest.mark.parametrize("scale", [1e308, 5e-324, 1e-310])
+def test_rewards_of_any_size_have_advantages(scale: float) -> None:
+    rewards = [scale, -scale, scale, -scale]
+    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
+    assert [each.advantage for each in with_advantages(samples, "normalized")] == [1.0, -1.0, 1.0, -1.0]
+    assert mean_and_deviation(rewards) == (0.0, scale)
+    assert mean_and_deviation([scale, scale]) == (scale, 0.0)
+    if scale > 1:
+        with pytest.raises(ValueError, match=r"rewards from -1e\+308 to 1e\+308 .* rollout\.advantage=centered"):
+            with_advantages(samples, "centered")
+    else:
+        assert [each.advantage for each in with_advantages(samples, "centered")] == rewards
+
+
+def test_the_deviation_is_that_of_the_population_or_of_the_sample() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    samples = [sample(number, reward) for number, reward in enumerate(rewards)]
+    for kind, freedom in (("population", 0), ("sample", 1)):
+        found = [each.advantage for each in with_advantages(samples, "normalized", kind)]  # type: ignore[arg-type]
+        expected = (torch.tensor(rewards) - np.mean(rewards)) / torch.tensor(rewards).std(correction=freedom)
+        assert found == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("versions", [(1, 5), (5, 9)])
+def test_a_token_of_foreign_weights_stops_the_run(versions: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"sample 4 .* versions \d to \d in step 9: expected versions 2 to 8"):
+        require_versions([sample(4, versions=versions)], step=8, max_staleness=6)
+
+
+def test_the_documents_of_a_step() -> None:
+    whole = prompts()
+    samples = [sample(0, versions=(2, -1, 3)), sample(8, versions=(3, 3), finish="length")]
+    object.__setattr__(samples[0], "advantage", 0.5)
+    dataset = whole.select([5, 6])
+    targets_N = np.ones(len(dataset.tokens_N), dtype=bool)
+    targets_N[dataset.offsets[:-1]] = False
+    object.__setattr__(dataset, "targets_N", targets_N)
+    rules = TargetRules(mask_truncated=True, position_decay=0.5)
+    documents = step_documents(whole, samples, rules, dataset, [1])
+    assert [documents.tokens(number).tolist() for number in range(3)] == [
+        [*whole.tokens(0), 10, 11, 12],
+        [*whole.tokens(1), 10, 11],
+        dataset.tokens(1).tolist(),
+    ]
+    prompt = len(whole.tokens(0))
+    assert documents.targets(0).tolist() == [False] * prompt + [True, False, True]  # the environment's token
+    assert not documents.targets(1).any()  # it was cut
+    assert documents.targets(2).tolist() == [False, True]
+    assert documents.part(documents.weights_N, 0)[prompt:].tolist() == [1.0, 0.5, 0.25]  # type: ignore[arg-type]
+    of_first = {name: documents.part(each_N, 0)[prompt:].tolist() for name, each_N in documents.per_token.items()}
+    assert of_first == {
+        ADVANTAGES: [0.5] * 3,
+        OLD_LOG_PROBS: [0.0, -1.0, -2.0],
+        IS_SAMPLED: [1.0] * 3,
+        POLICY_VERSION: [2.0, -1.0, 3.0],
+    }
+    assert not documents.part(documents.per_token[IS_SAMPLED], 2).any()
+    assert documents.sources[:2] == ["train.jsonl:1 (sample 0)", "train.jsonl:2 (sample 8)"]
+    by_teacher = step_documents(whole, samples, TargetRules(by_student=False))
+    assert not by_teacher.per_token[IS_SAMPLED].any()
+    assert by_teacher.targets(1).sum() == 2

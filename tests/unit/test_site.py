@@ -1,0 +1,129 @@
+"""The documentation as a site, and the commands of its quick start.
+
+The commands run as they are on the page, with small models in the places of its models and smaller sizes.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from kit.runs import ROOT, run, save_model, write_texts
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+
+QUICK_START = (ROOT / "docs" / "quick_start.md").read_text()
+#: what the page's run is given on the command line, so that it fits small models
+SMALL = ["data.max_tokens=32", "train.tokens_per_step=256", "train.micro_batch_tokens=64", "device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make site` builds it; --strict ends with an error if a link or a page is missing."""
+    folder = tmp_path_factory.mktemp("site")
+    (linked,) = re.findall(r"ln -sfn (.*) \.\n", (ROOT / "Makefile").read_text())
+    (folder / ".site").mkdir()
+    for each in linked.split():
+        (folder / ".site" / Path(each).name).symlink_to(ROOT / Path(each).name)
+    (folder / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return folder / "site"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield each page of the repository and its place on the site."""
+    for path in (ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        yield path, f"{path.relative_to(ROOT).with_suffix('')}/index.html"
+    yield ROOT / "README.md", "index.html"
+
+
+def test_every_page_is_on_the_site_with_all_of_its_tables(site: Path) -> None:
+    for path, place in pages():
+        html = (site / place).read_text()
+        without_code = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert html.count("<table") == len(re.findall(r"^ *\|(?: *:?-+:? *\|)+$", without_code, re.MULTILINE)), path
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    loaded = [
+        tag
+        for path in site.rglob("*.html")
+        for tag in re.findall(r"<(?:script|link|img|iframe)[^>]*>", path.read_text())
+        if re.search(r"(?:src|href)=[\"']?(?:https?:)?//", tag)
+    ]
+    assert not loaded
+
+
+def test_the_search_finds_words_of_the_glossary(site: Path) -> None:
+    documents = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    (glossary,) = (each for each in documents if each["location"] == "docs/glossary/" and each["text"])
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 20
+    assert all(row.split(" | ")[0][2:] in glossary["text"] for row in rows)
+
+
+def test_the_commands_of_the_quick_start_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("Qwen3-0.6B", 1), ("Qwen3-8B", 2)):
+        save_model(tmp_path / "Qwen" / name, "qwen3", seed=seed)
+    (tmp_path / "data").mkdir()
+    write_texts(tmp_path / "data" / "train.jsonl", records=300)
+    (settings,) = re.findall(r"```yaml\n(.*?)```", QUICK_START, flags=re.DOTALL)
+    (tmp_path / "run.yaml").write_text(settings)
+
+    commands = re.findall(r"^ {4}stillhouse (.*?)(?: +#.*)?$", QUICK_START, flags=re.MULTILINE)
+    assert [each.split()[0] for each in commands] == ["check", "distill", "report", "verify", "check"]
+    printed = {}
+    for each in commands:
+        more = SMALL if each.split()[0] in ("check", "distill") else []
+        printed[each.split()[0]] = run(*each.split(), *more).out
+    for what in ("minimise 0.3 × cross-entropy + 0.7 × jsd(0.5)", "sample", "⟦", "packing", "steps", "peak memory"):
+        assert what in printed["check"]
+    assert "gradient norm" in printed["check"]
+    assert "held-out cross entropy" in printed["distill"]
+    assert (tmp_path / "runs" / "a" / "report.html").exists()
+
+    (shown,) = re.findall(r"```python\n(.*?)```", QUICK_START, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(shown, names)
+    assert isinstance(names["model"], type(AutoModelForCausalLM.from_pretrained(tmp_path / "Qwen" / "Qwen3-0.6B")))
+
+
+def test_the_records_of_the_quick_start_are_read(tmp_path: Path) -> None:
+    """Each kind in a file of its own: the sample that `check` shows has the page's words to predict."""
+    from kit.toy_tokenizer import toy_tokenizer
+
+    from stillhouse.config import load_config
+    from stillhouse.run.session import prepare
+
+    (shown,) = re.findall(r"```json\n(.*?)```", QUICK_START, flags=re.DOTALL)
+    expected = ["A whole text: every token of it is to be predicted.", " Paris.", "Four."]
+    save_model(tmp_path / "model", "qwen3")
+    toy_tokenizer(chat="generation").save_pretrained(tmp_path / "model")
+    for record, words in zip(shown.splitlines(), expected, strict=True):
+        (tmp_path / "data.jsonl").write_text(record + "\n")
+        settings = {
+            "student": {"model": str(tmp_path / "model")},
+            "data": {"train": str(tmp_path / "data.jsonl"), "eval": 0, "max_tokens": 128},
+            "objective": {"loss": "cross_entropy"},
+            "device": "cpu",
+            "out": str(tmp_path / "out"),
+        }
+        session = prepare(load_config(None, settings=settings), announce=False)
+        (batch,) = session.step_schedule.micro_batches(session.train, 0)
+        target = batch.labels_T[batch.labels_T >= 0]
+        assert words in toy_tokenizer().decode(target)
+
+
+def test_the_navigation_has_every_page() -> None:
+    """So that a page which is added is also found."""
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(path.relative_to(ROOT)) for path, _ in pages()}
+    assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]["font"] is False

@@ -1,0 +1,84 @@
+"""The contexts of output processors: targets at further depths of multi-token prediction, context shards, refusals.
+
+B rows of two documents each, S tokens per row, T = B·S.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.objective_cases import generator
+from kit.processor_cases import LABELS_BS, LABELS_T, POSITIONS_BS, SOME_T, B, S, T, at_depth
+
+from stillhouse.models.processors import cross_entropy, distillation, selected_log_probs
+from stillhouse.models.targets import DistillTargets, PolicyTargets, Targets
+from stillhouse.objective import DenseLogits
+from stillhouse.objective.spec import parse_objective
+
+DISTILLATION = distillation(parse_objective("forward_kl"))
+
+
+def test_shift_for_mtp_of_equal_rows() -> None:
+    one_1S = torch.arange(S)[None]
+    one, every = (Targets(LABELS_BS).shift_for_mtp(each, 1).at(1) for each in (one_1S, one_1S.expand(B, S)))
+    assert torch.equal(one.labels_T, every.labels_T)
+    assert torch.equal(one.labels_T.view(B, S)[:, :-1], LABELS_BS[:, 1:])
+
+
+def test_shift_for_mtp_stays_within_documents() -> None:
+    """The expected values are written by hand: the documents' ends, and the teacher's values of the right row."""
+    weights_BS = torch.rand(B, S, generator=generator(6))
+    signal = DenseLogits(torch.arange(T).float()[:, None])  # each row's value is its number
+    context = DistillTargets(LABELS_BS, weights_BS, 3.0, signal=signal).shift_for_mtp(POSITIONS_BS, 2)
+    document_T = ((POSITIONS_BS == 0).cumsum(1) + 10 * torch.arange(B)[:, None]).flatten().tolist()
+    for depth in (1, 2):
+        further = context.at(depth)
+        assert further.normalizer == 3.0
+        assert further.weights_T is not None
+        for row in range(T):
+            if row + depth < T and document_T[row + depth] == document_T[row]:
+                assert further.labels_T[row] == LABELS_T[row + depth]
+                assert further.weights_T[row] == weights_BS.flatten()[row + depth]
+                assert further.signal.logits_TV[row] == row + depth  # type: ignore[union-attr]
+            else:
+                assert further.labels_T[row] < 0
+                assert further.weights_T[row] == 0
+    index_T = torch.tensor([20, 3, 4])
+    part = context.rows(index_T)
+    for depth in (0, 1, 2):
+        assert torch.equal(part.at(depth).labels_T, context.at(depth).labels_T[index_T])
+        assert torch.equal(part.at(depth).signal.logits_TV, context.at(depth).signal.logits_TV[index_T])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: PolicyTargets(LABELS_BS, old_log_probs_T=SOME_T),
+            "advantages_T is missing: expected a number for each of 34 tokens",
+        ),
+        (
+            lambda: PolicyTargets(LABELS_BS, advantages_T=SOME_T),
+            "old_log_probs_T is missing: expected a number for each of 34 tokens",
+        ),
+        (
+            lambda: at_depth(cross_entropy(), Targets(LABELS_BS)),
+            "depth 1 of multi-token prediction with targets of 0 further depths: expected targets.shift_for_mtp(",
+        ),
+        (
+            lambda: at_depth(selected_log_probs(), Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS, 2), 3),
+            "targets of 2 further depths: expected targets.shift_for_mtp(position_ids, 3)",
+        ),
+        (lambda: at_depth(DISTILLATION, DistillTargets(LABELS_BS)), "depth 1 of multi-token prediction"),
+        (
+            lambda: Targets(LABELS_BS).shift_for_mtp(POSITIONS_BS[:, 1:], 1),
+            "position_ids of shape (2, 16) for 34 labels: expected [B, S], all rows whole",
+        ),
+    ],
+    ids=["advantages", "old", "ahead", "further", "taught", "rows"],
+)
+def test_errors(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()

@@ -1,0 +1,325 @@
+"""Tasks: the problems of a seed, the held-out split, the reward, the commands, and the exact match of real models."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kit.config_cases import load
+from kit.toy_tokenizer import toy_tokenizer
+
+from benchmarks.task_models import Greedy, batch_of, character_tokenizer, new_model
+from stillhouse import cli
+from stillhouse.cli.task import NAMES
+from stillhouse.config import ConfigError
+from stillhouse.config.task import LENGTHS, SHORTEST, TaskSpec
+from stillhouse.data import load_documents
+from stillhouse.data.problems import (
+    Problem,
+    exact_match,
+    is_held_out,
+    problem,
+)
+from stillhouse.generation import Completion, GenerationRequest
+from stillhouse.loops.task_evaluation import evaluate_tasks
+
+#: of seed 7: problems 0 and 4 for training, problem 1 held out
+GOLDEN = {
+    "sums": [
+        Problem("5-4=", "1", 2),
+        Problem("3+14+19+12+11+12=", "71", 6),
+        Problem("16+11-13=", "14", 3),
+    ],
+    "reversal": [
+        Problem("reverse: hb =", "bh", 2),
+        Problem("reverse: pzyzqg =", "gqzyzp", 6),
+        Problem("reverse: dyi =", "iyd", 3),
+    ],
+    "brackets": [
+        Problem("close: {}[{ =", "}]", 2),
+        Problem("close: ({{}({}({{ =", "}}))})", 6),
+        Problem("close: {}(({}( =", ")))", 3),
+    ],
+}
+CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+def answer(task: str, prompt: str) -> str:
+    """The right answer, found in another way than the generator's."""
+    if task == "sums":
+        return str(eval(prompt.removesuffix("=")))
+    if task == "reversal":
+        return "".join(reversed(prompt.removeprefix("reverse: ").removesuffix(" =")))
+    open_ones: list[str] = []
+    for character in prompt.removeprefix("close: ").removesuffix(" ="):
+        if character in CLOSING:
+            open_ones.append(character)
+        else:
+            assert CLOSING[open_ones.pop()] == character
+    return "".join(CLOSING[each] for each in reversed(open_ones))
+
+
+def size(task: str, each: Problem) -> int:
+    return len(each.prompt.replace("-", "+").split("+")) if task == "sums" else len(each.answer)
+
+
+@pytest.mark.parametrize("task", LENGTHS)
+def test_the_problems_of_a_seed_are_those_of_every_machine(task: str) -> None:
+    spec = TaskSpec.of(task)
+    found = [
+        problem(spec, 7, 0, held_out=False),
+        problem(spec, 7, 4, held_out=False),
+        problem(spec, 7, 1, held_out=True),
+    ]
+    assert found == GOLDEN[task]
+
+
+@pytest.mark.parametrize("task", LENGTHS)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> None:
+    problems = [problem(TaskSpec(task, 2, 9), 1, number, held_out=held_out) for number in range(400)]
+    for number, each in enumerate(problems):
+        assert each.answer == answer(task, each.prompt)
+        assert each.length == size(task, each) == 2 + number % 8
+    assert len({each.prompt for each in problems}) > 300
+    assert {each.prompt for each in problems}.isdisjoint(
+        problem(TaskSpec(task, 10, 11), 1, number, held_out=held_out).prompt for number in range(20)
+    )
+
+
+@pytest.mark.parametrize("task", LENGTHS)
+def test_no_problem_is_in_both_splits(task: str) -> None:
+    """With short problems, of which few exist, so that both splits would meet if they could."""
+    spec = TaskSpec(task, SHORTEST, SHORTEST)
+    splits = {
+        held_out: {
+            problem(spec, seed, number, held_out=held_out).prompt for seed in range(3) for number in range(700)
+        }
+        for held_out in (False, True)
+    }
+    assert not splits[False] & splits[True]
+    assert all(is_held_out(task, prompt) is held_out for held_out, prompts in splits.items() for prompt in prompts)
+    # nearly all problems that exist have been drawn, so the sizes are those of the splits
+    share = len(splits[True]) / len(splits[True] | splits[False])
+    assert len(splits[True]) >= 10
+    assert 0.1 < share < 0.4
+
+
+def test_other_seeds_and_numbers_give_other_problems() -> None:
+    spec = TaskSpec.of("reversal", "9:9")
+    prompts = {problem(spec, seed, number, held_out=False).prompt for seed in range(20) for number in range(20)}
+    assert len(prompts) == 400
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"), [("12", 1.0), (" 12\n", 1.0), ("1 2", 0.0), ("12 12", 0.0), ("", 0.0), ("-12", 0.0)]
+)
+def test_the_reward_is_one_for_the_answer_alone(completion: str, reward: float) -> None:
+    assert exact_match("3+14-5=", completion, {"completion": "12", "prompt": "3+14-5="}) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sum", "got task 'sum', expected one of sums, reversal, brackets"),
+        ("sums(", r"got task 'sums\(', expected a name, or a name with lengths"),
+        ("sums()", "got lengths '' for task sums, expected shortest:longest"),
+        ("sums(3)", "got lengths '3' for task sums"),
+        ("sums(-2:3)", "got lengths '-2:3'"),
+        ("sums(4:2)", "got lengths 4:2 for task sums, expected a range from 2 to 256"),
+        ("sums(1:4)", "got lengths 1:4"),
+        ("brackets(2:257)", "got lengths 2:257"),
+        ("nosuch(2:4)", "got task 'nosuch'"),
+    ],
+)
+def test_a_wrong_task_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaskSpec.parse(text)
+    with pytest.raises(ConfigError, match=f"eval.tasks: {message}"):
+        load("eval.tasks=" + json.dumps([text]))
+
+
+def test_tasks_of_a_configuration() -> None:
+    assert load("eval.tasks=[sums(2:4), reversal]").eval.tasks == ["sums(2:4)", "reversal"]
+    assert TaskSpec.parse("sums(2:4)") == TaskSpec("sums", 2, 4)
+    assert TaskSpec.parse("reversal") == TaskSpec("reversal", *LENGTHS["reversal"])
+    with pytest.raises(ConfigError, match="expected each task once"):
+        load("eval.tasks=[sums(2:4), sums]")
+
+
+# ---- the commands
+
+
+def test_the_names_of_the_command_are_those_of_the_tasks() -> None:
+    assert list(NAMES) == list(LENGTHS)
+
+
+def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, held_out = tmp_path / "sums.jsonl", tmp_path / "held_out.jsonl"
+    arguments = ["task", "sums", "--count", "50", "--seed", "3", "--lengths", "2:4"]
+    assert cli.run([*arguments, "--out", str(out)]) == 0
+    assert cli.run([*arguments, "--held-out", "--out", str(held_out)]) == 0
+    spec = TaskSpec("sums", 2, 4)
+    expected = [problem(spec, 3, number, held_out=False) for number in range(50)]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+        {"prompt": each.prompt, "completion": each.answer, "task": "sums", "length": each.length} for each in expected
+    ]
+    assert all(is_held_out("sums", json.loads(line)["prompt"]) for line in held_out.read_text().splitlines())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["held_out.jsonl", "sums.jsonl"]
+    assert "50 problems" in capsys.readouterr().out
+
+
+def test_a_file_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sums.jsonl"
+    out.write_text("mine")
+    assert cli.run(["task", "sums", "--count", "5", "--out", str(out)]) == 1
+    assert f"{out} exists: expected the name of a new file" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["task", "sum", "--count", "5", "--out", "x"], 2, "'sum' is not one of 'sums', 'reversal', 'brackets'"),
+        (["task", "sums", "--count", "0", "--out", "x"], 2, "0 is not in the range x>=1"),
+        (["task", "sums", "--out", "x"], 2, "Missing option '--count'"),
+        (["task", "sums", "--count", "5", "--seed", "4294967296", "--out", "x"], 2, "is not in the range"),
+        (["task", "sums", "--count", "5", "--lengths", "2-4", "--out", "x"], 1, "got lengths '2-4' for task sums"),
+        (["task", "sums", "--count", "5", "--out", "no/x"], 1, "no is not a folder: expected one for x"),
+        (["evaluate", ".", "--tasks", ","], 2, "--tasks names no task"),
+        (["evaluate", "nowhere", "--tasks", "x"], 2, "Directory 'nowhere' does not exist"),
+    ],
+)
+def test_wrong_calls(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(arguments) == code
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluating_without_the_extra_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.run(["evaluate", str(tmp_path), "--tasks", "hellaswag"]) == 1
+    assert "lm_eval not installed; pip install 'stillhouse[lm-eval]'" in capsys.readouterr().err
+
+
+def test_the_harness_evaluates_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model prefers one digit by construction; of three examples, two call it right."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tokenizer, folder = character_tokenizer(), tmp_path / "model"
+    model = new_model(tokenizer, 32, 1, seed=0)
+    ids = torch.tensor([tokenizer("1+1=")["input_ids"]])
+    likely, unlikely = (tokenizer.decode([each]) for each in order_of_digits(model, ids, tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows = [{"q": "1+1=", "choices": [unlikely, likely], "a": right} for right in (1, 1, 0)]
+    (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tiny.yaml").write_text(
+        f"task: tiny_choice\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/tiny.jsonl}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: a\ntarget_delimiter: ''\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    command = ["evaluate", str(folder), "--task-folder", str(tmp_path), "--out", str(tmp_path / "figures.json")]
+    assert cli.run([*command, "--tasks", "nosuch"]) == 1
+    assert cli.run([*command, "--tasks", "tiny_choice"]) == 0
+    assert json.loads((tmp_path / "figures.json").read_text())["tiny_choice"]["acc,none"] == pytest.approx(2 / 3)
+
+
+def order_of_digits(model: torch.nn.Module, ids: torch.Tensor, tokenizer: object) -> tuple[int, int]:
+    """The likeliest and the least likely digit after a prompt."""
+    digits = [tokenizer(str(digit))["input_ids"][0] for digit in range(10)]  # type: ignore[operator]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits[0, -1, digits]
+    return digits[int(logits.argmax())], digits[int(logits.argmin())]
+
+
+# ---- the exact match of models
+
+
+def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None:
+    """Also if the tokenizer puts special tokens on both ends."""
+    tokenizer, spec = toy_tokenizer(adds_bos=True, adds_eos=True), TaskSpec.of("brackets")
+    problems = [problem(spec, 5, number, held_out=True) for number in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each.record("brackets")) + "\n" for each in problems))
+    documents = load_documents(str(tmp_path / "a.jsonl"), tokenizer, max_tokens=512)
+    asked: list[GenerationRequest] = []
+
+    def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
+        asked.extend(requests)
+        return [completion_of(tokenizer.eos_token_id) for _ in requests]
+
+    evaluate_tasks(generate, tokenizer, ["brackets"], 30, seed=5)
+    assert len(asked) == len(documents) == 30
+    for number, request in enumerate(asked):
+        prompt = documents.tokens(number)[~documents.targets(number)]
+        assert request.prompt_ids.tolist() == prompt.tolist()
+        assert request.prompt_ids.dtype == np.int32
+    assert [each.number for each in asked] == list(range(30))
+
+
+def completion_of(*ids: int, finish: str = "stop") -> Completion:
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    return Completion(np.array(ids, dtype=np.int32), zeros, zeros.astype(np.int32), finish)  # type: ignore[arg-type]
+
+
+def test_figures_by_task_and_length() -> None:
+    """Right answers for even numbers alone, and the other completions are cut."""
+    tokenizer = character_tokenizer()
+    tasks = {"sums": TaskSpec("sums", 2, 4), "reversal": TaskSpec("reversal", 2, 3)}
+
+    def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
+        written = []
+        for number, request in enumerate(requests):
+            name = "sums" if number < 12 else "reversal"
+            right = tokenizer(answer(name, tokenizer.decode(request.prompt_ids.tolist())))["input_ids"]
+            if number % 2:
+                written.append(completion_of(*right, right[0], finish="length"))
+            else:
+                written.append(completion_of(*right, tokenizer.eos_token_id))
+        return written
+
+    found = evaluate_tasks(generate, tokenizer, ["sums(2:4)", "reversal(2:3)"], 12, seed=0)
+    assert tasks["sums"].longest == 4
+    assert found == {
+        "eval/exact_match/sums": 0.5,
+        "eval/exact_match/sums/length_2": 0.5,
+        "eval/exact_match/sums/length_3": 0.5,
+        "eval/exact_match/sums/length_4": 0.5,
+        "eval/exact_match/reversal": 0.5,
+        "eval/exact_match/reversal/length_2": 1.0,
+        "eval/exact_match/reversal/length_3": 0.0,
+        "eval/tasks_truncated": 0.5,
+    }
+    assert evaluate_tasks(generate, tokenizer, [], 12, seed=0) == {}
+
+
+def test_a_model_that_has_memorised_the_held_out_problems_solves_them_all() -> None:
+    """And none before it has, so that the figure is the model's and not the task's."""
+    tokenizer, spec = character_tokenizer(), TaskSpec("reversal", 2, 4)
+    model = new_model(tokenizer, 64, 2, seed=0)
+    greedy = Greedy(model.eval(), 8)
+    before = evaluate_tasks(greedy, tokenizer, ["reversal(2:4)"], 12, seed=3)
+    ids_BS, labels_BS = batch_of(tokenizer, [problem(spec, 3, number, held_out=True) for number in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        logits = model(input_ids=ids_BS[:, :-1]).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_BS[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = evaluate_tasks(greedy, tokenizer, ["reversal(2:4)"], 12, seed=3)
+    assert (before["eval/exact_match/reversal"], after["eval/exact_match/reversal"]) == (0.0, 1.0)
+    assert after["eval/tasks_truncated"] == 0.0

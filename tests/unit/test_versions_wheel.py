@@ -1,0 +1,90 @@
+"""The wheel, in an environment without the checkout: it has all data files and nothing else, and its commands run.
+
+The environment sees the libraries of the development environment through a .pth file, but not the editable package.
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from kit.runs import write_run
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built without isolation, because an isolated build would install hatchling from the network."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_has_the_package_and_its_data_and_nothing_else(wheel: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "stillhouse"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = set(listed.stdout.split())
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert tracked <= names, f"not in the wheel: {sorted(tracked - names)}"
+    assert names <= tracked | untracked(), f"only in the wheel: {sorted(names - tracked)}"
+    assert {"stillhouse/py.typed", "stillhouse/report/assets/report.js"} <= names
+    assert "stillhouse/demo/teacher/model.safetensors" in names
+
+
+def untracked() -> set[str]:
+    """Files of the package that are new in the checkout and that git does not ignore."""
+    command = ["git", "ls-files", "--others", "--exclude-standard", "stillhouse"]
+    return set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs of an environment into which the wheel was installed."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    libraries = folder / "libraries"
+    libraries.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if entry.suffix != ".pth" and "stillhouse" not in entry.name:
+            (libraries / entry.name).symlink_to(entry)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (packages / "libraries.pth").write_text(f"{libraries}\n", encoding="utf-8")
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--disable-pip-version-check", str(wheel)], check=True)
+    return folder / "bin"
+
+
+def ran(installed: Path, folder: Path, *command: str) -> str:
+    """Run a program of the environment outside of the checkout; return its standard output."""
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [installed / command[0], *command[1:]],
+        cwd=folder,
+        env=outside | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_its_commands_run_without_the_checkout(installed: Path, tmp_path: Path) -> None:
+    location = ran(installed, tmp_path, "python", "-c", "import stillhouse; print(stillhouse.__file__)")
+    assert Path(location.strip()).is_relative_to(installed.parent)
+    assert ran(installed, tmp_path, "stillhouse", "--version").startswith("stillhouse ")
+    write_run(tmp_path)
+    run = str(tmp_path / "run.yaml")
+    assert "gradient norm" in ran(installed, tmp_path, "stillhouse", "check", run)
+    ran(installed, tmp_path, "stillhouse", "distill", run)
+    ran(installed, tmp_path, "stillhouse", "report", str(tmp_path / "out"))
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "uPlot" in page
+    teacher = "from stillhouse.tools.demo.student import TEACHER; print((TEACHER / 'model.safetensors').exists())"
+    assert ran(installed, tmp_path, "python", "-c", teacher) == "True\n"
