@@ -116,7 +116,8 @@ def save_two_plans(folder: str) -> None:
 
 def two_plans(folder: Path, **environment: str) -> tuple[list[dict[str, Tensor]], str]:
     """Run `save_two_plans` in a new process; return its gradients and its stderr."""
-    variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}"} | environment
+    paths = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    variables = os.environ | paths | environment
     code = f"import test_objective_compiling as here; here.save_two_plans({str(folder)!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], env=variables, cwd=HERE.parent, capture_output=True, text=True
