@@ -121,7 +121,8 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
     """Run one step in which the ranks exchange shapes, one to count traffic, and some to measure memory."""
     before = live_bytes()
     single_process = case.layout.degrees.processes == 1
-    runner = build_runner(case.layout, None if single_process else mesh, *model_sources(case))
+    mesh = Mesh(case.layout.degrees, CPU, of_one_process=True) if single_process else mesh
+    runner = build_runner(case.layout, mesh, *model_sources(case))
     for student in runner.students():
         student.train()
         if case.recomputed:
@@ -229,7 +230,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self, runner: Runner, mesh: Mesh):
         super().__init__()
         self.sent: Counter[str] = Counter()
-        self._axes = {mesh.everyone.group_name: "everyone"}
+        self._axes = {mesh.ranks.group.group_name: "everyone"}
         for grid in (mesh.tokens, mesh.weights):
             self._axes |= {grid.get_group(axis).group_name: axis for axis in grid.mesh_dim_names or ()}
         self._inside: list[str] = []

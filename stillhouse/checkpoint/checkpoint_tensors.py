@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stillhouse.checkpoint.export_weights import WEIGHT
 from stillhouse.engine.optimizer import empty_state, state_tensors
-from stillhouse.output.files import gather_from_ranks
 from stillhouse.parallel import Runner
 from stillhouse.parallel.gradients import copies, local
 from stillhouse.signals import WeightAverage
@@ -82,7 +81,7 @@ def _moments(runner: Runner, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 def parameters_without_moments(runner: Runner, optimizer: torch.optim.Optimizer) -> list[str]:
     """The parameters of all ranks that never had a gradient, so that the optimizer has no state for them."""
     own = [name for name, parameter in _trained_parameters(runner).items() if parameter not in optimizer.state]
-    return sorted({name for each in gather_from_ranks(own, runner.mesh) for name in each})
+    return sorted({name for each in runner.ranks.gather(own) for name in each})
 
 
 def random_states(runner: Runner) -> dict[str, Tensor]:
@@ -91,9 +90,9 @@ def random_states(runner: Runner) -> dict[str, Tensor]:
     All tensor ranks of a group load the state of the first one: dropout must drop the same elements of the hidden
     states that they all hold.
     """
-    mesh = runner.mesh
-    own = "" if mesh is None else f".{mesh.everyone.rank() - mesh.coordinate('tensor')}"
-    device = _device(runner)
+    ranks = runner.ranks
+    own = "" if ranks.size == 1 else f".{ranks.rank - runner.mesh.coordinate('tensor')}"
+    device = runner.device
     states = {f"{RANDOM}cpu{own}": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"{RANDOM}cuda{own}"] = torch.cuda.get_rng_state(device)
@@ -127,14 +126,14 @@ def restore(
         if name.startswith(f"{RANDOM}cpu"):
             torch.set_rng_state(tensors[name])
         else:
-            torch.cuda.set_rng_state(tensors[name], _device(runner))
+            torch.cuda.set_rng_state(tensors[name], runner.device)
 
 
 def bytes_to_write(tensors: Mapping[str, Any], runner: Runner) -> int:
     """The size of a checkpoint: all tensors, and the student's weights a second time for the folder `student`."""
     weights = {name: each for name, each in tensors.items() if name.startswith(WEIGHT)}
     own = sum(_share_of(each, runner) * each.element_size() for held in (tensors, weights) for each in held.values())
-    return round(sum(gather_from_ranks(own, runner.mesh)))
+    return round(sum(runner.ranks.gather(own)))
 
 
 def element_count(tensors: Mapping[str, Any], runner: Runner) -> int:
@@ -145,7 +144,7 @@ def element_count(tensors: Mapping[str, Any], runner: Runner) -> int:
         shared = runner.students()[0].embedding_name
         moments = {name for name in names if name.startswith(f"{_MOMENT}{shared}.")}
         names -= {f"{WEIGHT}{shared}", f"{_AVERAGE}{shared}"} | moments
-    return round(sum(gather_from_ranks(sum(_share_of(tensors[name], runner) for name in names), runner.mesh)))
+    return round(sum(runner.ranks.gather(sum(_share_of(tensors[name], runner) for name in names))))
 
 
 def require_fit(
@@ -185,8 +184,3 @@ def _share_of(tensor: Any, runner: Runner) -> float:
     """The number of a tensor's elements on this rank, divided by the number of ranks that hold the same elements."""
     degrees = runner.layout.degrees
     return local(tensor).numel() / copies(tensor, degrees.processes // degrees.pipeline)
-
-
-def _device(runner: Runner) -> torch.device:
-    """The device on which the run computes; the weights may be offloaded to host memory."""
-    return next(runner.students()[0].parameters()).device if runner.mesh is None else runner.mesh.device

@@ -44,7 +44,7 @@ def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> 
     (student, *_) = runner.students()
     if student.lora is not None:
         save_lora(student, _stored_lora(resume), folder)
-    elif runner.mesh is None:
+    elif runner.ranks.size == 1:
         student.save_pretrained(folder)
     else:
         save_from_checkpoint(folder, student, resume)

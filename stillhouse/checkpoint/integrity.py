@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from stillhouse.output.files import (
     file_names,
-    gather_from_ranks,
     hashes,
-    share,
 )
 from stillhouse.output.progress import (
     STATE,
@@ -26,7 +24,7 @@ from stillhouse.output.progress import (
     State,
     read_state,
 )
-from stillhouse.parallel import Mesh, local_processes, local_rank
+from stillhouse.parallel import ONE_PROCESS, Ranks, local_processes, local_rank
 
 #: the subfolder of a checkpoint that contains the weights and the optimizer's state
 RESUME = "resume"
@@ -46,7 +44,7 @@ class IntactCheckpoint:
     state: State
 
 
-def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole: bool = False) -> IntactCheckpoint:
+def verified(path: Path, ranks: Ranks = ONE_PROCESS, *, shared: bool = True, whole: bool = False) -> IntactCheckpoint:
     """Read and hash a checkpoint. Each rank reads its share of the files; all ranks return, or all raise.
 
     shared: all ranks see the same folder; if not, each machine reads all of its files.
@@ -54,34 +52,28 @@ def verified(path: Path, mesh: Mesh | None = None, *, shared: bool = True, whole
 
     Raises DamagedCheckpointError for damage, and ValueError if a rank cannot read the files, which may be intact.
     """
-    state = _on_all_ranks(lambda: read_state(path), mesh)
-    if len(set(gather_from_ranks(json.dumps(asdict(state), sort_keys=True), mesh))) > 1:
+    state = _on_all_ranks(lambda: read_state(path), ranks)
+    if len(set(ranks.gather(json.dumps(asdict(state), sort_keys=True)))) > 1:
         raise DamagedCheckpointError(f"{path} is not the same for all ranks: they read different files {STATE}")
-    _on_all_ranks(lambda: _require_files(path, state, mesh, shared, ("",) if whole else _READ_TO_RESUME), mesh)
-    _on_all_ranks(lambda: require_covered(path, stored_tensors(path / RESUME)), mesh)
+    _on_all_ranks(lambda: _require_files(path, state, ranks, shared, ("",) if whole else _READ_TO_RESUME), ranks)
+    _on_all_ranks(lambda: require_covered(path, stored_tensors(path / RESUME)), ranks)
     return IntactCheckpoint(path, state)
 
 
-def _on_all_ranks(read: Callable[[], Found], mesh: Mesh | None) -> Found:
+def _on_all_ranks(read: Callable[[], Found], ranks: Ranks) -> Found:
     """Call `read` on all ranks; returns its result on this rank. If it raises on one rank, all ranks raise its error.
 
     Raises DamagedCheckpointError for damage, ValueError if a rank cannot read the files, which may be intact.
     """
-    found, damage, unreadable = None, "", ""
-    try:
-        found = read()
-    except DamagedCheckpointError as error:
-        damage = str(error)
-    except OSError as error:
-        unreadable = f"a checkpoint cannot be read: {error}"
-    findings = gather_from_ranks([damage, unreadable], mesh)
-    for kind, texts in zip((DamagedCheckpointError, ValueError), zip(*findings, strict=True), strict=True):
-        if problem := next(filter(None, texts), None):
-            raise kind(problem)
-    return cast(Found, found)
+    with ranks.all_raise(DamagedCheckpointError, ValueError):
+        try:
+            content = read()
+        except OSError as error:
+            raise ValueError(f"a checkpoint cannot be read: {error}") from error
+    return content
 
 
-def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, prefixes: tuple[str, ...]) -> None:
+def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixes: tuple[str, ...]) -> None:
     """Check the files whose names begin like this against the hashes in state.json. This rank hashes its share.
 
     Raises DamagedCheckpointError for a file that is lost or changed, and for a safetensors file that the state does
@@ -93,7 +85,7 @@ def _require_files(path: Path, state: State, mesh: Mesh | None, shared: bool, pr
     foreign = (name for name in there - expected.keys() if name.endswith(".safetensors"))
     damage += [f"{name} does not belong to it" for name in foreign]
     names = sorted(expected)
-    own = share(names, mesh) if shared else names[local_rank() :: local_processes()]
+    own = ranks.share(names) if shared else names[local_rank() :: local_processes()]
     found = hashes(path, [name for name in own if name in there])
     damage += [
         f"{name} is not what was written (its hash differs)" for name in found if found[name] != expected[name]

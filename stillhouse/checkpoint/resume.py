@@ -11,7 +11,6 @@ from stillhouse.checkpoint.identity import configuration_hash, decisive_values
 from stillhouse.checkpoint.integrity import IntactCheckpoint, verified
 from stillhouse.config import ConfigError, RunConfig, load_config
 from stillhouse.display import first_line
-from stillhouse.output.files import gather_from_ranks
 from stillhouse.output.folder import RunFolder, is_leftover
 from stillhouse.output.progress import (
     STATE,
@@ -53,12 +52,12 @@ def open_checkpoint(session: Session, folder: RunFolder, paths: Sequence[Path]) 
     If `checkpoint.fallback` is false, a damaged checkpoint raises ValueError. So does a checkpoint that was written
     with other data or models.
     """
-    config, mesh = session.config, session.runner.mesh
-    paths = [Path(name) for name in gather_from_ranks([str(path) for path in paths], mesh)[0]]
+    config, ranks = session.config, session.ranks
+    paths = [Path(name) for name in ranks.from_first([str(path) for path in paths])]
     damaged: dict[Path, DamagedCheckpointError] = {}
     for number, path in enumerate(paths, start=1):
         try:
-            checkpoint = verified(path, mesh, shared=folder.owns(path))
+            checkpoint = verified(path, ranks, shared=folder.owns(path))
         except DamagedCheckpointError as error:
             older = paths[number] if number < len(paths) else None
             if older is None or not config.checkpoint.fallback:

@@ -39,10 +39,8 @@ from stillhouse.checkpoint.queue_file import write_queue
 from stillhouse.generation import QueueState
 from stillhouse.output.files import (
     file_names,
-    gather_from_ranks,
     hashes,
     require_space,
-    share,
     written_together,
 )
 from stillhouse.output.progress import (
@@ -51,7 +49,7 @@ from stillhouse.output.progress import (
     folder_name,
     write_state,
 )
-from stillhouse.parallel import Mesh, Runner, is_first
+from stillhouse.parallel import Ranks, Runner
 from stillhouse.parallel.gradients import local
 from stillhouse.signals import WeightAverage
 
@@ -71,25 +69,25 @@ def save_checkpoint(
     Raises ValueError, before anything is written, if a weight or the optimizer's state is not finite, or if the disk
     has too little space.
     """
-    final, mesh = folder / folder_name(progress.step), runner.mesh
+    final, ranks = folder / folder_name(progress.step), runner.ranks
     tensors = checkpoint_tensors(runner, optimizer, average)
     _require_finite(progress.step, tensors, runner)
     needed_bytes = bytes_to_write(tensors, runner)
-    require_space(folder, needed_bytes, mesh)
-    with written_together(final, mesh, needed_bytes) as partial:
-        _save_tensors(partial / RESUME, tensors, mesh)
-        _require_complete(final, partial / RESUME, element_count(tensors, runner), mesh)
-        if is_first():
+    require_space(folder, needed_bytes, ranks)
+    with written_together(final, ranks, needed_bytes) as partial:
+        _save_tensors(partial / RESUME, tensors, ranks)
+        _require_complete(final, partial / RESUME, element_count(tensors, runner), ranks)
+        if ranks.is_first:
             save_student(partial / "student", runner, tokenizer, partial / RESUME)
             if queue is not None:
                 write_queue(partial, queue)
-        names = gather_from_ranks(file_names(partial) if is_first() else [], mesh)[0]
-        shares = gather_from_ranks(hashes(partial, share(names, mesh)), mesh)
+        names = ranks.from_first(file_names(partial) if ranks.is_first else [])
+        shares = ranks.gather(hashes(partial, ranks.share(names)))
         files = {name: each for own in shares for name, each in own.items()}
         if not all(files.values()):
             raise ValueError(_scattered(final))
         without_moments = parameters_without_moments(runner, optimizer)
-        if is_first():
+        if ranks.is_first:
             write_state(partial, State(progress, files, without_moments))
     return final
 
@@ -118,19 +116,19 @@ def load_checkpoint(
     return state.progress
 
 
-def _save_tensors(folder: Path, tensors: dict[str, Any], mesh: Mesh | None) -> None:
+def _save_tensors(folder: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    if mesh is None:
+    if ranks.group is None:
         with one_process():
             dcp.save(tensors, storage_writer=writer, no_dist=True)
     else:
-        dcp.save(tensors, storage_writer=writer, process_group=mesh.everyone)
+        dcp.save(tensors, storage_writer=writer, process_group=ranks.group)
 
 
 def _require_finite(step: int, tensors: Mapping[str, Any], runner: Runner) -> None:
     """Raise ValueError on all ranks, naming the first tensor that is not finite: no run could continue from it."""
     bad = [name for name, each in tensors.items() if each.is_floating_point() and not local(each).isfinite().all()]
-    bad = sorted({name for each in gather_from_ranks(bad, runner.mesh) for name in each})
+    bad = sorted({name for each in runner.ranks.gather(bad) for name in each})
     if bad:
         more = f" and {len(bad) - 1} more are" if len(bad) > 1 else " is"
         raise ValueError(
@@ -140,15 +138,15 @@ def _require_finite(step: int, tensors: Mapping[str, Any], runner: Runner) -> No
         )
 
 
-def _require_complete(final: Path, resume: Path, elements: int, mesh: Mesh | None) -> None:
+def _require_complete(final: Path, resume: Path, elements: int, ranks: Ranks) -> None:
     """Raise ValueError on all ranks unless the folder that rank 0 will rename contains the files of all ranks.
 
     A rank that no longer sees the shared folder (because a file system was unmounted) writes its file elsewhere.
     elements: the number of elements that all ranks have written.
     """
-    stored = stored_tensors(resume) if is_first() else {}
+    stored = stored_tensors(resume) if ranks.is_first else {}
     chunks = [chunk for name, each in stored.items() if not name.startswith(RANDOM) for chunk in each.chunks]
-    found = gather_from_ranks(sum(math.prod(chunk.sizes) for chunk in chunks), mesh)[0]
+    found = ranks.from_first(sum(math.prod(chunk.sizes) for chunk in chunks))
     if found != elements:
         raise ValueError(f"{_scattered(final)} (it contained {found:,} of {elements:,} elements)")
 

@@ -35,7 +35,7 @@ from stillhouse.objective.divergence import forward_kl, total_variation
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.signals import SparseSignal
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import Computation, NamedSignals, NextTokens, PairSignal, Runner, gathered, watchdog
+from stillhouse.parallel import Computation, NamedSignals, NextTokens, PairSignal, Runner, watchdog
 from stillhouse.signals.weight_average import WeightAverage
 
 #: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
@@ -276,7 +276,7 @@ class Engine:
         if runner.is_counted:
             own |= {} if routers is None else routers.total()
             own |= {} if hidden is None else hidden.total()
-        sums = add_up(gathered(own, None if runner.mesh is None else runner.mesh.everyone, self.device))
+        sums = add_up(runner.ranks.gather(own))
         if ROUTER_LOSS in sums:
             sums["loss"] += self.router_aux_loss * sums[ROUTER_LOSS] / max(1.0, sums["tokens"])
         for pair in self.hidden if hidden is not None else ():

@@ -10,7 +10,6 @@ import numpy as np
 from stillhouse.generation.generate import Generator
 from stillhouse.generation.sample import Completion, GenerationRequest
 from stillhouse.generation.student_copy import StudentCopy
-from stillhouse.parallel import gathered
 
 
 class InProcessEngine:
@@ -47,17 +46,17 @@ class InProcessEngine:
 
     def _shared(self, requests: Sequence[GenerationRequest], copy: StudentCopy) -> list[Completion]:
         self._generator.check(requests)
-        group = copy.mesh.everyone
-        batches = self._generator.batches(requests, least=group.size())
+        ranks = copy.mesh.ranks
+        batches = self._generator.batches(requests, least=ranks.size)
         own: dict[str, Any] = {"error": None, "completions": []}
         try:
-            for batch in batches[group.rank() :: group.size()]:
+            for batch in ranks.share(batches):
                 completions = self._generator.batch([requests[at] for at in batch], self._version)
                 own["completions"] += [[at, *_as_json(each)] for at, each in zip(batch, completions, strict=True)]
         except ValueError as error:  # the other ranks wait for this one: all of them raise it
             own["error"] = str(error)
         found: dict[int, Completion] = {}
-        for each in gathered(own, group, copy.mesh.device):
+        for each in ranks.gather(own):
             if each["error"] is not None:
                 raise ValueError(each["error"])
             found |= {at: _from_json(values, self._version) for at, *values in each["completions"]}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.models import Decoder, ProofError, prove_decoder
-from stillhouse.parallel import Runner, gathered, gathered_tensor, raised_on_all
+from stillhouse.parallel import Runner, gathered_tensor
 from stillhouse.parallel.loading import allocate
 
 
@@ -24,7 +24,6 @@ class StudentCopy:
     """
 
     def __init__(self, runner: Runner, build: Callable[[], Decoder]):
-        assert runner.mesh is not None, "a runner of one process has the whole student itself"
         self.runner, self.mesh = runner, runner.mesh
         self.decoder = build()
         if next(self.decoder.parameters()).is_meta:
@@ -34,11 +33,11 @@ class StudentCopy:
             name for student in runner.students() for name, each in student.named_parameters() if each.requires_grad
         }
         self._owners = self._find_owners()
-        everyone = gathered(sorted(trained), self.mesh.everyone, self.mesh.device)
+        everyone = self.mesh.ranks.gather(sorted(trained))
         self._trained = {name for names in everyone for name in names}
         self.decoder.requires_grad_(False)
         self._copy(self._owners)
-        with raised_on_all(ProofError, self.mesh.everyone, self.mesh.device):
+        with self.mesh.ranks.all_raise(ProofError):
             prove_decoder(self.decoder)
 
     def refresh(self) -> None:
@@ -71,7 +70,7 @@ class StudentCopy:
         """For each tensor of the copy, the first coordinate on the pipeline axis that holds it."""
         own = self.mesh.weights.get_local_rank("pipeline"), sorted(self._held())
         owners: dict[str, int] = {}
-        for coordinate, names in sorted(gathered(own, self.mesh.everyone, self.mesh.device)):
+        for coordinate, names in sorted(self.mesh.ranks.gather(own)):
             for name in names:
                 owners.setdefault(name, coordinate)
         wanted = list(self.decoder.state_dict())

@@ -33,7 +33,7 @@ from stillhouse.generation.published import MANIFEST, VERSION_PREFIX, Manifest
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, save_lora
 from stillhouse.models.loading import auto_class
-from stillhouse.parallel import Runner, gathered, gathered_tensor
+from stillhouse.parallel import Runner, gathered_tensor
 from stillhouse.parallel.loading import checkpoint_names
 
 #: the largest size of one file, unless a single tensor is larger; so much host memory a rank needs to publish, and
@@ -71,7 +71,7 @@ def publish(
     final = version_folder(folder, version)
     partial = final.with_name(final.name + _PARTIAL)
     with _written_on_all_ranks(runner):
-        if _is_first(runner):
+        if runner.ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     (student, *_) = runner.students()
@@ -80,7 +80,7 @@ def publish(
         write = _write_model if kind == "model" else _write_adapter
         write(partial, runner, bucket_bytes)
     with _written_on_all_ranks(runner):
-        if _is_first(runner):
+        if runner.ranks.is_first:
             if tokenizer is not None:
                 save_tokenizer(tokenizer, partial)
             _write_manifest(partial, version, run, kind)
@@ -104,8 +104,8 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     buckets = list(
         split_torch_state_dict_into_shards(shapes, max_shard_size=bucket_bytes).filename_to_tensors.values()
     )
-    counts = _gathered(len(buckets) if _collects(runner) else 0, runner)
-    rank = 0 if runner.mesh is None else runner.mesh.everyone.rank()
+    counts = runner.ranks.gather(len(buckets) if _collects(runner) else 0)
+    rank = runner.ranks.rank
     before, total = sum(counts[:rank]), sum(counts)
     written: dict[str, str] = {}
     with _written_on_all_ranks(runner) as failed:
@@ -123,9 +123,9 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
                 except _WRITE_ERRORS as error:
                     failed.append(error)
                 written |= dict.fromkeys(tensors, file)
-    files = {name: file for own in _gathered(written, runner) for name, file in own.items()}
+    files = {name: file for own in runner.ranks.gather(written) for name, file in own.items()}
     with _written_on_all_ranks(runner):
-        if _is_first(runner):
+        if runner.ranks.is_first:
             _write_configuration(partial, runner, whole)
             _write_index(partial, files, whole.pretrained)
             _require_all(partial, files, whole.pretrained, names)
@@ -137,13 +137,13 @@ def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
         name: each for student in runner.students() for name, each in student.state_dict().items() if is_lora(name)
     }
     own = {name: _gather(each, runner) for name, each in held.items()}
-    number = -1 if not _collects(runner) else 0 if runner.mesh is None else runner.mesh.everyone.rank()
+    number = runner.ranks.rank if _collects(runner) else -1
     with _written_on_all_ranks(runner):
         if number >= 0:
             save_file(own, partial / f"part-{number}")
-    numbers = [each for each in _gathered(number, runner) if each >= 0]
+    numbers = [each for each in runner.ranks.gather(number) if each >= 0]
     with _written_on_all_ranks(runner):
-        if _is_first(runner):
+        if runner.ranks.is_first:
             parts = [partial / f"part-{each}" for each in numbers]
             save_lora(runner.students()[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
             for part in parts:
@@ -153,7 +153,7 @@ def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
 def _whole(runner: Runner) -> Decoder:
     """The whole student, for names and shapes: without memory under a layout, where no rank has it."""
     (part, *_) = runner.students()
-    if runner.mesh is None:
+    if runner.ranks.size == 1:
         return part
     with torch.device("meta"):
         model = auto_class(part.config).from_config(part.config, trust_remote_code=False)
@@ -172,20 +172,16 @@ def _held(runner: Runner, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 def _gather(tensor: Tensor, runner: Runner) -> Tensor:
     """A whole tensor in host memory: a collective of the ranks that hold its shards."""
-    tensor = gathered_tensor(tensor, runner.device) if runner.mesh is not None else tensor
+    tensor = gathered_tensor(tensor, runner.device)
     return tensor.detach().cpu().contiguous() if _collects(runner) else tensor
 
 
 def _collects(runner: Runner) -> bool:
     """Whether this rank writes its pipeline stage's tensors: one rank of those that hold a copy or shard of them."""
-    if runner.mesh is None:
+    if runner.ranks.size == 1:
         return True
     coordinate = runner.mesh.weights.get_coordinate()
     return coordinate is not None and not any(coordinate[1:])
-
-
-def _is_first(runner: Runner) -> bool:
-    return runner.mesh is None or runner.mesh.everyone.rank() == 0
 
 
 def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -262,10 +258,6 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _gathered(value: Any, runner: Runner) -> list[Any]:
-    return [value] if runner.mesh is None else gathered(value, runner.mesh.everyone, runner.mesh.device)
-
-
 @contextmanager
 def _written_on_all_ranks(runner: Runner) -> Iterator[list[Exception]]:
     """All ranks leave the block together. If one of them could not write, all raise its OSError, or its ValueError:
@@ -280,7 +272,7 @@ def _written_on_all_ranks(runner: Runner) -> Iterator[list[Exception]]:
         [isinstance(each, ValueError), getattr(each, "errno", None), getattr(each, "strerror", None) or str(each)]
         for each in failed[:1]
     ]
-    for is_wrong, number, text in [each for rank in _gathered(own, runner) for each in rank][:1]:
+    for is_wrong, number, text in [each for rank in runner.ranks.gather(own) for each in rank][:1]:
         if is_wrong:
             raise ValueError(text)
         raise OSError(text) if number is None else OSError(number, text)

@@ -18,8 +18,6 @@ from stillhouse.data.templates import CompletionTemplate
 from stillhouse.generation import GenerationRequest
 from stillhouse.generation.hooks import finite_number, shown
 from stillhouse.generation.in_process import InProcessEngine
-from stillhouse.output.files import gather_from_ranks
-from stillhouse.parallel import is_first
 from stillhouse.preemption import OverdueError
 from stillhouse.run.session import Session
 from stillhouse.run.user_functions import CALLBACKS, function_of
@@ -53,26 +51,18 @@ class Callbacks:
         callback raises an error or returns something else than names with finite numbers, and SignalsLostError if it
         does not return after a signal.
         """
-        found: dict[str, float] = {}
-        problem, is_overdue = "", False
-        if is_first():
-            context = EvaluationContext(step, self._folder, self._session.tokenizer, self._generate)
-            for path in self._session.config.eval.callbacks:
-                try:
-                    function = function_of(CALLBACKS, path)
-                    found |= checked_metrics(function, function(context), {*known, *found})
-                except ValueError as error:
-                    problem = str(error)
-                    break
-                except OverdueError as error:
-                    problem, is_overdue = str(error), True
-                    break
-        found, problem, is_overdue = gather_from_ranks([found, problem, is_overdue], self._session.runner.mesh)[0]
-        if is_overdue:
-            raise SignalsLostError(problem)
-        if problem:
-            raise ValueError(problem)
-        return found
+        try:
+            return self._session.ranks.on_first(lambda: self._metrics(step, known), ValueError, OverdueError)
+        except OverdueError as error:
+            raise SignalsLostError(str(error)) from error
+
+    def _metrics(self, step: int, known: Mapping[str, float]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        context = EvaluationContext(step, self._folder, self._session.tokenizer, self._generate)
+        for path in self._session.config.eval.callbacks:
+            function = function_of(CALLBACKS, path)
+            metrics |= checked_metrics(function, function(context), {*known, *metrics})
+        return metrics
 
     def _generate(self, texts: Sequence[str]) -> list[str]:
         tokenizer = self._session.tokenizer

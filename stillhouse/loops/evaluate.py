@@ -108,8 +108,8 @@ def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[Mic
     """These held-out sequences as micro-batches with their signals. A part has one for each data rank and stage."""
     sequences = session.evaluation
     assert sequences is not None
-    mesh, stages = session.runner.mesh, session.runner.layout.stages
-    together = 1 if mesh is None else mesh.degrees.data * stages
+    layout = session.runner.layout
+    together = layout.degrees.data * layout.stages
     budget = session.config.eval.micro_batch_tokens or session.config.train.micro_batch_tokens
     rows = max(1, budget // session.config.data.max_tokens)
     micro_batches = [numbers[start : start + rows] for start in range(0, len(numbers), rows)]

@@ -14,7 +14,6 @@ import torch
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.engine.engine import StepOutput
 from stillhouse.objective import ObjectiveOutput
-from stillhouse.output.files import gather_from_ranks
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches, is_first
 from stillhouse.parallel.gradients import local
@@ -69,7 +68,7 @@ def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Seque
         for name, value_T in output.per_token.items():
             own.setdefault(name, []).extend(micro_batch.document_T[~value_T.isfinite()].tolist())
     found: dict[str, set[int]] = {}
-    for each in gather_from_ranks(own, session.runner.mesh):
+    for each in session.ranks.gather(own):
         for name, documents in each.items():
             found.setdefault(name, set()).update(documents)
     assert isinstance(micro_batches.whole, PackedMicroBatches)
@@ -87,7 +86,7 @@ def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
             for name, parameter in session.runner.named_parameters()
             if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
         ]
-        bad = list(dict.fromkeys(name for names in gather_from_ranks(own, session.runner.mesh) for name in names))
+        bad = list(dict.fromkeys(name for names in session.ranks.gather(own) for name in names))
         if bad:
             where = _sources(session, packed.sequences, packed.documents(rows))
             findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")

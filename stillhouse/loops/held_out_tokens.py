@@ -30,7 +30,6 @@ from stillhouse.objective.head import Projection, common_vocabulary, operand_dty
 from stillhouse.objective.keys import unique_names
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.objective.vocab import AsyncAllGather
-from stillhouse.output.files import gather_from_ranks
 from stillhouse.run.session import Session
 
 DOCUMENTS = 4
@@ -70,7 +69,7 @@ def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
     context = partial(_shown_rows, chosen, _without_rollouts(session.spec))
     found = session.engine.process(_entries, context, micro_batches, signals)
     own = [entry for entries in found for entry in entries]
-    all_ranks = gather_from_ranks(own, session.runner.mesh)
+    all_ranks = session.ranks.gather(own)
     entries = {(document, position): entry for each in all_ranks for document, position, *entry in each}
     documents = [_document(session, sequences.documents, document, entries) for document in chosen]
     return {"step": step, "documents": documents}

@@ -9,7 +9,6 @@ import numpy as np
 from stillhouse.engine.engine import StepOutput
 from stillhouse.generation import POLICY_VERSION, Sample, staleness
 from stillhouse.generation.advantages import mean_and_deviation
-from stillhouse.output.files import gather_from_ranks
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.parallel import ShardedMicroBatches, log_rank0
 from stillhouse.run.session import Session
@@ -87,7 +86,7 @@ class RolloutMetrics:
             is_fresh_T = (micro_batch.per_token[POLICY_VERSION] == step) & (micro_batch.weights_T > 0)
             largest = float(np.max([largest, *ratio_T.tolist()]))
             total, count = total + float(ratio_T[is_fresh_T].sum()), count + int(is_fresh_T.sum())
-        found = np.array(gather_from_ranks([largest, total, count], self.session.runner.mesh))
+        found = np.array(self.session.ranks.gather([largest, total, count]))
         metrics = {
             "rollout/log_ratio": output.sums["log_ratio"] / (output.sums["sampled"] or 1.0),
             "rollout/log_ratio_max": float(found[:, 0].max()),  # a NaN stays one, unlike with max()

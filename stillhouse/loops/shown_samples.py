@@ -6,7 +6,6 @@ import torch
 
 from stillhouse.engine.engine import StepOutput
 from stillhouse.generation import Sample
-from stillhouse.output.files import gather_from_ranks
 from stillhouse.output.rollout_log import SAMPLES, SampleToken
 from stillhouse.output.rollout_log import Sample as ShownSample
 from stillhouse.parallel import ShardedMicroBatches
@@ -44,7 +43,7 @@ def _divergences(
         documents = micro_batch.document_T[rows].tolist()
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
         own += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
-    everyone = gather_from_ranks(own, session.runner.mesh)
+    everyone = session.ranks.gather(own)
     return {(document, position): value for each in everyone for document, position, value in each}
 
 

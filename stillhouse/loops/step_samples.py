@@ -39,7 +39,7 @@ from stillhouse.loops.weights_probe import (
 from stillhouse.output.files import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
-from stillhouse.parallel import ShardedMicroBatches, from_first, is_first, watchdog
+from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog
 from stillhouse.preemption import OverdueError, requested
 from stillhouse.run.rollout_engine import open_engine
 from stillhouse.run.session import Session
@@ -68,7 +68,7 @@ class Rollouts:
         assert session.config.rollout is not None
         assert session.plan is not None
         self.session, self.config = session, session.config.rollout
-        self.group = None if session.runner.mesh is None else session.runner.mesh.everyone
+        self.ranks = session.ranks
         self.queue: RolloutQueue | None = None
         #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
         self.run, self.weights = "", folder.path / "weights"
@@ -79,7 +79,7 @@ class Rollouts:
         steps, prompts = session.step_schedule.steps, session.train.documents
         if is_first():
             assert self.engine is not None
-            engine = self.engine if self.config.urls or self.group is None else _Leading(self.engine, self._tell)
+            engine = self.engine if self.config.urls or self.ranks.size == 1 else _Leading(self.engine, self._tell)
             self.queue = make_queue(self.config, engine, prompts, session.plan, session.tokenizer, steps)
 
     def require_same_writer(self, folder: RunFolder) -> None:
@@ -185,7 +185,7 @@ class Rollouts:
             engine.proved(urls[0], most)
 
     def _tell(self, message: Any) -> Any:
-        return from_first(message, self.group, self.session.device)
+        return self.ranks.from_first(message)
 
     def _on_first(self, action: Callable[[], T]) -> T:
         """The result of an action on rank 0, on all ranks. It must be something that JSON can hold.

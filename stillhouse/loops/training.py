@@ -33,7 +33,6 @@ from stillhouse.loops.callbacks import Callbacks
 from stillhouse.loops.evaluate import evaluate, means
 from stillhouse.loops.finite import stop_unless_finite
 from stillhouse.loops.sampled_completions import EvalSamples, eval_samples
-from stillhouse.loops.stopping import agreed_signal
 from stillhouse.loops.task_evaluation import TaskEvaluation, greedy_engine
 from stillhouse.models.hidden_match import HIDDEN
 from stillhouse.objective.keys import CHUNK_TOKENS
@@ -41,8 +40,8 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import NoLog, RunLog, open_log
 from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_name
-from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, from_all_ranks, is_first, watchdog
-from stillhouse.preemption import Preempted, finishing
+from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
+from stillhouse.preemption import Preempted, finishing, requested
 from stillhouse.run.session import Session
 from stillhouse.signals import PendingSignals, SignalsLostError
 
@@ -131,12 +130,12 @@ class Training:
         compared = saving and _is_compared(config)
         if self.evaluates and (_due(progress.step, config.eval.every) or compared or last):
             self.evaluate()
-        mesh = session.runner.mesh
-        stopped_by = 0 if last else agreed_signal(mesh)
+        ranks = session.ranks
+        stopped_by = 0 if last else ranks.largest(requested())
         if saving or stopped_by:
             saved = self.save()
             if not stopped_by and not last:
-                stopped_by = agreed_signal(mesh)  # a signal may have come while the checkpoint was written
+                stopped_by = ranks.largest(requested())  # a signal may have come while the checkpoint was written
         if stopped_by:
             destroy_process_group()
             raise Preempted(stopped_by, progress.step, saved)
@@ -207,7 +206,7 @@ def training(
     with ExitStack() as stack:
         steps, track = session.step_schedule.steps, session.config.track
         values = dotted_values(session.config)
-        log = stack.enter_context(open_log(folder, progress, steps, track, values, session.device))
+        log = stack.enter_context(open_log(folder, progress, steps, track, values, session.ranks))
         run = Training(session, folder, progress, log, queue)
         is_due = _lacks_evaluation(session, progress)
         run.samples = stack.enter_context(eval_samples(session, folder, run.greedy, progress.step - is_due))
@@ -247,17 +246,16 @@ def _restore_queue(session: Session, checkpoint: IntactCheckpoint, step: int, qu
 
     Rank 0 alone has a queue and reads them; the others would wait for it.
     """
-    problem = ""
-    if queue is not None:
+    with session.ranks.all_raise(DamagedCheckpointError):
+        if queue is None:
+            return
         try:
             queue.restore(read_queue(checkpoint), step)
         except ValueError as error:
-            problem = str(error)
-    if problem := from_all_ranks(problem, session.device)[0]:
-        raise DamagedCheckpointError(
-            f"{checkpoint.path / ROLLOUTS} is not what this run has written: {problem}; restore it, or remove "
-            f"{checkpoint.path}, so that the run continues from the checkpoint before it"
-        )
+            raise DamagedCheckpointError(
+                f"{checkpoint.path / ROLLOUTS} is not what this run has written: {error}; restore it, or remove "
+                f"{checkpoint.path}, so that the run continues from the checkpoint before it"
+            ) from error
 
 
 @contextmanager
@@ -270,9 +268,9 @@ def _saving_when_signals_are_lost(run: Training) -> Iterator[None]:
     except SignalsLostError as error:
         step, session = run.progress.step, run.session
         saved = run.folder.checkpoints / folder_name(step) if step else None  # nothing is trained before step 1
-        if saved is not None and not from_all_ranks(saved.exists(), session.device)[0]:
+        if saved is not None and not session.ranks.from_first(saved.exists()):
             saved = run.save()
-        if stopped_by := agreed_signal(session.runner.mesh):
+        if stopped_by := session.ranks.largest(requested()):
             destroy_process_group()
             raise Preempted(stopped_by, step, saved) from error
         if saved is None:

@@ -15,7 +15,6 @@ from stillhouse.config import RolloutConfig
 from stillhouse.data import Documents
 from stillhouse.generation import Completion, Sample
 from stillhouse.objective.keys import OLD_LOG_PROBS
-from stillhouse.output.files import gather_from_ranks
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.run.session import Session
 from stillhouse.serving.engines.probe import PROBES, ROUNDED
@@ -53,7 +52,7 @@ def gaps_of_servers(
         rows = micro_batch.valid_index
         gaps = (log_probs_T - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
         found += torch.stack([(micro_batch.document_T[rows] // probes).to(gaps.dtype), gaps], 1).tolist()
-    every = [each for rank in gather_from_ranks(found, session.runner.mesh) for each in rank]
+    every = [each for rank in session.ranks.gather(found) for each in rank]
     return [[gap for server, gap in every if server == number] for number in range(servers)]
 
 

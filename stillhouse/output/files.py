@@ -5,16 +5,14 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from stillhouse.parallel import Mesh, gathered, is_first
+from stillhouse.parallel import Ranks
 
 UNFINISHED = ".partial"
 
@@ -66,18 +64,14 @@ def _claim(partial: Path) -> None:
 
 
 @contextmanager
-def written_together(final: Path, mesh: Mesh | None, needed_bytes: int | None = None) -> Iterator[Path]:
+def written_together(final: Path, ranks: Ranks, needed_bytes: int | None = None) -> Iterator[Path]:
     """`atomic_folder` for all ranks: rank 0 creates the folder, and renames it after all ranks are done."""
-    if mesh is None:
-        with atomic_folder(final, needed_bytes) as partial:
-            yield partial
-        return
-    first = atomic_folder(final, needed_bytes) if is_first() else nullcontext(_partial(final))
+    first = atomic_folder(final, needed_bytes) if ranks.is_first else nullcontext(_partial(final))
     with explained_write_errors(final, needed_bytes), first as partial:
-        dist.barrier(mesh.everyone)
+        ranks.barrier()
         yield partial
-        dist.barrier(mesh.everyone)
-    dist.barrier(mesh.everyone)
+        ranks.barrier()
+    ranks.barrier()
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -107,24 +101,11 @@ def explained_write_errors(path: Path, needed_bytes: int | None = None) -> Itera
         raise _explained(path, first, needed_bytes) from first
 
 
-def require_space(path: Path, needed_bytes: int, mesh: Mesh | None) -> None:
+def require_space(path: Path, needed_bytes: int, ranks: Ranks) -> None:
     """Raise ValueError on all ranks if the disk of `path` has less than `needed_bytes` free. Writes nothing."""
-    free = gather_from_ranks(_free_bytes(path) if is_first() else 0, mesh)[0]
+    free = ranks.from_first(_free_bytes(path) if ranks.is_first else 0)
     if free < needed_bytes:
         raise ValueError(_no_space(path, needed_bytes, free))
-
-
-def gather_from_ranks(value: Any, mesh: Mesh | None) -> list[Any]:
-    """Gather the value of every rank of a mesh, in the order of ranks; of this process alone if the mesh is None.
-
-    The value can be anything that JSON can represent.
-    """
-    return [value] if mesh is None else gathered(value, mesh.everyone, mesh.device)
-
-
-def share(names: Sequence[str], mesh: Mesh | None) -> Sequence[str]:
-    """This rank's part of a list."""
-    return names if mesh is None else names[mesh.everyone.rank() :: mesh.everyone.size()]
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:

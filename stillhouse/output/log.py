@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from tqdm import tqdm
 
 from stillhouse.output.files import explained_write_errors
@@ -21,7 +20,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.lines import append
 from stillhouse.output.progress import Progress
 from stillhouse.output.trackers import open_trackers
-from stillhouse.parallel import from_all_ranks, is_first, watchdog
+from stillhouse.parallel import Ranks, watchdog
 
 #: fewest seconds between printed steps if the output is not a terminal; on a terminal, one live line is redrawn
 _PLAIN_EVERY = 10.0
@@ -39,7 +38,7 @@ def open_log(
     steps: int,
     track: Sequence[str],
     values: Mapping[str, Any],
-    device: torch.device,
+    ranks: Ranks,
 ) -> "RunLog | NoLog":
     """The log of a run on rank 0, which writes it; on all other ranks a `NoLog`, which writes nothing.
 
@@ -47,14 +46,12 @@ def open_log(
     """
     watchdog.enter("opening the log and the trackers", timed=False)  # a server may be slow
     log: RunLog | NoLog = NoLog()
-    problem = ""
-    if is_first():
-        try:
-            log = RunLog(folder, progress, steps, track, values)
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    if problem := from_all_ranks(problem, device)[0]:
-        raise ValueError(problem)
+    with ranks.all_raise(ValueError):
+        if ranks.is_first:
+            try:
+                log = RunLog(folder, progress, steps, track, values)
+            except OSError as error:
+                raise ValueError(str(error)) from error
     return log
 
 

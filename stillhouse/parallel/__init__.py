@@ -14,7 +14,7 @@ from stillhouse.parallel.devices import best_precision, choose_device
 from stillhouse.parallel.heads import TeacherHeads
 from stillhouse.parallel.layout import Layout, ModelSource
 from stillhouse.parallel.loading import empty_decoder, load_weights, local_folder
-from stillhouse.parallel.mesh import Degrees, Mesh
+from stillhouse.parallel.mesh import Degrees, Mesh, join
 from stillhouse.parallel.pair import (
     IN_STAGE,
     Computation,
@@ -25,30 +25,28 @@ from stillhouse.parallel.pair import (
     TeacherStudentPair,
 )
 from stillhouse.parallel.pipeline import SCHEMES
-from stillhouse.parallel.processes import (
+from stillhouse.parallel.proof import prove_heads, prove_runner
+from stillhouse.parallel.ranks import (
+    ONE_PROCESS,
+    Ranks,
     destroy_process_group,
-    from_all_ranks,
-    from_first,
-    gathered,
     gathered_tensor,
     is_first,
-    join,
     local_processes,
     local_rank,
     log_rank0,
     process_count,
     process_rank,
-    raised_on_all,
     start,
     wait_for_all,
 )
-from stillhouse.parallel.proof import prove_heads, prove_runner
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.sharding import ShardedMicroBatches, padded_shapes, shard_micro_batches
 from stillhouse.parallel.waiting_weights import WaitingWeights
 
 __all__ = [
     "IN_STAGE",
+    "ONE_PROCESS",
     "SCHEMES",
     "Computation",
     "Degrees",
@@ -58,6 +56,7 @@ __all__ = [
     "NamedSignals",
     "NextTokens",
     "PairSignal",
+    "Ranks",
     "Runner",
     "ShardedMicroBatches",
     "StudentHidden",
@@ -71,9 +70,6 @@ __all__ = [
     "choose_device",
     "destroy_process_group",
     "empty_decoder",
-    "from_all_ranks",
-    "from_first",
-    "gathered",
     "gathered_tensor",
     "is_first",
     "join",
@@ -89,7 +85,6 @@ __all__ = [
     "process_rank",
     "prove_heads",
     "prove_runner",
-    "raised_on_all",
     "require_own_teacher",
     "shard_micro_batches",
     "single_process_runner",

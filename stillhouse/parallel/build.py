@@ -1,7 +1,6 @@
 """From model sources and a layout to a runner: plan the stages, then build, cut, distribute and load each model."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from stillhouse.parallel.layout import Layout, ModelSource
 from stillhouse.parallel.mesh import Degrees, Mesh
 from stillhouse.parallel.pair import TeacherStudentPair
 from stillhouse.parallel.pipeline import SCHEMES, Pipeline, Width
-from stillhouse.parallel.processes import raised_on_all
 from stillhouse.parallel.proof import prove_runner
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.stages import (
@@ -51,12 +49,14 @@ class StagePlan:
 def single_process_runner(student: Decoder, teacher: Decoder | None, *, teacher_is_base: bool = False) -> Runner:
     """Return the runner of a single process, which has both models whole."""
     teacher_source = None if teacher is None else ModelSource(lambda: teacher)
-    return build_runner(Layout(), None, ModelSource(lambda: student, teacher_is_base=teacher_is_base), teacher_source)
+    student_source = ModelSource(lambda: student, teacher_is_base=teacher_is_base)
+    mesh = Mesh(Degrees(), next(student.parameters()).device, of_one_process=True)
+    return build_runner(Layout(), mesh, student_source, teacher_source)
 
 
 def build_runner(
     layout: Layout,
-    mesh: Mesh | None,
+    mesh: Mesh,
     student_source: ModelSource,
     teacher_source: ModelSource | None,
     *,
@@ -65,14 +65,14 @@ def build_runner(
 ) -> Runner:
     """Build this process's runner.
 
-    mesh: None for a single process. teacher_head_only: build only the teacher's head, because its layers have a
+    teacher_head_only: build only the teacher's head, because its layers have a
     separate layout. prove: prove the models under the layout (`prove_runner`), unless this process has loaded them
     whole, which `Decoder` proves.
     Raises ValueError for a model that the layout does not fit, and ProofError for one that computes the wrong thing.
     """
     runner = _build_runner(layout, mesh, student_source, teacher_source, teacher_head_only=teacher_head_only)
     sources = [source for source in (student_source, teacher_source) if source is not None]
-    if prove and (mesh is not None or any(source.load_weights is not None for source in sources)):
+    if prove and (mesh.ranks.size > 1 or any(source.load_weights is not None for source in sources)):
         is_base = student_source.teacher_is_base
         in_stages = is_base or (teacher_source is not None and not teacher_head_only)
         prove_runner(runner, student_source, teacher_source, teacher_in_stages=in_stages)
@@ -81,7 +81,7 @@ def build_runner(
 
 def _build_runner(
     layout: Layout,
-    mesh: Mesh | None,
+    mesh: Mesh,
     student_source: ModelSource,
     teacher_source: ModelSource | None,
     *,
@@ -97,9 +97,9 @@ def _build_runner(
     if layout.stages == 1:
         pair = _distributed(layout, mesh, student, teacher, *sources)
         return Runner(layout, {0: pair}, None, mesh, tied=student.tied)
-    assert mesh is not None
     plan = _plan_stages(layout, student, teacher, student_source, teacher_head_only=teacher_head_only)
-    scheme = SCHEMES[layout.schedule]
+    scheme, group = SCHEMES[layout.schedule], mesh.group("pipeline")
+    assert group is not None
     pairs: dict[int, TeacherStudentPair] = {}
     for number in scheme.stages_of(mesh.coordinate("pipeline"), layout.degrees.pipeline):
         if pairs:  # each stage is cut from a separate copy of the model
@@ -115,7 +115,7 @@ def _build_runner(
         pairs,
         scheme,
         plan.width,
-        mesh.tokens.get_group("pipeline"),
+        group,
         mesh.device,
         copies_embedding=plan.copies_embedding,
         sharding=mesh.sharding,
@@ -223,7 +223,7 @@ def _require_experts(degrees: Degrees, *decoders: Decoder | None) -> None:
 
 def _distributed(
     layout: Layout,
-    mesh: Mesh | None,
+    mesh: Mesh,
     student: Decoder,
     teacher: Decoder | None,
     student_source: ModelSource,
@@ -235,14 +235,12 @@ def _distributed(
         student, teacher, teacher_is_base=student_source.teacher_is_base, keep_gathered=layout.stages > 1
     )
     # each process sees its own part of the weights, which alone may be damaged
-    together = nullcontext() if mesh is None else raised_on_all(ProofError, mesh.everyone, mesh.device)
-    with together:
+    with mesh.ranks.all_raise(ProofError):
         for decoder, source in ((student, student_source), (teacher, teacher_source)):
             if decoder is None or source is None:
                 continue
-            if mesh is not None:
-                own = replace(layout, offload=layout.offload or source.offload)
-                apply_parallelism(decoder, own, mesh, layout.gather_dtype if decoder is student else None)
+            own = replace(layout, offload=layout.offload or source.offload)
+            apply_parallelism(decoder, own, mesh, layout.gather_dtype if decoder is student else None)
             if source.load_weights is not None:
                 source.load_weights(decoder)
     return pair
@@ -257,8 +255,8 @@ def apply_parallelism(decoder: Decoder, layout: Layout, mesh: Mesh, gather_dtype
         "gather_dtype": gather_dtype,
         "offload": layout.offload,
     }
-    if degrees.context > 1 and decoder.layers():
-        apply_context_parallel(decoder, mesh.tokens.get_group("context"), degrees.tensor)
+    if (context := mesh.group("context")) is not None and decoder.layers():
+        apply_context_parallel(decoder, context, degrees.tensor)
     if degrees.tensor > 1:
         apply_tensor_parallel(decoder, mesh.weights["tensor"])
     if degrees.experts > 1 and (experts := dispatched_experts(decoder)):

@@ -2,7 +2,7 @@
 
 import torch
 
-from stillhouse.parallel.processes import local_rank, process_count
+from stillhouse.parallel.ranks import local_rank, process_count
 
 
 def choose_device(name: str) -> torch.device:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from stillhouse.models.head import local
+from stillhouse.parallel.ranks import Ranks
 
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -45,15 +46,14 @@ def add_up_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, de
 
 def gradient_norm(
     held: Iterable[nn.Parameter],
-    processes: int = 1,
-    group: ProcessGroup | None = None,
-    device: torch.device | None = None,
+    processes: int,
+    ranks: Ranks,
 ) -> Tensor:
     """Return the norm of the whole gradient, the same on every process, in float32 and on the gradients' device.
 
     processes: the number of processes that hold a copy or a shard of each of these parameters.
-    group: the processes, of all pipeline stages, that together hold the whole gradient; None: this process alone.
-    device: the device of the group's all-reduce; the gradients may be in host memory.
+    ranks: the processes, of all pipeline stages, that together hold the whole gradient. The gradients may be in host
+        memory.
     """
     squares = [
         local(parameter.grad).float().square().sum() / copies(parameter, processes)
@@ -61,9 +61,9 @@ def gradient_norm(
         if parameter.grad is not None
     ]
     total = torch.stack(squares).sum() if squares else torch.zeros(())
-    if group is not None:
-        together = total.to(device)
-        dist.all_reduce(together, group=group)
+    if ranks.group is not None:
+        together = total.to(ranks.device)
+        dist.all_reduce(together, group=ranks.group)
         total = together.to(total.device)
     return total.sqrt()
 

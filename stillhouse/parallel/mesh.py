@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup, distributed_c10d, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group
 
+from stillhouse.parallel.ranks import Ranks, start
+
 # torch 2.15 has made this function public and warns about the old name
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
@@ -53,44 +55,62 @@ class Degrees:
 class Mesh:
     """The processes of a run as device meshes: the first `degrees.processes` ranks of the job.
 
-    Constructing one is a collective of all ranks of the job, including ranks that are not in the mesh.
+    A mesh of one process has no process groups and no device meshes; all its coordinates are 0. In a job of several
+    processes, constructing a mesh is a collective of all ranks of the job, including ranks that are not in the mesh;
+    with `of_one_process`, it is this process's own.
 
     weights: (pipeline, replicate, shard, tensor), the mesh of the weights.
     experts: (pipeline, replicate, shard, expert), the mesh of the experts' weights.
     tokens: (pipeline, data, context, tensor), the mesh of the tokens.
-    everyone: the group of all processes of the mesh.
+    ranks: all processes of the mesh.
     pipelines: two more groups along the pipeline axis, for messages that have no fixed order relative to the others.
     """
 
-    def __init__(self, degrees: Degrees, device: torch.device):
+    weights: DeviceMesh
+    experts: DeviceMesh
+    tokens: DeviceMesh
+
+    def __init__(self, degrees: Degrees, device: torch.device, *, of_one_process: bool | None = None):
         self.degrees, self.device = degrees, device
+        self.pipelines: tuple[ProcessGroup | None, ProcessGroup | None] = None, None
+        self.has_groups = not of_one_process if of_one_process is not None else dist.is_initialized()
+        if not self.has_groups:
+            assert degrees.processes == 1, f"{degrees} in one process"
+            self.ranks = Ranks(None, device)
+            return
         pipeline, replicate, shard, tensor = degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor
         self.weights = self._grid(pipeline=pipeline, replicate=replicate, shard=shard, tensor=tensor)
         rest = shard * tensor // degrees.experts
         self.experts = self._grid(pipeline=pipeline, replicate=replicate, shard=rest, expert=degrees.experts)
         self.tokens = self._grid(pipeline=pipeline, data=degrees.data, context=degrees.context, tensor=tensor)
-        self.everyone = dist.new_group(list(range(degrees.processes)), timeout=_group_timeout(device))
+        everyone = dist.new_group(list(range(degrees.processes)), timeout=_group_timeout(device))
+        self.ranks = Ranks(everyone, device)
         self.pipelines = self._along_pipeline(), self._along_pipeline()
 
     @property
     def sharding(self) -> DeviceMesh | None:
         """The mesh for `apply_fsdp`: (shard), or (replicate, shard); None if both axes have size 1."""
-        return self._sharding(self.weights)
+        return None if self._is_unsharded else self._sharding(self.weights)
 
     @property
     def expert_sharding(self) -> DeviceMesh | None:
         """The mesh for `apply_fsdp_to_experts`; None if `sharding` is None."""
-        return self._sharding(self.experts)
+        return None if self._is_unsharded else self._sharding(self.experts)
 
-    def _sharding(self, grid: DeviceMesh) -> DeviceMesh | None:
-        degrees = self.degrees
-        if degrees.replicate * degrees.shard == 1:
-            return None
-        return grid["replicate", "shard"] if degrees.replicate > 1 else grid["shard"]
+    @property
+    def _is_unsharded(self) -> bool:
+        return self.degrees.replicate * self.degrees.shard == 1
+
+    def _sharding(self, grid: DeviceMesh) -> DeviceMesh:
+        return grid["replicate", "shard"] if self.degrees.replicate > 1 else grid["shard"]
 
     def coordinate(self, axis: str) -> int:
         """Return this process's coordinate on an axis of `tokens`."""
-        return self.tokens.get_local_rank(axis)
+        return self.tokens.get_local_rank(axis) if self.has_groups else 0
+
+    def group(self, axis: str) -> ProcessGroup | None:
+        """Return the processes along an axis of `tokens`; None if this process is the only one."""
+        return self.tokens.get_group(axis) if getattr(self.degrees, axis) > 1 else None
 
     def _along_pipeline(self) -> ProcessGroup | None:
         """Create a group along the pipeline axis.
@@ -110,6 +130,13 @@ class Mesh:
             for group in grid.get_all_groups():
                 _set_timeout(_group_timeout(self.device), group)
         return grid
+
+
+def join(degrees: Degrees, device: torch.device, timeout: float) -> Mesh:
+    """Connect all processes of a run, and return its mesh. timeout: see `start`."""
+    if degrees.processes > 1:
+        start(device, timeout)
+    return Mesh(degrees, device)
 
 
 def _group_timeout(device: torch.device) -> timedelta:

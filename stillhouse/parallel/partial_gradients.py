@@ -28,7 +28,6 @@ from stillhouse.models.structure import describe
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
 from stillhouse.parallel.gradients import reduce_partial_grads
 from stillhouse.parallel.pair import Computation
-from stillhouse.parallel.processes import gathered
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.tensor_parallel import generic
 
@@ -65,7 +64,7 @@ def partial_gradients(
             _add(squares, _squares(runner, hidden))
             hidden.clear()
     total = defaultdict[str, float](float)
-    for of_rank in gathered(squares, runner.group, runner.device):
+    for of_rank in runner.ranks.gather(squares):
         _add(total, of_rank)
     differing = {name: math.sqrt(total[f"{name} difference"] / total[name]) for name in list(total) if total[name]}
     parts = [(name, each) for name, each in _copies(runner) if differing.get(generic(name), 0.0) > _EQUAL]
@@ -119,7 +118,6 @@ def _squares(runner: Runner, hidden: Mapping[str, Tensor]) -> dict[str, float]:
 
     hidden: the gradients of hidden states by name.
     """
-    assert runner.mesh is not None
     reduce_partial_grads(parameter for _, parameter in runner.named_parameters())
     copies = [(generic(name), local(parameter.grad)) for name, parameter in _copies(runner)]
     copies += [(f"{_HIDDEN}{name}", gradient) for name, gradient in hidden.items()]

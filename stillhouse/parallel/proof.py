@@ -38,7 +38,6 @@ from stillhouse.parallel.context_parallel import NextTokens
 from stillhouse.parallel.layout import ModelSource
 from stillhouse.parallel.pair import IN_STAGE, Computation, PairSignal
 from stillhouse.parallel.partial_gradients import partial_gradients
-from stillhouse.parallel.processes import gathered, raised_on_all
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_layers import layers_compared, require_equal_layers
 
@@ -90,7 +89,7 @@ def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
 
     decoders: empty on processes without the student's last stage. Raises ProofError on all processes.
     """
-    with raised_on_all(ProofError, runner.group, runner.device):
+    with runner.ranks.all_raise(ProofError):
         for name, decoder in decoders.items():
             device = runner.device if isinstance(decoder, FSDPModule) else decoder.output_weight.device
             position_ids_BS = ProbeDocuments.of(decoder.vocabulary_rows).position_ids_BS[:1].to(device)
@@ -138,7 +137,7 @@ def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSo
                 errors = stack.enter_context(layers_compared(decoder, source.build, _precision(runner)))
                 compared.append((source.name, decoder, errors))
         run_probe(forward.of_rows, forward.probe, forward.device)
-    with raised_on_all(ProofError, runner.group, runner.device):
+    with runner.ranks.all_raise(ProofError):
         for name, decoder, of_layers in compared:
             with _named(name):
                 require_equal_layers(decoder, of_layers)
@@ -155,7 +154,7 @@ class _Forward:
         self.device = runner.device
         depths = [0 if part.mtp is None else part.mtp.depths for part in runner.students()]
         # only the last stage has the layers of multi-token prediction
-        self.depths = max(gathered(max(depths), runner.group, self.device))
+        self.depths = max(runner.ranks.gather(max(depths)))
         vocabulary = min(decoder.vocabulary_rows for decoder in (student, runner.teacher) if decoder is not None)
         self.probe = ProbeDocuments.of(vocabulary, depths=self.depths, multiple=context)
 
@@ -214,8 +213,7 @@ def _micro_batch(runner: Runner, ids_BS: Tensor, position_ids_BS: Tensor) -> Mic
         document_T=torch.full((count,), -1),
         valid_index=torch.zeros(0, dtype=torch.int64),
     )
-    coordinate = 0 if runner.mesh is None else runner.mesh.coordinate("context")
-    return whole.part(coordinate, runner.layout.degrees.context).to(runner.device)
+    return whole.part(runner.mesh.coordinate("context"), runner.layout.degrees.context).to(runner.device)
 
 
 def _whole(runner: Runner, part_BSD: Tensor) -> Tensor:
@@ -247,7 +245,7 @@ def _embedded(decoder: Decoder, position_ids_BS: Tensor) -> dict[str, Any]:
 @contextmanager
 def _raised(runner: Runner, name: str) -> Iterator[None]:
     """Raise a ProofError of the block on all processes, with the model's name."""
-    with raised_on_all(ProofError, runner.group, runner.device), _named(name):
+    with runner.ranks.all_raise(ProofError), _named(name):
         yield
 
 

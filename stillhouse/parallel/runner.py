@@ -22,6 +22,7 @@ from stillhouse.parallel.layout import Layout
 from stillhouse.parallel.mesh import Mesh
 from stillhouse.parallel.pair import Computation, PairSignal, TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
+from stillhouse.parallel.ranks import Ranks
 
 
 class Runner:
@@ -32,7 +33,7 @@ class Runner:
         layout: Layout,
         pairs: dict[int, TeacherStudentPair],
         pipeline: Pipeline | None,
-        mesh: Mesh | None,
+        mesh: Mesh,
         *,
         tied: bool,
         copies_embedding: bool = False,
@@ -98,25 +99,23 @@ class Runner:
         return next(iter(self.pairs.values())).teacher
 
     @property
-    def group(self) -> ProcessGroup | None:
-        """All processes of the runner; None for a single one."""
-        return None if self.mesh is None else self.mesh.everyone
+    def ranks(self) -> Ranks:
+        """All processes of the runner."""
+        return self.mesh.ranks
 
     @property
     def device(self) -> torch.device:
-        return next(self.students()[0].parameters()).device if self.mesh is None else self.mesh.device
+        return self.mesh.device
 
     @property
     def context_group(self) -> ProcessGroup | None:
         """The ranks over which this rank's sequences are distributed; None if this rank has whole sequences."""
-        if self.mesh is None or self.layout.degrees.context == 1:
-            return None
-        return self.mesh.tokens.get_group("context")
+        return self.mesh.group("context")
 
     @property
     def is_counted(self) -> bool:
         """Whether sums over ranks include this rank: of tensor-parallel ranks, which share tokens, one counts."""
-        return self.mesh is None or self.mesh.coordinate("tensor") == 0
+        return self.mesh.coordinate("tensor") == 0
 
     @property
     def has_results(self) -> bool:
@@ -159,8 +158,7 @@ class Runner:
         degrees = self.layout.degrees
         copy = self._embedding_copy()
         counted = [parameter for parameter in held if parameter is not copy]
-        group, device = (None, None) if self.mesh is None else (self.mesh.everyone, self.mesh.device)
-        norm = gradient_norm(counted, degrees.processes // degrees.pipeline, group, device)
+        norm = gradient_norm(counted, degrees.processes // degrees.pipeline, self.ranks)
         if limit:
             scale_gradients(held, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -173,7 +171,6 @@ class Runner:
             parameter.grad = None
         yield
         if self._summed:
-            assert self.mesh is not None
             add_up_gradients(self._summed, self.mesh.weights.get_group("tensor"), self.mesh.device)
         for parameter, gradient in zip(self._summed, before, strict=True):
             if gradient is not None:

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from stillhouse.models import Decoder, ProofError
 from stillhouse.models.structure import describe
-from stillhouse.parallel.processes import gathered_tensor
+from stillhouse.parallel.ranks import gathered_tensor
 
 #: the largest allowed error of what a layer adds to its input, relative to it. The order of sums differs, and in half
 #: precision also the dtype in which the ranks' parts are added up.

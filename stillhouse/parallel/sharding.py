@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.parallel.mesh import Degrees, Mesh
 
@@ -20,22 +18,18 @@ class ShardedMicroBatches(list[MicroBatch]):
         self.whole, self.uniform_shapes = whole, uniform_shapes
 
 
-def shard_micro_batches(
-    whole: StepMicroBatches, mesh: Mesh | None, device: torch.device, *, uniform_shapes: bool = False
-) -> ShardedMicroBatches:
+def shard_micro_batches(whole: StepMicroBatches, mesh: Mesh, *, uniform_shapes: bool = False) -> ShardedMicroBatches:
     """Return this process's part of a step.
 
     All data ranks get equally many micro-batches. If there are too few, the first one is repeated without targets.
     Each context rank gets its own columns of each micro-batch. uniform_shapes: see `padded_shapes`.
     """
-    if mesh is None:
-        return ShardedMicroBatches([each.to(device) for each in whole], whole)
     degrees, own = mesh.degrees, []
     shapes_BS = padded_shapes(whole.shapes_BS, degrees, uniform_shapes=uniform_shapes)
     for number in range(mesh.coordinate("data"), len(shapes_BS), degrees.data):
         micro_batch = whole[number] if number < len(whole) else whole[0].without_targets()
         part = micro_batch.padded(*shapes_BS[number]).part(mesh.coordinate("context"), degrees.context)
-        own.append(part.to(device))
+        own.append(part.to(mesh.device))
     return ShardedMicroBatches(own, whole, uniform_shapes=uniform_shapes)
 
 

@@ -14,27 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 
 import stillhouse
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.config.loading import dotted_values
 from stillhouse.output.files import UNFINISHED, explained_write_errors
-from stillhouse.parallel import from_all_ranks, is_first
+from stillhouse.parallel import Ranks
 
 #: how long it may take until a file written by another machine is visible through a network file system's cache
 _SECONDS_TO_SEE = 30.0
 
 
-def require_same_configuration(config: RunConfig, device: torch.device) -> list[str]:
+def require_same_configuration(config: RunConfig, ranks: Ranks) -> list[str]:
     """Raise ConfigError on all ranks, naming the first key that differs, if their configurations are not the same.
 
     Returns a warning for each rank and library if the rank does not have rank 0's version of the library.
     """
     values = dotted_values(config)
     values.pop("device")  # each rank may name its own GPU
-    if different := _difference(values, device):
+    if different := _difference(values, ranks):
         key, rank, first, other = different
         raise ConfigError(
             key,
@@ -42,7 +41,7 @@ def require_same_configuration(config: RunConfig, device: torch.device) -> list[
             "and the same file",
         )
     versions = library_versions()
-    first, *others = from_all_ranks(versions, device)
+    first, *others = ranks.gather(versions)
     return [
         f"rank {rank} runs {name} {each[name]} and rank 0 runs {name} {first[name]}: their results may differ"
         for rank, each in enumerate(others, start=1)
@@ -61,9 +60,9 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def require_same_sources(hashes: Mapping[str, str], device: torch.device) -> None:
+def require_same_sources(hashes: Mapping[str, str], ranks: Ranks) -> None:
     """Raise ValueError on all ranks, naming the first difference, if their data, tokenizers or model files differ."""
-    if different := _difference(hashes, device):
+    if different := _difference(hashes, ranks):
         name, rank, first, other = different
         raise ValueError(
             f"{name}: rank {rank} and rank 0 read different files under the same name (hashes {other[:12]} and "
@@ -71,11 +70,11 @@ def require_same_sources(hashes: Mapping[str, str], device: torch.device) -> Non
         )
 
 
-def require_shared_folder(folder: Path, device: torch.device) -> None:
+def require_shared_folder(folder: Path, ranks: Ranks) -> None:
     """Raise ValueError on all ranks unless each rank sees the files that all other ranks create in the folder."""
-    if not dist.is_initialized():
+    if ranks.size == 1:
         return
-    rank, token = dist.get_rank(), from_all_ranks(uuid.uuid4().hex if is_first() else "", device)[0]
+    rank, token = ranks.rank, ranks.from_first(uuid.uuid4().hex)
 
     def probe(of: int) -> Path:
         return folder / f".{token}-{of}{UNFINISHED}"
@@ -84,14 +83,14 @@ def require_shared_folder(folder: Path, device: torch.device) -> None:
     with explained_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe(rank).touch()  # an empty file, which even a full disk can take
-    hosts = from_all_ranks(socket.gethostname(), device)
+    hosts = ranks.gather(socket.gethostname())
     unseen = set(range(len(hosts)))
     end = time.monotonic() + _SECONDS_TO_SEE
     while unseen and time.monotonic() < end:
         unseen = {of for of in unseen if not probe(of).exists()}
         if unseen:
             time.sleep(0.1)
-    findings = from_all_ranks(sorted(unseen), device)
+    findings = ranks.gather(sorted(unseen))
     probe(rank).unlink()
     if not any(findings):
         return
@@ -104,11 +103,11 @@ def require_shared_folder(folder: Path, device: torch.device) -> None:
     )
 
 
-def _difference(values: Mapping[str, Any], device: torch.device) -> tuple[str, int, Any, Any] | None:
+def _difference(values: Mapping[str, Any], ranks: Ranks) -> tuple[str, int, Any, Any] | None:
     """The first key whose value differs between ranks, a rank where it differs, rank 0's value, that rank's value."""
-    ranks = from_all_ranks(dict(values), device)
-    for key in ranks[0] | values:
-        for rank, each in enumerate(ranks):
-            if each.get(key) != ranks[0].get(key):
-                return key, rank, ranks[0].get(key), each.get(key)
+    first, *others = ranks.gather(dict(values))
+    for key in first | values:
+        for rank, other in enumerate(others, start=1):
+            if other.get(key) != first.get(key):
+                return key, rank, first.get(key), other.get(key)
     return None

@@ -12,6 +12,7 @@ from stillhouse.engine.optimizer import optimizer_settings
 from stillhouse.models import Decoder, ProofError
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.parallel import (
+    Degrees,
     Layout,
     Mesh,
     ModelSource,
@@ -52,12 +53,12 @@ def build_engine(
 
     stores: of the teachers whose signals are in one (`open_stores`).
     """
-    mesh = join(layout, device, config.train.timeout)
-    if mesh is None:
+    mesh = join(layout.degrees, device, config.train.timeout)
+    if mesh.ranks.size == 1:
         return single_process_engine(config, objective, device, stores)
     engine, teacher = distributed_engine(config, objective, layout, mesh, device, stores)
     # ranks with different tokens draw different dropout; tensor ranks, which share tokens, draw the same dropout
-    torch.manual_seed(config.seed + mesh.everyone.rank() - mesh.coordinate("tensor"))
+    torch.manual_seed(config.seed + mesh.ranks.rank - mesh.coordinate("tensor"))
     return engine, teacher
 
 
@@ -66,28 +67,29 @@ def single_process_engine(
 ) -> tuple[Engine, SignalSource]:
     """`build_engine` for one process, which holds all models completely."""
     student, store = load_student(config, device), stores.get("teacher")
+    mesh = Mesh(Degrees(), device, of_one_process=True)
     if store is not None:
         head = _stored_head(config, store, device)
-        runner = build_runner(Layout(), None, ModelSource(lambda: student), head, teacher_head_only=True)
+        runner = build_runner(Layout(), mesh, ModelSource(lambda: student), head, teacher_head_only=True)
     elif config.teacher is not None and config.teacher.offload:
-        return _with_offloaded_teacher(config, objective, student, device)
+        return _with_offloaded_teacher(config, objective, student, mesh)
     elif config.teacher is None or teacher_is_base(config):
         runner = single_process_runner(student, None, teacher_is_base=teacher_is_base(config))
     else:
         runner = single_process_runner(student, load_teacher(config, device))
     engine = _engine(config, objective, runner, device)
-    return engine, _source(config, engine, None, stores)
+    return engine, _source(config, engine, mesh, stores)
 
 
 def _with_offloaded_teacher(
-    config: RunConfig, objective: ObjectiveSpec, student: Decoder, device: torch.device
+    config: RunConfig, objective: ObjectiveSpec, student: Decoder, mesh: Mesh
 ) -> tuple[Engine, SignalSource]:
     """An engine whose teacher's head is on the device, and whose teacher's layers are there only while they run."""
-    layout = Layout()
+    layout, device = Layout(), mesh.device
     head, layers = (_teacher(config, device, offload=offload) for offload in (False, True))
     try:
-        runner = build_runner(layout, None, ModelSource(lambda: student), head, teacher_head_only=True)
-        source = SeparateTeacher(layers, replace(layout, offload=True), None, layout, None, device)
+        runner = build_runner(layout, mesh, ModelSource(lambda: student), head, teacher_head_only=True)
+        source = SeparateTeacher(layers, replace(layout, offload=True), mesh, layout, mesh, device)
     except ProofError:
         raise
     except ValueError as error:
@@ -148,7 +150,7 @@ def _engine(config: RunConfig, objective: ObjectiveSpec, runner: Runner, device:
     )
 
 
-def _source(config: RunConfig, engine: Engine, mesh: Mesh | None, stores: Mapping[str, SignalStore]) -> SignalSource:
+def _source(config: RunConfig, engine: Engine, mesh: Mesh, stores: Mapping[str, SignalStore]) -> SignalSource:
     if config.teachers is not None:
         return several_teachers(config, engine, mesh, stores)
     if config.teacher is None:

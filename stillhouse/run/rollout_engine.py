@@ -16,7 +16,7 @@ from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.loops.weights_probe import probe_prompts
 from stillhouse.models import Decoder, eos_ids
-from stillhouse.parallel import from_all_ranks, is_first, log_rank0
+from stillhouse.parallel import is_first, log_rank0
 from stillhouse.run.initial import configuration
 from stillhouse.run.run_models import model_source, prepared_for_training
 from stillhouse.run.session import Session
@@ -58,7 +58,7 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
 
 def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
     """An engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
-    if session.runner.mesh is None:
+    if session.ranks.size == 1:
         return InProcessEngine(_generator(session, sampling, session.student))
     copy = student_copy(session)
     return InProcessEngine(_generator(session, sampling, copy.decoder), copy=copy)
@@ -66,36 +66,40 @@ def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
 
 def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine | None:
     """The servers on rank 0, and None on the other ranks. Raises ConfigError on all ranks if one cannot be used."""
-    engine, problem = None, ""
+    engine: RolloutEngine | None = None
     rows, counted = session.student.vocabulary_rows, counted_rows(session)
     if counted < rows:
         log_rank0(
             f"warning: a server's log-probabilities are over all {rows:,} rows of the student's head, and training's "
             f"over the {counted:,} that the teacher has, too: rollout/log_ratio has the difference"
         )
-    if is_first():
-        prompts = session.train.documents
-        probes = [prompts.tokens(each).tolist() for each in probe_prompts(prompts)]
-        try:
-            engine = ServedEngine(
-                rollout.urls,
-                sampling_of(rollout, eos_ids(session.tokenizer, session.student)),
-                _api(rollout, session.student),
-                vocabulary=min(rows, known_ids(session.tokenizer)),
-                timeout=rollout.timeout,
-                token=os.environ.get(TOKEN),
-                warn=lambda line: log_rank0(f"warning: {line}"),
-                own_weights=rollout.writer == "teacher",
-                probes=probes,
-                run=run,
-            )
-            if rollout.writer == "teacher":
-                ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
-                engine.require_tokenizer(session.tokenizer, session.tokenizer.decode(ids_N, skip_special_tokens=True))
-        except (ValueError, ServerError) as error:
-            problem = str(error)
-    if problem := from_all_ranks(problem, session.device)[0]:
-        raise ConfigError("rollout.url", problem)
+    with session.ranks.all_raise(ConfigError):
+        if is_first():
+            engine = _connected(session, rollout, run, min(rows, known_ids(session.tokenizer)))
+    return engine
+
+
+def _connected(session: Session, rollout: RolloutConfig, run: str, vocabulary: int) -> ServedEngine:
+    prompts = session.train.documents
+    probes = [prompts.tokens(number).tolist() for number in probe_prompts(prompts)]
+    try:
+        engine = ServedEngine(
+            rollout.urls,
+            sampling_of(rollout, eos_ids(session.tokenizer, session.student)),
+            _api(rollout, session.student),
+            vocabulary=vocabulary,
+            timeout=rollout.timeout,
+            token=os.environ.get(TOKEN),
+            warn=lambda line: log_rank0(f"warning: {line}"),
+            own_weights=rollout.writer == "teacher",
+            probes=probes,
+            run=run,
+        )
+        if rollout.writer == "teacher":
+            ids_N = np.concatenate([prompts.tokens(number) for number in range(min(len(prompts), _PROBES))])
+            engine.require_tokenizer(session.tokenizer, session.tokenizer.decode(ids_N, skip_special_tokens=True))
+    except (ValueError, ServerError) as error:
+        raise ConfigError("rollout.url", str(error)) from error
     return engine
 
 
@@ -190,7 +194,7 @@ def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _writing_teacher(session: Session) -> Decoder:
     teacher = session.teacher
-    if teacher is None or session.runner.mesh is not None:
+    if teacher is None or session.ranks.size > 1:
         raise ConfigError(
             "rollout.writer",
             "got teacher: expected one teacher that is loaded in this process (teacher.model, without torchrun), or "

@@ -27,7 +27,7 @@ from stillhouse.output.folder import (
     require_intact_model,
 )
 from stillhouse.output.progress import Progress, folder_name
-from stillhouse.parallel import destroy_process_group, from_all_ranks, is_first, log_rank0
+from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.run.agreement import require_shared_folder
 from stillhouse.run.in_words import in_words
@@ -58,16 +58,16 @@ def distill(config: RunConfig) -> Path:
     objective_spec(config)  # first, so that a misspelt loss is reported even if the folder is occupied, too
     folder = RunFolder(Path(config.out))
     candidates(config)  # reports an occupied folder before the models are loaded
-    device, _ = connect_ranks(config)
-    if all(from_all_ranks(folder.complete, device)):
+    ranks, _ = connect_ranks(config)
+    if all(ranks.gather(folder.complete)):
         return _report_complete(folder)
     _require_writable(folder.path)
     session = prepare(config, announce=is_first())
-    require_shared_folder(folder.path, device)
+    require_shared_folder(folder.path, ranks)
     with closing(session), folder_lock(folder.path) if is_first() else nullcontext():
         # another process may have written to the folder while this one loaded its models
         paths = candidates(config) if is_first() else []
-        if any(from_all_ranks(folder.complete, device)):
+        if any(ranks.gather(folder.complete)):
             return _report_complete(folder)
         checkpoint = open_checkpoint(session, folder, paths)
         if is_first():
@@ -93,14 +93,10 @@ def _require_same_teachers(session: Session, folder: RunFolder) -> None:
     for section, store in session.stores.items():
         if not isinstance(store, RemoteSignals) or store.proof is None:
             continue
-        name, problem = section.partition(".")[2], ""
-        if is_first():
-            try:
+        name = section.partition(".")[2]
+        with session.ranks.all_raise(ValueError):
+            if is_first():
                 _require_same(folder, store.proof, f"{SERVED_TEACHER}{f'.{name}' if name else ''}.safetensors")
-            except ValueError as error:
-                problem = str(error)
-        if problem := from_all_ranks(problem, session.device)[0]:
-            raise ValueError(problem)
 
 
 def _require_same(folder: RunFolder, proof: Proof, name: str) -> None:
@@ -136,7 +132,7 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
         log_rank0(f"{which}: {report.summary()}")
     for warning in session.warnings:
         log_rank0(f"warning: {warning}")
-    if session.runner.mesh is not None:
+    if session.ranks.size > 1:
         own = {section: teacher_layout(config, section) for section in config.teacher_sections}
         teachers = [f"{section}: {layout}" for section, layout in own.items() if layout is not None]
         log_rank0(f"layout: {'; '.join([str(session.runner.layout), *teachers])}")

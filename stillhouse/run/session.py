@@ -32,6 +32,7 @@ from stillhouse.objective.spec import ObjectiveSpec, TeacherShare, parse_objecti
 from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import (
     Layout,
+    Ranks,
     Runner,
     ShardedMicroBatches,
     best_precision,
@@ -104,6 +105,11 @@ class Session:
         return self.engine.runner
 
     @property
+    def ranks(self) -> Ranks:
+        """All processes of the run."""
+        return self.runner.ranks
+
+    @property
     def student(self) -> Decoder:
         """The student; under a pipeline, its part on this process's first stage."""
         return self.runner.students()[0]
@@ -132,7 +138,7 @@ class Session:
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
         uniform_shapes = training and self.runner.layout.stages > 1
-        return shard_micro_batches(micro_batches, self.runner.mesh, self.device, uniform_shapes=uniform_shapes)
+        return shard_micro_batches(micro_batches, self.runner.mesh, uniform_shapes=uniform_shapes)
 
     def close(self) -> None:
         """Give up requests for signals that are under way."""
@@ -159,15 +165,16 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     list(all_functions(config))  # before the models, and on all ranks, although only rank 0 calls them
     layout = layout_of(config.parallel, process_count())
     require_optimizer(config.train, layout)
-    device, warnings = connect_ranks(config)
+    ranks, warnings = connect_ranks(config)
+    device = ranks.device
     require_teachers_fit(config, layout, device)
     _enter("reading the data", announce)
     torch.manual_seed(config.seed)
     data = load_run_data(config, stores)
-    require_signals(config, data, stores, device)
+    require_signals(config, data, stores, ranks)
     models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, stores)}
     watchdog.enter("comparing data and models")
-    require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, device)
+    require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, ranks)
     _enter("loading the models", announce)
     engine, source = build_engine(config, spec, layout, device, stores)
     schedule, plan = _schedule(config, data, layout)
@@ -254,10 +261,10 @@ def check_models(session: Session) -> list[str]:
     return warnings
 
 
-def connect_ranks(config: RunConfig) -> tuple[torch.device, list[str]]:
+def connect_ranks(config: RunConfig) -> tuple[Ranks, list[str]]:
     """Check the layout, then connect the ranks of a job and compare their configurations.
 
-    If the ranks are connected already, a second call only checks and compares again. Returns this rank's device and
+    If the ranks are connected already, a second call only checks and compares again. Returns the ranks and
     a warning for each library whose version differs between ranks. Raises ConfigError for an impossible layout, and
     if the ranks were started with different configurations.
     """
@@ -268,7 +275,8 @@ def connect_ranks(config: RunConfig) -> tuple[torch.device, list[str]]:
             require_sharing(each, device)
     if process_count() > 1:
         start(device, config.train.timeout)
-    return device, require_same_configuration(config, device)
+    ranks = Ranks.of_job(device)
+    return ranks, require_same_configuration(config, ranks)
 
 
 def objective_spec(config: RunConfig) -> ObjectiveSpec:

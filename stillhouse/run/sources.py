@@ -46,9 +46,9 @@ def separate_teacher(
     section: str,
     source: ModelSource,
     layout: Layout,
-    mesh: Mesh | None,
+    mesh: Mesh,
     student_layout: Layout,
-    student_mesh: Mesh | None,
+    student_mesh: Mesh,
     device: torch.device,
 ) -> SeparateTeacher:
     """section: the key of the teacher's section."""
@@ -73,7 +73,7 @@ def stored_source(teacher: TeacherConfig, store: SignalStore, engine: Engine, na
 
 
 def several_teachers(
-    config: RunConfig, engine: Engine, mesh: Mesh | None, stores: Mapping[str, SignalStore]
+    config: RunConfig, engine: Engine, mesh: Mesh, stores: Mapping[str, SignalStore]
 ) -> SeveralTeachers:
     """The source of all teachers' signals. It also gives the student's last stage the teachers' output heads.
 
@@ -83,7 +83,7 @@ def several_teachers(
     sources: dict[str, SignalSource] = {}
     heads: dict[str, ModelSource] = {}
     whole: dict[str, Decoder] = {}
-    is_sharded = mesh is not None and mesh.sharding is not None
+    is_sharded = mesh.sharding is not None
     # a head that FSDP does not shard waits in host memory
     head_device = engine.device if is_sharded else torch.device("cpu")
     offload = config.parallel.offload
@@ -96,14 +96,14 @@ def several_teachers(
             sources[name] = stored_source(teacher, store, engine, name)
             if store.signal.is_exact:
                 heads[name] = head_source(section, teacher, store, head_device, offload, config.seed)
-        elif mesh is None and (teacher.quantize is not None or not _can_be_cut(teacher)):
+        elif mesh.ranks.size == 1 and (teacher.quantize is not None or not _can_be_cut(teacher)):
             if teacher.offload:
                 raise ConfigError(
                     f"{section}.offload", "got true for a family whose head cannot be loaded separately"
                 )
             whole[name] = load_model(section, str(teacher.model), teacher, engine.device).requires_grad_(False)
             source, layout = ModelSource(partial(whole.__getitem__, name)), Layout()
-            sources[name] = SeparateTeacher(source, layout, None, layout, None, engine.device, keep_head=True)
+            sources[name] = SeparateTeacher(source, layout, mesh, layout, mesh, engine.device, keep_head=True)
         else:
             model = str(teacher.model)
             waits = offload or teacher.offload
@@ -129,12 +129,10 @@ def _self_teacher(section: str, teacher: NamedTeacherConfig, engine: Engine) -> 
     return SelfTeacher(engine.runner, engine.precision, engine.average)
 
 
-def _in_job(
-    config: RunConfig, section: str, source: ModelSource, engine: Engine, mesh: Mesh | None
-) -> SeparateTeacher:
+def _in_job(config: RunConfig, section: str, source: ModelSource, engine: Engine, mesh: Mesh) -> SeparateTeacher:
     """A teacher that runs in this job: in a layout of its own, or in the student's."""
     student = engine.runner.layout
-    own = None if mesh is None else teacher_layout(config, section)
+    own = None if mesh.ranks.size == 1 else teacher_layout(config, section)
     if own is None and student.degrees.expert > 1 and not dispatched_experts(source.build()):
         own = Layout(replace(student.degrees, expert=1), offload=source.offload)
     layout = own or Layout(student.degrees, offload=source.offload)
@@ -151,10 +149,9 @@ def _can_be_cut(teacher: TeacherConfig) -> bool:
     return is_cuttable(config)
 
 
-def _head(source: ModelSource, layout: Layout, mesh: Mesh | None) -> Decoder:
+def _head(source: ModelSource, layout: Layout, mesh: Mesh) -> Decoder:
     decoder = only_head(source.build)().requires_grad_(False).eval()
-    if mesh is not None:
-        apply_parallelism(decoder, layout, mesh, None)
+    apply_parallelism(decoder, layout, mesh, None)
     assert source.load_weights is not None
     source.load_weights(decoder)
     return decoder

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from stillhouse.libraries import reading
 from stillhouse.models import Decoder
 from stillhouse.objective import forward_kl
 from stillhouse.objective.spec import parse_objective
-from stillhouse.parallel import from_all_ranks, is_first, log_rank0
+from stillhouse.parallel import Ranks, is_first, log_rank0
 from stillhouse.run.cross_tokenizer_rules import open_cross_tokenizer
 from stillhouse.run.inputs import RunData
 from stillhouse.serving.client import (
@@ -52,7 +53,7 @@ def open_stores(config: RunConfig) -> dict[str, SignalStore]:
 
 
 def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalStore:
-    try:
+    with _as_config_error(section, teacher):
         if teacher.cache is not None:
             return SignalCache(Path(teacher.cache))
         return connect(
@@ -64,24 +65,28 @@ def _open(section: str, teacher: TeacherConfig, temperature: float) -> SignalSto
             token=os.environ.get(TOKEN),
             warn=lambda line: log_rank0(f"warning: {line}"),
         )
+
+
+@contextmanager
+def _as_config_error(section: str, teacher: TeacherConfig) -> Iterator[None]:
+    """Raise an error of a store as a ConfigError with the key that names the store."""
+    try:
+        yield
     except NeedsModelError as error:
         raise ConfigError(f"{section}.model", f"is missing: {error}") from error
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(_key(section, teacher), str(error)) from error
 
 
-def require_signals(
-    config: RunConfig, data: RunData, stores: Mapping[str, SignalStore], device: torch.device
-) -> None:
+def require_signals(config: RunConfig, data: RunData, stores: Mapping[str, SignalStore], ranks: Ranks) -> None:
     """Raise ConfigError if a store of a teacher's signals does not fit the data or the objective.
 
     A server is also asked for the signals of some documents, to prove that they are those of the teacher.
     """
-    problem: tuple[str, str] | None = None
     for section, store in stores.items():
         teacher = config.teacher_sections[section]
         _require_objective(config, section, store)
-        try:
+        with ranks.all_raise(ConfigError), _as_config_error(section, teacher):
             own = _documents_of(config, section, data.train.documents)
             store.require(own, "data.train")
             if config.rollout is not None:
@@ -92,14 +97,7 @@ def require_signals(
             if data.evaluation is not None:
                 store.require(_documents_of(config, section, data.evaluation.documents), "data.eval")
             if isinstance(store, RemoteSignals):
-                _prove(section, teacher, own, data.tokenizer, store, device)
-        except NeedsModelError as error:
-            problem = f"{section}.model", f"is missing: {error}"
-        except (ValueError, OSError) as error:
-            problem = _key(section, teacher), str(error)
-        # all ranks stop together if one of them finds something
-        if problems := [each for each in from_all_ranks(problem, device) if each]:
-            raise ConfigError(*problems[0])
+                _prove(section, teacher, own, data.tokenizer, store, ranks.device)
 
 
 def _with_completion(documents: Documents, tokens: int) -> Documents:

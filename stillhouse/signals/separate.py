@@ -47,7 +47,7 @@ from stillhouse.signals.source import ReadySignals
 class SeparateTeacher:
     """The layers of a teacher in their own layout and mesh, for a student in another layout.
 
-    keep_head: whether `decoder` also has the teacher's output head. mesh, student_mesh: None for a single process.
+    keep_head: whether `decoder` also has the teacher's output head.
     With layout.offload, the weights are in host memory between requests; a single process then moves all of them to
     the device for each request, and several processes leave it to FSDP.
 
@@ -61,9 +61,9 @@ class SeparateTeacher:
         self,
         source: ModelSource,
         layout: Layout,
-        mesh: Mesh | None,
+        mesh: Mesh,
         student_layout: Layout,
-        student_mesh: Mesh | None,
+        student_mesh: Mesh,
         device: torch.device,
         *,
         keep_head: bool = False,
@@ -73,14 +73,14 @@ class SeparateTeacher:
         self._device, self._width = device, self.decoder.config.get_text_config().hidden_size
         self._dtype = next(self.decoder.parameters()).dtype
         self._weights: WaitingWeights | None = None
-        if layout.offload and mesh is None:
+        if layout.offload and mesh.ranks.size == 1:
             self._weights = WaitingWeights(self.decoder, device)
-        if mesh is not None or own.load_weights is not None:
+        if mesh.ranks.size > 1 or own.load_weights is not None:
             with self._on_device():
                 prove_runner(self._runner, own, None, teacher_in_stages=False)
+        self._mesh = mesh
         self._exchange: _Exchange | None = None
-        if mesh is not None:
-            assert student_mesh is not None
+        if student_mesh.ranks.size > 1:
             last_stages = LastStage.of(mesh, layout.last_rank), LastStage.of(student_mesh, student_layout.last_rank)
             self._exchange = _Exchange(mesh, student_mesh, *last_stages, self._width, self._dtype)
 
@@ -125,7 +125,7 @@ class SeparateTeacher:
         if has_all and self._exchange is None:
             return micro_batches
         part = whole if has_all else StepMicroBatches([whole[number] for number in chosen])
-        return shard_micro_batches(part, None if self._exchange is None else self._exchange.mesh, self._device)
+        return shard_micro_batches(part, self._mesh)
 
 
 class _Exchange:
@@ -143,7 +143,7 @@ class _Exchange:
         self.mesh, self._student_mesh, self._last_stages = mesh, student_mesh, (teacher, student)
         self._width, self._dtype = width, dtype
         # NCCL: all processes of a group must take part in its first collective
-        dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.everyone)
+        dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ranks.group)
 
     def __call__(
         self, hidden: Sequence[Tensor], chosen: Sequence[int], micro_batches: ShardedMicroBatches
@@ -170,7 +170,7 @@ class _Exchange:
         self, sent: dict[int, Tensor], received: dict[int, Tensor], shapes: Sequence[MicroBatchShape]
     ) -> None:
         """Send this process's hidden states, and receive those of the other processes into `received`."""
-        rank, everyone = dist.get_rank(), self.mesh.everyone
+        rank, everyone = dist.get_rank(), self.mesh.ranks.group
         operations: list[dist.P2POp] = []
         arriving: list[tuple[Tensor, Tensor]] = []
         for each in route(shapes, *self._last_stages):

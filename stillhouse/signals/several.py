@@ -91,9 +91,7 @@ class SeveralTeachers:
         """The micro-batches as one teacher reads them: with its inputs, and only its rows."""
         whole, view = micro_batches.whole.for_teacher(name), micro_batches
         if whole is not micro_batches.whole:
-            view = shard_micro_batches(
-                whole, self._runner.mesh, self._device, uniform_shapes=micro_batches.uniform_shapes
-            )
+            view = shard_micro_batches(whole, self._runner.mesh, uniform_shapes=micro_batches.uniform_shapes)
         if rows is None:
             return view
         own = [replace(each, valid_index=found[name]) for each, found in zip(view, rows, strict=True)]

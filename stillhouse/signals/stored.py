@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stillhouse.data import Documents, MicroBatch
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import PairSignal, Runner, ShardedMicroBatches, TeacherHidden, gathered, watchdog
+from stillhouse.parallel import PairSignal, Runner, ShardedMicroBatches, TeacherHidden, watchdog
 from stillhouse.preemption import requested
 from stillhouse.signals.source import PendingSignals
 from stillhouse.signals.spec import DocumentRows, SignalSpec
@@ -141,10 +141,8 @@ class StoredTeacher:
             # torch's errors, too: the other processes wait for this one below
             except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__
-        mesh = self.runner.mesh
-        errors = [error] if mesh is None else gathered(error, mesh.everyone, mesh.device)
-        if any(errors):
-            raise SignalsLostError(next(each for each in errors if each))
+        if error := next(filter(None, self.runner.ranks.gather(error)), ""):
+            raise SignalsLostError(error)
         return found
 
     def close(self) -> None:
@@ -186,12 +184,12 @@ class StoredTeacher:
 
     def _shared(self, found: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """One micro-batch's tensors on the device, sent to all processes that share its tokens."""
-        device, mesh = micro_batch.labels_T.device, self.runner.mesh
+        device, group = micro_batch.labels_T.device, self.runner.mesh.group("tensor")
         own = self._empty(micro_batch, pinned=False) if found is None else found
         moved = {name: each.to(device, non_blocking=True) for name, each in own.items()}
-        if mesh is not None and mesh.degrees.tensor > 1:
+        if group is not None:
             for each in moved.values():
-                dist.broadcast(each, group=mesh.tokens.get_group("tensor"), group_src=0)
+                dist.broadcast(each, group=group, group_src=0)
         return moved
 
     def _as_signal(self, found: dict[str, Tensor], micro_batch: MicroBatch) -> PairSignal:

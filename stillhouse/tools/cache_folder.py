@@ -26,7 +26,7 @@ from stillhouse.output.files import (
     require_space,
 )
 from stillhouse.output.folder import folder_lock, is_leftover
-from stillhouse.parallel import is_first, process_count, process_rank, wait_for_all
+from stillhouse.parallel import ONE_PROCESS, Ranks, is_first, process_count, process_rank, wait_for_all
 from stillhouse.run.agreement import require_shared_folder
 from stillhouse.signals.cache.format import (
     CACHE_KEY,
@@ -54,7 +54,7 @@ class CacheFolder:
     manifest: Manifest
 
     def write(
-        self, save_teacher: Callable[[Path], None], compute: Callable[[int], dict[str, Tensor]], device: torch.device
+        self, save_teacher: Callable[[Path], None], compute: Callable[[int], dict[str, Tensor]], ranks: Ranks
     ) -> None:
         """Write the cache, or the part of it that is missing. A collective of all processes.
 
@@ -63,7 +63,7 @@ class CacheFolder:
         """
         with folder_lock(self.path) if is_first() else nullcontext():
             self._begin(save_teacher)
-            require_shared_folder(self.path, device)
+            require_shared_folder(self.path, ranks)
             self._write_shards(compute)
             wait_for_all()
             if is_first():
@@ -79,7 +79,7 @@ class CacheFolder:
             (self.path / SHARDS).mkdir(exist_ok=True)
             for path in self.path.rglob(f"*{UNFINISHED}"):
                 path.unlink()
-            require_space(self.path, self._missing_bytes(), None)
+            require_space(self.path, self._missing_bytes(), ONE_PROCESS)
             save_teacher(self.path / TEACHER)
 
     def _write_shards(self, compute: Callable[[int], dict[str, Tensor]]) -> None:
@@ -182,5 +182,5 @@ def write_documents(
         own = [documents[document] for document in shards[number]]
         return shard_tensors(manifest.layout, own, tensors)
 
-    CacheFolder(out, manifest).write(save_teacher, compute, torch.device("cpu"))
+    CacheFolder(out, manifest).write(save_teacher, compute, ONE_PROCESS)
     return manifest

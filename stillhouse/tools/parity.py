@@ -29,7 +29,6 @@ from stillhouse.parallel import (
     Layout,
     Mesh,
     Runner,
-    gathered,
     process_count,
     shard_micro_batches,
     start,
@@ -130,7 +129,7 @@ def parity(config: RunConfig) -> Iterator[Row]:
             yield Row(str(layout), refused=str(error))
             continue
         own = worst(differences(engine.runner, gradients, 1e-3 * total))
-        parameter, gradient = worst(gathered(own, mesh.everyone, device))
+        parameter, gradient = worst(mesh.ranks.gather(own))
         yield Row(str(layout), abs(found / expected - 1), gradient, parameter)
 
 
@@ -153,7 +152,7 @@ def _gradient(config: RunConfig, engine: Engine, source: SignalSource, step: Ste
     for student in runner.students():
         student.eval()  # dropout would draw different numbers under each layout
         draw_lora(student, config.seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
-    micro_batches = shard_micro_batches(step, runner.mesh, engine.device, uniform_shapes=runner.layout.stages > 1)
+    micro_batches = shard_micro_batches(step, runner.mesh, uniform_shapes=runner.layout.stages > 1)
     source = source if engine.needs_teacher else NoTeacher()
     output = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)
     runner.clip(0.0)

@@ -82,10 +82,10 @@ def write_cache(
             "teacher.cross_tokenizer",
             f"got {config.teacher.cross_tokenizer}: a cache holds the signals of one tokenizer, expected null",
         )
-    device, _ = connect_ranks(config)
+    ranks, _ = connect_ranks(config)
     data = load_run_data(config, {})
     entries = list(cache_entries(data))
-    teacher = load_teacher(config, device)
+    teacher = load_teacher(config, ranks.device)
     if kind == "hidden":
         own = str(teacher.config.dtype).removeprefix("torch.")
         spec = SignalSpec("hidden", dtype or own, with_label=with_label)
@@ -111,12 +111,12 @@ def write_cache(
         library_versions(),
         packed,
     )
-    writer = _Writer(manifest, teacher, config, device)
+    writer = _Writer(manifest, teacher, config, ranks.device)
     watchdog.enter("writing the cache", timed=False)
     CacheFolder(out, manifest).write(
         lambda folder: save_teacher(folder, teacher, data.tokenizer, with_head=spec.is_exact),
         lambda number: writer.compute(shards[number]),
-        device,
+        ranks,
     )
     return manifest
 

@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 from kit.ranks import Ranks
 from kit.runs import contents, run, wait_for, write_run
+from stillhouse.parallel.processes import start
 from test_train_resume import evaluations, last_step, losses
 
 from stillhouse.output.log import NoLog, RunLog
 from stillhouse.parallel import Degrees, Mesh, watchdog
-from stillhouse.parallel.processes import start
 from stillhouse.run import inputs
 from stillhouse.run import run as run_module
 
@@ -255,7 +255,7 @@ def group_timeouts(rank: int, port: int, results: Any) -> None:
     device = torch.device("cpu")
     start(device, 20000.0)
     mesh = Mesh(Degrees(fsdp=2), device)
-    groups = [dist.group.WORLD, mesh.everyone, *mesh.weights.get_all_groups(), *mesh.tokens.get_all_groups()]
+    groups = [dist.group.WORLD, mesh.ranks.group, *mesh.weights.get_all_groups(), *mesh.tokens.get_all_groups()]
     results.put({group._get_backend(device).options._timeout.total_seconds() for group in groups})
     dist.barrier()
     watchdog.stop()

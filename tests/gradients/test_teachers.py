@@ -117,7 +117,7 @@ def engine_of(student: Decoder, teacher: Decoder | None) -> Engine:
 
 def gradients(engine: Engine, batch: MicroBatch, signals: Sequence[PairSignal]) -> dict[str, torch.Tensor]:
     engine.zero_grad()
-    own = shard_micro_batches(StepMicroBatches([batch]), None, CPU)
+    own = shard_micro_batches(StepMicroBatches([batch]), engine.runner.mesh)
     engine.forward_backward(own, signals, batch.valid_tokens)
     return {name: each.grad.clone() for name, each in engine.runner.named_parameters() if each.grad is not None}
 

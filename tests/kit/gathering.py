@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kit.parity_cases import Case, Side, alias, batches, mesh_of
+from kit.parity_cases import ONE, Case, Side, alias, batches, mesh_of
 from kit.shard_ranks import Rank
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -39,12 +39,12 @@ def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
     sharded = gradients(case, case.layout, mesh, bf16=True)
     reference, single = (
         {name: found[alias(case, name)] for name in sharded}
-        for found in (gradients(case, Layout(), None, bf16=bf16) for bf16 in (False, True))
+        for found in (gradients(case, Layout(), ONE, bf16=bf16) for bf16 in (False, True))
     )
     return errors(single, reference), errors(sharded, reference)
 
 
-def gradients(case: Case, layout: Layout, mesh: Mesh | None, *, bf16: bool) -> dict[str, Tensor]:
+def gradients(case: Case, layout: Layout, mesh: Mesh, *, bf16: bool) -> dict[str, Tensor]:
     side = Side.of(case, layout, mesh, bf16=bf16)
     runner = side.engine.runner
     set_uneven_norm_weights(runner)

@@ -26,6 +26,7 @@ from stillhouse.objective import TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 from stillhouse.parallel import (
+    Degrees,
     Layout,
     Mesh,
     ModelSource,
@@ -140,7 +141,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
         mesh_of(case.teacher)  # all ranks must call this, because it creates groups
     if rank.number >= case.layout.degrees.processes:
         return None
-    sides = [Side.of(case, Layout(), None), Side.of(case, case.layout, mesh)]
+    sides = [Side.of(case, Layout(), ONE), Side.of(case, case.layout, mesh)]
     single, sharded = (side.engine for side in sides)
     for student in (*single.runner.students(), *sharded.runner.students()):
         student.train()
@@ -174,10 +175,10 @@ class Side:
     source: SignalSource
 
     @classmethod
-    def of(cls, case: Case, layout: Layout, mesh: Mesh | None, *, bf16: bool = False) -> "Side":
+    def of(cls, case: Case, layout: Layout, mesh: Mesh, *, bf16: bool = False) -> "Side":
         student, teacher = model_sources(case)
         separate = None
-        if case.teacher is not None and mesh is not None and teacher is not None:
+        if case.teacher is not None and mesh is not ONE and teacher is not None:
             separate = SeparateTeacher(teacher, case.teacher, mesh_of(case.teacher), layout, mesh, mesh.device)
         runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
         source: SignalSource = separate or InStageTeacher(runner)
@@ -185,7 +186,7 @@ class Side:
             source = TopKSource(case, runner)
         elif not case.spec.needs_teacher:
             source = NoTeacher()
-        device = torch.device("cpu") if mesh is None else mesh.device
+        device = mesh.device
         options: dict[str, Any] = {"router_aux_loss": 0.5 if case.family == "qwen3_moe" and not case.mtp else 0.0}
         if case.mtp:
             options["mtp"] = MtpObjective(case.spec, 2, 0.7, of_student=case.mtp != "teacher")
@@ -195,7 +196,7 @@ class Side:
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         runner = self.engine.runner
         uniform_shapes = training and runner.layout.stages > 1
-        return shard_micro_batches(step, runner.mesh, self.engine.device, uniform_shapes=uniform_shapes)
+        return shard_micro_batches(step, runner.mesh, uniform_shapes=uniform_shapes)
 
     def requests(self, steps: list[StepMicroBatches]) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
         return request_ahead(self.source, (self.shard(each) for each in steps))
@@ -383,6 +384,8 @@ def top_k(case: Case, given: MicroBatch) -> TopK:
 
 
 # meshes
+
+ONE = Mesh(Degrees(), torch.device("cpu"), of_one_process=True)
 
 
 @cache

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from kit.parity_cases import LEARNING_RATE, SPEC, Case, batches, configurations, decoder
 from kit.toy_tokenizer import toy_tokenizer
+from stillhouse.parallel.processes import BACKENDS
 from torch import Tensor
 
 from stillhouse.checkpoint.integrity import verified
@@ -31,7 +32,6 @@ from stillhouse.parallel import (
     shard_micro_batches,
 )
 from stillhouse.parallel.fsdp import apply_fsdp
-from stillhouse.parallel.processes import BACKENDS
 from stillhouse.run.layouts import require_sharing
 from stillhouse.signals import InStageTeacher
 
@@ -105,7 +105,7 @@ def offloaded(folder: Path, mesh: Mesh, offload: bool) -> Engine:
 def train(family: str, step: int, engine: Engine) -> float:
     """Train one step and return the norm of its gradient."""
     runner = engine.runner
-    own = shard_micro_batches(StepMicroBatches(batches(Case(Layout(), family), step)), runner.mesh, engine.device)
+    own = shard_micro_batches(StepMicroBatches(batches(Case(Layout(), family), step)), runner.mesh)
     engine.forward_backward(own, InStageTeacher(runner).request(own).result(), own.whole.normalizer)
     if runner.layout.offload:
         assert {local(each.grad).device for _, each in runner.named_parameters()} == {CPU}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import pytest
-from kit.parity_cases import LEARNING_RATE, Case, Side, alias, batches, configurations, decoder, mesh_of
+from kit.parity_cases import LEARNING_RATE, ONE, Case, Side, alias, batches, configurations, decoder, mesh_of
 from kit.shard_ranks import Rank, shared_pool
 
 from stillhouse.data import MicroBatch, StepMicroBatches
@@ -36,7 +36,7 @@ def train(rank: Rank, announced: str) -> Found | None:
     mesh = mesh_of(CASE.layout)
     if rank.number >= CASE.layout.degrees.processes:
         return None
-    single, sharded = Side.of(CASE, Layout(), None), Side.of(CASE, CASE.layout, mesh)
+    single, sharded = Side.of(CASE, Layout(), ONE), Side.of(CASE, CASE.layout, mesh)
     steps = [StepMicroBatches(micro_batches_of(step)) for step in range(STEPS)]
     references = single.requests(steps)
     own = [sharded.shard(each) for each in steps]
@@ -95,8 +95,14 @@ def test_announcements_do_not_change_the_weights(announced: str) -> None:
 def test_a_teacher_that_cannot_run_ahead_is_refused() -> None:
     student, teacher = (ModelSource(lambda each=each: decoder(each, 0)) for each in configurations("llama"))
     layout = Layout(Degrees(pipeline=2), "1f1b_ahead")
-    base = ModelSource(student.build, teacher_is_base=True)
+    base, one_process = ModelSource(student.build, teacher_is_base=True), ONE
     with pytest.raises(ValueError, match="without its adapter"):
-        build_runner(layout, None, base, None)
+        build_runner(layout, one_process, base, None)
     with pytest.raises(ValueError, match="has no layers in its stages"):
-        build_runner(layout, None, student, teacher, teacher_head_only=True)
+        build_runner(
+            layout,
+            Mesh(Degrees(), torch.device("cpu"), of_one_process=True),
+            student,
+            teacher,
+            teacher_head_only=True,
+        )

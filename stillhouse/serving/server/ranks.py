@@ -28,18 +28,18 @@ _NOTHING, _END = 0, -1
 
 
 class Ranks:
-    """The ranks that compute the same batches. Without a mesh, this process is alone and nothing is sent."""
+    """The ranks that compute the same batches. A process by itself sends nothing."""
 
-    def __init__(self, mesh: Mesh | None):
+    def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self._sent = time.monotonic()
 
     @property
     def is_alone(self) -> bool:
-        return self.mesh is None
+        return self.mesh.ranks.size == 1
 
     def send(self, parts: Sequence[Part]) -> None:
-        if self.mesh is None:
+        if self.is_alone:
             return
         content = torch.frombuffer(bytearray(_encoded(parts)), dtype=torch.uint8)
         self._broadcast(torch.tensor([len(content)]))
@@ -47,7 +47,7 @@ class Ranks:
 
     def beat(self) -> None:
         """Show the other ranks that rank 0 is alive, if they have not heard from it for some time."""
-        if self.mesh is not None and time.monotonic() - self._sent > BEAT_SECONDS:
+        if not self.is_alone and time.monotonic() - self._sent > BEAT_SECONDS:
             self._broadcast(torch.tensor([_NOTHING]))
 
     def send_end(self) -> None:
@@ -61,9 +61,9 @@ class Ranks:
                 scorer.score(_decoded(content.cpu().numpy().tobytes()))
 
     def _broadcast(self, values: Tensor) -> Tensor:
-        if self.mesh is not None:
+        if not self.is_alone:
             values = values.to(self.mesh.device)
-            dist.broadcast(values, 0, group=self.mesh.everyone)
+            dist.broadcast(values, 0, group=self.mesh.ranks.group)
             self._sent = time.monotonic()
         return values
 

@@ -92,7 +92,7 @@ def serve(
                 decoder = served.runner.students()[0]
                 longest = longest_sequence(decoder, batch_tokens)
                 most = max(batch_tokens, queue_tokens // 4)
-                signals = SIGNALS if served.mesh is None else SIGNALS_OF_SHARDS
+                signals = SIGNALS if served.mesh.ranks.size == 1 else SIGNALS_OF_SHARDS
                 limits = Limits(decoder.vocabulary_rows, longest, most, max_top_k, signals)
                 queue = RequestQueue(batch_tokens, queue_tokens, partial(is_ending, stop))
                 service = _service(served, limits, queue, token)
@@ -128,7 +128,7 @@ def _service(served: ServedTeacher, limits: Limits, queue: RequestQueue, token: 
 
 def _print_ready(service: Service, listening: socket.socket, served: ServedTeacher) -> None:
     info, mesh = service.info, served.mesh
-    over = "" if mesh is None else f" over {mesh.everyone.size()} ranks"
+    over = "" if mesh.ranks.size == 1 else f" over {mesh.ranks.size} ranks"
     log_rank0(
         f"teacher {info['model']}: vocabulary of {info['vocabulary']:,} rows, width {info['width']:,}, "
         f"{info['quantize'] or info['dtype']} on {served.device.type}{over}"

@@ -49,7 +49,7 @@ class ServedTeacher:
 
     name: str
     runner: Runner
-    mesh: Mesh | None
+    mesh: Mesh
     device: torch.device
     tokenizer: PreTrainedTokenizerBase
     folder: Path
@@ -81,12 +81,12 @@ def load_teacher(
         raise ValueError(
             f"--quantize {quantize} under {process_count()} processes, which divide plain weights: expected one"
         )
-    mesh = join(layout, chosen, RANK_SECONDS)
-    if mesh is None:
+    mesh = join(layout.degrees, chosen, RANK_SECONDS)
+    if mesh.ranks.size == 1:
         decoder = Decoder.from_pretrained(source, dtype=dtype, attention=attention, device=chosen, quantize=quantize)
         decoder.requires_grad_(False).eval()
         check_finite_weights(decoder, "teacher")
-        runner = build_runner(layout, None, ModelSource(lambda: decoder), None)
+        runner = build_runner(layout, mesh, ModelSource(lambda: decoder), None)
         with_head = decoder
     else:
         build = partial(empty_decoder, source, dtype=dtype, attention=attention)

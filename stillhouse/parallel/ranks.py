@@ -1,0 +1,223 @@
+"""The processes of a job: connects those that torchrun started, and lets them exchange values and errors."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from stillhouse.config import ConfigError
+from stillhouse.parallel import watchdog
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+#: the shortest timeout of a collective: rank 0 may take hours to write a large model. The watchdog finds hung ranks
+#: earlier.
+GROUP_SECONDS = 6 * 3600.0
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+
+
+class Ranks:
+    """The processes of a group, in their order. A single process has no group, and nothing is sent.
+
+    Values are anything that JSON can represent. All methods but `share` are collectives of the group.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device):
+        self.group, self.device = group, device
+
+    @classmethod
+    def of_job(cls, device: torch.device) -> "Ranks":
+        """All processes of the job, which are connected already."""
+        return cls(dist.group.WORLD if dist.is_initialized() else None, device)
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, items: Sequence[Item]) -> Sequence[Item]:
+        """This process's part of a list that all processes have."""
+        return items[self.rank :: self.size]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in their order."""
+        if self.group is None:
+            return [value]
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(encoded)
+        dist.all_reduce(lengths, group=self.group)
+        texts = [torch.empty(int(lengths.max()), dtype=torch.uint8, device=self.device) for _ in range(self.size)]
+        padded = torch.zeros_like(texts[0])
+        padded[: len(encoded)] = encoded
+        dist.all_gather(texts, padded, group=self.group)
+        return [
+            json.loads(bytes(text[:length].tolist()).decode())
+            for text, length in zip(texts, lengths.tolist(), strict=True)
+        ]
+
+    def from_first(self, value: Any) -> Any:
+        """The value of the first process, on all of them. The other processes may give any value."""
+        if self.group is None:
+            return value
+        content = json.dumps(value).encode() if self.is_first else b""
+        length = torch.tensor([len(content)], device=self.device)
+        dist.broadcast(length, group=self.group, group_src=0)
+        text = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        if self.is_first:
+            text.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        dist.broadcast(text, group=self.group, group_src=0)
+        return value if self.is_first else json.loads(text.cpu().numpy().tobytes())
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers of all processes; it costs one all-reduce of one integer."""
+        if self.group is None:
+            return number
+        numbers = torch.tensor(number, device=self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        return int(numbers)
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(self.group)
+
+    @contextmanager
+    def all_raise(self, *kinds: type[BaseException]) -> Iterator[None]:
+        """If the block raises an error of one of these kinds on any process, raise it on all processes.
+
+        Otherwise the other processes would wait for the one that failed. Of several processes with an error, the
+        first one decides; of several kinds that an error has, the first one.
+        """
+        failure: BaseException | None = None
+        try:
+            yield
+        except kinds as error:
+            failure = error
+        for rank, encoded in enumerate(self.gather(None if failure is None else _encoded(failure, kinds))):
+            if encoded is None:
+                continue
+            if rank == self.rank:
+                assert failure is not None
+                raise failure
+            raise _decoded(encoded, kinds)
+
+    def on_first(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
+        """The result of a function that the first process alone calls; its errors are those of `all_raise`."""
+        result: Any = None
+        with self.all_raise(*kinds):
+            if self.is_first:
+                result = function()
+        return self.from_first(result)
+
+
+#: this process by itself, whether it belongs to a job of several processes or not
+ONE_PROCESS = Ranks(None, torch.device("cpu"))
+
+
+def _encoded(error: BaseException, kinds: Sequence[type[BaseException]]) -> list[Any]:
+    """The number of an error's kind, and the arguments that make the same error."""
+    kind = next(number for number, each in enumerate(kinds) if isinstance(error, each))
+    if isinstance(error, ConfigError) and kinds[kind] is ConfigError:
+        return [kind, [error.key, error.problem]]
+    if isinstance(error, OSError) and error.errno is not None:
+        return [kind, [error.errno, error.strerror]]
+    return [kind, [str(error) or type(error).__name__]]
+
+
+def _decoded(encoded: Sequence[Any], kinds: Sequence[type[BaseException]]) -> BaseException:
+    kind, arguments = encoded
+    return kinds[kind](*arguments)
+
+
+def process_count() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_processes() -> int:
+    """How many processes torchrun started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def process_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def log_rank0(line: str) -> None:
+    """Print a line once for all ranks."""
+    if is_first():
+        print(line, flush=True)
+
+
+def start(device: torch.device, timeout: float) -> None:
+    """Connect to the other processes that torchrun started.
+
+    timeout: the number of seconds after which the watchdog regards a rank as hung.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        store, rank, processes = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # torchrun's store survives a restart and still has the addresses of dead processes (torch 2.13): give
+            # each attempt its own prefix. Only on a single machine do all processes have the same restart count.
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        watchdog.start(store, rank, processes, timeout)
+        # the watchdog finds a hung rank; a collective may also wait for a long save on rank 0
+        limit = timedelta(seconds=max(2 * timeout, GROUP_SECONDS))
+        dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=processes, timeout=limit)
+
+
+def wait_for_all() -> None:
+    """Wait until all processes of the job have called this."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def destroy_process_group() -> None:
+    """Disconnect from the other processes, after all of them have finished."""
+    if dist.is_initialized():
+        dist.barrier()
+        watchdog.stop()
+        dist.destroy_process_group()
+
+
+def gathered_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the whole tensor on a device: a collective of the processes that hold shards of it.
+
+    The shards may be in host memory, where the group of the processes cannot gather them.
+    """
+    here: Any = tensor.to(device)
+    if not isinstance(here, DTensor):
+        return here
+    placements = list(here.placements)
+    # FSDP's shards of tensor-parallel shards first; torch would warn of another order
+    for axis in sorted(range(len(placements)), key=lambda axis: (type(placements[axis]) is Shard, -axis)):
+        placements[axis] = Replicate()
+        here = here.redistribute(placements=placements)
+    return here.to_local()
