@@ -5,9 +5,7 @@ Under a layout no rank has the whole student. So its files are written from a ch
 
 import json
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +17,29 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from stillhouse.checkpoint.integrity import stored_tensors
 from stillhouse.config import StudentConfig
 from stillhouse.data import save_tokenizer
+from stillhouse.engine.state import WEIGHT, stored_tensors, without_distributed_warning
 from stillhouse.models import Decoder
 from stillhouse.models.adapter import is_lora, merged, save_lora
 from stillhouse.models.loading import auto_class, load_causal_lm
-from stillhouse.parallel import Runner
+from stillhouse.parallel import Ranks
 from stillhouse.parallel.loading import checkpoint_names
 
-#: prefix of a weight's name in a checkpoint
-WEIGHT = "student."
 #: largest size of one file when a model is written from a checkpoint
 FILE_BYTES = 5 * 10**9
 
 
-def save_student(folder: Path, runner: Runner, tokenizer: Any, resume: Path) -> None:
+def save_student(folder: Path, student: Decoder, tokenizer: Any, resume: Path, ranks: Ranks) -> None:
     """Save the student as Hugging Face safetensors, configuration and tokenizer. Of a student with an adapter, only
     the adapter and the tokenizer are saved.
 
-    resume: a checkpoint's tensors of this student, read for an adapter, and under a layout, where this process has
-    only a part of the student.
+    student: the student, or this process's part of it.
+    resume: a checkpoint's tensors of this student, read for an adapter, and where `ranks` share the student.
     """
-    (student, *_) = runner.students()
     if student.lora is not None:
         save_lora(student, _stored_lora(resume), folder)
-    elif runner.ranks.size == 1:
+    elif ranks.size == 1:
         student.save_pretrained(folder)
     else:
         save_from_checkpoint(folder, student, resume)
@@ -137,14 +132,6 @@ def _read(resume: Path, names: Iterable[str]) -> dict[str, Any]:
     tensors: dict[str, Any] = {
         name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
     }
-    with one_process():
+    with without_distributed_warning():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(resume)), no_dist=True)
     return tensors
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

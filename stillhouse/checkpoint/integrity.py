@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from stillhouse.engine.state import stored_tensors
 from stillhouse.output.files import (
     file_names,
     hashes,
@@ -95,15 +94,6 @@ def _require_files(path: Path, state: State, ranks: Ranks, shared: bool, prefixe
     if damage:
         more = f", and {len(damage) - _NAMED} more" if len(damage) > _NAMED else ""
         raise DamagedCheckpointError(f"{path} is damaged: {', '.join(sorted(damage)[:_NAMED])}{more}")
-
-
-def stored_tensors(resume: Path) -> dict[str, TensorStorageMetadata]:
-    """The shapes, dtypes and chunks of a checkpoint's tensors. Raises DamagedCheckpointError for damaged files."""
-    try:
-        stored = dcp.HuggingFaceStorageReader(path=str(resume)).read_metadata().state_dict_metadata
-    except (SafetensorError, ValueError) as error:
-        raise DamagedCheckpointError(f"{resume.parent} is damaged: {error}") from error
-    return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
 
 
 def require_covered(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> None:

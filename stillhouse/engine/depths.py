@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stillhouse.config import ConfigError, MtpConfig, RunConfig
+from stillhouse.engine.parts.mtp import PREFIX, FurtherTokens
 from stillhouse.models import Decoder
-from stillhouse.models.mtp_objective import PREFIX, MtpObjective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 
-def mtp_objective(config: RunConfig, spec: ObjectiveSpec) -> MtpObjective | None:
+def mtp_objective(config: RunConfig, spec: ObjectiveSpec) -> FurtherTokens | None:
     """The objective of the student's MTP layers; None if it has none. spec: the run's objective.
 
     Raises ConfigError if it cannot be parsed, or needs a teacher and has none.
@@ -35,13 +35,13 @@ def mtp_objective(config: RunConfig, spec: ObjectiveSpec) -> MtpObjective | None
     if mtp.signal == "student":
         if spec.divergence is None:
             raise ConfigError("student.mtp.signal", f"got student, but '{spec.in_words()}' has no divergence")
-        return MtpObjective(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, of_student=True)
+        return FurtherTokens(replace(spec, teachers={}, is_mixture=False), mtp.depths, mtp.scale, of_student=True)
     if spec.needs_teacher and not config.teacher_sections:
         raise ConfigError(
             "student.mtp.objective",
             f"got '{mtp.objective}', which needs a teacher: set teacher.model, or student.mtp.signal=student",
         )
-    return MtpObjective(spec, mtp.depths, mtp.scale)
+    return FurtherTokens(spec, mtp.depths, mtp.scale)
 
 
 def depths_in_words(config: RunConfig) -> str:
@@ -55,7 +55,7 @@ def depths_in_words(config: RunConfig) -> str:
     return f" (+ {mtp.scale:g} × {what}{signal} at {_tokens(mtp)}{frozen})"
 
 
-def mtp_in_words(mtp: MtpConfig, part: Decoder, objective: MtpObjective) -> str:
+def mtp_in_words(mtp: MtpConfig, part: Decoder, objective: FurtherTokens) -> str:
     """The student's MTP layers. part: this process's part of the student."""
     count = "on the last stage"
     if part.mtp is not None:
@@ -63,9 +63,8 @@ def mtp_in_words(mtp: MtpConfig, part: Decoder, objective: MtpObjective) -> str:
         count = f"{parameters:,} parameters, {'new' if part.mtp.is_new else 'from the checkpoint'}"
     signal = " from the student itself" if objective.of_student else ""
     trained = "with the student" if mtp.train == "all" else "alone, the student is frozen"
-    return (
-        f"{_tokens(mtp)}, {count}; minimise {mtp.scale:g} × ({objective.spec.in_words()}){signal}, trained {trained}"
-    )
+    words = f"{mtp.scale:g} × ({objective.objective.in_words()}){signal}"
+    return f"{_tokens(mtp)}, {count}; minimise {words}, trained {trained}"
 
 
 def _tokens(mtp: MtpConfig) -> str:

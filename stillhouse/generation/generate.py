@@ -7,8 +7,8 @@ from it, and the caller passes them in `Sampling`.
 B completions, S tokens of the longest prompt.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, check_document_length, evaluating
 from stillhouse.models.structure import describe
+from stillhouse.parallel import watchdog
 from stillhouse.signals.scorer import NotFiniteError
 
 # largest difference of log-probabilities with the cache and without it, in nats: matrix products of other shapes
@@ -29,7 +30,7 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torc
 class Generator:
     """Writes completions with a decoder.
 
-    device: where the decoder is. precision: returns the context of a forward pass, such as autocast. batch_tokens:
+    device: where the decoder is. autocast: the dtype of matrix products; None: that of the weights. batch_tokens:
     a batch has at most so many tokens of prompts, padding and completions, or a single completion. vocabulary: ids
     from this one on are never drawn, because the tokenizer does not have them; None: all rows of the head.
     counted_rows: the rows that log-probabilities are over; None: all rows of the head. tokenizer: needed for
@@ -43,7 +44,7 @@ class Generator:
         decoder: Decoder,
         sampling: Sampling,
         device: torch.device,
-        precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+        autocast: torch.dtype | None = None,
         batch_tokens: int = 16384,
         *,
         vocabulary: int | None = None,
@@ -55,7 +56,7 @@ class Generator:
         if sampling.stop and tokenizer is None:
             raise ValueError("stop texts need the tokenizer: expected Generator(..., tokenizer=...)")
         self.decoder, self.sampling, self.device = decoder, sampling, device
-        self._precision, self.batch_tokens, self._tokenizer = precision, batch_tokens, tokenizer
+        self._autocast, self.batch_tokens, self._tokenizer = autocast, batch_tokens, tokenizer
         rows = decoder.vocabulary_rows
         self._counted = rows if counted_rows is None else min(counted_rows, rows)
         self._vocabulary = self._counted if vocabulary is None else min(vocabulary, self._counted)
@@ -122,6 +123,12 @@ class Generator:
                 stopping_criteria=[ends],
             )
         return self._completions(draws, ends, version)
+
+    def _precision(self) -> torch.autocast:
+        watchdog.progress()
+        dtype = self._autocast
+        kind = self.device.type
+        return torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
 
     def check(self, requests: Sequence[GenerationRequest]) -> None:
         """Raise ValueError for a request that the model cannot answer, naming its number."""

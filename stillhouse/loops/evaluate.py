@@ -7,9 +7,10 @@ import numpy as np
 from stillhouse.data import MicroBatch
 from stillhouse.engine.depths import acceptance, by_depth
 from stillhouse.engine.engine import add_up
+from stillhouse.objective import Signals
 from stillhouse.objective.keys import CHUNK_TOKENS, WEIGHTS
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.parallel import PairSignal, watchdog
+from stillhouse.parallel import watchdog
 from stillhouse.run.session import Session
 from stillhouse.signals import NoTeacher
 
@@ -104,11 +105,11 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
     return {name: value / (weights.get(name) or 1.0) for name, value in found.items()} | of_one
 
 
-def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[PairSignal]]]:
+def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:
     """These held-out sequences as micro-batches with their signals. A part has one for each data rank and stage."""
     sequences = session.evaluation
     assert sequences is not None
-    layout = session.runner.layout
+    layout = session.engine.layout
     together = layout.degrees.data * layout.stages
     budget = session.config.eval.micro_batch_tokens or session.config.train.micro_batch_tokens
     rows = max(1, budget // session.config.data.max_tokens)

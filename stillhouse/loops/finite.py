@@ -9,39 +9,40 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from stillhouse.data import PackedMicroBatches, PackedSequences
 from stillhouse.engine.engine import StepOutput
 from stillhouse.objective import ObjectiveOutput
 from stillhouse.output.folder import RunFolder
 from stillhouse.parallel import ShardedMicroBatches, is_first
-from stillhouse.parallel.gradients import local
 from stillhouse.run.session import Session
 
 #: an error names at most this many samples
 _NAMED = 5
 
 
-def stop_unless_finite(
-    session: Session, step: int, micro_batches: ShardedMicroBatches, output: StepOutput, norm: float
-) -> None:
-    """Raise ValueError if the step's loss or gradient norm is NaN or infinite. The weights are unchanged.
+def require_finite_loss(session: Session, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
+    """Raise ValueError if the step's loss is NaN or infinite. The weights are unchanged.
 
-    step: the step's number, counted from 1. output, norm: the output and the gradient norm of these micro-batches.
+    step: the step's number, counted from 1. output: of these micro-batches, whose gradient the student has.
     """
-    loss = output.sums["loss"]
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
-    packed = micro_batches.whole
+    if not math.isfinite(output.sums["loss"]):
+        raise explained(session, step, micro_batches, output, session.engine.gradient_norm())
+
+
+def explained(
+    session: Session, step: int, micro_batches: ShardedMicroBatches, output: StepOutput, norm: float
+) -> ValueError:
+    """The error that names the cause of a loss or gradient norm that is NaN or infinite."""
+    loss, packed = output.sums["loss"], micro_batches.whole
     assert isinstance(packed, PackedMicroBatches)
-    findings = _losses(session, micro_batches, output.own) or _gradients(session, packed)
+    findings = _losses(session, micro_batches, output.outputs) or _gradients(session, packed)
     session.engine.zero_grad()
     where = "; ".join(findings) or "in no single micro-batch: the sum over the micro-batches overflowed"
     what = "loss" if not math.isfinite(loss) else "gradient"
     if not is_first():
-        raise ValueError(f"step {step}: the {what} is not finite; rank 0 prints the cause")
-    raise ValueError(
+        return ValueError(f"step {step}: the {what} is not finite; rank 0 prints the cause")
+    return ValueError(
         f"step {step}: the {what} is not finite (loss {loss:g}, gradient norm {norm:g}): {where}. "
         f"No weight was changed by this step. {_advice(session)}"
     )
@@ -49,7 +50,7 @@ def stop_unless_finite(
 
 def _advice(session: Session) -> str:
     """What the user can do: what can still be changed, and where to start again."""
-    precision = ", train.precision=fp32" if session.engine.bf16 else ""
+    precision = ", train.precision=fp32" if session.engine.autocast else ""
     checkpoints = RunFolder(Path(session.config.out)).checkpoints
     last = max(checkpoints.glob("step-*"), default=None)
     start = "there is no checkpoint yet: start again with such a change"
@@ -81,12 +82,7 @@ def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
     findings = []
     for rows in packed.rows:
         _run_again(session, packed.sequences.micro_batches([rows]))
-        own = [
-            session.runner.shared_name(name)
-            for name, parameter in session.runner.named_parameters()
-            if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
-        ]
-        bad = list(dict.fromkeys(name for names in session.ranks.gather(own) for name in names))
+        bad = session.engine.gradients_not_finite()
         if bad:
             where = _sources(session, packed.sequences, packed.documents(rows))
             findings.append(f"gradient of {bad[0]} (and {len(bad) - 1} more) on {where}")
@@ -114,7 +110,7 @@ def _fails_by_itself(session: Session, sequences: PackedSequences, document: int
     documents = sequences.documents.select([document])
     packed = PackedSequences(documents, max_tokens=sequences.max_tokens, seed=0, gaps=sequences.gaps)
     loss = _run_again(session, packed.micro_batches([np.array([0])]))
-    return not math.isfinite(loss) or not math.isfinite(session.engine.clip())
+    return not math.isfinite(loss) or not math.isfinite(session.engine.gradient_norm())
 
 
 def _run_again(session: Session, packed: PackedMicroBatches) -> float:

@@ -6,7 +6,6 @@ largest values; R ranks over which the vocabulary is sharded; S values per row.
 
 import hashlib
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stillhouse.data import Documents, MicroBatch, PackedSequences
+from stillhouse.data import Documents, PackedSequences
+from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import (
+    TEACHER,
     Distill,
     FullVocab,
     OutputHead,
-    Signal,
     Term,
     VocabShard,
     forward_kl,
@@ -66,8 +66,8 @@ def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
     chosen = _choose(sequences.documents)
     micro_batches = session.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)
     signals = session.source.request(micro_batches).result()
-    context = partial(_shown_rows, chosen, _without_rollouts(session.spec))
-    found = session.engine.process(_entries, context, micro_batches, signals)
+    processor = _ShownTokens(tuple(chosen), _without_rollouts(session.spec))
+    found = session.engine.process(processor, micro_batches, signals)
     own = [entry for entries in found for entry in entries]
     all_ranks = session.ranks.gather(own)
     entries = {(document, position): entry for each in all_ranks for document, position, *entry in each}
@@ -123,43 +123,49 @@ def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
 
 
 @dataclass(frozen=True)
-class _ShownRows:
-    """The output processor's inputs besides hidden states and head. index_C: the rows that are shown. objective: its
-    terms get their gradients; None: no terms."""
+class _ShownTokens:
+    """The output processor. documents: whose rows are shown. objective: whose terms get their gradients.
 
-    micro_batch: MicroBatch
-    index_C: Tensor
-    teacher: FullVocab
+    It calls collectives of the ranks that share the vocabulary, which have the same C rows.
+    """
+
+    documents: tuple[int, ...]
     objective: ObjectiveSpec | None
 
+    def __call__(
+        self, *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
+    ) -> list[Entry]:
+        assert context.document_T is not None
+        assert context.position_ids_BS is not None
+        positions_T, document_T = context.position_ids_BS.flatten(), context.document_T
+        shown_T = torch.isin(document_T, torch.tensor(self.documents, device=document_T.device))
+        index_C = (shown_T & (positions_T < TOKENS - 1)).nonzero()[:, 0]
+        student = FullVocab(hidden_states.flatten(0, -2)[index_C], head)
+        (signal,) = context.signals.values()
+        with signal.opened(head) as exact:
+            assert isinstance(exact, FullVocab)
+            return self._entries(student, exact.rows(index_C), context, index_C)
 
-def _shown_rows(
-    chosen: list[int], objective: ObjectiveSpec | None, micro_batch: MicroBatch, signal: Signal | None
-) -> _ShownRows:
-    assert isinstance(signal, FullVocab)
-    positions_T, document_T = micro_batch.position_ids_BS.flatten(), micro_batch.document_T
-    shown_T = torch.isin(document_T, torch.tensor(chosen, device=document_T.device)) & (positions_T < TOKENS - 1)
-    index_C = shown_T.nonzero()[:, 0]
-    return _ShownRows(micro_batch, index_C, FullVocab(signal.hidden_TE[index_C], signal.head), objective)
-
-
-def _entries(*, hidden_states: Tensor, head: OutputHead, context: _ShownRows, depth: int = 0) -> list[Entry]:
-    """The output processor. Calls collectives of the ranks that share the vocabulary, which have the same C rows."""
-    micro_batch, index_C, teacher = context.micro_batch, context.index_C, context.teacher
-    student = FullVocab(hidden_states.flatten(0, -2)[index_C], head)
-    kl_C = linear_objective(student.hidden_TE, head, [Distill(teacher, forward_kl())]).per_token["forward_kl"]
-    vocabulary = common_vocabulary([head, teacher.head])
-    student_top = likeliest(student, vocabulary, head.shard)
-    labels_C, weights_C = micro_batch.labels_T[index_C], micro_batch.weights_T[index_C]
-    terms: list[dict[str, OfTerm]] = [{} for _ in range(len(index_C))]
-    if context.objective is not None:
-        terms = gradients_by_term(context.objective, student, teacher, labels_C, weights_C)
-    with torch.autocast(kl_C.device.type, enabled=False):
-        teacher_top = likeliest(teacher, vocabulary, head.shard)
-    documents, positions = micro_batch.document_T[index_C], micro_batch.position_ids_BS.flatten()[index_C] + 1
-    return list(
-        zip(documents.tolist(), positions.tolist(), kl_C.tolist(), teacher_top, student_top, terms, strict=True)
-    )
+    def _entries(
+        self, student: FullVocab, teacher: FullVocab, context: DistillTargets, index_C: Tensor
+    ) -> list[Entry]:
+        head = student.head
+        kl_C = linear_objective(student.hidden_TE, head, [Distill(teacher, forward_kl())]).per_token["forward_kl"]
+        vocabulary = common_vocabulary([head, teacher.head])
+        student_top = likeliest(student, vocabulary, head.shard)
+        assert context.weights_T is not None
+        assert context.document_T is not None
+        assert context.position_ids_BS is not None
+        labels_C, weights_C = context.labels_T[index_C], context.weights_T[index_C]
+        terms: list[dict[str, OfTerm]] = [{} for _ in range(len(index_C))]
+        if self.objective is not None:
+            terms = gradients_by_term(self.objective, student, teacher, labels_C, weights_C)
+        with torch.autocast(kl_C.device.type, enabled=False):
+            teacher_top = likeliest(teacher, vocabulary, head.shard)
+        documents, positions = context.document_T[index_C], context.position_ids_BS.flatten()[index_C] + 1
+        return list(
+            zip(documents.tolist(), positions.tolist(), kl_C.tolist(), teacher_top, student_top, terms, strict=True)
+        )
 
 
 def gradients_by_term(
@@ -178,7 +184,7 @@ def gradients_by_term(
     found: list[dict[str, OfTerm]] = []
     for rows in torch.arange(len(labels_C), device=labels_C.device).split(ROWS) if len(labels_C) else ():
         logits_CV = projection.logits(student.hidden_TE[rows])
-        terms = spec.terms(labels_C[rows], FullVocab(teacher.hidden_TE[rows], teacher.head))
+        terms = spec.terms(labels_C[rows], {TEACHER: teacher.rows(rows)})
         own = [_gradient(term, logits_CV, weights_C[rows], shard) for term in terms]
         names = unique_names(terms)
         counts = (weights_C[rows] != 0).tolist()

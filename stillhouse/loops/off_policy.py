@@ -17,13 +17,14 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     Raises ValueError for a loss or gradient that is not finite, before it is applied, and for weights that are not
     finite, before they are saved. Raises Preempted after the step in which a rank has received a signal.
     """
-    schedule, documents = session.step_schedule, session.train
+    engine, schedule, documents = session.engine, session.step_schedule, session.train
     with training(session, folder, checkpoint) as run:
         sharded = (session.shard(schedule.micro_batches(documents, step)) for step in run.steps)
-        requests = request_ahead(session.source_for(session.engine), sharded)
+        requests = request_ahead(session.source_for(engine), sharded)
         for step in run.steps:
             run.begin(step)
             micro_batches, signals = next(requests)
-            output = run.learn(step, micro_batches, signals)
+            output = engine.forward_backward(micro_batches, signals.result(), micro_batches.whole.normalizer)
+            run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)
     return run.progress

@@ -15,7 +15,6 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
 from stillhouse.output.rollout_log import open_rollout_log
 from stillhouse.run.session import Session
-from stillhouse.signals.source import ReadySignals
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
@@ -23,7 +22,8 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
 
     Raises what `off_policy.train` raises, and SignalsLostError, after a checkpoint, if no server writes completions.
     """
-    source, metrics = session.source_for(session.engine), RolloutMetrics(session)
+    engine, metrics = session.engine, RolloutMetrics(session)
+    source = session.source_for(engine)
     with (
         closing(Rollouts(session, folder)) as rollouts,
         training(session, folder, checkpoint, rollouts.queue) as run,
@@ -40,9 +40,10 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
                 timeline.span(step + 1, "trainer", "wait for the teacher"),
                 timeline.span(step + 1, "teacher", "judge"),
             ):
-                signals = ReadySignals(source.request(micro_batches).result())
+                signals = source.request(micro_batches).result()
             with timeline.span(step + 1, "trainer", "train"):
-                output = run.learn(step, micro_batches, signals)
+                output = engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
+                run.update(step, micro_batches, output)
                 rollouts.trained()
             log.write(step + 1, shown_samples(session, step, samples, micro_batches, output))
             measured = metrics.of(step, samples, micro_batches, output, timeline, run.seconds)

@@ -81,7 +81,7 @@ class RolloutMetrics:
         the weights that learn from them, if there are any. A collective of all processes.
         """
         largest, total, count = 0.0, 0.0, 0
-        for micro_batch, each in zip(micro_batches, output.own, strict=False):
+        for micro_batch, each in zip(micro_batches, output.outputs, strict=False):
             ratio_T = each.per_token["log_ratio"]
             is_fresh_T = (micro_batch.per_token[POLICY_VERSION] == step) & (micro_batch.weights_T > 0)
             largest = float(np.max([largest, *ratio_T.tolist()]))

@@ -32,7 +32,7 @@ def _divergences(
     numbers: of the documents in the step; samples are numbered as `step_documents` does.
     """
     own: list[tuple[int, int, float]] = []
-    for micro_batch, each in zip(micro_batches, output.own, strict=False):
+    for micro_batch, each in zip(micro_batches, output.outputs, strict=False):
         divergences = [value_T for name, value_T in each.per_token.items() if not name.startswith(_NO_DIVERGENCES)]
         if not divergences:
             continue

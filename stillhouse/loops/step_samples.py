@@ -27,7 +27,6 @@ from stillhouse.generation import (
     require_versions,
     step_documents,
 )
-from stillhouse.generation.weights import publish
 from stillhouse.loops.waiting import waited_for
 from stillhouse.loops.weights_probe import (
     gaps_of_servers,
@@ -101,8 +100,8 @@ class Rollouts:
         if self.config.writer == "student" and self.config.urls:
             # while the servers still write
             with timeline.span(number, "weights", f"publish version {step}"), explained_write_errors(self.weights):
-                runner, tokenizer = self.session.runner, self.session.tokenizer
-                folder = publish(runner, self.weights, step, run=self.run, tokenizer=tokenizer)
+                tokenizer = self.session.tokenizer
+                folder = self.session.engine.publish(self.weights, step, run=self.run, tokenizer=tokenizer)
         with timeline.span(number, "trainer", WAIT_FOR_COMPLETIONS):
             if self.config.schedule != "async":
                 self._on_first(lambda: queue.wait_for(step) if queue is not None and queue.has_asked(step) else None)
@@ -138,7 +137,7 @@ class Rollouts:
         return self._sharded(partial(pack_step, samples=samples, dataset=session.dataset, from_dataset=numbers))
 
     def _sharded(self, pack: Callable[..., PackedMicroBatches]) -> ShardedMicroBatches:
-        session, layout = self.session, self.session.runner.layout
+        session, layout = self.session, self.session.engine.layout
         parts = layout.degrees.data * (layout.stages if layout.stages > 1 else 1)
         return session.shard(pack(session.config, session.train, parts=parts))
 

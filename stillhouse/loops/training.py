@@ -4,7 +4,8 @@
         for step in run.steps:
             run.begin(step)
             …                                                   the step's micro-batches and signals
-            output = run.learn(step, micro_batches, signals)
+            output = engine.forward_backward(micro_batches, signals.result(), micro_batches.whole.normalizer)
+            run.update(step, micro_batches, output)
             run.end(step, micro_batches, output)
     return run.progress
 
@@ -25,13 +26,13 @@ from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.config.loading import dotted_values
 from stillhouse.engine.depths import by_depth, depth_key
-from stillhouse.engine.engine import StepOutput
-from stillhouse.engine.layer_losses import ROUTER_LOSS
+from stillhouse.engine.engine import NotFiniteError, StepOutput
+from stillhouse.engine.parts import ROUTER_LOSS
 from stillhouse.engine.schedule import learning_rate
 from stillhouse.generation import RolloutQueue
 from stillhouse.loops.callbacks import Callbacks
 from stillhouse.loops.evaluate import evaluate, means
-from stillhouse.loops.finite import stop_unless_finite
+from stillhouse.loops.finite import explained, require_finite_loss
 from stillhouse.loops.sampled_completions import EvalSamples, eval_samples
 from stillhouse.loops.task_evaluation import TaskEvaluation, greedy_engine
 from stillhouse.models.hidden_match import HIDDEN
@@ -43,7 +44,7 @@ from stillhouse.output.progress import DamagedCheckpointError, Progress, folder_
 from stillhouse.parallel import ShardedMicroBatches, destroy_process_group, is_first, watchdog
 from stillhouse.preemption import Preempted, finishing, requested
 from stillhouse.run.session import Session
-from stillhouse.signals import PendingSignals, SignalsLostError
+from stillhouse.signals import SignalsLostError
 
 #: the keys of metrics that are no summand of the loss, or not in nats
 _KEYS = {
@@ -99,15 +100,14 @@ class Training:
         """Since the present step has begun."""
         return time.monotonic() - self._started
 
-    def learn(self, step: int, micro_batches: ShardedMicroBatches, signals: PendingSignals) -> StepOutput:
-        """Make one optimizer step. Raises ValueError, before it, for a loss or gradient that is not finite."""
-        engine = self.session.engine
-        output = engine.forward_backward(micro_batches, signals.result(), micro_batches.whole.normalizer)
-        self._norm = engine.clip()
-        stop_unless_finite(self.session, step + 1, micro_batches, output, self._norm)
+    def update(self, step: int, micro_batches: ShardedMicroBatches, output: StepOutput) -> None:
+        """Make the optimizer step. Raises ValueError, before it, for a loss or gradient that is not finite."""
+        require_finite_loss(self.session, step + 1, micro_batches, output)
         self._rate = learning_rate(self.session.config.train, self.last_step, step)
-        engine.update(self._rate)
-        return output
+        try:
+            self._norm = self.session.engine.update(self._rate)
+        except NotFiniteError as error:
+            raise explained(self.session, step + 1, micro_batches, output, error.norm) from None
 
     def end(
         self,
@@ -177,10 +177,8 @@ class Training:
         saved = save_checkpoint(
             folder.checkpoints,
             progress,
-            session.runner,
-            session.engine.optimizer,
+            session.engine,
             session.tokenizer,
-            session.engine.average,
             None if self.queue is None else self.queue.state(),
         )
         if is_first():
@@ -224,7 +222,7 @@ def _progress(
     """The run's progress at its start, after the checkpoint, if there is one, has been loaded."""
     progress, steps = Progress(), session.step_schedule.steps
     if checkpoint is not None:
-        progress = load_checkpoint(checkpoint, session.runner, session.engine.optimizer, session.engine.average)
+        progress = load_checkpoint(checkpoint, session.engine)
         if session.config.rollout is not None and folder.owns(checkpoint.path):
             _restore_queue(session, checkpoint, progress.step, queue)
         if progress.step > steps:

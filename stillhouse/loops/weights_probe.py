@@ -60,7 +60,7 @@ def rounding(session: Session, rollout: RolloutConfig) -> float:
     """So many nats can be rounding. What other engines compute in, they do not tell; ours has the student's dtype."""
     is_exact = (
         rollout.engine == "stillhouse"
-        and not session.engine.bf16
+        and session.engine.autocast is None
         and next(session.student.parameters()).dtype == torch.float32
         and torch.get_float32_matmul_precision() == "highest"
     )

@@ -13,23 +13,21 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from stillhouse.objective import RoutedSignals, Signal
+from stillhouse.objective import Signal, Signals
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
     """The tokens to predict, and their weights.
 
-    labels_T: of any shape, in the rows' order; a negative label means that there is no label. weights_T: of the same
-    shape; None: 1 where there is a label, else 0. normalizer: divides the sum over tokens; the optimizer step's
-    global count of tokens with a non-zero weight. valid_index: the rows with a non-zero weight, if the caller knows
-    them (see `linear_objective`). mtp_targets: the targets of depths 1, 2, … of multi-token prediction (see
-    `shift_for_mtp`).
+    labels_T: of any shape, in the rows' order; a negative label means that there is no label.
+    weights_T: of the same shape; None: 1 where there is a label, else 0.
+    valid_index: the rows with a non-zero weight, if the caller knows them (see `linear_objective`).
+    mtp_targets: the targets of depths 1, 2, … of multi-token prediction (see `shift_for_mtp`).
     """
 
     labels_T: Tensor
     weights_T: Tensor | None = None
-    normalizer: float | Tensor = 1.0
     valid_index: Tensor | None = None
     mtp_targets: tuple[Self, ...] = ()
 
@@ -43,7 +41,8 @@ class Targets:
             if isinstance(given, Tensor):
                 object.__setattr__(self, name, given.flatten())
             elif isinstance(given, Mapping):
-                object.__setattr__(self, name, {key: each.flatten() for key, each in given.items()})
+                flat = {key: each.flatten() if isinstance(each, Tensor) else each for key, each in given.items()}
+                object.__setattr__(self, name, flat)
 
     def at(self, depth: int) -> Self:
         """Return the targets of a depth. Raises ValueError for a depth that `mtp_targets` does not have."""
@@ -111,18 +110,21 @@ class Targets:
 
 @dataclass(frozen=True, eq=False)
 class DistillTargets(Targets):
-    """Targets, and the teacher's signal for the same rows; None if no term needs a teacher.
+    """Targets, and the teachers' signals for the same rows.
 
-    `RoutedSignals` cannot be cut into rows or shifted for multi-token prediction.
+    signals: by the teachers' names; empty if no term needs a teacher. A `RoutedSignal` cannot be cut into rows, nor
+        shifted for multi-token prediction.
     per_token: further tensors about the tokens to predict, of the labels' shape; `objective/keys.py` has their names.
     document_T: the document of each row, of the labels' shape, for a discount; documents follow one another.
+    position_ids_BS: those of depth 0, for the shift to further depths.
     """
 
-    signal: Signal | RoutedSignals | None = None
+    signals: Signals = field(default_factory=dict)
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     document_T: Tensor | None = None
+    position_ids_BS: Tensor | None = None
 
-    _per_token = (*Targets._per_token, "signal", "per_token", "document_T")
+    _per_token = (*Targets._per_token, "signals", "per_token", "document_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +146,7 @@ class PolicyTargets(Targets):
 
 def _rows(value: Any, index_T: Tensor) -> Any:
     if isinstance(value, Mapping):
-        return {name: each[index_T] for name, each in value.items()}
+        return {name: _rows(each, index_T) for name, each in value.items()}
     return value.rows(index_T) if isinstance(value, Signal) else value[index_T]
 
 

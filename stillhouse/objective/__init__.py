@@ -21,8 +21,8 @@ from stillhouse.objective.head import OutputHead
 from stillhouse.objective.log_probs import linear_log_probs
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL
-from stillhouse.objective.several import RoutedSignals, SeveralSignals
-from stillhouse.objective.signals import Chosen, DenseLogits, FullVocab, Sampled, Signal, TopK
+from stillhouse.objective.several import RoutedSignal, StudentHidden, detached
+from stillhouse.objective.signals import TEACHER, Chosen, DenseLogits, FullVocab, Sampled, Signal, Signals, TopK
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.teacher_log_probs import teacher_log_probs
@@ -30,6 +30,7 @@ from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
 from stillhouse.objective.vocab import VocabShard
 
 __all__ = [
+    "TEACHER",
     "Chosen",
     "Continuation",
     "Correction",
@@ -44,18 +45,20 @@ __all__ = [
     "ObjectiveOutput",
     "OutputHead",
     "PolicyGradient",
-    "RoutedSignals",
+    "RoutedSignal",
     "Sampled",
     "SampledKL",
-    "SeveralSignals",
     "Signal",
+    "Signals",
     "SortedL1",
     "SortedTopK",
     "SpanSignal",
+    "StudentHidden",
     "Term",
     "TopK",
     "VocabShard",
     "alpha_beta",
+    "detached",
     "discounted_sum",
     "forward_kl",
     "jsd",

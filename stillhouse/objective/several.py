@@ -1,50 +1,55 @@
-"""The signals of several teachers for the same tokens.
+"""Signals of which a part comes from elsewhere: the student's own head, or the rows that a teacher scores.
 
-    SeveralSignals   every teacher judges every token: one pass over the student's logits with a term for each teacher
-    RoutedSignals    every token has one teacher: the rows of one teacher after the other, in one pass
-
-T tokens.
+T tokens, D width of the student.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from stillhouse.objective.signals import RowIndex, Signal
+from stillhouse.objective.head import OutputHead
+from stillhouse.objective.signals import FullVocab, RowIndex, Signal
 
 
 @dataclass(frozen=True, eq=False)
-class SeveralSignals(Signal):
-    """The signals of several teachers for the same T tokens, by the teachers' names.
+class StudentHidden(Signal):
+    """The exact signal of a teacher that has the student's head: its hidden states [T, D] after the last norm."""
 
-    Raises ValueError without a signal, and for signals of different numbers of tokens.
-    """
-
-    named: Mapping[str, Signal]
-
-    def __post_init__(self) -> None:
-        counts = {name: each.tokens for name, each in self.named.items()}
-        if len(set(counts.values())) != 1:
-            raise ValueError(f"signals of {counts} tokens: expected one or more teachers, all for the same tokens")
+    hidden_TD: Tensor
 
     @property
     def tokens(self) -> int:
-        return next(iter(self.named.values())).tokens
+        return len(self.hidden_TD)
 
-    def rows(self, rows: RowIndex) -> "SeveralSignals":
-        return SeveralSignals({name: each.rows(rows) for name, each in self.named.items()})
+    def rows(self, rows: RowIndex) -> "StudentHidden":
+        return StudentHidden(self.hidden_TD[rows])
+
+    def opened(self, student: OutputHead) -> AbstractContextManager[Signal]:
+        return nullcontext(FullVocab(self.hidden_TD.detach(), detached(student)))
 
 
 @dataclass(frozen=True, eq=False)
-class RoutedSignals:
-    """The signals of several teachers, each of which judges some of the T tokens.
+class RoutedSignal(Signal):
+    """The signal of one of several teachers, each of which scores some of the T tokens.
 
-    rows: by the teacher's name, the int64 index of its rows with a weight; no row is in two of them.
-    opened: gives a teacher's signal for all T tokens while its context is open. So only one teacher's output head is
-    needed at a time.
+    signal: for all T tokens. index: the int64 numbers of its rows with a weight; no row is in those of two teachers.
+    The signal is opened only while its own rows are computed, so that one teacher's head at a time is in memory.
     """
 
-    rows: Mapping[str, Tensor]
-    opened: Callable[[str], AbstractContextManager[Signal]]
+    signal: Signal
+    index: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.signal.tokens
+
+    def rows(self, rows: RowIndex) -> "RoutedSignal":
+        raise ValueError("the rows of a routed signal cannot be cut: expected one teacher for all tokens")
+
+
+def detached(head: OutputHead) -> OutputHead:
+    """Return the head without gradients. A frozen weight stays the same tensor."""
+    if not head.weight_VD.requires_grad:
+        return head
+    return replace(head, weight_VD=head.weight_VD.detach(), bias=None if head.bias is None else head.bias.detach())

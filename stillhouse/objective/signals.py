@@ -19,6 +19,8 @@ T tokens, E teacher width, V vocabulary, K ids per token, M sampled ids per toke
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias, get_args
 
@@ -50,6 +52,19 @@ class Signal(ABC):
     def heads(self) -> list[OutputHead]:
         """The output heads in the signal; they help to determine the size of the common vocabulary."""
         return []
+
+    def opened(self, student: OutputHead) -> AbstractContextManager["Signal"]:
+        """Give the signal with its output head, which may be in memory only until the context ends.
+
+        student: the student's head.
+        """
+        return nullcontext(self)
+
+
+#: a micro-batch's signals by the names of the teachers; empty without a teacher
+Signals: TypeAlias = Mapping[str, Signal]
+#: the name of a teacher that is the only one
+TEACHER = "teacher"
 
 
 @dataclass(frozen=True, eq=False)

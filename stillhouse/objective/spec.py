@@ -26,8 +26,7 @@ from stillhouse.objective.head import OutputHead
 from stillhouse.objective.keys import ADVANTAGES, OLD_LOG_PROBS
 from stillhouse.objective.mixture import Mixture
 from stillhouse.objective.sampled import LogRatio, PolicyGradient, SampledKL, check_estimator
-from stillhouse.objective.several import SeveralSignals
-from stillhouse.objective.signals import Signal
+from stillhouse.objective.signals import Signal, Signals
 from stillhouse.objective.sorted_l1 import SortedL1, SortedTopK
 from stillhouse.objective.spans import Continuation, SpanSignal
 from stillhouse.objective.terms import CrossEntropy, Distill, Entropy, Term
@@ -119,17 +118,16 @@ class ObjectiveSpec:
     def terms(
         self,
         labels_T: Tensor,
-        signal: Signal | None,
+        signals: Signals,
         per_token: Mapping[str, Tensor] | None = None,
         *,
         document_T: Tensor | None = None,
         valid_index: Tensor | None = None,
         student: OutputHead | None = None,
     ) -> list[Term]:
-        """Return the terms for one batch. `signal` may be None only if no term needs a teacher.
+        """Return the terms for one batch.
 
-        With several teachers, it is `SeveralSignals` of all of them, or of the one to which the rows belong.
-
+        signals: of all teachers that score its rows, by their names; empty if no term needs a teacher.
         per_token: the tensors of `keys.py` for a batch of rollouts. If it has `OLD_LOG_PROBS`, there is a `LogRatio`,
         too. document_T: the document of each row, for a discount. valid_index: the rows that count; None:
         all rows. The sampled terms ask the signal for no other rows. student: the student's head, if its vocabulary
@@ -143,13 +141,13 @@ class ObjectiveSpec:
             settings = (self.cross_entropy, self.label_smoothing, z_loss)
             terms.append(CrossEntropy(labels_T, *settings, weights_T=draws.others_T))
         if self.divergence is not None:
-            assert signal is not None
             terms += [
                 term
-                for label, each, share in self._judges(signal, self.temperature)
+                for label, each, share in self._scored(signals, self.temperature)
                 for term in self._of_one_teacher(self.divergence, labels_T, each, share, label)
             ]
         if self.uld is not None:
+            ((_, signal, _),) = self._scored(signals, self.temperature)
             if not isinstance(signal, SortedTopK):
                 raise ValueError(f"uld with {type(signal).__name__}: expected sorted probabilities, SortedTopK")
             of_uld = (self.uld, self.temperature, self.scale_by_temperature_squared)
@@ -157,33 +155,32 @@ class ObjectiveSpec:
         if self.entropy is not None:
             terms.append(Entropy(self.entropy, self.temperature))
         if self.sampled_kl is not None:
-            assert signal is not None
-            terms += self._sampled_kl_terms(self.sampled_kl, draws, signal)
+            terms += self._sampled_kl_terms(self.sampled_kl, draws, signals)
         if self.policy_gradient is not None:
-            terms.append(self._policy_gradient_term(self.policy_gradient, draws, signal))
+            terms.append(self._policy_gradient_term(self.policy_gradient, draws, signals))
         if OLD_LOG_PROBS in draws.per_token and draws.weights_T is not None:
             old_T, at = draws.known(OLD_LOG_PROBS), self.sampling_temperature
             terms.append(LogRatio(labels_T, old_T, at, weights_T=draws.weights_T))
         return terms
 
-    def _judges(self, signal: Signal, temperature: float) -> list[tuple[str | None, Signal, TeacherShare]]:
-        """Return each teacher whose probabilities are compared with the student's: its label, signal and share."""
-        if not isinstance(signal, SeveralSignals):
-            return [(None, signal, TeacherShare())]
+    def _scored(self, signals: Signals, temperature: float) -> list[tuple[str | None, Signal, TeacherShare]]:
+        """Return each distribution that is compared with the student's: its label, signal and share."""
+        if not self.teachers:
+            return [(None, signal, TeacherShare()) for signal in signals.values()]
         if self.is_mixture:
-            weights = [self.teachers[name].weight for name in signal.named]
-            return [(None, Mixture(list(signal.named.values()), weights, temperature), TeacherShare())]
-        return [(name, each, self.teachers[name]) for name, each in signal.named.items()]
+            weights = [self.teachers[name].weight for name in signals]
+            return [(None, Mixture(list(signals.values()), weights, temperature), TeacherShare())]
+        return [(name, signal, self.teachers[name]) for name, signal in signals.items()]
 
-    def _sampled_kl_terms(self, scale: float, draws: Draws, signal: Signal) -> list[Term]:
+    def _sampled_kl_terms(self, scale: float, draws: Draws, signals: Signals) -> list[Term]:
         terms: list[Term] = []
         is_corrected = self.correction.kind != "none"
-        for label, each, share in self._judges(signal, self.temperature):
+        for label, each, share in self._scored(signals, self.temperature):
             temperature = self.temperature if share.temperature is None else share.temperature
             terms.append(
                 SampledKL(
                     draws.labels_T,
-                    draws.log_probs(each, _heads(signal), temperature),
+                    draws.log_probs(each, _heads(signals), temperature),
                     self.estimator,
                     scale * share.weight,
                     temperature,
@@ -196,14 +193,13 @@ class ObjectiveSpec:
             )
         return terms
 
-    def _policy_gradient_term(self, scale: float, draws: Draws, signal: Signal | None) -> PolicyGradient:
+    def _policy_gradient_term(self, scale: float, draws: Draws, signals: Signals) -> PolicyGradient:
         """The policy is the distribution that tokens are drawn from, so the term has the sampling temperature."""
         old_T, is_clipped = draws.known(OLD_LOG_PROBS), not (self.clip_low is None and self.clip_high is None)
         advantages_T = draws.known(ADVANTAGES) if self.needs_rewards or ADVANTAGES in draws.per_token else None
         if self.teacher_kl:
-            assert signal is not None
-            for _, each, share in self._judges(signal, self.sampling_temperature):
-                log_p_T = draws.log_probs(each, _heads(signal), self.sampling_temperature)
+            for _, each, share in self._scored(signals, self.sampling_temperature):
+                log_p_T = draws.log_probs(each, _heads(signals), self.sampling_temperature)
                 of_teacher_T = self.teacher_kl * share.weight * draws.log_ratio(log_p_T, self.discount)
                 advantages_T = of_teacher_T if advantages_T is None else advantages_T + of_teacher_T
         assert advantages_T is not None
@@ -356,10 +352,9 @@ def _policy_gradient(
     return {"clip_low": clip_low, "clip_high": clip_high, "teacher_kl": teacher_kl or 0.0}
 
 
-def _heads(signal: Signal) -> list[OutputHead]:
+def _heads(signals: Signals) -> list[OutputHead]:
     """The heads of all teachers of a batch."""
-    named = signal.named.values() if isinstance(signal, SeveralSignals) else [signal]
-    return [head for each in named for head in each.heads()]
+    return [head for signal in signals.values() for head in signal.heads()]
 
 
 def _sum_of(parts: list[Part]) -> tuple[Divergence | None, float]:

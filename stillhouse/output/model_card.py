@@ -17,10 +17,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import cached_file
 
 import stillhouse
-from stillhouse.checkpoint.checkpoint_tensors import RANDOM
 from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint, stored_tensors
 from stillhouse.config import RunConfig, TeacherConfig
+from stillhouse.engine.state import RANDOM
 from stillhouse.libraries import reading
 from stillhouse.output.progress import Progress
 from stillhouse.run.in_words import in_words, loss_in_words

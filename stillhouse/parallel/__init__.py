@@ -11,19 +11,11 @@ from stillhouse.parallel.build import (
 )
 from stillhouse.parallel.context_parallel import NextTokens
 from stillhouse.parallel.devices import best_precision, choose_device
-from stillhouse.parallel.heads import TeacherHeads
+from stillhouse.parallel.heads import BufferedHead, DecoderHead, HeadBuffers, TeacherHead, TeacherHidden
 from stillhouse.parallel.layout import Layout, ModelSource
 from stillhouse.parallel.loading import empty_decoder, load_weights, local_folder
 from stillhouse.parallel.mesh import Degrees, Mesh, join
-from stillhouse.parallel.pair import (
-    IN_STAGE,
-    Computation,
-    NamedSignals,
-    PairSignal,
-    StudentHidden,
-    TeacherHidden,
-    TeacherStudentPair,
-)
+from stillhouse.parallel.pair import IN_STAGE, InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.pipeline import SCHEMES
 from stillhouse.parallel.proof import prove_heads, prove_runner
 from stillhouse.parallel.ranks import (
@@ -48,19 +40,21 @@ __all__ = [
     "IN_STAGE",
     "ONE_PROCESS",
     "SCHEMES",
-    "Computation",
+    "BufferedHead",
+    "DecoderHead",
     "Degrees",
+    "HeadBuffers",
+    "InStage",
     "Layout",
     "Mesh",
     "ModelSource",
-    "NamedSignals",
     "NextTokens",
-    "PairSignal",
     "Ranks",
     "Runner",
     "ShardedMicroBatches",
-    "StudentHidden",
-    "TeacherHeads",
+    "StageInputs",
+    "StageResults",
+    "TeacherHead",
     "TeacherHidden",
     "TeacherStudentPair",
     "WaitingWeights",

@@ -48,8 +48,8 @@ class StagePlan:
 
 def single_process_runner(student: Decoder, teacher: Decoder | None, *, teacher_is_base: bool = False) -> Runner:
     """Return the runner of a single process, which has both models whole."""
-    teacher_source = None if teacher is None else ModelSource(lambda: teacher)
-    student_source = ModelSource(lambda: student, teacher_is_base=teacher_is_base)
+    teacher_source = None if teacher is None else ModelSource(lambda: teacher, is_proven=True)
+    student_source = ModelSource(lambda: student, teacher_is_base=teacher_is_base, is_proven=True)
     mesh = Mesh(Degrees(), next(student.parameters()).device, of_one_process=True)
     return build_runner(Layout(), mesh, student_source, teacher_source)
 
@@ -66,13 +66,13 @@ def build_runner(
     """Build this process's runner.
 
     teacher_head_only: build only the teacher's head, because its layers have a
-    separate layout. prove: prove the models under the layout (`prove_runner`), unless this process has loaded them
-    whole, which `Decoder` proves.
+    separate layout. prove: prove the models under the layout (`prove_runner`), unless this process has proven
+    them whole.
     Raises ValueError for a model that the layout does not fit, and ProofError for one that computes the wrong thing.
     """
     runner = _build_runner(layout, mesh, student_source, teacher_source, teacher_head_only=teacher_head_only)
     sources = [source for source in (student_source, teacher_source) if source is not None]
-    if prove and (mesh.ranks.size > 1 or any(source.load_weights is not None for source in sources)):
+    if prove and (mesh.ranks.size > 1 or not all(source.is_proven for source in sources)):
         is_base = student_source.teacher_is_base
         in_stages = is_base or (teacher_source is not None and not teacher_head_only)
         prove_runner(runner, student_source, teacher_source, teacher_in_stages=in_stages)

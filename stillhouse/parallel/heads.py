@@ -1,50 +1,91 @@
-"""The output heads of several teachers on the student's last stage, of which only those in use take device memory.
+"""The output heads of teachers on the student's last stage, which are open while the student's loss is computed.
 
-Under FSDP, a head is gathered when it is opened and freed when it is closed. Otherwise the heads are in host memory,
-and heads of one shape share a buffer on the device. V rows of the vocabulary on this process, E a teacher's width.
+T tokens, V rows of the vocabulary on this process, E a teacher's width.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from stillhouse.models import Decoder
-from stillhouse.objective import OutputHead
+from stillhouse.objective import FullVocab, OutputHead, Signal, detached
+from stillhouse.objective.signals import RowIndex
 
 
-class TeacherHeads:
-    """decoders: by the teacher's name, a teacher of which only the head is left, distributed like the student's.
+class TeacherHead(Protocol):
+    """A teacher's output head on this process: all of it, or this process's rows of the vocabulary."""
 
-    device: the device on which the heads are used. is_sharded: whether FSDP has sharded them. Opening a head is then
-    a collective of the processes that share it.
+    def opened(self) -> AbstractContextManager[OutputHead]:
+        """Give the head until the context ends."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderHead:
+    """The head of a decoder on this process, gathered while it is open if FSDP has sharded it.
+
+    Opening a sharded head is a collective of its processes. keep_gathered: it stays gathered after that.
     """
 
-    def __init__(self, decoders: Mapping[str, Decoder], device: torch.device, *, is_sharded: bool):
-        self._decoders, self.is_sharded = decoders, is_sharded
-        self._buffers = HeadBuffers(device)
+    decoder: Decoder
+    keep_gathered: bool = False
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[OutputHead]:
-        """Yield a teacher's head, whole or this process's rows of the vocabulary, until the context ends."""
-        decoder = self._decoders[name]
-        if not self.is_sharded:
-            head = decoder.output_head()
-            with self._buffers.holding(name, head.weight_VD) as weight_VD:
-                bias = None if head.bias is None else head.bias.to(weight_VD.device)
-                yield replace(head, weight_VD=weight_VD, bias=bias)
-            return
-        # a tied head is in the root's group
-        group = decoder.head if isinstance(decoder.head, FSDPModule) else decoder
-        assert isinstance(group, FSDPModule)
-        group.unshard()
+    def opened(self) -> Iterator[OutputHead]:
+        # the head's own group gathers its weight; the root's group does so if the head is tied to the embedding
+        modules = (self.decoder.head, self.decoder)
+        group = next((module for module in modules if isinstance(module, FSDPModule)), None)
+        if group is not None:
+            group.unshard()
         try:
-            yield decoder.output_head()
+            yield self.decoder.output_head()
         finally:
-            group.reshard()
+            if group is not None and not self.keep_gathered:
+                group.reshard()
+
+
+@dataclass(frozen=True)
+class BufferedHead:
+    """The head of a decoder in host memory, which is copied to the device while it is open.
+
+    name: the teacher's, the same for the same weight.
+    """
+
+    name: str
+    decoder: Decoder
+    buffers: "HeadBuffers"
+
+    @contextmanager
+    def opened(self) -> Iterator[OutputHead]:
+        head = self.decoder.output_head()
+        with self.buffers.holding(self.name, head.weight_VD) as weight_VD:
+            bias = None if head.bias is None else head.bias.to(weight_VD.device)
+            yield replace(head, weight_VD=weight_VD, bias=bias)
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherHidden(Signal):
+    """A teacher's hidden states [T, E] after its last norm, and its head on the student's last stage."""
+
+    hidden_TE: Tensor
+    head: TeacherHead
+
+    @property
+    def tokens(self) -> int:
+        return len(self.hidden_TE)
+
+    def rows(self, rows: RowIndex) -> "TeacherHidden":
+        return replace(self, hidden_TE=self.hidden_TE[rows])
+
+    @contextmanager
+    def opened(self, student: OutputHead) -> Iterator[Signal]:
+        with self.head.opened() as head:
+            yield FullVocab(self.hidden_TE.detach(), detached(head))
 
 
 class HeadBuffers:

@@ -22,6 +22,7 @@ class ModelSource:
     teacher_is_base: for a student with an adapter: the student without the adapter is the teacher.
     offload: keep FSDP's shards of this model in host memory between uses, whatever the layout says.
     name: how errors name the model.
+    is_proven: `build` returns a whole model that has been proven, as `Decoder` does.
     """
 
     build: Callable[[], Decoder]
@@ -29,6 +30,7 @@ class ModelSource:
     teacher_is_base: bool = False
     offload: bool = False
     name: str = "model"
+    is_proven: bool = False
 
 
 @dataclass(frozen=True)

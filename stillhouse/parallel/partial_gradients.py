@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder, OutputProcessor, ProofError, evaluating
 from stillhouse.models.head import local
 from stillhouse.models.structure import describe
 from stillhouse.objective import CrossEntropy, ObjectiveOutput, OutputHead, linear_objective
 from stillhouse.parallel.gradients import reduce_partial_grads
-from stillhouse.parallel.pair import Computation
+from stillhouse.parallel.pair import StageInputs
 from stillhouse.parallel.runner import Runner
 from stillhouse.parallel.tensor_parallel import generic
 
@@ -39,9 +38,7 @@ _ROUNDS = 3
 _HIDDEN = "hidden states behind "
 
 
-def partial_gradients(
-    runner: Runner, micro_batch: MicroBatch, computation: Callable[[OutputProcessor], Computation]
-) -> list[nn.Parameter]:
+def partial_gradients(runner: Runner, inputs_of: Callable[[OutputProcessor], StageInputs]) -> list[nn.Parameter]:
     """Return the parameters of this process whose gradients have to be summed over the tensor ranks.
 
     Parameters with the same name in several layers are judged together. The sum is right if the hidden states have
@@ -59,8 +56,7 @@ def partial_gradients(
         count = 2 * runner.layout.degrees.pipeline  # which every schedule can run
         for number in range(_ROUNDS):
             runner.zero_grad()
-            compute = computation(_cross_entropies(number))
-            runner.forward_backward(compute, [micro_batch] * count, [None] * count)
+            runner.forward_backward([inputs_of(_cross_entropies(number))] * count)
             _add(squares, _squares(runner, hidden))
             hidden.clear()
     total = defaultdict[str, float](float)

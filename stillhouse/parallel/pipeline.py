@@ -9,7 +9,7 @@ B rows, S tokens per row of a micro-batch; D, E widths of student and teacher.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ from torch.distributed.pipelining import (
 )
 
 from stillhouse.data import MicroBatch
+from stillhouse.objective import TEACHER, Signals
 from stillhouse.parallel.gradients import local, reduce_partial_grads
+from stillhouse.parallel.heads import TeacherHidden
 from stillhouse.parallel.older_torch import stage_class
-from stillhouse.parallel.pair import Computation, InStage, PairSignal, TeacherHidden, TeacherStudentPair
+from stillhouse.parallel.pair import InStage, StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.teacher_prefetch import Schedule1F1BWithPrefetch, TeacherPrefetch
 
 
@@ -125,63 +127,61 @@ class Pipeline:
         self._schedule_key: tuple[Any, ...] = ()
         self._schedule: Any = None
 
-    def forward_backward(
-        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
-    ) -> list[Any]:
+    def forward_backward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
         """Add the gradients of the micro-batches' losses to the parameters.
 
-        Returns the processor's results on the last stage's rank, and an empty list on all others. All micro-batches
-        must have the same shape. Raises ValueError if the schedule does not support this number of micro-batches.
+        Returns the results of this rank's stages, stage by stage; those of all but the last stage have no outputs.
+        All micro-batches must have the same shape. Raises ValueError if the schedule does not support this number of
+        micro-batches.
         """
-        numbers = torch.arange(len(micro_batches))
-        in_stage = _in_stage(signals)
-        results = self._begin(computation, micro_batches, signals)
-        schedule = self._schedule_for(micro_batches, with_teacher=in_stage and self.prefetch is None)
+        step, numbers = _Step(inputs), torch.arange(len(inputs))
+        schedule = self._schedule_for(inputs, with_teacher=step.in_stage and self.prefetch is None)
         if self.prefetch is not None:
-            self._begin_prefetch(self.prefetch, schedule, micro_batches, needs_teacher=in_stage)
+            order = self.prefetch.begin([each.micro_batch for each in inputs], step.request, runs=step.in_stage)
+            schedule.follow(order, self.prefetch.run_teacher, self.prefetch.backward_group)
+            if step.in_stage:
+                step.prefetched = self.prefetch.now.hidden
         first = (numbers,) if 0 in self.stages else ()
         target = numbers if self.count - 1 in self.stages else None
-        schedule.step(*first, target=target, number=numbers, return_outputs=False)
+        schedule.step(*first, target=target, number=numbers, step=step, return_outputs=False)
         if self.prefetch is not None:
             self.prefetch.end()
         if self.copies_embedding:
             self._sum_embedding_gradient()
-        return [results[number] for number in sorted(results)]
+        return [step.results[key] for key in sorted(step.results)]
 
     @torch.no_grad()
-    def forward(
-        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
-    ) -> list[Any]:
+    def forward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
         """Run the micro-batches, of any number and shapes, without gradients.
 
-        Returns the processor's results on the last stage's rank, and an empty list on all others. Does not use
-        torch's schedules: the one of ZBV cannot evaluate (torch 2.13), and without backward there is nothing to
-        schedule. A rank runs all micro-batches through one of its stages before it begins with its next stage.
+        Returns the results of the last stage, and an empty list on the ranks of all others. Does not use torch's
+        schedules: the one of ZBV cannot evaluate (torch 2.13), and without backward there is nothing to schedule. A
+        rank runs all micro-batches through one of its stages before it begins with its next stage.
         """
+        step = _Step(inputs)
         if self.prefetch is not None:
-            self.prefetch.forget(micro_batches)
-        results = self._begin(computation, micro_batches, signals)
+            self.prefetch.forget(step.request)
         kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # outputs of a stage for the next one on this rank
         sends: list[tuple[Any, Tensor]] = []
         for number, stage in sorted(self.stages.items()):
             source, target = (self.scheme.rank_of(each, self.ranks) for each in (number - 1, number + 1))
-            for at, micro_batch in enumerate(micro_batches):
+            for at, each in enumerate(inputs):
                 received: tuple[Tensor, ...] = ()
                 if number and source != self.rank:
-                    received = self._receive(micro_batch, source, with_teacher=_in_stage(signals))
+                    received = self._receive(each.micro_batch, source, with_teacher=step.in_stage)
                 elif number:
                     received = kept.pop((number - 1, at))
-                passed = stage(*received, number=torch.tensor([at]))
+                passed = stage(*received, number=torch.tensor([at]), step=step)
                 if number + 1 == self.count:
                     continue
                 if target == self.rank:
                     kept[number, at] = passed
                 else:
                     group = self._message_group(self.rank, target)
-                    sends += [(dist.isend(each, group=group, group_dst=target), each) for each in passed]
+                    sends += [(dist.isend(hidden, group=group, group_dst=target), hidden) for hidden in passed]
         for send, _ in sends:
             send.wait()
-        return [results[number] for number in sorted(results)]
+        return [step.results[key] for key in sorted(step.results) if key[0] + 1 == self.count]
 
     def _sum_embedding_gradient(self) -> None:
         """Give the embedding of the first stage and its copy on the last stage the sum of their gradients."""
@@ -236,43 +236,19 @@ class Pipeline:
         assert back is not None
         return back
 
-    def _begin(
-        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
-    ) -> dict[int, Any]:
-        results: dict[int, Any] = {}
-        for stage in self.stages.values():
-            stage.computation, stage.micro_batches, stage.signals = computation, micro_batches, list(signals)
-            stage.results, stage.teacher_hidden = results, {}
-        return results
-
-    def _begin_prefetch(
-        self, prefetch: TeacherPrefetch, schedule: Any, micro_batches: Sequence[MicroBatch], *, needs_teacher: bool
-    ) -> None:
-        """Set the order of the step, in which the teacher has separate actions.
-
-        If the step needs the teacher, the stages run the student alone. Only the last stage uses the teacher's hidden
-        states: T actions of this step or of the previous one put them into `teacher_hidden`.
-        """
-        (stage,) = self.stages.values()
-        order, hidden = prefetch.begin(micro_batches, needs_teacher=needs_teacher)
-        if needs_teacher:
-            stage.signals = [None] * len(micro_batches)
-            stage.teacher_hidden = hidden if stage.is_last else {}
-        schedule.follow(order, prefetch.run_teacher, prefetch.backward_group)
-
-    def _schedule_for(self, micro_batches: Sequence[MicroBatch], *, with_teacher: bool) -> Any:
+    def _schedule_for(self, inputs: Sequence[StageInputs], *, with_teacher: bool) -> Any:
         """Return torch's schedule for these shapes. A schedule fixes the shapes of its messages at construction."""
-        shapes = {each.shape_BS for each in micro_batches}
+        shapes = {each.micro_batch.shape_BS for each in inputs}
         assert len(shapes) == 1, f"micro-batches of different shapes in one step: {shapes}"
         ((rows, tokens),) = shapes
-        key = (len(micro_batches), rows, tokens, with_teacher)
+        key = (len(inputs), rows, tokens, with_teacher)
         if key != self._schedule_key:
             hidden = self._hidden(rows, tokens, with_teacher=with_teacher)
             stages = [self._stage(number, hidden) for number in sorted(self.stages)]
             options = {"loss_fn": _sum, "scale_grads": False}
             chosen = stages if self.scheme.per_rank > 1 else stages[0]
             self._schedule_key = key
-            self._schedule = self.scheme.schedule(chosen, len(micro_batches), **options)
+            self._schedule = self.scheme.schedule(chosen, len(inputs), **options)
         return self._schedule
 
     def _stage(self, number: int, hidden: tuple[Tensor, ...]) -> PipelineStage:
@@ -296,51 +272,70 @@ class Pipeline:
         return student, torch.empty(rows, tokens, width.teacher, dtype=width.teacher_dtype, device="meta")
 
 
-class _Stage(nn.Module):
-    """A pair with the signature that torch's schedules call: the received hidden states and a micro-batch's number.
+class _Step:
+    """The micro-batches of one call, which every stage of this rank gets with the number of the one to run.
 
-    teacher_hidden: on the last stage, the hidden states of a prefetched teacher, by micro-batch.
+    inputs: by the micro-batch's number. results: by the numbers of the stage and of the micro-batch.
+    prefetched: of a teacher that runs ahead, its last hidden states by micro-batch, on the last stage; None if the
+        teacher runs with the student.
     """
 
-    computation: Computation
+    def __init__(self, inputs: Sequence[StageInputs]):
+        self.inputs = inputs
+        self.results: dict[tuple[int, int], StageResults] = {}
+        self.prefetched: dict[int, Tensor] | None = None
+        markers = [[each for each in of_one.signals.values() if isinstance(each, InStage)] for of_one in inputs]
+        assert len({len(each) for each in markers}) == 1, "a teacher in the stages for only some of the micro-batches"
+        self.in_stage = bool(markers[0])
+        self.request = markers[0][0].request if self.in_stage else None
+
+
+class _Stage(nn.Module):
+    """A pair with the signature that torch's schedules call: the received hidden states, and a micro-batch's number
+    in the step.
+    """
 
     def __init__(self, number: int, count: int, pair: TeacherStudentPair):
         super().__init__()
         self.number, self.pair = number, pair
         self.is_last = number + 1 == count
-        self.micro_batches: Sequence[MicroBatch] = ()
-        self.signals: list[PairSignal] = []
-        self.results: dict[int, Any] = {}
-        self.teacher_hidden: dict[int, Tensor] = {}
 
     def teacher_forward(self, micro_batch: MicroBatch, *received: Tensor) -> Tensor:
         """Run the teacher's part alone. This calls `forward`, because its FSDP hooks gather the weights."""
         return self(*received, teacher_of=micro_batch)
 
     def forward(
-        self, *received: Tensor, number: Tensor | None = None, teacher_of: MicroBatch | None = None
+        self,
+        *received: Tensor,
+        number: Tensor | None = None,
+        step: _Step | None = None,
+        teacher_of: MicroBatch | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         if teacher_of is not None:
             return self.pair.teacher_forward(teacher_of, *received)
         assert number is not None
+        assert step is not None
         at = int(number)
-        hidden_BSE = self.teacher_hidden.pop(at, None)
-        signal = self.signals[at] if hidden_BSE is None else TeacherHidden(hidden_BSE)
-        result = self.pair(self.computation, self.micro_batches[at], signal, *(received if self.number else ()))
+        inputs = step.inputs[at]
+        if step.prefetched is not None:
+            inputs = replace(inputs, signals=self._prefetched(step.prefetched, at))
+        result = self.pair(inputs, *(received if self.number else ()))
         if not self.is_last:
-            return result if isinstance(result, tuple) else (result,)
-        self.results[at] = result
+            step.results[self.number, at] = replace(result, output=None, teacher_BSE=None)
+            return (result.output,) if result.teacher_BSE is None else (result.output, result.teacher_BSE)
+        step.results[self.number, at] = replace(result, teacher_BSE=None)
         if not torch.is_grad_enabled():
             return ()
         # 1-D: the schedule cannot merge 0-D losses, and its error would leave the other ranks waiting
-        return torch.stack([result.loss])
+        return torch.stack([result.output.loss])
 
-
-def _in_stage(signals: Sequence[PairSignal]) -> bool:
-    """Return whether the teacher runs in the stages: for all micro-batches of a call, or for none."""
-    kinds = {isinstance(each, InStage) for each in signals}
-    assert len(kinds) == 1, "a teacher in the stages for only some of the micro-batches"
-    return kinds.pop()
+    def _prefetched(self, hidden: dict[int, Tensor], at: int) -> Signals:
+        """The signals of a teacher that has run ahead; only the last stage needs them."""
+        if not self.is_last:
+            return {}
+        head = self.pair.teacher_head
+        assert head is not None
+        return {TEACHER: TeacherHidden(hidden.pop(at).flatten(0, 1), head)}
 
 
 def _sum(loss: Tensor, _: Tensor) -> Tensor:

@@ -33,10 +33,12 @@ from stillhouse.models.proof import (
     prove_places,
     run_probe,
 )
-from stillhouse.objective import FullVocab, OutputHead, Signal
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signals
 from stillhouse.parallel.context_parallel import NextTokens
 from stillhouse.parallel.layout import ModelSource
-from stillhouse.parallel.pair import IN_STAGE, Computation, PairSignal
+from stillhouse.parallel.loss_part import MtpLayersRun
+from stillhouse.parallel.pair import IN_STAGE, StageInputs
 from stillhouse.parallel.partial_gradients import partial_gradients
 from stillhouse.parallel.runner import Runner, reshard
 from stillhouse.parallel.sharded_layers import layers_compared, require_equal_layers
@@ -80,8 +82,10 @@ def prove_runner(
         _prove_sharded_layers(runner, student, teacher if teacher_in_stages else None)
         if any(each.requires_grad for _, each in runner.named_parameters()):
             with _raised(runner, names.student):
-                forward = _Forward(runner, [])
-                runner.sum_over_tensor_ranks(partial_gradients(runner, forward.micro_batch(), forward.computation))
+                forward = _Forward(runner, {})
+                runner.sum_over_tensor_ranks(
+                    partial_gradients(runner, partial(forward.inputs, forward.micro_batch()))
+                )
 
 
 def prove_heads(runner: Runner, decoders: Mapping[str, Decoder]) -> None:
@@ -104,7 +108,7 @@ def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_s
     student, teacher = pair.student, None
     if teacher_in_stages:
         teacher = pair.student if pair.teacher_is_base else pair.teacher
-    forward = _Forward(runner, [None if teacher is None else IN_STAGE])
+    forward = _Forward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     probe = forward.probe
     with ExitStack() as stack:
         for part in runner.students():
@@ -122,7 +126,7 @@ def _prove_passes(runner: Runner, names: _Names, *, training: bool, teacher_in_s
 
 def _prove_sharded_layers(runner: Runner, student: ModelSource, teacher: ModelSource | None) -> None:
     """Prove the layers of the student and of the teacher in its stages, whose matrices the tensor ranks share."""
-    forward = _Forward(runner, [None if teacher is None else IN_STAGE])
+    forward = _Forward(runner, {} if teacher is None else {TEACHER: IN_STAGE})
     sides: list[tuple[ModelSource | None, list[Decoder]]] = [
         (student, runner.students()),
         (teacher, [pair.teacher for pair in runner.pairs.values() if pair.teacher is not None]),
@@ -148,7 +152,7 @@ class _Forward:
     of the teacher; nothing on processes without the last stage.
     """
 
-    def __init__(self, runner: Runner, signals: Sequence[PairSignal]):
+    def __init__(self, runner: Runner, signals: Signals):
         self.runner, self.signals = runner, signals
         student, context = runner.students()[0], runner.layout.degrees.context
         self.device = runner.device
@@ -168,12 +172,9 @@ class _Forward:
     def of_rows(self) -> Forward:
         return by_rows(self) if self.packs_one_row else self
 
-    def computation(self, processor: OutputProcessor) -> Computation:
-        """The computation of a processor whose context is the teacher's signal."""
-        mtp = NextTokens(self.depths, self.runner.context_group) if self.depths else None
-        return Computation(
-            processor, lambda _, signal: signal, partial(autocast, self.device, _precision(self.runner)), mtp=mtp
-        )
+    def inputs(self, micro_batch: MicroBatch, processor: OutputProcessor) -> StageInputs:
+        mtp = [MtpLayersRun(NextTokens(self.depths, self.runner.context_group))] if self.depths else []
+        return StageInputs(micro_batch, self.signals, processor, mtp, autocast=_precision(self.runner))
 
     def micro_batch(self) -> MicroBatch:
         """This process's columns of the documents: of one row for an attention that packs one row."""
@@ -182,7 +183,7 @@ class _Forward:
 
     def __call__(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
         micro_batch = _micro_batch(self.runner, ids_BS, position_ids_BS)
-        results = self.runner.forward(self.computation(_hidden), [micro_batch], self.signals)
+        results = self.runner.forward([self.inputs(micro_batch, _hidden)])
         if not results:
             return []
         hidden = results[0] if isinstance(results[0], _Hidden) else _Hidden((results[0],), None)
@@ -192,10 +193,14 @@ class _Forward:
         return [_whole(self.runner, part) for part in parts]
 
 
-def _hidden(*, hidden_states: Any, head: OutputHead, context: Signal | None, depth: int = 0) -> _Hidden:
+def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:
     """An output processor."""
     depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-    return _Hidden(depths, context.hidden_TE if isinstance(context, FullVocab) else None)
+    for signal in context.signals.values():
+        with signal.opened(head) as opened:
+            assert isinstance(opened, FullVocab)
+            return _Hidden(depths, opened.hidden_TE)
+    return _Hidden(depths, None)
 
 
 def _precision(runner: Runner) -> torch.dtype | None:

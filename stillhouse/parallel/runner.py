@@ -1,8 +1,7 @@
 """Student and teacher distributed over processes: the same calls under every layout.
 
 runner = build_runner(layout, mesh, student_source, teacher_source)
-runner.forward_backward(computation, micro_batches, signals)     adds gradients to runner.named_parameters()
-runner.forward(computation, micro_batches, signals)
+results = runner.forward(inputs)     of each micro-batch: what the output processor returns
 norm = runner.clip(1.0)
 """
 
@@ -18,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from stillhouse.data import MicroBatch
 from stillhouse.models import Decoder
 from stillhouse.parallel.gradients import add_up_gradients, gradient_norm, reduce_partial_grads, scale_gradients
+from stillhouse.parallel.heads import DecoderHead
 from stillhouse.parallel.layout import Layout
 from stillhouse.parallel.mesh import Mesh
-from stillhouse.parallel.pair import Computation, PairSignal, TeacherStudentPair
+from stillhouse.parallel.pair import StageInputs, StageResults, TeacherStudentPair
 from stillhouse.parallel.pipeline import Pipeline
 from stillhouse.parallel.ranks import Ranks
 
@@ -48,45 +48,56 @@ class Runner:
         """
         self._summed = list(parameters)
 
-    def forward_backward(
-        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
-    ) -> list[Any]:
-        """Add the gradients of the micro-batches' losses to the student's parameters.
+    def forward(self, inputs: Sequence[StageInputs]) -> list[Any]:
+        """Return the processor's results of some micro-batches, without gradients.
 
-        Returns the processor's results, with detached losses. Under a pipeline, only the ranks of the last stage have
-        results; the others return an empty list. Raises ValueError unless there is one signal for each micro-batch.
+        Under a pipeline, only the ranks of the last stage have results; the others return an empty list.
         """
-        _require_signals(micro_batches, signals)
-        with self._gradients_summed():
-            if self.pipeline is not None:
-                results = self.pipeline.forward_backward(computation, micro_batches, signals)
-            else:
-                results = self._one_by_one(computation, micro_batches, signals)
-        for each in results:
-            each.loss.detach_()
-        return results
-
-    def forward(
-        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
-    ) -> list[Any]:
-        """Return the processor's results, on the same ranks as `forward_backward`, without gradients."""
-        _require_signals(micro_batches, signals)
+        _require_micro_batches(inputs)
         with torch.no_grad():
             if self.pipeline is not None:
-                results = self.pipeline.forward(computation, micro_batches, signals)
+                results = self.pipeline.forward(inputs)
             else:
-                pair = self.pairs[0]
-                results = [pair(computation, *each) for each in zip(micro_batches, signals, strict=True)]
+                results = [self.pairs[0](each) for each in inputs]
         for pair in self.pairs.values():
             reshard(pair)  # no backward follows that would do it
-        return results
+        return [result.output for result in results]
 
-    def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Announce the micro-batches of a later step: with prefetch, the teacher runs on them in the bubbles."""
-        if self.prefetches_teacher:
-            assert self.pipeline is not None
-            assert self.pipeline.prefetch is not None
-            self.pipeline.prefetch.announce(micro_batches)
+    def forward_backward(self, inputs: Sequence[StageInputs]) -> list[StageResults]:
+        """Add the gradients of the micro-batches' losses to the student's parameters.
+
+        Returns the results of this rank's stages; those of stages without the student's head have no outputs.
+        """
+        _require_micro_batches(inputs)
+        with self.gradients_summed():
+            if self.pipeline is not None:
+                return self.pipeline.forward_backward(inputs)
+            results = []
+            for pair, each in self.one_by_one(inputs):
+                results.append(pair(each))
+                results[-1].output.loss.backward()
+            return results
+
+    def one_by_one(self, inputs: Sequence[StageInputs]) -> Iterator[tuple[TeacherStudentPair, StageInputs]]:
+        """Yield the pair and the inputs of each micro-batch of a step without a pipeline; the caller runs the passes.
+
+        HSDP: each replica sums its own gradients until the last micro-batch, whose backward all-reduces them.
+        """
+        _require_micro_batches(inputs)
+        pair = self.pairs[0]
+        for number, each in enumerate(inputs, start=1):
+            if isinstance(pair.student, FSDPModule):
+                pair.student.set_requires_all_reduce(number == len(inputs))
+            yield pair, each
+
+    def announce(self, micro_batches: Sequence[MicroBatch]) -> int | None:
+        """Announce the micro-batches of a later step, on which the teacher then runs in the pipeline's bubbles.
+
+        Returns the number of the request, for `InStage`; None if the schedule does not run the teacher ahead.
+        """
+        if self.pipeline is None or self.pipeline.prefetch is None:
+            return None
+        return self.pipeline.prefetch.announce(micro_batches)
 
     @property
     def prefetches_teacher(self) -> bool:
@@ -97,6 +108,12 @@ class Runner:
     def teacher(self) -> Decoder | None:
         """The teacher, or its part on this rank's first stage."""
         return next(iter(self.pairs.values())).teacher
+
+    @property
+    def teacher_head(self) -> DecoderHead | None:
+        """The teacher's head, on processes with the student's last stage."""
+        last = self.pairs.get(self.layout.stages - 1)
+        return None if last is None else last.teacher_head
 
     @property
     def ranks(self) -> Ranks:
@@ -164,7 +181,7 @@ class Runner:
         return norm
 
     @contextmanager
-    def _gradients_summed(self) -> Iterator[None]:
+    def gradients_summed(self) -> Iterator[None]:
         """Sum the gradients that the block adds to the parameters of `sum_over_tensor_ranks`."""
         before = [parameter.grad for parameter in self._summed]
         for parameter in self._summed:
@@ -183,18 +200,6 @@ class Runner:
             return None
         return self.pairs[last].student.embedding_copy
 
-    def _one_by_one(
-        self, computation: Computation, micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]
-    ) -> list[Any]:
-        pair, results = self.pairs[0], []
-        for number, each in enumerate(zip(micro_batches, signals, strict=True), start=1):
-            if isinstance(pair.student, FSDPModule):
-                # HSDP: each replica sums its own gradients until the last micro-batch, which all-reduces them
-                pair.student.set_requires_all_reduce(number == len(micro_batches))
-            results.append(pair(computation, *each))
-            results[-1].loss.backward()
-        return results
-
 
 def reshard(module: nn.Module) -> None:
     """Free the weights that FSDP has gathered for a forward pass."""
@@ -203,8 +208,6 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def _require_signals(micro_batches: Sequence[MicroBatch], signals: Sequence[PairSignal]) -> None:
-    if not micro_batches or len(micro_batches) != len(signals):
-        raise ValueError(
-            f"{len(signals)} signals for {len(micro_batches)} micro-batches: expected one for each, and at least one"
-        )
+def _require_micro_batches(inputs: Sequence[StageInputs]) -> None:
+    if not inputs:
+        raise ValueError("no micro-batches: expected at least one on every process")

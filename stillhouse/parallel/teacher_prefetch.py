@@ -6,6 +6,7 @@ in separate messages. The last stage keeps them until the student's forward of t
 B rows, S tokens per row of a micro-batch; E the teacher's width.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,12 +75,14 @@ class _TeacherStep:
     """The teacher's progress on a step's micro-batches.
 
     done: for each rank, how many of the micro-batches its stage has run before the step begins.
+    request: the number of the request for these micro-batches; None: they were not announced.
     received: hidden states that the previous stage has sent and this stage has not used yet, by micro-batch.
     hidden: on the last stage, the teacher's hidden states after its last norm, by micro-batch.
     """
 
     micro_batches: Sequence[MicroBatch]
     done: tuple[int, ...]
+    request: int | None = None
     received: dict[int, Tensor] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
@@ -108,30 +111,32 @@ class TeacherPrefetch:
         self.group, self.backward_group = group, backward_group
         for each in (group, backward_group):
             self._connect(each)
-        self.announced: list[Sequence[MicroBatch]] = []
+        #: the requests for later steps, in the order of the steps
+        self.announced: list[tuple[int, Sequence[MicroBatch]]] = []
+        self._requests = itertools.count()
         self.now, self.next = self._all_done(()), self._all_done(())
         self.sends = _Sends()
 
-    def announce(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Announce the micro-batches of a later step. Announcements come in the order of the steps."""
-        self.announced.append(micro_batches)
+    def announce(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Announce the micro-batches of a later step, in the order of the steps; returns the request's number."""
+        self.announced.append((next(self._requests), micro_batches))
+        return self.announced[-1][0]
 
-    def begin(
-        self, micro_batches: Sequence[MicroBatch], *, needs_teacher: bool
-    ) -> tuple[Sequence[Action], dict[int, Tensor]]:
-        """Return this rank's order for a step, and the dict where the last stage finds the teacher's hidden states.
+    def begin(self, micro_batches: Sequence[MicroBatch], request: int | None, *, runs: bool) -> Sequence[Action]:
+        """Return this rank's order for a step, whose T actions put the teacher's hidden states into `now.hidden`.
 
-        Results that were computed ahead are used only if `micro_batches` is the object that was announced.
+        request: the number of the step's request, for which results may have been computed already; None: the step
+            was not announced. runs: whether the step needs the teacher.
         """
-        following = self._take_announced(micro_batches)
-        if self.next.micro_batches is micro_batches:
+        following = self._take_announced(request)
+        if request is not None and self.next.request == request:
             self.now = self.next
         else:
-            self.now = self._not_begun(micro_batches) if needs_teacher else self._all_done(micro_batches)
-        self.next = self._not_begun(following)
-        order = bubble_schedule(len(micro_batches), len(following), self.cost, self.now.done)
+            self.now = self._not_begun(micro_batches) if runs else self._all_done(micro_batches)
+        self.next = self._not_begun(following[1], following[0])
+        order = bubble_schedule(len(micro_batches), len(following[1]), self.cost, self.now.done)
         self.next.done = order.done
-        return order.ranks[self.rank], self.now.hidden
+        return order.ranks[self.rank]
 
     def run_teacher(self, action: Action) -> None:
         """Run an action of kind T."""
@@ -157,18 +162,18 @@ class TeacherPrefetch:
                 self.next.received[number] = self._receive(self.next.micro_batches[number])
         self.sends.wait()
 
-    def _take_announced(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Drop the announcements up to these micro-batches; return the next ones, or () if none are announced."""
-        found = [number for number, each in enumerate(self.announced) if each is micro_batches]
-        self.announced = self.announced[found[-1] + 1 :] if found else []
-        return self.announced[0] if self.announced else ()
+    def _take_announced(self, request: int | None) -> tuple[int | None, Sequence[MicroBatch]]:
+        """Drop the announcements up to this request; return the next one, or no micro-batches if there is none."""
+        later = [each for each in self.announced if request is not None and each[0] > request]
+        self.announced = later
+        return later[0] if later else (None, ())
 
-    def forget(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def forget(self, request: int | None) -> None:
         """Drop the announcement of micro-batches that will not come in a step."""
-        self.announced = [each for each in self.announced if each is not micro_batches]
+        self.announced = [each for each in self.announced if each[0] != request]
 
-    def _not_begun(self, micro_batches: Sequence[MicroBatch]) -> _TeacherStep:
-        return _TeacherStep(micro_batches, (0,) * self.ranks)
+    def _not_begun(self, micro_batches: Sequence[MicroBatch], request: int | None = None) -> _TeacherStep:
+        return _TeacherStep(micro_batches, (0,) * self.ranks, request)
 
     def _all_done(self, micro_batches: Sequence[MicroBatch]) -> _TeacherStep:
         """No teacher is needed: mark all micro-batches as done."""

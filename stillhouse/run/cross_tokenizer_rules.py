@@ -5,7 +5,7 @@ from functools import partial
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.data import load_tokenizer
 from stillhouse.objective.spec import ObjectiveSpec
-from stillhouse.run.run_models import load_model, model_fingerprints, teacher_is_base
+from stillhouse.run.models import load_model, model_fingerprints, teacher_is_base
 from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
 from stillhouse.signals.in_job import TeacherInJob
 from stillhouse.signals.spec import SignalSpec

@@ -1,9 +1,6 @@
 """Opens the engine that writes completions, as the configuration names it."""
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +15,6 @@ from stillhouse.loops.weights_probe import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
 from stillhouse.run.initial import configuration
-from stillhouse.run.run_models import model_source, prepared_for_training
 from stillhouse.run.session import Session
 from stillhouse.run.stores import TOKEN
 from stillhouse.serving.client import ServerError
@@ -112,9 +108,7 @@ def _api(rollout: RolloutConfig, student: Decoder) -> EngineApi:
 
 def student_copy(session: Session) -> StudentCopy:
     """The whole student on this process, beside its part of it. A collective of all processes."""
-    config = session.config
-    source = model_source("student", config.student.model, config.student, session.device, False, config.seed)
-    return StudentCopy(session.runner, lambda: prepared_for_training(source.build(), config))
+    return session.engine.student_copy(session.models.student_copy)
 
 
 def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:
@@ -136,7 +130,7 @@ def _generator(session: Session, sampling: Sampling, decoder: Decoder) -> Genera
         decoder,
         session.tokenizer,
         session.device,
-        session.engine.precision,
+        session.engine.autocast,
         counted_rows(session),
     )
 
@@ -161,7 +155,7 @@ def make_generator(
     decoder: Decoder,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    precision: Callable[[], AbstractContextManager[Any]],
+    autocast: torch.dtype | None,
     counted_rows: int | None = None,
 ) -> Generator:
     """counted_rows: see `Generator`. Raises ConfigError for a decoder that cannot generate."""
@@ -179,7 +173,7 @@ def make_generator(
         decoder,
         sampling,
         device,
-        precision,
+        autocast,
         max(_BATCHES * config.train.micro_batch_tokens, config.data.max_tokens),
         vocabulary=known_ids(tokenizer),
         counted_rows=counted_rows,

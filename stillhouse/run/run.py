@@ -31,7 +31,7 @@ from stillhouse.parallel import destroy_process_group, is_first, log_rank0
 from stillhouse.preemption import finishing
 from stillhouse.run.agreement import require_shared_folder
 from stillhouse.run.in_words import in_words
-from stillhouse.run.run_models import model_fingerprints, teacher_layout
+from stillhouse.run.models import model_fingerprints, teacher_layout
 from stillhouse.run.session import (
     Session,
     adapter_in_words,
@@ -135,7 +135,7 @@ def _run(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | Non
     if session.ranks.size > 1:
         own = {section: teacher_layout(config, section) for section in config.teacher_sections}
         teachers = [f"{section}: {layout}" for section, layout in own.items() if layout is not None]
-        log_rank0(f"layout: {'; '.join([str(session.runner.layout), *teachers])}")
+        log_rank0(f"layout: {'; '.join([str(session.engine.layout), *teachers])}")
     if session.student.lora is not None:
         log_rank0(f"adapter: {adapter_in_words(session)}")
     if checkpoint is not None:
@@ -166,11 +166,11 @@ def _write_model(session: Session, folder: RunFolder, progress: Progress) -> Non
     adapters: dict[str, str] = {}
     if session.student.lora is not None:
         with atomic_folder(folder.adapter) as adapter:
-            save_student(adapter, session.runner, session.tokenizer, resume)
+            save_student(adapter, session.student, session.tokenizer, resume, session.ranks)
             adapters = {f"adapter/{name}": each for name, each in hashes(adapter, file_names(adapter)).items()}
     with atomic_folder(folder.model) as model:
         if session.student.lora is None:
-            save_student(model, session.runner, session.tokenizer, resume)
+            save_student(model, session.student, session.tokenizer, resume, session.ranks)
         else:
             _require_same_base(session)
             save_merged(model, session.config.student, folder.adapter, session.tokenizer)

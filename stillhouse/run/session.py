@@ -22,9 +22,9 @@ from stillhouse.data import (
 )
 from stillhouse.display import escaped
 from stillhouse.engine.depths import mtp_objective
-from stillhouse.engine.engine import Engine
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.engine.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.generation import RolloutPlan
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.objective.correction import Correction
@@ -33,22 +33,22 @@ from stillhouse.output.trackers import require_trackers
 from stillhouse.parallel import (
     Layout,
     Ranks,
-    Runner,
     ShardedMicroBatches,
     best_precision,
     choose_device,
+    join,
     process_count,
-    shard_micro_batches,
     start,
     watchdog,
 )
 from stillhouse.run.agreement import require_same_configuration, require_same_sources
-from stillhouse.run.build_engine import build_engine
+from stillhouse.run.build import build_engine
 from stillhouse.run.cross_tokenizer_rules import require_objective
 from stillhouse.run.in_words import in_words
 from stillhouse.run.inputs import RunData, load_run_data
 from stillhouse.run.layouts import layout_of, require_sharing
-from stillhouse.run.run_models import (
+from stillhouse.run.models import (
+    ModelSources,
     model_fingerprints,
     require_adapters,
     require_teachers_fit,
@@ -91,7 +91,8 @@ class Session:
     train: PackedSequences
     evaluation: PackedSequences | None
     step_schedule: StepSchedule
-    engine: Engine
+    models: ModelSources
+    engine: TorchEngine
     source: SignalSource
     stores: dict[str, SignalStore]
     data_hashes: dict[str, str]
@@ -101,18 +102,14 @@ class Session:
     dataset: Documents | None = None
 
     @property
-    def runner(self) -> Runner:
-        return self.engine.runner
-
-    @property
     def ranks(self) -> Ranks:
         """All processes of the run."""
-        return self.runner.ranks
+        return self.engine.ranks
 
     @property
     def student(self) -> Decoder:
         """The student; under a pipeline, its part on this process's first stage."""
-        return self.runner.students()[0]
+        return self.engine.students[0]
 
     @property
     def teacher(self) -> Decoder | None:
@@ -120,7 +117,7 @@ class Session:
 
         None if there is none or several, if its signals come from a store, or if it is the student's base model.
         """
-        return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.runner.teacher
+        return self.source.decoder if isinstance(self.source, SeparateTeacher) else self.engine.teacher
 
     @property
     def teachers(self) -> dict[str, Decoder]:
@@ -137,15 +134,14 @@ class Session:
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
         """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
-        uniform_shapes = training and self.runner.layout.stages > 1
-        return shard_micro_batches(micro_batches, self.runner.mesh, uniform_shapes=uniform_shapes)
+        return self.engine.shard(micro_batches, training=training)
 
     def close(self) -> None:
         """Give up requests for signals that are under way."""
         if isinstance(self.source, StoredTeacher | SeveralTeachers):
             self.source.close()
 
-    def source_for(self, engine: Engine) -> SignalSource:
+    def source_for(self, engine: TorchEngine) -> SignalSource:
         """The source of the signals that an engine's steps need."""
         return self.source if engine.needs_teacher else NoTeacher()
 
@@ -172,26 +168,28 @@ def prepare(config: RunConfig, *, announce: bool = True) -> Session:
     torch.manual_seed(config.seed)
     data = load_run_data(config, stores)
     require_signals(config, data, stores, ranks)
-    models = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, stores)}
+    model_hashes = {"tokenizer": tokenizer_fingerprint(data.tokenizer), **model_fingerprints(config, stores)}
     watchdog.enter("comparing data and models")
-    require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | models, ranks)
+    require_same_sources({f"data.{which}": each for which, each in data.hashes.items()} | model_hashes, ranks)
     _enter("loading the models", announce)
-    engine, source = build_engine(config, spec, layout, device, stores)
+    models = ModelSources(config, join(layout.degrees, device, config.train.timeout))
+    engine, source = build_engine(models, spec, layout, stores)
     schedule, plan = _schedule(config, data, layout)
     session = Session(
         config=config,
         spec=spec,
         device=device,
         tokenizer=data.tokenizer,
-        tokenizer_hash=models["tokenizer"],
+        tokenizer_hash=model_hashes["tokenizer"],
         train=data.train,
         evaluation=data.evaluation,
         step_schedule=schedule,
+        models=models,
         engine=engine,
         source=source,
         stores=stores,
         data_hashes=data.hashes,
-        model_hashes=models,
+        model_hashes=model_hashes,
         plan=plan,
         dataset=data.dataset,
     )

@@ -4,15 +4,17 @@ With reverse KL, these are the ids that decide the loss (student-top-k distillat
 student's present weights, so a step's request is made when the step begins, and costs a forward of the student.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stillhouse.models import evaluating
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import OutputHead
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import Computation, Runner, ShardedMicroBatches
+from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs
 from stillhouse.signals.extract import Extract
 from stillhouse.signals.source import PendingSignals
 from stillhouse.signals.spec import SignalSpec
@@ -20,8 +22,8 @@ from stillhouse.signals.stored import SignalStore, StoredTeacher
 
 
 class ChosenTeacher(StoredTeacher):
-    """vocabulary: rows of the teacher's head; ids of the student beyond it are left out. precision: the student's
-    autocast context.
+    """vocabulary: rows of the teacher's head; ids of the student beyond it are left out. autocast: the
+    dtype of the student's matrix products; None: that of its weights.
     """
 
     steps_ahead = 0
@@ -31,15 +33,15 @@ class ChosenTeacher(StoredTeacher):
         store: SignalStore,
         runner: Runner,
         vocabulary: int,
-        precision: Callable[[], AbstractContextManager[Any]],
+        autocast: torch.dtype | None,
         tail: Tail = "bucket",
         name: str = "",
     ):
         super().__init__(store, runner, tail, name)
         assert store.signal.top_k is not None
         self._vocabulary = vocabulary
-        processor = Extract(SignalSpec("top_k", "float32", store.signal.top_k, 1.0))
-        self._computation = Computation(processor, lambda micro_batch, _: micro_batch.valid_index, precision)
+        self._processor = _TopKOfStudent(Extract(SignalSpec("top_k", "float32", store.signal.top_k, 1.0)))
+        self._autocast = autocast
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         return self._request(micro_batches, self._likeliest(micro_batches))
@@ -49,7 +51,21 @@ class ChosenTeacher(StoredTeacher):
         with ExitStack() as modes:
             for student in self.runner.students():
                 modes.enter_context(evaluating(student))
-            found = self.runner.forward(self._computation, micro_batches, [None] * len(micro_batches))
+            inputs = [StageInputs(each, {}, self._processor, autocast=self._autocast) for each in micro_batches]
+            found = self.runner.forward(inputs)
         if not self.runner.has_results:
             return []
         return [each["ids"].masked_fill(each["ids"] >= self._vocabulary, -1) for each in found]
+
+
+@dataclass(frozen=True)
+class _TopKOfStudent:
+    """The output processor: the student's top-k ids of the rows with a weight."""
+
+    extract: Extract
+
+    def __call__(
+        self, *, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0
+    ) -> dict[str, Tensor]:
+        assert context.valid_index is not None
+        return self.extract(hidden_states=hidden_states, head=head, context=context.valid_index)

@@ -1,6 +1,7 @@
 """Signal sources for a teacher in the student's own stages and for a run without a teacher."""
 
-from stillhouse.parallel import IN_STAGE, Runner, ShardedMicroBatches
+from stillhouse.objective import TEACHER
+from stillhouse.parallel import InStage, Runner, ShardedMicroBatches
 from stillhouse.signals.source import ReadySignals
 
 
@@ -19,14 +20,14 @@ class InStageTeacher:
         return 1 if self._runner.prefetches_teacher else 0
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        self._runner.announce(micro_batches)
-        return ReadySignals([IN_STAGE] * len(micro_batches))
+        marker = InStage(self._runner.announce(micro_batches))
+        return ReadySignals([{TEACHER: marker}] * len(micro_batches))
 
 
 class NoTeacher:
-    """The source for objectives without a divergence: every signal is None."""
+    """The source for objectives without a divergence: no micro-batch has a signal."""
 
     steps_ahead = 0
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
-        return ReadySignals([None] * len(micro_batches))
+        return ReadySignals([{}] * len(micro_batches))

@@ -7,7 +7,6 @@ T tokens of a batch with padding, N rows of a document, C rows of all documents 
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.models.proof import packs_one_row
 from stillhouse.objective import OutputHead
-from stillhouse.parallel import Computation, Runner
+from stillhouse.parallel import Runner, StageInputs
 from stillhouse.signals.cache.format import document_id
 from stillhouse.signals.extract import ChosenRows, Extract, ranked_log_probs
 from stillhouse.signals.labelled import ExtractLabelled, LabelledRows
@@ -91,8 +90,7 @@ class Scorer:
         starts_D = torch.empty(len(parts), dtype=torch.int64)
         starts_D[micro_batch.document_T[is_first_T]] = is_first_T.nonzero()[:, 0]
         groups = _groups(parts, starts_D.tolist())
-        computation = Computation(_Processor(), lambda *_: groups, nullcontext)
-        (found,) = self._runner.forward(computation, [micro_batch.to(self._device)], [None])
+        (found,) = self._runner.forward([StageInputs(micro_batch.to(self._device), {}, _Processor(groups))])
         outcomes: dict[int, Outcome] = {}
         for group, tensors in zip(groups, found, strict=True):
             divided = {name: each.split(group.lengths) for name, each in tensors.items()}
@@ -101,13 +99,16 @@ class Scorer:
         return [outcomes[number] for number in range(len(parts))]
 
 
+@dataclass(frozen=True)
 class _Processor:
-    """The output processor: the tensors of each group. The context is the groups."""
+    """The output processor: the tensors of each group."""
+
+    groups: list[_Group]
 
     def __call__(
-        self, *, hidden_states: Tensor, head: OutputHead, context: list[_Group], depth: int = 0
+        self, *, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0
     ) -> list[dict[str, Tensor]]:
-        return [self._tensors(group, hidden_states, head) for group in context]
+        return [self._tensors(group, hidden_states, head) for group in self.groups]
 
     def _tensors(self, group: _Group, hidden_states: Tensor, head: OutputHead) -> dict[str, Tensor]:
         index_C = group.index_C.to(hidden_states.device)

@@ -3,54 +3,52 @@
 It runs in eval mode and without gradients, in the student's own stages, before each step.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from stillhouse.models import evaluating
+from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.models.processors import full_vocab, replicated_hidden
-from stillhouse.objective import FullVocab, OutputHead
-from stillhouse.parallel import Computation, Runner, ShardedMicroBatches, StudentHidden
+from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
+from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs
 from stillhouse.signals.source import ReadySignals
 from stillhouse.signals.weight_average import WeightAverage
 
 
 class SelfTeacher:
-    """precision: the student's autocast context. average: the weights; None: the student's present ones."""
+    """autocast: the dtype of the student's matrix products; None: that of its weights.
+    average: the weights; None: the student's present ones.
+    """
 
     steps_ahead = 0  # the weights of the step itself
 
-    def __init__(
-        self,
-        runner: Runner,
-        precision: Callable[[], AbstractContextManager[Any]],
-        average: WeightAverage | None = None,
-    ):
-        self._runner, self._precision, self._average = runner, precision, average
+    def __init__(self, runner: Runner, autocast: torch.dtype | None, average: WeightAverage | None = None):
+        self._runner, self._autocast, self._average = runner, autocast, average
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         """Compute the signals at once.
 
-        On processes with the student's last stage, they are `StudentHidden`, or `FullVocab` with the averaged head;
-        on all others, None.
+        On processes with the student's last stage, they are `StudentHidden`, or `FullVocab` with the averaged head.
         """
-        own = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in micro_batches]
-        processor = _hidden if self._average is None else _WithHead()
-        computation = Computation(processor, lambda *_: None, self._precision)
+        processor: OutputProcessor = _hidden if self._average is None else _WithHead()
+        read = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in micro_batches]
+        inputs = [StageInputs(each, {}, processor, autocast=self._autocast) for each in read]
         with ExitStack() as modes:
             for student in self._runner.students():
                 modes.enter_context(evaluating(student))
             if self._average is not None:
                 modes.enter_context(self._average.applied())
-            found = self._runner.forward(computation, own, [None] * len(own))
-        return ReadySignals(found if self._runner.has_last_stage else [None] * len(own))
+            signals = self._runner.forward(inputs)
+        if not self._runner.has_last_stage:
+            return ReadySignals([{}] * len(inputs))
+        return ReadySignals([{TEACHER: signal} for signal in signals])
 
 
 def _hidden(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> StudentHidden:
-    return StudentHidden(replicated_hidden(hidden_states, head))
+    return StudentHidden(replicated_hidden(hidden_states, head).flatten(0, 1))
 
 
 class _WithHead:

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.models import Decoder
-from stillhouse.objective import OutputHead
+from stillhouse.objective import TEACHER, OutputHead, Signals
 from stillhouse.parallel import (
-    Computation,
     Layout,
     Mesh,
     ModelSource,
     ShardedMicroBatches,
+    StageInputs,
+    TeacherHead,
     TeacherHidden,
     WaitingWeights,
     build_runner,
@@ -47,6 +48,7 @@ from stillhouse.signals.source import ReadySignals
 class SeparateTeacher:
     """The layers of a teacher in their own layout and mesh, for a student in another layout.
 
+    head: the teacher's head; None on processes without the student's last stage.
     keep_head: whether `decoder` also has the teacher's output head.
     With layout.offload, the weights are in host memory between requests; a single process then moves all of them to
     the device for each request, and several processes leave it to FSDP.
@@ -64,18 +66,19 @@ class SeparateTeacher:
         mesh: Mesh,
         student_layout: Layout,
         student_mesh: Mesh,
-        device: torch.device,
         *,
+        head: TeacherHead | None,
         keep_head: bool = False,
     ):
+        self._head = head
         own = source if keep_head else replace(source, build=only_layers(source.build))
         self._runner = build_runner(layout, mesh, own, None, prove=False)
-        self._device, self._width = device, self.decoder.config.get_text_config().hidden_size
+        self._device, self._width = mesh.device, self.decoder.config.get_text_config().hidden_size
         self._dtype = next(self.decoder.parameters()).dtype
         self._weights: WaitingWeights | None = None
         if layout.offload and mesh.ranks.size == 1:
-            self._weights = WaitingWeights(self.decoder, device)
-        if mesh.ranks.size > 1 or own.load_weights is not None:
+            self._weights = WaitingWeights(self.decoder, mesh.device)
+        if mesh.ranks.size > 1 or not own.is_proven:
             with self._on_device():
                 prove_runner(self._runner, own, None, teacher_in_stages=False)
         self._mesh = mesh
@@ -92,7 +95,7 @@ class SeparateTeacher:
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         """Compute the signals of this process's micro-batches at once.
 
-        They are `TeacherHidden` on processes with the student's last stage and None on all others.
+        They are `TeacherHidden` on processes with the student's last stage; the others have none.
         """
         return self.request_some(micro_batches, range(len(micro_batches.whole)))
 
@@ -101,18 +104,25 @@ class SeparateTeacher:
         """The same, but the teacher runs only on the chosen micro-batches of the whole step; the others get zeros."""
         exchange, own = self._exchange, self._own(micro_batches, chosen)
         own = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in own]
+        inputs = [StageInputs(each, {}, _hidden_states) for each in own]
         with self._on_device():
-            hidden = self._runner.forward(_HIDDEN_STATES, own, [None] * len(own)) if own else []
+            hidden = self._runner.forward(inputs) if inputs else []
         if exchange is not None:
-            return ReadySignals(exchange(hidden, chosen, micro_batches))
-        found: dict[int, Tensor] = dict(zip(chosen, hidden, strict=True))
+            return ReadySignals([self._signals(each) for each in exchange(hidden, chosen, micro_batches)])
+        computed: dict[int, Tensor] = dict(zip(chosen, hidden, strict=True))
         absent = torch.zeros((), dtype=self._dtype, device=self._device)
         return ReadySignals(
             [
-                TeacherHidden(found[number] if number in found else absent.expand(*each.shape_BS, self._width))
-                for number, each in enumerate(micro_batches)
+                self._signals(computed[at] if at in computed else absent.expand(*each.shape_BS, self._width))
+                for at, each in enumerate(micro_batches)
             ]
         )
+
+    def _signals(self, hidden_BSE: Tensor | None) -> Signals:
+        if hidden_BSE is None:
+            return {}
+        assert self._head is not None
+        return {TEACHER: TeacherHidden(hidden_BSE.flatten(0, 1), self._head)}
 
     def _on_device(self) -> AbstractContextManager[None]:
         return nullcontext() if self._weights is None else self._weights.on_device()
@@ -147,8 +157,8 @@ class _Exchange:
 
     def __call__(
         self, hidden: Sequence[Tensor], chosen: Sequence[int], micro_batches: ShardedMicroBatches
-    ) -> list[TeacherHidden | None]:
-        """Return the signals of this process's micro-batches.
+    ) -> list[Tensor | None]:
+        """Return the hidden states of this process's micro-batches; None without the student's last stage.
 
         hidden: of those of the chosen micro-batches that this process of the teacher has.
         """
@@ -164,7 +174,7 @@ class _Exchange:
                 # nothing arrives for a micro-batch on which the teacher does not run
                 received[number] = part.contiguous() if shapes[number].rows else part
         self._transfer(sent, received, shapes)
-        return [TeacherHidden(received[each]) if each in received else None for each in numbers]
+        return [received.get(number) for number in numbers]
 
     def _transfer(
         self, sent: dict[int, Tensor], received: dict[int, Tensor], shapes: Sequence[MicroBatchShape]
@@ -200,9 +210,6 @@ class _Exchange:
 
 def _hidden_states(*, hidden_states: Tensor, head: OutputHead, context: Any, depth: int = 0) -> Tensor:
     return hidden_states
-
-
-_HIDDEN_STATES = Computation(_hidden_states, lambda *_: None, nullcontext)
 
 
 def _numbers(mesh: Mesh, count: int) -> range:

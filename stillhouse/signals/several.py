@@ -9,16 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stillhouse.objective import Signal
-from stillhouse.parallel import (
-    NamedSignals,
-    PairSignal,
-    Runner,
-    ShardedMicroBatches,
-    StudentHidden,
-    TeacherHidden,
-    shard_micro_batches,
-)
+from stillhouse.objective import RoutedSignal, Signals
+from stillhouse.parallel import Runner, ShardedMicroBatches, shard_micro_batches
 from stillhouse.signals.separate import SeparateTeacher
 from stillhouse.signals.source import PendingSignals, SignalSource
 from stillhouse.signals.stored import StoredTeacher
@@ -27,13 +19,11 @@ from stillhouse.signals.stored import StoredTeacher
 class SeveralTeachers:
     """teachers: their sources, by their names. runner: the student's.
 
-    route: the column of the data that names each document's teacher; None: each teacher judges all documents.
+    route: the column of the data that names each document's teacher; None: each teacher scores all documents.
     """
 
-    def __init__(
-        self, teachers: Mapping[str, SignalSource], runner: Runner, device: torch.device, route: str | None = None
-    ):
-        self.teachers, self._runner, self._device, self._route = teachers, runner, device, route
+    def __init__(self, teachers: Mapping[str, SignalSource], runner: Runner, route: str | None = None):
+        self.teachers, self._runner, self._route = teachers, runner, route
 
     @property
     def steps_ahead(self) -> int:
@@ -46,12 +36,24 @@ class SeveralTeachers:
         pending = {name: source.request(views[name]) for name, source in self.teachers.items() if source.steps_ahead}
         return _Pending(self, micro_batches, views, pending, rows)
 
-    def request_now(self, name: str, view: ShardedMicroBatches) -> Sequence[PairSignal]:
+    def request_now(self, name: str, view: ShardedMicroBatches) -> Sequence[Signals]:
         """The signals of a teacher in this job for its view of the micro-batches."""
         source = self.teachers[name]
         if isinstance(source, SeparateTeacher) and self._route is not None:
             return source.request_some(view, self._chosen(view, name)).result()
         return source.request(view).result()
+
+    def routed(self, signals: Signals, rows: Mapping[str, Tensor]) -> Signals:
+        """The signals with the rows that they score. A teacher without rows is left out, but at least one stays.
+
+        Where FSDP shards the heads, none is left out: all processes gather the heads together, in the same order.
+        """
+        routed = {name: RoutedSignal(signal, rows[name]) for name, signal in signals.items()}
+        if self._runner.mesh.sharding is not None:
+            return routed
+        return {name: signal for name, signal in routed.items() if len(signal.index)} or dict(
+            list(routed.items())[:1]
+        )
 
     def close(self) -> None:
         for each in self.teachers.values():
@@ -106,19 +108,15 @@ class _Pending:
     pending: Mapping[str, PendingSignals]
     rows: list[dict[str, Tensor]] | None
 
-    def result(self) -> Sequence[PairSignal]:
+    def result(self) -> Sequence[Signals]:
         named = {
             name: self.pending[name].result() if name in self.pending else self.teacher.request_now(name, view)
             for name, view in self.views.items()
         }
-        found: list[PairSignal] = []
-        for at in range(len(self.micro_batches)):
-            signals = {name: each[at] for name, each in named.items()}
-            here = {
-                name: each
-                for name, each in signals.items()
-                if isinstance(each, Signal | TeacherHidden | StudentHidden)
-            }
-            # none are here on a process without the student's last stage
-            found.append(NamedSignals(here, None if self.rows is None else self.rows[at]) if here else None)
-        return found
+        signals = [
+            {name: signal for name, of_one in named.items() for signal in of_one[at].values()}
+            for at in range(len(self.micro_batches))
+        ]
+        if self.rows is None:
+            return signals
+        return [self.teacher.routed(each, rows) for each, rows in zip(signals, self.rows, strict=True)]

@@ -1,7 +1,7 @@
 """The interface of a source of teacher signals: the same two calls, wherever the teacher runs.
 
 pending = source.request(micro_batches)     may be called up to `steps_ahead` steps before the signals are needed
-signals = pending.result()                  one signal for each of this process's micro-batches
+signals = pending.result()                  for each of this process's micro-batches, by the teachers' names
 """
 
 from collections import deque
@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from stillhouse.parallel import PairSignal, ShardedMicroBatches
+from stillhouse.objective import Signals
+from stillhouse.parallel import ShardedMicroBatches
 
 
 class PendingSignals(Protocol):
     """Signals that were requested and may not be computed yet."""
 
-    def result(self) -> Sequence[PairSignal]:
-        """Wait for the signals, and return one for each of this process's micro-batches."""
+    def result(self) -> Sequence[Signals]:
+        """Wait for the signals of this process's micro-batches, and return them by the teachers' names."""
         ...
 
 
@@ -53,7 +54,7 @@ def request_ahead(
 class ReadySignals:
     """Signals that need no waiting."""
 
-    signals: Sequence[PairSignal]
+    signals: Sequence[Signals]
 
-    def result(self) -> Sequence[PairSignal]:
+    def result(self) -> Sequence[Signals]:
         return self.signals

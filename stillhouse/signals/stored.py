@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stillhouse.data import Documents, MicroBatch
+from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
-from stillhouse.parallel import PairSignal, Runner, ShardedMicroBatches, TeacherHidden, watchdog
+from stillhouse.parallel import Runner, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
 from stillhouse.preemption import requested
 from stillhouse.signals.source import PendingSignals
 from stillhouse.signals.spec import DocumentRows, SignalSpec
@@ -90,13 +91,21 @@ class StoredTeacher:
     only the first one reads them. Each reads the rows of its own tokens that have a weight, and no others.
 
     tail: how the mass outside of a sparse signal's ids counts. name: of one of several teachers, which may read a
-    prefix before each document.
+    prefix before each document. head: of a store of hidden states, on processes with the student's last stage.
     """
 
     steps_ahead = 2
 
-    def __init__(self, store: SignalStore, runner: Runner, tail: Tail = "bucket", name: str = ""):
-        self.store, self.runner, self._tail, self._name = store, runner, tail, name
+    def __init__(
+        self,
+        store: SignalStore,
+        runner: Runner,
+        tail: Tail = "bucket",
+        name: str = "",
+        *,
+        head: TeacherHead | None = None,
+    ):
+        self.store, self.runner, self._tail, self._name, self._head = store, runner, tail, name, head
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
@@ -108,7 +117,7 @@ class StoredTeacher:
         future = self._threads.submit(self._read, micro_batches, ids) if reads else None
         return _Reading(future, self, micro_batches)
 
-    def received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[PairSignal]:
+    def received(self, reading: "Future[StepTensors] | None", micro_batches: ShardedMicroBatches) -> list[Signals]:
         """Wait for what the threads read, and move it to the devices. A collective of all processes.
 
         Raises SignalsLostError on all processes if one of them could not read.
@@ -116,10 +125,9 @@ class StoredTeacher:
         with watchdog.untimed("the teacher's signals") if self.store.may_take_long else nullcontext():
             found = self._waited(reading)
         if not self.runner.has_last_stage:
-            return [None] * len(micro_batches)
+            return [{}] * len(micro_batches)
         return [
-            self._as_signal(self._shared(found[at] if found else None, each), each)
-            for at, each in enumerate(micro_batches)
+            self._signals(self._shared(found[at] if found else None, each)) for at, each in enumerate(micro_batches)
         ]
 
     def _waited(self, reading: "Future[StepTensors] | None") -> StepTensors:
@@ -192,10 +200,11 @@ class StoredTeacher:
                 dist.broadcast(each, group=group, group_src=0)
         return moved
 
-    def _as_signal(self, found: dict[str, Tensor], micro_batch: MicroBatch) -> PairSignal:
-        if self.store.signal.kind == "hidden":
-            return TeacherHidden(found["hidden"].view(*micro_batch.shape_BS, -1))
-        return self.store.signal.as_signal(found, self._tail)
+    def _signals(self, tensors: dict[str, Tensor]) -> Signals:
+        if self.store.signal.kind != "hidden":
+            return {TEACHER: self.store.signal.as_signal(tensors, self._tail)}
+        assert self._head is not None
+        return {TEACHER: TeacherHidden(tensors["hidden"], self._head)}
 
 
 @dataclass(frozen=True)
@@ -206,5 +215,5 @@ class _Reading:
     teacher: StoredTeacher
     micro_batches: ShardedMicroBatches
 
-    def result(self) -> Sequence[PairSignal]:
+    def result(self) -> Sequence[Signals]:
         return self.teacher.received(self.future, self.micro_batches)

@@ -4,6 +4,7 @@ It shows models, tokenizer, template, data, and one step with its peak memory an
 changes no weight and writes no file.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -18,8 +19,10 @@ from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
 from stillhouse.engine.depths import mtp_in_words
-from stillhouse.engine.engine import Engine, StepOutput
-from stillhouse.loops.finite import stop_unless_finite
+from stillhouse.engine.engine import StepOutput
+from stillhouse.engine.parts import FurtherTokens
+from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.loops.finite import explained, require_finite_loss
 from stillhouse.loops.step_samples import first_rollouts
 from stillhouse.models import Decoder
 from stillhouse.objective.divergence import weighted_parts
@@ -77,8 +80,9 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     for section, store in session.stores.items():
         name = "signals" if section == "teacher" else section.removeprefix("teachers.")
         yield _row(name, f"{store.signal}, from {store.name}")
-    if config.student.mtp is not None and session.engine.mtp is not None:
-        yield _row("mtp", mtp_in_words(config.student.mtp, session.student, session.engine.mtp))
+    for part in session.engine.parts:
+        if config.student.mtp is not None and isinstance(part, FurtherTokens):
+            yield _row("mtp", mtp_in_words(config.student.mtp, session.student, part))
     if session.student.lora is not None:
         yield _row("adapter", adapter_in_words(session))
     is_shared = all(each.cross_tokenizer is None for each in session.config.teacher_sections.values())
@@ -166,8 +170,10 @@ def _step_lines(session: Session) -> Iterator[str]:
         else:
             micro_batches = first_rollouts(session)
         first, output = _timed(lambda: _forward_backward(session, engine, micro_batches))
-        norm = float(session.runner.clip(0.0))
-    stop_unless_finite(session, 1, micro_batches, output, norm)
+        norm = engine.gradient_norm()
+    require_finite_loss(session, 1, micro_batches, output)
+    if not math.isfinite(norm):
+        raise explained(session, 1, micro_batches, output, norm)
     optimizer_bytes = 2 * sum(local(each).numel() * each.element_size() for each in parameters)
     tokens = sum(each.input_ids_BS.numel() for each in micro_batches)
     loss = output.sums["loss"]
@@ -176,13 +182,13 @@ def _step_lines(session: Session) -> Iterator[str]:
     times = f"{seconds:.1f} s ({first:.1f} s the first time, when functions are compiled)"
     yield _row("one step", f"{tokens:,} tokens in {times}, loss {loss:.4f}, gradient norm {norm:.4g}")
     yield _row("peak memory", f"{memory.in_words()}; the optimizer will add about {optimizer_bytes / 2**30:.2f} GiB")
-    terms = [(name, engine.with_objective(spec)) for name, spec in _single_terms(session.spec)]
-    losses = [*terms, *engine.single_losses()]
+    terms = [(name, engine.with_losses(spec)) for name, spec in _single_terms(session.spec)]
+    losses = [*terms, *engine.single_parts()]
     yield f"running the same step with each of {len(losses)} losses alone …"
     for name, alone in losses:
         engine.zero_grad()
         _forward_backward(session, alone, micro_batches)
-        yield _row(f"  {name} ", f"gradient norm {float(session.runner.clip(0.0)):.4g}")
+        yield _row(f"  {name} ", f"gradient norm {engine.gradient_norm():.4g}")
     engine.zero_grad()
 
 
@@ -201,7 +207,7 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
     return time.monotonic() - started, result
 
 
-def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMicroBatches) -> StepOutput:
+def _forward_backward(session: Session, engine: TorchEngine, micro_batches: ShardedMicroBatches) -> StepOutput:
     signals = session.source_for(engine).request(micro_batches).result()
     return engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
 

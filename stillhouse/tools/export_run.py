@@ -31,7 +31,7 @@ from stillhouse.output.files import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.model_card import Exported, model_card
 from stillhouse.output.progress import STATE, folder_name
-from stillhouse.run.run_models import source_fingerprint
+from stillhouse.run.models import source_fingerprint
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _STUDENT = ".safetensors", "student/"

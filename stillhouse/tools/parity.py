@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import StepMicroBatches
-from stillhouse.engine.engine import Engine
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.generation import RolloutPlan
 from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.loops.step_samples import make_queue, pack_step
@@ -28,16 +28,14 @@ from stillhouse.parallel import (
     Degrees,
     Layout,
     Mesh,
-    Runner,
     process_count,
-    shard_micro_batches,
     start,
 )
 from stillhouse.parallel.expert_parallel import dispatched_experts
-from stillhouse.run.build_engine import distributed_engine, single_process_engine
+from stillhouse.run.build import build_engine
 from stillhouse.run.inputs import RunData, load_run_data
+from stillhouse.run.models import ModelSources, require_adapters
 from stillhouse.run.rollout_engine import make_generator, sampling_of
-from stillhouse.run.run_models import require_adapters
 from stillhouse.run.session import device_of, objective_spec
 from stillhouse.run.stores import open_stores
 from stillhouse.signals import NoTeacher, SignalSource
@@ -107,70 +105,69 @@ def parity(config: RunConfig) -> Iterator[Row]:
     device, processes = device_of(config), process_count()
     data = load_run_data(config, stores)
     start(device, config.train.timeout)
-    reference, source = single_process_engine(config, spec, device, stores)
+    one_process = Mesh(Degrees(), device, of_one_process=True)
+    reference, source = build_engine(ModelSources(config, one_process), spec, Layout(), stores)
     if config.rollout is None:
         numbers = data.train.order(0)[: MICRO_BATCHES * processes]
         step: StepMicroBatches = data.train.micro_batches([numbers[at : at + 1] for at in range(len(numbers))])
     else:
         step = _written(config, config.rollout, data, reference, MICRO_BATCHES * processes)
     expected = _gradient(config, reference, source, step)
-    named = reference.runner.named_parameters()
-    gradients = {name: each.grad.cpu() for name, each in named if each.grad is not None}
+    gradients = {name: gradient.cpu() for name, gradient in reference.gradients() if gradient is not None}
     total = float(torch.stack([each.norm() for each in gradients.values()]).norm())
-    models = (*reference.runner.students(), reference.runner.teacher)
+    models = (*reference.students, reference.teacher)
     has_experts = any(dispatched_experts(each) for each in models if each)
     del reference, source, models
     for layout in layouts(processes, experts=has_experts):
         try:
             mesh = Mesh(layout.degrees, device)
-            engine, source = distributed_engine(config, spec, layout, mesh, device, stores)
+            engine, source = build_engine(ModelSources(config, mesh), spec, layout, stores)
             found = _gradient(config, engine, source, step)
         except ValueError as error:
             yield Row(str(layout), refused=str(error))
             continue
-        own = worst(differences(engine.runner, gradients, 1e-3 * total))
+        own = worst(differences(engine, gradients, 1e-3 * total))
         parameter, gradient = worst(mesh.ranks.gather(own))
         yield Row(str(layout), abs(found / expected - 1), gradient, parameter)
 
 
 def _written(
-    config: RunConfig, rollout: RolloutConfig, data: RunData, engine: Engine, sequences: int
+    config: RunConfig, rollout: RolloutConfig, data: RunData, engine: TorchEngine, sequences: int
 ) -> StepMicroBatches:
     """A step on completions that the student writes in this process, the same ones on every process."""
-    (student,), prompts = engine.runner.students(), data.train.documents
+    (student,), prompts = engine.students, data.train.documents
     sampling = sampling_of(rollout, eos_ids(data.tokenizer, student))
-    generator = make_generator(config, sampling, student, data.tokenizer, engine.device, engine.precision)
+    generator = make_generator(config, sampling, student, data.tokenizer, engine.device, engine.autocast)
     plan = RolloutPlan(len(prompts), 0, sequences, rollout.samples_per_prompt, config.seed)
     queue = make_queue(rollout, InProcessEngine(generator), prompts, plan, data.tokenizer, steps=1)
     queue.ask(0)
     return pack_step(config, data.train, queue.take(0), parts=sequences)
 
 
-def _gradient(config: RunConfig, engine: Engine, source: SignalSource, step: StepMicroBatches) -> float:
+def _gradient(config: RunConfig, engine: TorchEngine, source: SignalSource, step: StepMicroBatches) -> float:
     """Run one step and return its loss. Afterwards the student has the step's gradient."""
-    runner = engine.runner
-    for student in runner.students():
+    for student in engine.students:
         student.eval()  # dropout would draw different numbers under each layout
         draw_lora(student, config.seed, fresh=False)  # B is not zero then: a fresh adapter's A has a zero gradient
-    micro_batches = shard_micro_batches(step, runner.mesh, uniform_shapes=runner.layout.stages > 1)
+    micro_batches = engine.shard(step)
     source = source if engine.needs_teacher else NoTeacher()
     output = engine.forward_backward(micro_batches, source.request(micro_batches).result(), step.normalizer)
-    runner.clip(0.0)
+    engine.gradient_norm()
     return output.sums["loss"]
 
 
-def differences(runner: Runner, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
+def differences(engine: TorchEngine, gradients: dict[str, Tensor], least: float) -> Iterator[tuple[str, float]]:
     """For each parameter on this process, the relative difference between its gradient and the reference gradient.
 
     The difference is relative to the larger of the reference's norm and `least`. Gathering a sharded gradient is a
     collective of the processes that share it.
     """
-    for name, parameter in runner.named_parameters():
-        reference = gradients.get(runner.shared_name(name))
-        if reference is None or parameter.grad is None:
-            yield name, 0.0 if (reference is None) == (parameter.grad is None) else float("inf")
-            continue
-        yield name, relative_difference(whole(parameter.grad).cpu(), reference, least)
+    for name, gradient in engine.gradients():
+        reference = gradients.get(name)
+        if reference is None or gradient is None:
+            yield name, 0.0 if (reference is None) == (gradient is None) else float("inf")
+        else:
+            yield name, relative_difference(gradient.cpu(), reference, least)
 
 
 def worst(errors: Iterable[tuple[Name, float]]) -> tuple[Name, float]:

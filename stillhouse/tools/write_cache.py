@@ -18,7 +18,7 @@ from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.parallel import watchdog
 from stillhouse.run.agreement import library_versions
 from stillhouse.run.inputs import RunData, load_run_data
-from stillhouse.run.run_models import load_teacher, model_fingerprints
+from stillhouse.run.models import load_model, model_fingerprints
 from stillhouse.run.session import connect_ranks
 from stillhouse.signals.cache.content import problem_in
 from stillhouse.signals.cache.format import (
@@ -85,7 +85,7 @@ def write_cache(
     ranks, _ = connect_ranks(config)
     data = load_run_data(config, {})
     entries = list(cache_entries(data))
-    teacher = load_teacher(config, ranks.device)
+    teacher = load_model("teacher", config.teacher.model, config.teacher, ranks.device)
     if kind == "hidden":
         own = str(teacher.config.dtype).removeprefix("torch.")
         spec = SignalSpec("hidden", dtype or own, with_label=with_label)

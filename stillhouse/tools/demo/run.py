@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import safe_open
 
 from stillhouse.config import RunConfig, load_config
-from stillhouse.engine.engine import Engine
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.evaluate import evaluate
 from stillhouse.output.report import write_report
 from stillhouse.parallel import single_process_runner
@@ -105,9 +105,7 @@ def _teacher_row(config: RunConfig) -> Row:
     session = prepare(config, announce=False)
     assert session.teacher is not None
     runner = single_process_runner(session.teacher, session.teacher)
-    engine = Engine(
-        runner, session.spec, session.device, bf16=session.engine.bf16, chunk_tokens=session.engine.chunk_tokens
-    )
+    engine = TorchEngine(runner, session.spec, autocast=session.engine.autocast)
     figures = evaluate(replace(session, engine=engine, source=InStageTeacher(runner)))
     return _row("teacher", TEACHER, figures, tokens=0, seconds=0.0)
 

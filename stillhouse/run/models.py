@@ -25,14 +25,119 @@ from stillhouse.models import (
     draw_lora,
     match_hidden,
     model_fingerprint,
-    prove_decoder,
     quantized_identity,
 )
-from stillhouse.parallel import Layout, ModelSource, empty_decoder, load_weights, local_folder, process_count
+from stillhouse.parallel import Layout, Mesh, ModelSource, empty_decoder, load_weights, local_folder, process_count
 from stillhouse.parallel.loading import allocate, read_weights
 from stillhouse.run.initial import initial_weights
 from stillhouse.run.layouts import layout_of
 from stillhouse.signals import SignalStore
+
+
+class ModelSources:
+    """Where the models of a run come from: whole in one process, and each process's own part under a layout."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh):
+        self.config, self.mesh, self._device = config, mesh, mesh.device
+        self._is_whole = mesh.ranks.size == 1
+
+    def student(self) -> ModelSource:
+        """The student, prepared for training."""
+        source = self._whole_student() if self._is_whole else self._sharded_student()
+        return replace(
+            source,
+            build=lambda: prepared_for_training(source.build(), self.config),
+            teacher_is_base=teacher_is_base(self.config),
+        )
+
+    def student_copy(self) -> Decoder:
+        """The whole student without values, prepared for training like the one that is trained."""
+        return prepared_for_training(self._sharded_student().build(), self.config)
+
+    def teacher(self, section: str, device: torch.device | None = None, *, offload: bool = False) -> ModelSource:
+        """A teacher of which each process reads a part. section: the key of its section.
+
+        device: of its weights; None: that of the run. offload: keep its weights in host memory between uses.
+        """
+        teacher = self.config.teacher_sections[section]
+        return self._source(section, str(teacher.model), teacher, device or self._device, offload)
+
+    def whole_teacher(self, section: str) -> ModelSource:
+        """A teacher that this process loads as transformers does."""
+        teacher = self.config.teacher_sections[section]
+        load = partial(load_model, section, str(teacher.model), teacher, self._device)
+        return ModelSource(load, name=section, is_proven=True)
+
+    def head_of_store(self, section: str, store: SignalStore, device: torch.device | None = None) -> ModelSource:
+        """The teacher of a store with hidden states, of which only the output head can be built."""
+        teacher, offload = self.config.teacher_sections[section], self.config.parallel.offload
+        assert store.teacher_folder is not None
+        return self._source(section, str(store.teacher_folder), teacher, device or self._device, offload)
+
+    def _whole_student(self) -> ModelSource:
+        student, seed = self.config.student, self.config.seed
+
+        def build() -> Decoder:
+            if student.init is None:
+                return load_model("student", student.model, student, self._device)
+            source = self._sharded_student()
+            empty = source.build()
+            assert source.load_weights is not None
+            source.load_weights(empty)
+            return Decoder(empty.pretrained)  # which verifies it
+
+        def add_weights(decoder: Decoder) -> None:
+            draw_lora(decoder, seed)
+            if decoder.hidden_match is not None:
+                decoder.hidden_match.draw(seed)
+            if decoder.mtp is None:
+                return
+            if decoder.mtp.is_new:
+                decoder.mtp.draw(decoder.pretrained, seed)
+            else:
+                read_weights(decoder, local_folder(student.model, student.revision), "mtp.")
+            check_finite_weights(decoder, "student")
+
+        return ModelSource(build, add_weights, name="student", is_proven=student.mtp is None)
+
+    def _sharded_student(self) -> ModelSource:
+        """The student with the weights of its files, or with those of `student.init`."""
+        student, offload = self.config.student, self.config.parallel.offload
+        source = self._source("student", student.model, student, self._device, offload)
+        if student.init is None:
+            return source
+        read = initial_weights(self.config, local_folder(student.model, student.revision))
+
+        def weights(decoder: Decoder) -> None:
+            allocate(decoder, self._device, offload=offload)
+            read(decoder)
+            if decoder.hidden_match is not None:
+                decoder.hidden_match.draw(self.config.seed)
+            check_finite_weights(decoder, "student")
+
+        return replace(source, load_weights=weights)
+
+    def _source(
+        self, which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool
+    ) -> ModelSource:
+        """which: the key of the model's section. name: its hub id or folder."""
+        if model.trust_remote_code:
+            raise ConfigError(
+                f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
+            )
+        folder, seed = local_folder(name, model.revision), self.config.seed
+
+        def weights(decoder: Decoder) -> None:
+            load_weights(decoder, folder, device, offload=offload)
+            draw_lora(decoder, seed)
+            if decoder.hidden_match is not None:
+                decoder.hidden_match.draw(seed)
+            if decoder.mtp is not None:
+                decoder.mtp.draw(decoder.pretrained, seed)
+            check_finite_weights(decoder, which)
+
+        build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention)
+        return ModelSource(build, weights, offload=offload, name=which)
 
 
 def model_fingerprints(config: RunConfig, stores: Mapping[str, SignalStore]) -> dict[str, str]:
@@ -94,42 +199,6 @@ def teacher_is_base(config: RunConfig) -> bool:
     return same and teacher.quantize is None and teacher.dtype in ("auto", student.dtype) and teacher.parallel is None
 
 
-def load_student(config: RunConfig, device: torch.device) -> Decoder:
-    """Load the student onto the device, prepare it for training, and check that its weights are finite."""
-    name, revision = config.student.model, config.student.revision
-    if config.student.init is None:
-        loaded = load_model("student", name, config.student, device)
-    else:
-        loaded = _initialised(config, device)
-    student = prepared_for_training(loaded, config)
-    draw_lora(student, config.seed)
-    if student.hidden_match is not None:
-        student.hidden_match.draw(config.seed)
-    if student.mtp is not None:
-        if student.mtp.is_new:
-            student.mtp.draw(student.pretrained, config.seed)
-        else:
-            read_weights(student, local_folder(name, revision), "mtp.")
-        check_finite_weights(student, "student")
-        prove_decoder(student)
-    return student
-
-
-def _initialised(config: RunConfig, device: torch.device) -> Decoder:
-    source = student_source(config, device, offload=False)
-    empty = source.build()
-    assert source.load_weights is not None
-    source.load_weights(empty)
-    return Decoder(empty.pretrained)  # which verifies it
-
-
-def load_teacher(config: RunConfig, device: torch.device) -> Decoder:
-    """Load the teacher onto the device and check that its weights are finite."""
-    assert config.teacher is not None
-    assert config.teacher.model is not None
-    return load_model("teacher", config.teacher.model, config.teacher, device)
-
-
 def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None:
     """A teacher's own layout, if its section has the key `parallel`; else None."""
     teacher = config.teacher_sections.get(section)
@@ -158,58 +227,6 @@ def initial_fingerprint(config: RunConfig, of_files: str) -> str:
         assert teacher is not None
         values[3] = source_fingerprint(str(teacher.model), teacher.revision)
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def student_source(config: RunConfig, device: torch.device, offload: bool) -> ModelSource:
-    """The student with the weights of its files, or with those of `student.init`."""
-    student = config.student
-    source = model_source("student", student.model, student, device, offload, config.seed)
-    if student.init is None:
-        return source
-    folder = local_folder(student.model, student.revision)
-    fill = initial_weights(config, folder)
-
-    def weights(decoder: Decoder) -> None:
-        allocate(decoder, device, offload=offload)
-        fill(decoder)
-        if decoder.hidden_match is not None:
-            decoder.hidden_match.draw(config.seed)
-        check_finite_weights(decoder, "student")
-
-    return replace(source, load_weights=weights)
-
-
-def model_source(
-    which: str, name: str, model: StudentConfig | TeacherConfig, device: torch.device, offload: bool, seed: int
-) -> ModelSource:
-    """which: the key of the model's section. name: its hub id or folder. offload: keep its weights in host memory
-    between uses.
-    """
-    if model.trust_remote_code:
-        raise ConfigError(
-            f"{which}.trust_remote_code", "got true under torchrun: expected a model of transformers' own"
-        )
-    folder = local_folder(name, model.revision)
-
-    def weights(decoder: Decoder) -> None:
-        load_weights(decoder, folder, device, offload=offload)
-        draw_lora(decoder, seed)
-        if decoder.hidden_match is not None:
-            decoder.hidden_match.draw(seed)
-        if decoder.mtp is not None:
-            decoder.mtp.draw(decoder.pretrained, seed)
-        check_finite_weights(decoder, which)
-
-    build = partial(empty_decoder, folder, dtype=model.dtype, attention=model.attention)
-    return ModelSource(build, weights, offload=offload, name=which)
-
-
-def head_source(
-    which: str, teacher: TeacherConfig, store: SignalStore, device: torch.device, offload: bool, seed: int
-) -> ModelSource:
-    """The teacher of a store with hidden states, of which only the output head can be built."""
-    assert store.teacher_folder is not None
-    return model_source(which, str(store.teacher_folder), teacher, device, offload, seed)
 
 
 def prepared_for_training(student: Decoder, config: RunConfig) -> Decoder:

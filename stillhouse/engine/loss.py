@@ -1,0 +1,147 @@
+"""The whole loss of an optimizer step, as the output processor that the student's head calls on the last stage.
+
+    loss = StepLoss(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)"), normalizer=tokens_of_the_step)
+    decoder(input_ids, processor=loss, context=DistillTargets(labels, signals={TEACHER: teacher.signal(input_ids)}))
+
+B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillhouse.engine.parts import LossPart
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import (
+    CrossEntropy,
+    FullVocab,
+    ObjectiveOutput,
+    OutputHead,
+    RoutedSignal,
+    Signal,
+    Signals,
+    Term,
+    linear_objective,
+    routed_objective,
+)
+from stillhouse.objective.keys import IS_SAMPLED, WEIGHTS
+from stillhouse.objective.spec import ObjectiveSpec
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of every micro-batch of a step. It gives an `ObjectiveOutput`; its context is `DistillTargets`.
+
+    objective: for example `parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")`.
+    normalizer: divides the sums over tokens: the target tokens of the whole step.
+    chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
+    parts: further losses, which arise inside the student (`engine/parts`).
+    with_teacher_cross_entropy: also report the metric `teacher_cross_entropy`, the teacher's own on the labels; the
+        signal has to be exact.
+
+    Besides the objective's own metrics there are `weights`, the sum of the rows' weights, by which the sums of
+    entropies and agreement are divided for a mean, and with routed signals, for each teacher, `weights/<name>` and
+    the number of its rows, `tokens/<name>`. Further depths of multi-token prediction have the objective
+    `spec.at_further_depths()`.
+    """
+
+    objective: ObjectiveSpec
+    normalizer: float | Tensor = 1.0
+    chunk_tokens: int | None = None
+    parts: tuple[LossPart, ...] = ()
+    with_teacher_cross_entropy: bool = False
+
+    def __call__(
+        self, *, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0
+    ) -> ObjectiveOutput:
+        """hidden_states: [B, S, D], or a tuple of those of depths 0, 1, … of multi-token prediction."""
+        depths = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        hidden_TD, targets = depths[0].flatten(0, -2), context.at(depth)
+        if self.objective.needs_teacher and not targets.signals:
+            raise ValueError(f"signal is missing: expected a teacher's signal for {len(targets.labels_T)} tokens")
+        options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
+        options["chunk_tokens"] = self.chunk_tokens
+        with ExitStack() as heads:
+            signals = {name: heads.enter_context(each.opened(head)) for name, each in targets.signals.items()}
+            if routed := {name: each for name, each in signals.items() if isinstance(each, RoutedSignal)}:
+                groups = self._routed_terms(routed, targets, head)
+                output = routed_objective(hidden_TD, head, groups, **options)
+            else:
+                terms = self._terms(signals, targets, head, targets.valid_index, depth)
+                output = linear_objective(hidden_TD, head, terms, valid_index=targets.valid_index, **options)
+            output = replace(output, metrics=output.metrics | _row_counts(targets, routed, output))
+            if self.with_teacher_cross_entropy and not depth:
+                output = _with_teacher_cross_entropy(output, signals, targets)
+            for part in self.parts:
+                output = part.at_head(self, output, depths, head, replace(context, signals=signals))
+        return output
+
+    def _routed_terms(
+        self, routed: Mapping[str, RoutedSignal], targets: DistillTargets, head: OutputHead
+    ) -> Iterator[tuple[Tensor, list[Term]]]:
+        """Yield each teacher's rows and terms, while the teacher's output head is in memory."""
+        for name, signal in routed.items():
+            with signal.signal.opened(head) as opened:
+                yield signal.index, self._terms({name: opened}, targets, head, signal.index)
+
+    def _terms(
+        self,
+        signals: Signals,
+        targets: DistillTargets,
+        head: OutputHead,
+        valid_index: Tensor | None,
+        depth: int = 0,
+    ) -> list[Term]:
+        """Return the terms of some rows. valid_index: the rows; None: those with a weight."""
+        objective, per_token = self.objective, targets.per_token
+        if depth:
+            # tokens are sampled from depth 0: only the kind of each token matters at further depths
+            objective = objective.at_further_depths() if objective.needs_rollouts else objective
+            per_token = {name: value_T for name, value_T in per_token.items() if name == IS_SAMPLED}
+        if valid_index is None and objective.needs_rollouts:
+            assert targets.weights_T is not None
+            valid_index = targets.weights_T.nonzero()[:, 0]
+        return objective.terms(
+            targets.labels_T,
+            signals,
+            per_token,
+            document_T=targets.document_T,
+            valid_index=valid_index,
+            student=head,
+        )
+
+
+def _row_counts(
+    targets: DistillTargets, routed: Mapping[str, RoutedSignal], output: ObjectiveOutput
+) -> dict[str, Tensor]:
+    """The sum of the rows' weights, and of each routed teacher the sum and the number of its rows."""
+    counts = {f"tokens/{name}": output.loss.new_tensor(len(signal.index)) for name, signal in routed.items()}
+    sums = {f"{WEIGHTS}/{name}": _sum_of_weights(targets, output, signal.index) for name, signal in routed.items()}
+    return counts | sums | {WEIGHTS: _sum_of_weights(targets, output, targets.valid_index)}
+
+
+def _sum_of_weights(targets: DistillTargets, output: ObjectiveOutput, index: Tensor | None) -> Tensor:
+    """index: the rows that count; None: all. output: has the dtype and the device of the result."""
+    assert targets.weights_T is not None
+    weights_T = targets.weights_T.detach()
+    return (weights_T if index is None else weights_T[index.to(weights_T.device)]).to(output.loss).sum()
+
+
+@torch.no_grad()
+def _with_teacher_cross_entropy(
+    output: ObjectiveOutput, signals: Mapping[str, Signal], targets: DistillTargets
+) -> ObjectiveOutput:
+    (signal,) = signals.values()
+    assert isinstance(signal, FullVocab)
+    of_teacher = linear_objective(
+        signal.hidden_TE,
+        signal.head,
+        [CrossEntropy(targets.labels_T)],
+        weights_T=targets.weights_T,
+        valid_index=targets.valid_index,
+    )
+    return replace(output, metrics=output.metrics | {"teacher_cross_entropy": of_teacher.metrics["cross_entropy"]})

@@ -1,0 +1,101 @@
+"""Multi-token prediction as a part of the step's loss: one objective for all further depths.
+
+    loss = objective + scale · Σ_k (depth k)
+
+Each depth's loss is a sum over the rows that have a label k tokens further in their document. All sums are divided by
+the same normalizer, the step's number of target tokens. So the loss does not depend on the layout.
+
+B rows, S tokens per row, T = B·S tokens in the rows' order, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stillhouse.data import MicroBatch
+from stillhouse.models import Decoder
+from stillhouse.models.processors import full_vocab
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import TEACHER, ObjectiveOutput, OutputHead
+from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import NextTokens
+from stillhouse.parallel.loss_part import LayerLoss, MtpLayersRun
+
+#: the prefix of a depth's metrics: mtp_1/forward_kl is the forward KL of depth 1
+PREFIX = "mtp_"
+
+
+@dataclass(frozen=True)
+class FurtherTokens:
+    """The objective of the further depths.
+
+    depths: their number.
+    scale: the factor of the depths' loss in the step's loss.
+    of_student: the signal is the student's own distribution of the same token, without gradients, instead of the
+        teacher's.
+    group: the context ranks, on which sequences continue; None: this process has whole sequences.
+
+    The depths' metrics and values per token have the prefix `mtp_<depth>/`.
+    """
+
+    objective: ObjectiveSpec
+    depths: int = 1
+    scale: float = 0.3
+    of_student: bool = False
+    group: ProcessGroup | None = None
+
+    key = "student.mtp"
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.objective.needs_teacher and not self.of_student
+
+    def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> LayerLoss:
+        return MtpLayersRun(self._next_tokens).start(micro_batch, student, normalizer)
+
+    def at_head(
+        self,
+        loss: Any,
+        output: ObjectiveOutput,
+        depths: Sequence[Tensor],
+        head: OutputHead,
+        context: DistillTargets,
+    ) -> ObjectiveOutput:
+        first_BSD, *later = depths
+        if self.of_student:
+            signal = full_vocab(hidden_states=first_BSD, head=head, context=None)
+            context = replace(context, signals={TEACHER: signal})
+        shifted = self._shifted(context, len(later))
+        of_depth = replace(loss, objective=self.objective, parts=(), with_teacher_cross_entropy=False)
+        total, metrics, per_token = output.loss, dict(output.metrics), dict(output.per_token)
+        for depth, hidden_BSD in enumerate(later, start=1):
+            further = of_depth(hidden_states=hidden_BSD, head=head, context=shifted, depth=depth)
+            total = total + self.scale * further.loss
+            named = {name: value for name, value in further.metrics.items() if name != CHUNK_TOKENS}
+            metrics |= {f"{PREFIX}{depth}/{name}": value for name, value in named.items()}
+            per_token |= {f"{PREFIX}{depth}/{name}": value_T for name, value_T in further.per_token.items()}
+        return ObjectiveOutput(total, metrics, per_token)
+
+    def add_to(self, sums: dict[str, float]) -> None:
+        """The loss at the head has all of it."""
+
+    @property
+    def _next_tokens(self) -> NextTokens:
+        return NextTokens(self.depths, self.group)
+
+    def _shifted(self, targets: DistillTargets, depths: int) -> DistillTargets:
+        """Return the targets with those of all depths, at this rank's columns."""
+        position_ids_BS = targets.position_ids_BS
+        assert position_ids_BS is not None
+        if self.group is None:
+            return targets.shift_for_mtp(position_ids_BS, depths)
+        rows, columns = position_ids_BS.shape
+        more_BS = self._next_tokens(position_ids_BS)
+        extended = targets.extended(self._next_tokens, (rows, columns)).shift_for_mtp(more_BS, depths)
+        place_BS = torch.arange(more_BS.numel(), device=more_BS.device).view(more_BS.shape)
+        return extended.rows(place_BS[:, :columns].flatten())

@@ -1,0 +1,66 @@
+"""The load-balancing loss of the student's routers (`models/router_balance.py`) as a part of the step's loss."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stillhouse.data import MicroBatch
+from stillhouse.models import Decoder, RouterAuxLoss
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import ObjectiveOutput, OutputHead
+
+#: the key of the routers' load-balancing loss among a step's sums
+ROUTER_LOSS = "router_aux"
+
+
+@dataclass(frozen=True)
+class RouterBalancing:
+    """coefficient: the factor of the loss. group: the context ranks, each of which has a part of every sequence."""
+
+    coefficient: float
+    group: ProcessGroup | None = None
+
+    key = "objective.router_aux_loss"
+    needs_teacher = False
+
+    def start(self, micro_batch: MicroBatch, student: Decoder, normalizer: float) -> "_RoutersOfStage":
+        targets_B = (micro_batch.labels_T >= 0).view(micro_batch.shape_BS).sum(1)
+        counts_BS = (micro_batch.document_T >= 0).view(micro_batch.shape_BS)
+        return _RoutersOfStage(
+            student, RouterAuxLoss(counts_BS, targets_B, self.coefficient / normalizer, self.group)
+        )
+
+    def at_head(
+        self,
+        loss: Any,
+        output: ObjectiveOutput,
+        depths: Sequence[Tensor],
+        head: OutputHead,
+        context: DistillTargets,
+    ) -> ObjectiveOutput:
+        return output
+
+    def add_to(self, sums: dict[str, float]) -> None:
+        sums["loss"] += self.coefficient * sums.get(ROUTER_LOSS, 0.0) / max(1.0, sums["tokens"])
+
+
+@dataclass(frozen=True)
+class _RoutersOfStage:
+    student: Decoder
+    loss: RouterAuxLoss
+
+    def losses(self) -> list[tuple[str, Tensor]]:
+        return [(ROUTER_LOSS, value) for value in self.loss.losses.values()]
+
+    def student_inputs(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def during_teacher(self, teacher: Decoder) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def during_student(self) -> AbstractContextManager[None]:
+        return self.student.balancing(self.loss)

@@ -1,0 +1,243 @@
+"""A run's state as a folder: the student's weights, the optimizer's moments and the random generators' states.
+
+    student.<parameter>                   a weight or a buffer
+    optimizer.state.<parameter>.<moment>  the optimizer's state, such as a moment of AdamW
+    average.<parameter>                   the exponential moving average of a trained weight, if the run has one
+    random.<device>.<rank>                the state of a random generator (without a rank in a run of one process)
+
+The files are those of PyTorch's distributed checkpoints (DCP), as safetensors. Under FSDP, tensor or expert
+parallelism a rank has only a shard of a tensor, as a DTensor.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from stillhouse.engine.optimizer import empty_state, state_tensors
+from stillhouse.output.progress import DamagedCheckpointError
+from stillhouse.parallel import Runner
+from stillhouse.parallel.gradients import copies, local
+from stillhouse.signals.weight_average import WeightAverage
+
+#: prefixes of the names of tensors
+WEIGHT = "student."
+RANDOM = "random."
+_MOMENT = "optimizer.state."
+_AVERAGE = "average."
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The state of a runner, its optimizer and, if the run has one, the average of the student's weights."""
+
+    runner: Runner
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write all tensors to a folder that all ranks share."""
+        writer = dcp.HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+        group = self.runner.ranks.group
+        if group is None:
+            with without_distributed_warning():
+                dcp.save(self.tensors(), storage_writer=writer, no_dist=True)
+        else:
+            dcp.save(self.tensors(), storage_writer=writer, process_group=group)
+
+    def read(self, folder: Path, without_moments: Sequence[str]) -> None:
+        """Restore weights, their average, moments and random generators from the state of any layout.
+
+        without_moments: parameters for which the folder has no moments. Raises ValueError for another model's state.
+        """
+        stored = stored_tensors(folder)
+        wanted = self.student_weights() | self._empty_moments(without_moments) | self._averages()
+        require_fit(folder.parent, stored, wanted, whole=self.runner.layout.stages == 1)
+        # a state may be absent: the checkpoint was written on another type of device, or by fewer ranks
+        tensors = wanted | {name: value for name, value in self._random_states().items() if name in stored}
+        with without_distributed_warning():
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+        self._restore(tensors)
+
+    def tensors(self) -> dict[str, Any]:
+        """All tensors that this rank holds, by their names."""
+        return self.student_weights() | self._random_states() | self._averages() | self._moments()
+
+    def student_weights(self) -> dict[str, Any]:
+        """This rank's parameters and buffers of the student. A head tied to the embedding has the embedding's name.
+
+        Frozen parameters of a student with an adapter are left out: they are in the files of the base model.
+        """
+        weights: dict[str, Any] = {}
+        for student in self.runner.students():
+            named = () if student.lora is None else student.named_parameters()
+            frozen = {name for name, parameter in named if not parameter.requires_grad}
+            for name, value in student.state_dict().items():
+                if name not in frozen:
+                    weights.setdefault(f"{WEIGHT}{self.runner.shared_name(name)}", value)
+        return weights
+
+    def bytes_to_write(self) -> int:
+        """The size of a checkpoint: all tensors, and the student's weights a second time for the folder `student`.
+
+        Raises ValueError on all ranks, naming the first tensor that is not finite: no run could continue from it.
+        """
+        tensors = self.tensors()
+        self._require_finite(tensors)
+        weights = {name: value for name, value in tensors.items() if name.startswith(WEIGHT)}
+        size = sum(
+            self._share_of(value) * value.element_size() for held in (tensors, weights) for value in held.values()
+        )
+        return round(sum(self.runner.ranks.gather(size)))
+
+    def element_count(self) -> int:
+        """The number of elements in the weights and moments of all ranks. Copies of an element count once."""
+        runner, tensors = self.runner, self.tensors()
+        names = {name for name in tensors if not name.startswith(RANDOM)}
+        if runner.copies_embedding and runner.pipeline is not None and 0 not in runner.pairs:
+            # the last stage's copy of the embedding, which only the first stage saves
+            shared = runner.students()[0].embedding_name
+            moments = {name for name in names if name.startswith(f"{_MOMENT}{shared}.")}
+            names -= {f"{WEIGHT}{shared}", f"{_AVERAGE}{shared}"} | moments
+        return round(sum(runner.ranks.gather(sum(self._share_of(tensors[name]) for name in names))))
+
+    def parameters_without_moments(self) -> list[str]:
+        """The parameters of all ranks that never had a gradient, so that the optimizer has no state for them."""
+        names = [name for name, parameter in self._trained().items() if parameter not in self.optimizer.state]
+        return sorted({name for of_rank in self.runner.ranks.gather(names) for name in of_rank})
+
+    def _averages(self) -> dict[str, Tensor]:
+        """The averages of this rank's trained weights; of two copies of a tied weight, that of the first."""
+        averages: dict[str, Tensor] = {}
+        for name, value in ({} if self.average is None else self.average.tensors).items():
+            averages.setdefault(f"{_AVERAGE}{self.runner.shared_name(name)}", value)
+        return averages
+
+    def _moments(self) -> dict[str, Any]:
+        # the optimizer's hyper-parameters are not saved: they come from the configuration
+        return {
+            f"{_MOMENT}{name}.{key}": value
+            for name, parameter in self._trained().items()
+            for key, value in state_tensors(self.optimizer.state.get(parameter, {})).items()
+        }
+
+    def _empty_moments(self, without_moments: Sequence[str]) -> dict[str, Tensor]:
+        """Set the optimizer's state of this rank to zeros, into which DCP then reads; returns its tensors."""
+        self.optimizer.state.clear()
+        for name, parameter in self._trained().items():
+            if name not in without_moments:
+                self.optimizer.state[parameter] = empty_state(self.optimizer, parameter)
+        return self._moments()
+
+    def _random_states(self) -> dict[str, Tensor]:
+        """The states of this process's random generators.
+
+        All tensor ranks of a group load the state of the first one: dropout must drop the same elements of the hidden
+        states that they all hold.
+        """
+        ranks, device = self.runner.ranks, self.runner.device
+        rank = "" if ranks.size == 1 else f".{ranks.rank - self.runner.mesh.coordinate('tensor')}"
+        states = {f"{RANDOM}cpu{rank}": torch.get_rng_state()}
+        if device.type == "cuda":
+            states[f"{RANDOM}cuda{rank}"] = torch.cuda.get_rng_state(device)
+        return states
+
+    def _restore(self, tensors: Mapping[str, Any]) -> None:
+        """Restore the random generators, and second copies of a tied weight, of its moments and of its average.
+
+        tensors: by name, as DCP has just read them. DCP has written all others in place already.
+        """
+        runner, parameters = self.runner, self._trained()
+        for name, value in ({} if self.average is None else self.average.tensors).items():
+            first = tensors[f"{_AVERAGE}{runner.shared_name(name)}"]
+            if value is not first:
+                local(value).copy_(local(first))
+        for name, parameter in runner.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            first = parameters[runner.shared_name(name)]
+            if parameter is not first:
+                local(parameter.detach()).copy_(local(first.detach()))
+                if first in self.optimizer.state:
+                    moments = self.optimizer.state[first]
+                    self.optimizer.state[parameter] = {key: moment.clone() for key, moment in moments.items()}
+        for name in self._random_states().keys() & tensors.keys():
+            if name.startswith(f"{RANDOM}cpu"):
+                torch.set_rng_state(tensors[name])
+            else:
+                torch.cuda.set_rng_state(tensors[name], runner.device)
+
+    def _require_finite(self, tensors: Mapping[str, Any]) -> None:
+        names = [
+            name for name, value in tensors.items() if value.is_floating_point() and not local(value).isfinite().all()
+        ]
+        names = sorted({name for of_rank in self.runner.ranks.gather(names) for name in of_rank})
+        if names:
+            more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+            raise ValueError(
+                f"'{names[0]}'{more} not finite after the update, so no checkpoint of it is written. "
+                "The last checkpoint is intact. The usual remedy is a run in another folder with a lower "
+                "train.learning_rate"
+            )
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """This rank's trained parameters, by their names in a checkpoint; of two copies of a tied weight, one."""
+        parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in self.runner.named_parameters():
+            if parameter.requires_grad:
+                parameters.setdefault(self.runner.shared_name(name), parameter)
+        return parameters
+
+    def _share_of(self, tensor: Any) -> float:
+        """The number of a tensor's elements on this rank, divided by the number of ranks with the same elements."""
+        degrees = self.runner.layout.degrees
+        return local(tensor).numel() / copies(tensor, degrees.processes // degrees.pipeline)
+
+
+def require_fit(
+    path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], whole: bool
+) -> None:
+    """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
+
+    DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
+    wanted: the tensors that this process will load. whole: this process has the whole student, so a stored tensor
+    that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
+    """
+    shapes = {name: tuple(each.size) for name, each in stored.items()}
+    expected = {name: tuple(value.shape) for name, value in wanted.items()}
+    names = shapes.keys() | expected.keys() if whole else expected.keys()
+    if not any(name.startswith(_AVERAGE) for name in expected):
+        names = {name for name in names if not name.startswith(_AVERAGE)}
+    for name in sorted(name for name in names if name.startswith((WEIGHT, _MOMENT, _AVERAGE))):
+        there, here = (f"of shape {each[name]}" if name in each else "absent" for each in (shapes, expected))
+        if there != here:
+            raise ValueError(
+                f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "
+                "expected the same student, and the same train.optimizer, that wrote the checkpoint; a projector of "
+                "hidden states is of its layers in objective.hidden"
+            )
+
+
+def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """The shapes, dtypes and chunks of a state's tensors. Raises DamagedCheckpointError for damaged files."""
+    try:
+        stored = dcp.HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, ValueError) as error:
+        raise DamagedCheckpointError(f"{folder.parent} is damaged: {error}") from error
+    return {name: value for name, value in stored.items() if isinstance(value, TensorStorageMetadata)}
+
+
+@contextmanager
+def without_distributed_warning() -> Iterator[None]:
+    """Suppress DCP's warning that torch.distributed is disabled: one process is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

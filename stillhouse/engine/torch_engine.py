@@ -1,0 +1,343 @@
+"""The engine on PyTorch's own parts: FSDP2, tensor, context, expert and pipeline parallelism (see `engine.py`)."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.engine import NotFiniteError, SavedTensors, StepOutput, add_up
+from stillhouse.engine.loss import StepLoss
+from stillhouse.engine.optimizer import OptimizerSettings, embedding_weights, make_optimizer, make_step
+from stillhouse.engine.parts import FurtherTokens, LossPart
+from stillhouse.engine.state import TrainingState
+from stillhouse.generation.student_copy import StudentCopy
+from stillhouse.generation.weights import publish
+from stillhouse.models import Decoder, OutputProcessor, evaluating
+from stillhouse.models.head import local
+from stillhouse.models.processors import cross_entropy
+from stillhouse.objective import ObjectiveOutput, Signal, Signals, SortedTopK, SpanSignal
+from stillhouse.objective.divergence import forward_kl, total_variation
+from stillhouse.objective.signals import SparseSignal
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import Layout, Ranks, Runner, ShardedMicroBatches, StageInputs, shard_micro_batches
+from stillhouse.parallel.ranks import gathered_tensor
+from stillhouse.signals.weight_average import WeightAverage
+
+#: the held-out objective of the depths of multi-token prediction: 1 − total variation is the share of sampled drafts
+#: that the student accepts, and top-1 agreement the share of greedy ones
+ACCEPTANCE = ObjectiveSpec(cross_entropy=1.0, divergence=total_variation())
+
+
+class TorchEngine:
+    """Trains a student on micro-batches and the teachers' signals for them.
+
+    objective: the minimised loss at the student's head.
+    optimizer: None: AdamW with the default settings.
+    autocast: the dtype of matrix products; the weights keep their own. None: that of the weights.
+    chunk_tokens: rows of a logits tile; None: chosen by a memory budget.
+    parts: further losses, which arise inside the student.
+    average: of the student's weights, if a teacher needs one; it follows every update.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        objective: ObjectiveSpec,
+        *,
+        optimizer: OptimizerSettings | None = None,
+        autocast: torch.dtype | None = None,
+        chunk_tokens: int | None = None,
+        parts: Sequence[LossPart] = (),
+        average: WeightAverage | None = None,
+    ):
+        self._runner, self.objective, self.parts = runner, objective, tuple(parts)
+        self._settings = optimizer or OptimizerSettings()
+        self.autocast, self._chunk_tokens, self._average = autocast, chunk_tokens, average
+
+    # ---- the step
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
+    ) -> StepOutput:
+        """See `Engine`."""
+        runner = self._runner
+        loss = StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
+        inputs = self._inputs(micro_batches, signals, loss, self.parts, normalizer)
+        with runner.gradients_summed():
+            if runner.pipeline is not None:
+                results = runner.pipeline.forward_backward(inputs)
+            else:
+                results = []
+                for pair, of_one in runner.one_by_one(inputs):
+                    results.append(pair(of_one))
+                    results[-1].output.loss.backward()
+        outputs = [result.output for result in results if result.output is not None]
+        for output in outputs:
+            output.loss.detach_()
+        losses = [named for result in results for named in result.losses] if runner.is_counted else []
+        outputs = outputs if runner.has_results else []
+        return StepOutput(outputs, partial(self._total, outputs, losses))
+
+    def update(self, learning_rate: float) -> float:
+        """See `Engine`."""
+        norm = self._clip(self._settings.clip)
+        if not math.isfinite(norm):
+            raise NotFiniteError(norm)
+        make_step(self.optimizer, learning_rate)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._average is not None:
+            self._average.update()
+        return norm
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        parameters = (parameter for _, parameter in self._runner.named_parameters())
+        return make_optimizer(parameters, self._settings, embedding_weights(self.students))
+
+    def _clip(self, limit: float) -> float:
+        return float(self._runner.clip(limit))
+
+    def _inputs(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        signals: Sequence[Signals],
+        processor: OutputProcessor,
+        parts: Sequence[LossPart] = (),
+        normalizer: float = 1.0,
+    ) -> list[StageInputs]:
+        """Raises ValueError unless there are signals for each micro-batch."""
+        if not micro_batches or len(micro_batches) != len(signals):
+            raise ValueError(
+                f"{len(signals)} signals for {len(micro_batches)} micro-batches: expected one for each, and at least "
+                "one"
+            )
+        return [
+            StageInputs(micro_batch, of_teachers, processor, parts, normalizer, self.autocast)
+            for micro_batch, of_teachers in zip(micro_batches, signals, strict=True)
+        ]
+
+    def _total(
+        self, outputs: Sequence[ObjectiveOutput], losses: Sequence[tuple[str, Tensor]] = ()
+    ) -> dict[str, float]:
+        """Metric sums over all processes. losses: those inside this process's layers."""
+        of_layers: dict[str, float] = {}
+        if losses:
+            values = torch.stack([value for _, value in losses]).tolist()
+            for (name, _), value in zip(losses, values, strict=True):
+                of_layers[name] = of_layers.get(name, 0.0) + value
+        sums = add_up(self.ranks.gather(summed_metrics(outputs) | of_layers))
+        for part in self.parts if "loss" in sums else ():
+            part.add_to(sums)
+        return sums
+
+    # ---- passes without gradients
+
+    def evaluate(
+        self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
+    ) -> dict[str, float]:
+        """Sums over all target tokens: the cross-entropy and, if there are signals, the forward KL.
+
+        Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. Every
+        process returns the same sums. They do not depend on the engine's own objective. Of sorted probabilities, the
+        result is their distance, `uld`, at the objective's temperature. Of MTP layers, the sums have what
+        `ACCEPTANCE` measures. of_teacher: also the teacher's own cross-entropy; the signals have to be exact.
+        """
+        outputs: list[ObjectiveOutput] = []
+        for micro_batches, signals in parts:
+            loss = StepLoss(
+                self._held_out_objective(signals),
+                chunk_tokens=self._chunk_tokens,
+                parts=self._acceptance,
+                with_teacher_cross_entropy=of_teacher,
+            )
+            outputs += self.process(loss, micro_batches, signals, self._acceptance)
+            del micro_batches, signals  # a teacher's hidden states are large, and the next part comes first
+        return add_up(self.ranks.gather(summed_metrics(outputs)))
+
+    @property
+    def _acceptance(self) -> tuple[LossPart, ...]:
+        """What is measured of the depths of multi-token prediction."""
+        depths = [part for part in self.parts if isinstance(part, FurtherTokens)]
+        return tuple(replace(part, objective=ACCEPTANCE, scale=1.0, of_student=True) for part in depths)
+
+    def _held_out_objective(self, signals: Sequence[Signals]) -> ObjectiveSpec:
+        """The cross-entropy, and the forward KL if there are signals."""
+        named = next((of_teachers for of_teachers in signals if of_teachers), {})
+        if not named:
+            return ObjectiveSpec(cross_entropy=1.0)
+        first, shares = next(iter(named.values())), self.objective.teachers
+        if isinstance(first, SortedTopK):
+            return ObjectiveSpec(cross_entropy=1.0, uld=1.0, temperature=self.objective.temperature)
+        return ObjectiveSpec(
+            cross_entropy=1.0,
+            divergence=forward_kl(),
+            temperature=1.0 if shares else _temperature(first),
+            teachers={
+                name: replace(shares[name], temperature=_temperature(signal))
+                for name, signal in named.items()
+                if name in shares
+            },
+            is_mixture=self.objective.is_mixture,
+        )
+
+    def process(
+        self,
+        processor: OutputProcessor,
+        micro_batches: Sequence[MicroBatch],
+        signals: Sequence[Signals],
+        parts: Sequence[LossPart] = (),
+    ) -> list[Any]:
+        """Run another output processor on each micro-batch, without gradients and in eval mode; returns its results.
+
+        The list is empty on processes whose results do not count (see `Runner.has_results`). processor: its context
+        is `DistillTargets`. parts: further losses; without `FurtherTokens`, MTP layers do not run.
+        """
+        with ExitStack() as modes:
+            for student in self.students:
+                modes.enter_context(evaluating(student))
+            results = self._runner.forward(self._inputs(micro_batches, signals, processor, parts))
+        return results if self._runner.has_results else []
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The student's log-probability of the label of each row of each micro-batch, at temperature 1.
+
+        A collective of all processes. Empty on processes whose results do not count.
+        """
+        outputs = self.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
+        return [-output.per_token["cross_entropy"] for output in outputs]
+
+    # ---- single losses
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a step needs a teacher's signals."""
+        return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
+
+    def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> "TorchEngine":
+        """The same student and optimizer with these losses. MTP layers still run, but without them in `parts`, their
+        loss has the factor 0.
+        """
+        other = copy.copy(self)
+        other.optimizer, other.objective = self.optimizer, objective
+        other.parts = tuple(parts)
+        if not any(isinstance(part, FurtherTokens) for part in parts):
+            depths = [part for part in self.parts if isinstance(part, FurtherTokens)]
+            other.parts += tuple(replace(part, scale=0.0) for part in depths)
+        return other
+
+    def single_parts(self) -> Iterator[tuple[str, "TorchEngine"]]:
+        """For each loss beside the objective, its key and the same student with this loss alone."""
+        none = ObjectiveSpec(entropy=0.0)  # a term of scale 0 has no gradient
+        for part in self.parts:
+            if not isinstance(part, FurtherTokens) or part.scale:
+                yield part.key, self.with_losses(none, [part])
+
+    # ---- gradients
+
+    def zero_grad(self) -> None:
+        self._runner.zero_grad()
+
+    def gradient_norm(self) -> float:
+        """The norm of the whole gradient, the same on every process."""
+        return self._clip(0.0)
+
+    def gradients_not_finite(self) -> list[str]:
+        """The names of the parameters of all processes whose gradients have a NaN or an infinity."""
+        names = [
+            self._runner.shared_name(name)
+            for name, parameter in self._runner.named_parameters()
+            if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all())
+        ]
+        return list(dict.fromkeys(name for of_rank in self.ranks.gather(names) for name in of_rank))
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the whole gradient of each parameter on this process, by its name in the whole model.
+
+        Gathering a sharded gradient is a collective of the processes that share it.
+        """
+        for name, parameter in self._runner.named_parameters():
+            gradient = parameter.grad
+            whole = None if gradient is None else gathered_tensor(gradient, self.device)
+            yield self._runner.shared_name(name), whole
+
+    # ---- state
+
+    @property
+    def _state(self) -> TrainingState:
+        return TrainingState(self._runner, self.optimizer, self._average)
+
+    def bytes_to_save(self) -> int:
+        """See `Engine`."""
+        return self._state.bytes_to_write()
+
+    def save(self, folder: Path) -> SavedTensors:
+        """See `Engine`."""
+        state = self._state
+        state.write(folder)
+        return SavedTensors(state.element_count(), state.parameters_without_moments())
+
+    def load(self, folder: Path, without_moments: Sequence[str]) -> None:
+        """See `Engine`."""
+        self._state.read(folder, without_moments)
+
+    # ---- the student
+
+    @property
+    def students(self) -> list[Decoder]:
+        """The student, or this process's parts of it."""
+        return self._runner.students()
+
+    @property
+    def teacher(self) -> Decoder | None:
+        """The teacher in the student's stages, or its part on this process's first stage."""
+        return self._runner.teacher
+
+    @property
+    def layout(self) -> Layout:
+        return self._runner.layout
+
+    @property
+    def ranks(self) -> Ranks:
+        """All processes of the engine."""
+        return self._runner.ranks
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
+        """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
+        uniform_shapes = training and self.layout.stages > 1
+        return shard_micro_batches(micro_batches, self._runner.mesh, uniform_shapes=uniform_shapes)
+
+    def publish(self, folder: Path, version: int, *, run: str, tokenizer: Any) -> Path:
+        """Write the student's present weights for servers (see `generation/weights.py`); returns their folder."""
+        return publish(self._runner, folder, version, run=run, tokenizer=tokenizer)
+
+    def student_copy(self, build: Callable[[], Decoder]) -> StudentCopy:
+        """The whole student on this process, beside its part of it. build: see `StudentCopy`."""
+        return StudentCopy(self._runner, build)
+
+
+def summed_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
+    """Add up the metrics of several micro-batches; `loss` is the sum of their losses. Waits for the device once."""
+    if not outputs:
+        return {}
+    named = [(name, value) for output in outputs for name, value in [("loss", output.loss), *output.metrics.items()]]
+    values = torch.stack([value for _, value in named]).tolist()
+    return add_up([{name: value} for (name, _), value in zip(named, values, strict=True)])
+
+
+def _temperature(signal: Signal) -> float:
+    """The temperature of a held-out divergence: 1, or the only one at which a sparse signal is known."""
+    sparse = signal.first if isinstance(signal, SpanSignal) else signal
+    known = sparse.temperature if isinstance(sparse, SparseSignal) else None
+    return 1.0 if known is None else known
