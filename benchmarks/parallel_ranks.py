@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.parallel_costs import Job, Shape
 from stillhouse.data import MicroBatch
-from stillhouse.engine.engine import OptimizerSettings, make_optimizer
+from stillhouse.engine.loss import StepLoss
+from stillhouse.engine.optimizer import OptimizerSettings, make_optimizer
 from stillhouse.models import Decoder
-from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import OutputHead, Signal
 from stillhouse.objective.spec import parse_objective
@@ -176,10 +176,10 @@ def inputs(case: Case, mesh: Mesh) -> tuple[Computation, list[MicroBatch], list[
     normalizer = case.micro_batches * ROWS * TOKENS * mesh.degrees.data
 
     def targets(each: MicroBatch, signal: Signal | None) -> DistillTargets:
-        return DistillTargets(each.labels_T, each.weights_T, normalizer, each.valid_index, signal=signal)
+        return DistillTargets(each.labels_T, each.weights_T, normalizer, each.valid_index, signals={TEACHER: signal})
 
     precision = partial(torch.autocast, "cpu", torch.bfloat16, enabled=case.bf16)
-    processor = distillation(parse_objective(LOSS), chunk_tokens=CHUNK)
+    processor = StepLoss(parse_objective(LOSS), chunk_tokens=CHUNK)
     return Computation(processor, targets, precision), parts, [IN_STAGE] * len(parts)
 
 

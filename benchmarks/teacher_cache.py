@@ -99,7 +99,6 @@ def steps(session: Session) -> list[tuple[float, float]]:
         signals = pending.result()
         waited = time.perf_counter() - requested
         session.engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
-        session.engine.clip()
         session.engine.update(1e-5)
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)

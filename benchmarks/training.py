@@ -28,8 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.record import result_file, write_result
 from stillhouse.config import RunConfig, load_config
 from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences
-from stillhouse.engine.engine import Engine, OptimizerSettings
+from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.schedule import make_step_schedule
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
 from stillhouse.objective import linear_objective
@@ -115,7 +116,6 @@ def steps_by_hand(session: Session) -> Iterator[dict[str, float]]:
             micro_batch_by_hand(session, each, micro_batches.whole.normalizer, seconds)
 
         def update() -> None:
-            session.engine.clip()
             session.engine.update(1e-5)
 
         timed(session, seconds, "optimizer", update)
@@ -189,7 +189,9 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         train=packed,
         evaluation=None,
         step_schedule=make_step_schedule(config.train, len(packed), arguments.max_tokens),
-        engine=Engine(runner, spec, device, optimizer=settings, bf16=config.train.precision == "bf16"),
+        engine=TorchEngine(
+            runner, spec, optimizer=settings, autocast=torch.bfloat16 if config.train.precision == "bf16" else None
+        ),
         source=InStageTeacher(runner),
         data_hashes={},
         model_hashes={},

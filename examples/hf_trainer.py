@@ -24,8 +24,9 @@ from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, 
 
 from stillhouse import Decoder
 from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
-from stillhouse.models.processors import distillation
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 
 USAGE = (
@@ -43,7 +44,7 @@ class Distillation(nn.Module):
         super().__init__()
         self.student, self.config = student, student.config
         self.__dict__["teacher"] = teacher
-        self.processor = distillation(parse_objective(objective))
+        self.processor = StepLoss(parse_objective(objective))
 
     def forward(
         self,
@@ -57,7 +58,7 @@ class Distillation(nn.Module):
         next_BS = F.pad(labels[:, 1:], (0, 1), value=-100)  # row t predicts token t + 1
         tokens = (next_BS >= 0).sum() if num_items_in_batch is None else num_items_in_batch
         signal = self.teacher.signal(input_ids, position_ids, attention_mask)
-        context = DistillTargets(next_BS, signal=signal, normalizer=tokens.clamp(min=1))
+        context = DistillTargets(next_BS, signals={TEACHER: signal}, normalizer=tokens.clamp(min=1))
         output = self.student(input_ids, position_ids, attention_mask, processor=self.processor, context=context)
         return {"loss": output.loss}
 

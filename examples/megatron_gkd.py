@@ -41,10 +41,11 @@ from stillhouse.config.explain import explain
 from stillhouse.config.objective import ObjectiveConfig
 from stillhouse.config.section import PathText, Section
 from stillhouse.config.yaml_text import read_yaml
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.models.processors import distillation, full_vocab
+from stillhouse.models.processors import full_vocab
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import Signal, TopK
+from stillhouse.objective import TEACHER, Signal, TopK
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 try:
@@ -125,7 +126,7 @@ def train(
 ) -> None:
     settings = OptimizerConfig(optimizer="adam", lr=config.train.learning_rate, clip_grad=1.0)
     optimizer = get_megatron_optimizer(settings, [student])
-    processor = distillation(spec, chunk_tokens=config.objective.chunk_tokens)
+    processor = StepLoss(spec, chunk_tokens=config.objective.chunk_tokens)
     hook = MegatronProcessor(student, processor, vocab_size=config.vocabulary)
     teacher_hook = None if teacher is None else MegatronProcessor(teacher, full_vocab, vocab_size=config.vocabulary)
     for step in range(config.train.steps):
@@ -134,7 +135,8 @@ def train(
         if teacher is not None and teacher_hook is not None and spec.needs_teacher:
             signals = teacher_signals(teacher, teacher_hook, batches) or signals
         contexts = [
-            DistillTargets(each.labels_BS, signal=signal) for each, signal in zip(batches, signals, strict=True)
+            DistillTargets(each.labels_BS, signals={TEACHER: signal})
+            for each, signal in zip(batches, signals, strict=True)
         ]
         student.zero_grad_buffer()
         optimizer.zero_grad()

@@ -21,8 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from stillhouse import Decoder
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
-from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo.corpus import collect_documents, split_of
@@ -66,14 +66,14 @@ def batches(tokens_T: torch.Tensor, steps: int, seed: int) -> Iterator[torch.Ten
 def train(decoder: MultiTokenDecoder, tokens_T: torch.Tensor, loss: str, steps: int, seed: int) -> None:
     """Train only the MTP layers, with the same objective at every depth."""
     spec = parse_objective(loss)
-    processor = distillation(spec)
+    processor = StepLoss(spec)
     optimizer = torch.optim.AdamW(decoder.layers.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
     for rows_BS in batches(tokens_T, steps, seed):
         ids_BS, labels_BS = rows_BS[:, :-1], rows_BS[:, 1:]
         position_ids_BS = torch.arange(ROW).expand(ROWS, ROW)
         signal = decoder.main.signal(ids_BS, position_ids_BS) if spec.needs_teacher else None
-        targets = DistillTargets(labels_BS, normalizer=labels_BS.numel(), signal=signal)
+        targets = DistillTargets(labels_BS, normalizer=labels_BS.numel(), signals={TEACHER: signal})
         context = targets.shift_for_mtp(position_ids_BS, decoder.depths)
         _, *further = decoder(ids_BS, position_ids_BS, processor=processor, context=context)
         sum(output.loss for output in further).backward()

@@ -26,8 +26,9 @@ from trl.models.utils import _ForwardRedirection
 
 from stillhouse import Decoder
 from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
-from stillhouse.models.processors import distillation
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 
 USAGE = (
@@ -40,7 +41,7 @@ class DistillTrainer(SFTTrainer):
 
     def __init__(self, model: PreTrainedModel, *, teacher: Decoder, objective: str, **options: Any):
         self.student, self.teacher = Decoder(model), teacher
-        self.processor = distillation(parse_objective(objective))
+        self.processor = StepLoss(parse_objective(objective))
         super().__init__(model, **options)
 
     def compute_loss(
@@ -58,7 +59,7 @@ class DistillTrainer(SFTTrainer):
         tokens = (next_BS >= 0).sum() if tokens is None else tokens
         with self.accelerator.autocast():
             signal = self.teacher.signal(input_ids, position_ids, attention_mask)
-            context = DistillTargets(next_BS, signal=signal, normalizer=tokens.clamp(min=1))
+            context = DistillTargets(next_BS, signals={TEACHER: signal}, normalizer=tokens.clamp(min=1))
             output = self.student(input_ids, position_ids, attention_mask, processor=self.processor, context=context)
         return output.loss * scale
 

@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 from kit.ranks import Ranks
 from kit.runs import contents, run, wait_for, write_run
-from stillhouse.parallel.processes import start
 from test_train_resume import evaluations, last_step, losses
 
 from stillhouse.output.log import NoLog, RunLog
 from stillhouse.parallel import Degrees, Mesh, watchdog
+from stillhouse.parallel.ranks import start
 from stillhouse.run import inputs
 from stillhouse.run import run as run_module
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stillhouse.engine.engine import OptimizerSettings, make_optimizer
+from stillhouse.engine.optimizer import OptimizerSettings, make_optimizer
 from stillhouse.models import Decoder, add_lora, draw_lora, without_lora
 from stillhouse.models.adapter import base_name, is_lora
 from stillhouse.objective import CrossEntropy, Distill, OutputHead, linear_objective, reverse_kl

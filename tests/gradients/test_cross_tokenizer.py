@@ -219,7 +219,7 @@ def gradients(folder: Path, **settings: Any) -> dict[str, Tensor]:
     several = any(key.startswith("teachers.") for key in settings)
     session = session_of(folder, cached=several, **settings)
     forward_backward(session)
-    found = {name: each.grad.clone() for name, each in session.runner.named_parameters() if each.grad is not None}
+    found = {name: each.grad.clone() for name, each in session.student.named_parameters() if each.grad is not None}
     session.close()
     return found
 

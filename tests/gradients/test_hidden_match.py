@@ -93,12 +93,14 @@ def test_gradients_are_those_of_plain_autograd(folder: Path, recomputed: bool) -
     session = session_of(folder, **settings)
     loss = expected_loss(session)
     loss.backward()
-    reference = {name: each.grad.clone() for name, each in session.runner.named_parameters() if each.grad is not None}
+    reference = {
+        name: each.grad.clone() for name, each in session.student.named_parameters() if each.grad is not None
+    }
     session.engine.zero_grad()
     found = forward_backward(session).sums
     assert found["loss"] == pytest.approx(float(loss), rel=1e-6)
     assert found["hidden_0_1_mse"] > 0
-    gradients = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+    gradients = {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
     assert gradients.keys() == reference.keys()
     assert {f"hidden_match.projectors.{name}.weight" for name in NAMES} < gradients.keys()
     for name, gradient in gradients.items():

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stillhouse.data import MicroBatch
 from stillhouse.engine.engine import _targets
-from stillhouse.models.processors import distillation
+from stillhouse.engine.loss import StepLoss
 from stillhouse.objective import (
     Correction,
     CrossEntropy,
@@ -271,13 +271,13 @@ def test_further_depths_have_what_is_left_of_an_objective() -> None:
     batch, leaves = make_batch(), make_leaves()
     context = batch.targets(signal).shift_for_mtp(torch.arange(T)[None] % 13, 1)
     head = OutputHead(leaves.weight, leaves.bias)
-    both = distillation(parse_objective("cross_entropy + 0.1*reverse_kl + policy_gradient + sampled_kl"))
+    both = StepLoss(parse_objective("cross_entropy + 0.1*reverse_kl + policy_gradient + sampled_kl"))
     output = both(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)
     assert output.per_token.keys() == {"cross_entropy", "reverse_kl"}
     further = context.at(1)
     is_other_T = (further.per_token[IS_SAMPLED] == 0) & (further.labels_T >= 0) & (further.weights_T != 0)
     assert torch.equal(output.per_token["cross_entropy"] != 0, is_other_T)
-    alone = distillation(parse_objective("policy_gradient + sampled_kl"))
+    alone = StepLoss(parse_objective("policy_gradient + sampled_kl"))
     with pytest.raises(ValueError, match=r"policy gradient .* at further depths of multi-token prediction: expected"):
         alone(hidden_states=leaves.hidden[None], head=head, context=context, depth=1)
 
@@ -319,7 +319,7 @@ def test_the_engine_passes_on_what_a_micro_batch_holds() -> None:
     hidden_TD = torch.zeros(2 * (T + 3), D)
     hidden_TD[:T] = leaves.hidden
     head = OutputHead(leaves.weight, leaves.bias)
-    padded = distillation(spec)(hidden_states=hidden_TD, head=head, context=targets)
+    padded = StepLoss(spec)(hidden_states=hidden_TD, head=head, context=targets)
     assert distance(padded.loss, fused(spec, leaves, batch, None)[0].loss) < 1e-6
 
 

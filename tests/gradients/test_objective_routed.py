@@ -9,9 +9,10 @@ import torch
 from kit.objective_cases import generator
 from torch import Tensor
 
-from stillhouse.models.processors import distillation
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import (
+    TEACHER,
     CrossEntropy,
     Distill,
     FullVocab,
@@ -141,8 +142,8 @@ def test_one_head_is_open_at_a_time() -> None:
     rows = {"math": torch.arange(0, 20), "code": torch.arange(20, T)}
     shares = {"math": TeacherShare(2.0), "code": TeacherShare(1.0, temperature=3.0)}
     spec = replace(parse_objective("0.3*cross_entropy + 0.7*reverse_kl"), teachers=shares)
-    processor = distillation(spec, chunk_tokens=5)
-    context = DistillTargets(labels_T, normalizer=7.0, signal=RoutedSignals(rows, open_signal))
+    processor = StepLoss(spec, chunk_tokens=5)
+    context = DistillTargets(labels_T, normalizer=7.0, signals={TEACHER: RoutedSignals(rows, open_signal)})
     output = processor(hidden_states=hidden_TD[None], head=OutputHead(weight_VD), context=context)
     output.loss.backward()
     assert (most, opened) == (1, [])

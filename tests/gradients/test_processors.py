@@ -32,19 +32,19 @@ from kit.processor_cases import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.models.processors import (
     LogProbs,
     by_depth,
     cross_entropy,
-    distillation,
     full_vocab,
     hidden_states,
     policy_gradient,
     selected_log_probs,
 )
 from stillhouse.models.targets import DistillTargets, PolicyTargets, Targets
-from stillhouse.objective import TopK, chunks
+from stillhouse.objective import TEACHER, TopK, chunks
 from stillhouse.objective.spec import parse_objective
 
 MODELS = {
@@ -181,8 +181,8 @@ def test_distillation_from_a_second_model(model: str) -> None:
         of_labels_T, _ = log_probs_of(logits_TV)
         return ((0.7 * jsd_TV.sum(1) - 0.3 * of_labels_T) * weights_BS.flatten()).sum() / 11.0
 
-    processor = distillation(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)", temperature=2.0), chunk_tokens=5)
-    context = DistillTargets(LABELS_BS, weights_BS, 11.0, signal=signal)
+    processor = StepLoss(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)", temperature=2.0), chunk_tokens=5)
+    context = DistillTargets(LABELS_BS, weights_BS, 11.0, signals={TEACHER: signal})
     made = assert_as_from_logits(model, processor, context, plain)
     assert made.metrics["chunk_tokens"] == 5
     assert all(each.grad is None for each in teacher.parameters())
@@ -203,8 +203,8 @@ def test_distillation_from_top_k(model: str) -> None:
         return F.kl_div(log_q_TB, log_p_TB, log_target=True, reduction="none")[KNOWN_T].sum() / LABELLED
 
     signal = TopK(ids_TK, log_p_TK, tail_log_prob_T=with_the_rest(log_p_TV)[:, -1])
-    context = DistillTargets(LABELS_BS, normalizer=LABELLED, signal=signal)
-    assert_as_from_logits(model, distillation(parse_objective("forward_kl")), context, plain)
+    context = DistillTargets(LABELS_BS, normalizer=LABELLED, signals={TEACHER: signal})
+    assert_as_from_logits(model, StepLoss(parse_objective("forward_kl")), context, plain)
 
 
 def policy_targets(name: str, temperature: float, weights_BS: Tensor | None) -> PolicyTargets:
@@ -257,7 +257,7 @@ def test_policy_gradient(model: str, rows: str) -> None:
 PROCESSORS: dict[str, Callable[[], OutputProcessor]] = {
     "selected_log_probs": selected_log_probs,
     "cross_entropy": lambda: cross_entropy(label_smoothing=0.1, z_loss=1e-3),
-    "distillation": lambda: distillation(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")),
+    "distillation": lambda: StepLoss(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)")),
     "policy_gradient": lambda: policy_gradient(kl_scale=0.1, entropy_bonus=0.01),
 }
 
@@ -272,7 +272,7 @@ def test_no_tensor_is_as_large_as_the_logits(processor: str, monkeypatch: pytest
     labels_BS, some_T = ids_BS.roll(-1, 1), torch.zeros(rows * tokens)
     signal = Decoder(build("qwen3", seed=1, vocab_size=vocabulary), verify=False).signal(ids_BS)
     contexts = {
-        "distillation": DistillTargets(labels_BS, signal=signal),
+        "distillation": DistillTargets(labels_BS, signals={TEACHER: signal}),
         "policy_gradient": PolicyTargets(
             labels_BS, advantages_T=some_T, old_log_probs_T=some_T, reference_log_probs_T=some_T
         ),
@@ -312,7 +312,7 @@ def test_another_objective_for_further_depths() -> None:
     assert torch.equal(found.loss, expected.loss)
 
 
-DISTILLATION = distillation(parse_objective("forward_kl"))
+DISTILLATION = StepLoss(parse_objective("forward_kl"))
 
 
 @pytest.mark.parametrize(

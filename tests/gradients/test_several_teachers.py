@@ -72,7 +72,7 @@ def session_with(folder: Path, **settings: Any) -> Session:
 def gradients(session: Session) -> dict[str, Tensor]:
     loss = forward_backward(session).sums["loss"]
     assert torch.isfinite(torch.tensor(loss))
-    found = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+    found = {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
     session.close()
     return {"loss": torch.tensor(loss)} | found
 
@@ -243,26 +243,26 @@ def test_an_average_of_the_student_as_its_teacher(folder: Path) -> None:
     """Its gradients are those of a teacher with the averaged weights in a folder."""
     session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.5}})
     engine = session.engine
-    before = {name: each.detach().clone() for name, each in session.runner.named_parameters()}
+    before = {name: each.detach().clone() for name, each in session.student.named_parameters()}
     for _ in range(2):
         forward_backward(session)
         engine.update(1e-2)
-    after = {name: each.detach().clone() for name, each in session.runner.named_parameters()}
+    after = {name: each.detach().clone() for name, each in session.student.named_parameters()}
     average = engine.average
     assert isinstance(average, WeightAverage)
     assert any(not torch.equal(after[name], average.tensors[name]) for name in after)
 
     found = gradients(session)
-    assert all(torch.equal(each, after[name]) for name, each in session.runner.named_parameters())
-    for name, each in session.runner.named_parameters():
+    assert all(torch.equal(each, after[name]) for name, each in session.student.named_parameters())
+    for name, each in session.student.named_parameters():
         each.data.copy_(average.tensors[name])
     session.student.pretrained.save_pretrained(folder / "average")
     session.tokenizer.save_pretrained(folder / "average")
-    for name, each in session.runner.named_parameters():
+    for name, each in session.student.named_parameters():
         each.data.copy_(before[name])
         each.grad = None
     live = session_with(folder, **{"teachers.slow": {"model": str(folder / "average")}})
-    for name, each in live.runner.named_parameters():
+    for name, each in live.student.named_parameters():
         each.data.copy_(after[name])
     for name, gradient in gradients(live).items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
@@ -272,11 +272,11 @@ def test_the_average_follows_every_update(folder: Path) -> None:
     session = session_with(folder, **{"teachers.slow": {"student": "ema", "ema_decay": 0.75}})
     average = session.engine.average
     assert average is not None
-    wanted = {name: each.detach().double() for name, each in session.runner.named_parameters()}
+    wanted = {name: each.detach().double() for name, each in session.student.named_parameters()}
     for _ in range(3):
         forward_backward(session)
         session.engine.update(1e-2)
-        for name, each in session.runner.named_parameters():
+        for name, each in session.student.named_parameters():
             wanted[name] = 0.75 * wanted[name] + 0.25 * each.detach().double()
     for name, each in average.tensors.items():
         torch.testing.assert_close(each.double(), wanted[name], rtol=1e-5, atol=1e-7, msg=name)

@@ -12,18 +12,16 @@ from kit.families import build
 from kit.runs import forward_backward, session_of
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.engine.engine import Engine
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.objective import FullVocab
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import (
     IN_STAGE,
     Degrees,
-    PairSignal,
     ShardedMicroBatches,
     TeacherHidden,
     padded_shapes,
-    shard_micro_batches,
     single_process_runner,
 )
 from stillhouse.signals import ReadySignals, request_ahead
@@ -78,7 +76,7 @@ class RecordedRequests:
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         self.events.append(f"request {len(micro_batches)}")
-        return ReadySignals([None] * len(micro_batches))
+        return ReadySignals([{}] * len(micro_batches))
 
 
 @pytest.mark.parametrize(
@@ -111,15 +109,15 @@ def micro_batch(seed: int = 0) -> MicroBatch:
     )
 
 
-def engine_of(student: Decoder, teacher: Decoder | None) -> Engine:
-    return Engine(single_process_runner(student, teacher), parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)"), CPU)
+def engine_of(student: Decoder, teacher: Decoder | None) -> TorchEngine:
+    return TorchEngine(single_process_runner(student, teacher), parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)"))
 
 
-def gradients(engine: Engine, batch: MicroBatch, signals: Sequence[PairSignal]) -> dict[str, torch.Tensor]:
+def gradients(engine: TorchEngine, batch: MicroBatch, signals: Sequence[Signals]) -> dict[str, torch.Tensor]:
     engine.zero_grad()
-    own = shard_micro_batches(StepMicroBatches([batch]), engine.runner.mesh)
+    own = engine.shard(StepMicroBatches([batch]))
     engine.forward_backward(own, signals, batch.valid_tokens)
-    return {name: each.grad.clone() for name, each in engine.runner.named_parameters() if each.grad is not None}
+    return {name: each.grad.clone() for name, each in engine.students[0].named_parameters() if each.grad is not None}
 
 
 def test_a_teachers_signal_is_the_same_however_it_comes() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.engine.engine import Engine
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
 from stillhouse.objective import FullVocab, OutputHead
@@ -287,7 +287,7 @@ def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> No
     model = session.teacher.pretrained
     model.resize_token_embeddings(400)
     runner = single_process_runner(session.student, Decoder(model))
-    session.engine = Engine(runner, session.spec, session.device)
+    session.engine = TorchEngine(runner, session.spec, session.device)
     session.source = InStageTeacher(runner)
     without = gradients_of(session, step_batches(session))
     assert with_padding[0] == pytest.approx(without[0], rel=1e-6)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stillhouse.data import StepMicroBatches
 from stillhouse.objective import OutputHead
-from stillhouse.parallel import Computation, Layout, Mesh, Runner
+from stillhouse.parallel import Layout, Mesh, Runner, StageInputs
 from stillhouse.tools.parity import relative_difference, whole
 
 #: the factor of each rank's loss; bfloat16 cannot represent the sum of the factors
@@ -46,7 +46,7 @@ def compare_gathered(rank: Rank, case: Case) -> tuple[Errors, Errors] | None:
 
 def gradients(case: Case, layout: Layout, mesh: Mesh, *, bf16: bool) -> dict[str, Tensor]:
     side = Side.of(case, layout, mesh, bf16=bf16)
-    runner = side.engine.runner
+    runner = side.runner
     set_uneven_norm_weights(runner)
     side.step(*next(side.requests([StepMicroBatches(batches(case, 0))])))
     runner.clip(0.0)
@@ -89,8 +89,10 @@ def sum_over_ranks(rank: Rank, case: Case) -> tuple[set[torch.dtype], Tensor] | 
 
     side = Side.of(case, case.layout, mesh)
     own = side.shard(StepMicroBatches(batches(case, 0)))
-    computation = Computation(scaled_head_sum, lambda *_: None, lambda: torch.autocast("cpu", torch.bfloat16))
-    side.engine.runner.forward_backward(computation, own, side.source.request(own).result())
-    grad = side.engine.runner.students()[0].output_weight.grad
+    signals = side.source.request(own).result()
+    side.runner.forward_backward(
+        [StageInputs(*each, scaled_head_sum, autocast=torch.bfloat16) for each in zip(own, signals, strict=True)]
+    )
+    grad = side.engine.students[0].output_weight.grad
     assert grad is not None
     return seen, whole(grad)

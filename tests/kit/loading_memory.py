@@ -96,8 +96,8 @@ def prove(runner: Runner, folder: Path) -> None:
 
 def step(runner: Runner) -> None:
     """Run a forward and a backward pass of the documents of the proof."""
-    forward = _Forward(runner, [])
-    runner.forward_backward(forward.computation(cross_entropy), [forward.micro_batch()] * 2, [None] * 2)
+    forward = _Forward(runner, {})
+    runner.forward_backward([forward.inputs(forward.micro_batch(), cross_entropy)] * 2)
 
 
 def cross_entropy(*, hidden_states: Any, head: Any, context: Any, depth: int = 0) -> ObjectiveOutput:

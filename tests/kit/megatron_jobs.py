@@ -35,11 +35,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models import processors
 from stillhouse.models.megatron import MegatronProcessor
-from stillhouse.models.processors import distillation
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import FullVocab, ObjectiveOutput, OutputHead, TopK
+from stillhouse.objective import TEACHER, FullVocab, ObjectiveOutput, OutputHead, TopK
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
@@ -157,10 +157,10 @@ def step(
     if case.teacher == "topk":
         signals = [top_k(each) for each in given]
     contexts = [
-        DistillTargets(each.labels_BS, normalizer=tokens, signal=signal)
+        DistillTargets(each.labels_BS, normalizer=tokens, signals={TEACHER: signal})
         for each, signal in zip(given, signals, strict=True)
     ]
-    hook = MegatronProcessor(model, distillation(case.spec, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
+    hook = MegatronProcessor(model, StepLoss(case.spec, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
     return schedule(model, hook, given, contexts)
 
 

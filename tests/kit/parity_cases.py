@@ -17,11 +17,11 @@ from kit.shard_ranks import Rank
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse.data import MicroBatch, StepMicroBatches
-from stillhouse.engine.engine import Engine, OptimizerSettings
-from stillhouse.engine.layer_losses import ROUTER_LOSS
+from stillhouse.engine.optimizer import OptimizerSettings
+from stillhouse.engine.parts import ROUTER_LOSS, FurtherTokens, LossPart, RouterBalancing
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder, HiddenPair, add_lora, balance_routers, draw_lora, match_hidden
 from stillhouse.models.head import local
-from stillhouse.models.mtp_objective import MtpObjective
 from stillhouse.objective import TopK
 from stillhouse.objective.keys import CHUNK_TOKENS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
@@ -33,7 +33,6 @@ from stillhouse.parallel import (
     Runner,
     ShardedMicroBatches,
     build_runner,
-    shard_micro_batches,
 )
 from stillhouse.signals import (
     InStageTeacher,
@@ -143,7 +142,7 @@ def compare(rank: Rank, case: Case) -> Difference | None:
         return None
     sides = [Side.of(case, Layout(), ONE), Side.of(case, case.layout, mesh)]
     single, sharded = (side.engine for side in sides)
-    for student in (*single.runner.students(), *sharded.runner.students()):
+    for student in (*single.students, *sharded.students):
         student.train()
         if case.checkpointing:
             student.gradient_checkpointing_enable()
@@ -151,18 +150,17 @@ def compare(rank: Rank, case: Case) -> Difference | None:
     steps = [StepMicroBatches(batches(case, step)) for step in range(STEPS)]
     evaluations = [side.evaluate(steps[0]) for side in sides]
     requests = [side.requests(steps) for side in sides]
-    difference = first_step(case, single, sharded, *(next(each) for each in requests))
+    difference = first_step(case, *sides, *(next(each) for each in requests))
     difference.evaluation = abs(evaluations[1]["loss"] / evaluations[0]["loss"] - 1)
     for step in range(STEPS):
         for side, own in zip(sides, requests, strict=True):
             if step:
                 side.step(*next(own))
-            side.engine.clip()
             side.engine.update(LEARNING_RATE)
-    expected = dict(single.runner.named_parameters())
+    expected = dict(sides[0].runner.named_parameters())
     difference.weights = {
         name: relative_difference(whole(each), expected[alias(case, name)])
-        for name, each in sharded.runner.named_parameters()
+        for name, each in sides[1].runner.named_parameters()
     }
     return difference
 
@@ -171,32 +169,37 @@ def compare(rank: Rank, case: Case) -> Difference | None:
 class Side:
     """An engine and its teacher, either of the reference or of a layout."""
 
-    engine: Engine
+    engine: TorchEngine
     source: SignalSource
+    runner: Runner
 
     @classmethod
     def of(cls, case: Case, layout: Layout, mesh: Mesh, *, bf16: bool = False) -> "Side":
         student, teacher = model_sources(case)
-        separate = None
+        is_separate = case.teacher is not None and mesh is not ONE and teacher is not None
+        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=is_separate)
+        source: SignalSource = InStageTeacher(runner)
         if case.teacher is not None and mesh is not ONE and teacher is not None:
-            separate = SeparateTeacher(teacher, case.teacher, mesh_of(case.teacher), layout, mesh, mesh.device)
-        runner = build_runner(layout, mesh, student, teacher, teacher_head_only=separate is not None)
-        source: SignalSource = separate or InStageTeacher(runner)
+            theirs = mesh_of(case.teacher)
+            source = SeparateTeacher(teacher, case.teacher, theirs, layout, mesh, head=runner.teacher_head)
         if case.top_k:
             source = TopKSource(case, runner)
         elif not case.spec.needs_teacher:
             source = NoTeacher()
-        device = mesh.device
-        options: dict[str, Any] = {"router_aux_loss": 0.5 if case.family == "qwen3_moe" and not case.mtp else 0.0}
+        parts: list[LossPart] = []
         if case.mtp:
-            options["mtp"] = MtpObjective(case.spec, 2, 0.7, of_student=case.mtp != "teacher")
+            of_student = case.mtp != "teacher"
+            parts.append(FurtherTokens(case.spec, 2, 0.7, of_student=of_student, group=runner.context_group))
+        elif case.family == "qwen3_moe":
+            parts.append(RouterBalancing(0.5, runner.context_group))
         optimizer = replace(OPTIMIZER, kind=case.optimizer)
-        return cls(Engine(runner, case.spec, device, optimizer=optimizer, bf16=bf16, **options), source)
+        autocast = torch.bfloat16 if bf16 else None
+        return cls(
+            TorchEngine(runner, case.spec, optimizer=optimizer, autocast=autocast, parts=parts), source, runner
+        )
 
     def shard(self, step: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        runner = self.engine.runner
-        uniform_shapes = training and runner.layout.stages > 1
-        return shard_micro_batches(step, runner.mesh, uniform_shapes=uniform_shapes)
+        return self.engine.shard(step, training=training)
 
     def requests(self, steps: list[StepMicroBatches]) -> Iterator[tuple[ShardedMicroBatches, PendingSignals]]:
         return request_ahead(self.source, (self.shard(each) for each in steps))
@@ -221,20 +224,18 @@ class TopKSource:
 
     def request(self, micro_batches: ShardedMicroBatches) -> ReadySignals:
         has_head = self.runner.layout.stages - 1 in self.runner.pairs
-        return ReadySignals([top_k(self.case, each) if has_head else None for each in micro_batches])
+        return ReadySignals([{TEACHER: top_k(self.case, each)} if has_head else {} for each in micro_batches])
 
 
 def first_step(
     case: Case,
-    single: Engine,
-    sharded: Engine,
+    single: Side,
+    sharded: Side,
     reference_step: tuple[ShardedMicroBatches, PendingSignals],
     own_step: tuple[ShardedMicroBatches, PendingSignals],
 ) -> Difference:
     """Compare the first step's loss, metrics and gradients. The gradients are not cleared."""
-    expected, found = (
-        Side(engine, NoTeacher()).step(*step) for engine, step in ((single, reference_step), (sharded, own_step))
-    )
+    expected, found = single.step(*reference_step), sharded.step(*own_step)
     assert (ROUTER_LOSS in found) == (case.family == "qwen3_moe" and not case.mtp)
     assert ("mtp_2/tokens" in found) == bool(case.mtp)
     if case.mtp and case.layout.degrees.tensor > 1:
@@ -242,7 +243,7 @@ def first_step(
         cut = [each for name, each in named.items() if name.startswith("mtp.") and name.endswith("up_proj.weight")]
         assert cut or not sharded.runner.has_last_stage
         assert all(len(local(each)) < len(each) for each in cut), "MTP layers are not sharded"
-    norms = [float(each.runner.clip(0.0)) for each in (single, sharded)]
+    norms = [each.engine.gradient_norm() for each in (single, sharded)]
     references = dict(single.runner.named_parameters())
     gradients = {}
     for name, parameter in sharded.runner.named_parameters():

@@ -12,9 +12,9 @@ import torch
 from kit.objective_cases import Leaves, T, V, generator, make_full, make_labels, make_leaves
 from torch import Tensor
 
-from stillhouse.models.processors import distillation
+from stillhouse.engine.loss import StepLoss
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import Correction, FullVocab, ObjectiveOutput, OutputHead, RoutedSignals, Signal
+from stillhouse.objective import TEACHER, Correction, FullVocab, ObjectiveOutput, OutputHead
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
@@ -59,12 +59,12 @@ class Batch:
     def is_drawn_T(self) -> Tensor:
         return (self.labels_T >= 0) & (self.per_token[IS_SAMPLED] != 0)
 
-    def targets(self, signal: Signal | RoutedSignals | None, **options: Any) -> DistillTargets:
+    def targets(self, signals: Signals, **options: Any) -> DistillTargets:
         return DistillTargets(
             self.labels_T,
             self.weights_T,
             NORMALIZER,
-            signal=signal,
+            signals={TEACHER: signal},
             per_token=self.per_token,
             document_T=self.document_T,
             **options,
@@ -164,15 +164,15 @@ def fused(
     spec: ObjectiveSpec,
     leaves: Leaves,
     batch: Batch,
-    signal: Signal | RoutedSignals | None,
+    signals: Signals,
     chunk_tokens: int | None = None,
     **head: Any,
 ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
     """Run a spec's processor; returns its output and the leaves' gradients. head: further arguments of the head."""
     fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
     output_head = OutputHead(fresh["weight"], fresh.get("bias"), **head)
-    processor = distillation(spec, chunk_tokens=chunk_tokens)
-    output = processor(hidden_states=fresh["hidden"][None], head=output_head, context=batch.targets(signal))
+    processor = StepLoss(spec, NORMALIZER, chunk_tokens)
+    output = processor(hidden_states=fresh["hidden"][None], head=output_head, context=batch.targets(signals))
     output.loss.backward()
     gradients = {name: leaf.grad for name, leaf in fresh.items()}
     assert all(gradient is not None for gradient in gradients.values())

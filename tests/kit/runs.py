@@ -125,7 +125,7 @@ def forward_backward(
     """Run forward and backward of a step, by default of the first one, without an update."""
     if micro_batches is None:
         micro_batches = session.step_schedule.micro_batches(session.train, 0)
-    engine = session.engine if objective is None else session.engine.with_objective(objective)
+    engine = session.engine if objective is None else session.engine.with_losses(objective)
     whole = micro_batches if isinstance(micro_batches, StepMicroBatches) else StepMicroBatches(micro_batches)
     own = session.shard(whole)
     signals = session.source_for(engine).request(own).result()

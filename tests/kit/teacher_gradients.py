@@ -10,7 +10,7 @@ from kit.runs import forward_backward, session_of
 from torch import Tensor
 
 from stillhouse.data import MicroBatch
-from stillhouse.objective import Signal
+from stillhouse.objective import TEACHER, Signal
 from stillhouse.run.session import Session
 
 #: a loss, and the gradient of each parameter
@@ -31,7 +31,7 @@ def gradients_of_signals(folder: Path, signal: Callable[[Session, MicroBatch], S
     """Of the same run with the teacher in the job, whose signals `signal` makes."""
     live = session_of(folder, **settings)
     own = live.shard(live.step_schedule.micro_batches(live.train, 0))
-    output = live.engine.forward_backward(own, [signal(live, each) for each in own], own.whole.normalizer)
+    output = live.engine.forward_backward(own, [{TEACHER: signal(live, each)} for each in own], own.whole.normalizer)
     return output.sums["loss"], named_gradients(live)
 
 
@@ -50,4 +50,4 @@ def assert_close(first: Gradients, second: Gradients, tolerance: float = 1e-5) -
 
 
 def named_gradients(session: Session) -> dict[str, Tensor]:
-    return {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+    return {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}

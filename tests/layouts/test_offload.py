@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from kit.parity_cases import LEARNING_RATE, SPEC, Case, batches, configurations, decoder
 from kit.toy_tokenizer import toy_tokenizer
-from stillhouse.parallel.processes import BACKENDS
 from torch import Tensor
 
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError
 from stillhouse.data import StepMicroBatches
-from stillhouse.engine.engine import Engine, OptimizerSettings
+from stillhouse.engine.optimizer import OptimizerSettings
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models.head import local
 from stillhouse.output.progress import Progress
 from stillhouse.parallel import (
@@ -29,11 +29,10 @@ from stillhouse.parallel import (
     TeacherStudentPair,
     empty_decoder,
     load_weights,
-    shard_micro_batches,
 )
 from stillhouse.parallel.fsdp import apply_fsdp
+from stillhouse.parallel.ranks import BACKENDS
 from stillhouse.run.layouts import require_sharing
-from stillhouse.signals import InStageTeacher
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(
@@ -59,16 +58,15 @@ def test_offloaded_training_equals_training_without_offload(tmp_path: Path, mesh
     for step in range(3):
         norms = [train(family, step, engine) for engine in engines]
         assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-    assert_same(engines[1].runner, engines[0].runner)
+    assert_same(*(engine.students[0] for engine in engines))
     assert {each.device for each in tensors(engines[1])} == {CPU}
 
-    saved = engines[1].runner, engines[1].optimizer
-    path = save_checkpoint(tmp_path / "checkpoints", Progress(step=3), *saved, toy_tokenizer())
+    path = save_checkpoint(tmp_path / "checkpoints", Progress(step=3), engines[1], toy_tokenizer())
     again = offloaded(tmp_path, mesh, True)
-    assert load_checkpoint(verified(path), again.runner, again.optimizer).step == 3
+    assert load_checkpoint(verified(path), again).step == 3
     norms = [train(family, 3, engine) for engine in (engines[1], again)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
-    assert_same(again.runner, engines[1].runner)
+    assert_same(again.students[0], engines[1].students[0])
     assert {each.device for each in tensors(again)} == {CPU}
 
 
@@ -91,7 +89,7 @@ def test_an_offload_of_nothing_is_refused(degrees: Degrees, device: str, message
     assert caught.value.key == "parallel.offload"
 
 
-def offloaded(folder: Path, mesh: Mesh, offload: bool) -> Engine:
+def offloaded(folder: Path, mesh: Mesh, offload: bool) -> TorchEngine:
     """Return an engine whose clipping norm is small, so that clipping takes effect in every step."""
     student, teacher = (empty_decoder(folder / name) for name in ("student", "teacher"))
     pair = TeacherStudentPair(student, teacher)
@@ -99,30 +97,26 @@ def offloaded(folder: Path, mesh: Mesh, offload: bool) -> Engine:
         apply_fsdp(each, mesh.weights["shard"], offload=offload)
         load_weights(each, folder / name, mesh.device, offload=offload)
     runner = Runner(Layout(offload=offload), {0: pair}, None, mesh, tied=student.tied)
-    return Engine(runner, SPEC, mesh.device, optimizer=OptimizerSettings(weight_decay=0.1, clip=0.1))
+    return TorchEngine(runner, SPEC, optimizer=OptimizerSettings(weight_decay=0.1, clip=0.1))
 
 
-def train(family: str, step: int, engine: Engine) -> float:
+def train(family: str, step: int, engine: TorchEngine) -> float:
     """Train one step and return the norm of its gradient."""
-    runner = engine.runner
-    own = shard_micro_batches(StepMicroBatches(batches(Case(Layout(), family), step)), runner.mesh)
-    engine.forward_backward(own, InStageTeacher(runner).request(own).result(), own.whole.normalizer)
-    if runner.layout.offload:
-        assert {local(each.grad).device for _, each in runner.named_parameters()} == {CPU}
-    norm = engine.clip()
-    engine.update(LEARNING_RATE)
-    return norm
+    own = engine.shard(StepMicroBatches(batches(Case(Layout(), family), step)))
+    engine.forward_backward(own, [{TEACHER: IN_STAGE}] * len(own), own.whole.normalizer)
+    if engine.layout.offload:
+        assert {local(each.grad).device for each in engine.students[0].parameters()} == {CPU}
+    return engine.update(LEARNING_RATE)
 
 
-def tensors(engine: Engine) -> list[Tensor]:
+def tensors(engine: TorchEngine) -> list[Tensor]:
     """Return all tensors that are kept between steps: the weights of both models and the optimizer's moments."""
-    runner = engine.runner
-    assert runner.teacher is not None
-    weights = [each for _, each in runner.named_parameters()] + list(runner.teacher.parameters())
+    assert engine.teacher is not None
+    weights = [*engine.students[0].parameters(), *engine.teacher.parameters()]
     moments = [value for state in engine.optimizer.state.values() for value in state.values()]
     return [local(each) for each in weights + moments]
 
 
-def assert_same(one: Runner, other: Runner) -> None:
+def assert_same(one: Decoder, other: Decoder) -> None:
     for (name, found), (_, expected) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         torch.testing.assert_close(local(found).cpu(), local(expected).cpu(), rtol=1e-4, atol=1e-6, msg=name)

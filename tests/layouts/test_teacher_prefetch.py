@@ -58,12 +58,11 @@ def train(rank: Rank, announced: str) -> Found | None:
         sharded.evaluate(steps[0])
         single.step(*next(references))
         for side in (single, sharded):
-            side.engine.clip()
             side.engine.update(LEARNING_RATE)
-    expected = dict(single.engine.runner.named_parameters())
+    expected = dict(single.runner.named_parameters())
     found.weights = {
         name: relative_difference(whole(each), expected[alias(CASE, name)])
-        for name, each in sharded.engine.runner.named_parameters()
+        for name, each in sharded.runner.named_parameters()
     }
     return found
 
@@ -101,7 +100,7 @@ def test_a_teacher_that_cannot_run_ahead_is_refused() -> None:
     with pytest.raises(ValueError, match="has no layers in its stages"):
         build_runner(
             layout,
-            Mesh(Degrees(), torch.device("cpu"), of_one_process=True),
+            one_process,
             student,
             teacher,
             teacher_head_only=True,

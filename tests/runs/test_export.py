@@ -272,7 +272,7 @@ def _export_large(folder: Path) -> None:
     session = session_of(folder)
     with torch.no_grad():
         session.student.head.linear.weight[0, 0] = 1e6
-    given = session.runner, session.engine.optimizer, session.tokenizer
+    given = session.engine, session.tokenizer
     path = save_checkpoint(folder / "saved", Progress(1), *given)
     export_run(path, folder / "large", None, ExportSettings(dtype="float16", card=False))
 

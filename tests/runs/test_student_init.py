@@ -16,7 +16,7 @@ from kit.toy_tokenizer import toy_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from stillhouse.config import ConfigError, load_config
-from stillhouse.run.run_models import model_fingerprints
+from stillhouse.run.models import model_fingerprints
 
 EVERY_2 = {"student.init": {"from": "teacher", "layers": "every 2"}}
 

@@ -265,7 +265,7 @@ def test_a_run_from_packed_labels_gives_the_gradients_of_the_plain_ones(folder: 
         settings = FORWARD_KL | {"teacher.cache": str(folder / f"label {packed}")}
         session = session_of(folder, cached=True, **settings)
         losses.append(forward_backward(session).sums["loss"])
-        gradients.append([each.grad for _, each in session.runner.named_parameters() if each.grad is not None])
+        gradients.append([each.grad for _, each in session.student.named_parameters() if each.grad is not None])
     assert losses[0] == losses[1] > 0
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 

@@ -144,7 +144,7 @@ def test_a_run_from_draws_approaches_the_live_teachers_gradients(folder: Path, t
         settings = FORWARD_KL | ({} if cache is None else {"teacher.cache": str(cache)})
         session = session_of(folder, cached=cache is not None, **settings)
         forward_backward(session)
-        found = [each.grad.flatten() for _, each in session.runner.named_parameters() if each.grad is not None]
+        found = [each.grad.flatten() for _, each in session.student.named_parameters() if each.grad is not None]
         return torch.cat(found).double()
 
     exact, errors = gradients(None), []

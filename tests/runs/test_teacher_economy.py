@@ -25,8 +25,8 @@ from stillhouse.models import Decoder
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.quantized import is_quantized, weight_bytes
 from stillhouse.parallel import Degrees, Layout, WaitingWeights
-from stillhouse.run import run_models as models
-from stillhouse.run.run_models import require_teachers_fit
+from stillhouse.run import models
+from stillhouse.run.models import require_teachers_fit
 from stillhouse.run.session import Session, prepare
 from stillhouse.signals import SignalCache
 from stillhouse.tools.write_cache import write_cache
@@ -63,7 +63,7 @@ def save_teacher(folder: Path, change: Callable[[Any], None] = lambda model: Non
 
 def first_step(session: Session) -> Gradients:
     loss = forward_backward(session).sums["loss"]
-    return loss, {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+    return loss, {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
 
 
 def distance(one: Gradients, other: Gradients) -> float:

@@ -23,7 +23,8 @@ from stillhouse.checkpoint.checkpoint_folder import checkpoints, prune
 from stillhouse.checkpoint.export_weights import save_from_checkpoint
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
-from stillhouse.engine.engine import Engine, OptimizerSettings
+from stillhouse.engine.optimizer import OptimizerSettings
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
 from stillhouse.output import files
@@ -51,7 +52,7 @@ def stepped(session: Session) -> torch.optim.Optimizer:
 def fresh_optimizer(session: Session) -> torch.optim.AdamW:
     """Replace the session's engine and return its new optimizer."""
     settings = OptimizerSettings(1e-2, weight_decay=0.1, betas=(0.9, 0.95))
-    session.engine = Engine(session.runner, session.spec, session.device, optimizer=settings)
+    session.engine = TorchEngine(session.engine._runner, session.spec, optimizer=settings)
     return session.engine.optimizer
 
 

@@ -183,14 +183,14 @@ def test_a_checkpoint_restores_the_layers(tmp_path: Path, train: str) -> None:
     forward_backward(session)
     session.engine.update(1e-2)
     path = save_checkpoint(
-        tmp_path / "saved", Progress(1), session.runner, session.engine.optimizer, session.tokenizer
+        tmp_path / "saved", Progress(1), session.engine, session.tokenizer
     )
     again = session_of(tmp_path, **settings, seed=5)
     assert session.student.mtp is not None
     assert again.student.mtp is not None
     name = "layers.0.eh_proj.weight"
     assert not torch.equal(session.student.mtp.state_dict()[name], again.student.mtp.state_dict()[name])
-    load_checkpoint(verified(path), again.runner, again.engine.optimizer)
+    load_checkpoint(verified(path), again.engine)
     states = (session.engine.optimizer.state, again.engine.optimizer.state)
     for (name, one), (_, two) in zip(
         session.student.named_parameters(), again.student.named_parameters(), strict=True
@@ -260,7 +260,7 @@ def test_layers_of_a_checkpoint_are_read_and_written(tmp_path: Path, family: str
     state = session.student.mtp.state_dict()
     assert all(torch.equal(state[f"layers.{name}"], each) for name, each in given.layers.state_dict().items())
     path = save_checkpoint(
-        tmp_path / "saved", Progress(), session.runner, session.engine.optimizer, session.tokenizer
+        tmp_path / "saved", Progress(), session.engine, session.tokenizer
     )
     (tmp_path / "written").mkdir()
     save_from_checkpoint(tmp_path / "written", session.student, path / "resume")

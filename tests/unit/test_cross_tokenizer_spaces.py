@@ -146,7 +146,7 @@ def test_loss_and_gradients_are_what_the_docs_say(tmp_path: Path, student: str, 
     )
     every = session.train.micro_batches([np.arange(len(session.train))])
     loss = forward_backward(session, every).sums["loss"]
-    found = {name: each.grad for name, each in session.runner.named_parameters() if each.grad is not None}
+    found = {name: each.grad for name, each in session.student.named_parameters() if each.grad is not None}
     session.close()
     reference = expected(tmp_path, tokenizer(student), tokenizer(teacher))
     assert loss == pytest.approx(float(reference.pop("loss")), rel=1e-4)

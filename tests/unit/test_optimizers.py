@@ -19,7 +19,6 @@ from stillhouse.checkpoint.identity import decisive_values
 from stillhouse.checkpoint.integrity import stored_tensors, verified
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError
-from stillhouse.engine.engine import Engine
 from stillhouse.engine.optimizer import (
     OptimizerSettings,
     embedding_weights,
@@ -27,6 +26,7 @@ from stillhouse.engine.optimizer import (
     require_optimizer,
     set_learning_rate,
 )
+from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.output.progress import Progress
 from stillhouse.parallel import Degrees, Layout
@@ -99,14 +99,14 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     def started() -> Session:
         session = session_of(tmp_path, tied=True)
         settings = OptimizerSettings(1e-2, kind=kind, **SETTINGS)
-        session.engine = Engine(session.runner, session.spec, session.device, optimizer=settings)
+        session.engine = TorchEngine(session.engine._runner, session.spec, optimizer=settings)
         return session
 
     session = started()
     for _ in range(2):
         forward_backward(session)
         session.engine.update(1e-2)
-    given = session.runner, session.engine.optimizer, session.tokenizer
+    given = session.engine, session.tokenizer
     path = save_checkpoint(tmp_path / "saved", Progress(2), *given)
     kept = {name.rpartition(".")[2] for name in stored_tensors(path / "resume") if name.startswith("optimizer.")}
     assert (
@@ -119,7 +119,7 @@ def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
         }[kind]
     )
     again = started()
-    load_checkpoint(verified(path), again.runner, again.engine.optimizer)
+    load_checkpoint(verified(path), again.engine)
     for each in (session, again):
         forward_backward(each)
         each.engine.update(5e-3)

@@ -12,12 +12,13 @@ import torch
 from kit.objective_cases import generator
 from kit.processor_cases import LABELS_BS, LABELS_T, POSITIONS_BS, SOME_T, B, S, T, at_depth
 
-from stillhouse.models.processors import cross_entropy, distillation, selected_log_probs
+from stillhouse.engine.loss import StepLoss
+from stillhouse.models.processors import cross_entropy, selected_log_probs
 from stillhouse.models.targets import DistillTargets, PolicyTargets, Targets
-from stillhouse.objective import DenseLogits
+from stillhouse.objective import TEACHER, DenseLogits
 from stillhouse.objective.spec import parse_objective
 
-DISTILLATION = distillation(parse_objective("forward_kl"))
+DISTILLATION = StepLoss(parse_objective("forward_kl"))
 
 
 def test_shift_for_mtp_of_equal_rows() -> None:
@@ -31,7 +32,7 @@ def test_shift_for_mtp_stays_within_documents() -> None:
     """The expected values are written by hand: the documents' ends, and the teacher's values of the right row."""
     weights_BS = torch.rand(B, S, generator=generator(6))
     signal = DenseLogits(torch.arange(T).float()[:, None])  # each row's value is its number
-    context = DistillTargets(LABELS_BS, weights_BS, 3.0, signal=signal).shift_for_mtp(POSITIONS_BS, 2)
+    context = DistillTargets(LABELS_BS, weights_BS, 3.0, signals={TEACHER: signal}).shift_for_mtp(POSITIONS_BS, 2)
     document_T = ((POSITIONS_BS == 0).cumsum(1) + 10 * torch.arange(B)[:, None]).flatten().tolist()
     for depth in (1, 2):
         further = context.at(depth)
