@@ -3,8 +3,9 @@
 N tokens of a completion.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -45,6 +46,14 @@ class GenerationRequest:
     seed: int
     max_new_tokens: int | None = None
 
+    def as_json(self) -> list[Any]:
+        return [self.number, self.prompt_ids.tolist(), self.seed, self.max_new_tokens]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        number, ids, seed, max_new_tokens = values
+        return cls(number, np.array(ids, dtype=np.int32), seed, max_new_tokens)
+
 
 @dataclass(frozen=True, eq=False)
 class Completion:
@@ -72,6 +81,20 @@ class Completion:
         if not (np.isfinite(self.log_probs_N).all() and self.log_probs_N.max() <= 1e-3):
             raise ValueError("a completion with log-probabilities that are not finite, or above 0")
 
+    def as_json(self) -> list[Any]:
+        # a float32 is exact as a float64, and so is its decimal representation
+        return [self.ids_N.tolist(), self.log_probs_N.tolist(), self.versions_N.tolist(), self.finish]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        ids, log_probs, versions, finish = values
+        return cls(
+            np.array(ids, dtype=np.int32),
+            np.array(log_probs, dtype=np.float32),
+            np.array(versions, dtype=np.int32),
+            finish,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Sample:
@@ -88,3 +111,13 @@ class Sample:
     is_written_N: np.ndarray
     reward: float | None = None
     advantage: float = 0.0
+
+    def as_json(self) -> list[Any]:
+        written = self.is_written_N.tolist()
+        return [self.number, self.prompt, self.completion.as_json(), written, self.reward, self.advantage]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        number, prompt, completion, written, reward, advantage = values
+        is_written_N = np.array(written, dtype=bool)
+        return cls(number, prompt, Completion.from_json(completion), is_written_N, reward, advantage)

@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +14,6 @@ from stillhouse.checkpoint.served_writer import require_same_writer
 from stillhouse.config import RolloutConfig, RunConfig
 from stillhouse.data import Documents, PackedMicroBatches, PackedSequences
 from stillhouse.generation import (
-    Completion,
-    GenerationRequest,
     RolloutEngine,
     RolloutPlan,
     RolloutQueue,
@@ -27,6 +23,7 @@ from stillhouse.generation import (
     require_versions,
     step_documents,
 )
+from stillhouse.generation.distributed import DistributedEngine
 from stillhouse.loops.waiting import waited_for
 from stillhouse.loops.weights_probe import (
     gaps_of_servers,
@@ -48,7 +45,7 @@ from stillhouse.serving.engines.http import ServedEngine
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.stored import SECONDS_TO_STOP
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 WAIT_FOR_COMPLETIONS = "wait for completions"
 
@@ -67,7 +64,6 @@ class Rollouts:
         assert session.config.rollout is not None
         assert session.plan is not None
         self.session, self.config = session, session.config.rollout
-        self.ranks = session.ranks
         self.queue: RolloutQueue | None = None
         #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
         self.run, self.weights = "", folder.path / "weights"
@@ -78,8 +74,7 @@ class Rollouts:
         steps, prompts = session.step_schedule.steps, session.train.documents
         if is_first():
             assert self.engine is not None
-            engine = self.engine if self.config.urls or self.ranks.size == 1 else _Leading(self.engine, self._tell)
-            self.queue = make_queue(self.config, engine, prompts, session.plan, session.tokenizer, steps)
+            self.queue = make_queue(self.config, self.engine, prompts, session.plan, session.tokenizer, steps)
 
     def require_same_writer(self, folder: RunFolder) -> None:
         """Raise ValueError on all ranks if servers that keep their weights have others than when the run began."""
@@ -119,12 +114,12 @@ class Rollouts:
         queue = self.queue
         phase = f"the completions of step {step + 1}"
         with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
-            content = self._on_first(lambda: [] if queue is None else [_as_json(each) for each in queue.take(step)])
+            content = self._on_first(lambda: [] if queue is None else [each.as_json() for each in queue.take(step)])
         if queue is not None and queue.taken_times != (0.0, 0.0):
             offset = timeline.seconds - time.monotonic()
             start, stop = (offset + each for each in queue.taken_times)
             timeline.add(step + 1, "rollout", f"{len(content)} completions", start, stop)
-        samples = [_from_json(each) for each in content]
+        samples = [Sample.from_json(each) for each in content]
         if self.config.writer == "student":
             require_versions(samples, step, self.config.max_staleness)
         return samples
@@ -169,12 +164,12 @@ class Rollouts:
         def written() -> list[Any]:
             assert isinstance(engine, ServedEngine)
             found = engine.probed
-            return [list(found), [_as_json(each) for each in probe_samples(prompts, found)]]
+            return [list(found), [each.as_json() for each in probe_samples(prompts, found)]]
 
         urls, content = self._on_first(written)
         if not urls:  # each was started anew at this moment, and is given the weights again
             return
-        samples = [_from_json(each) for each in content]
+        samples = [Sample.from_json(each) for each in content]
         documents = step_documents(self.session.train.documents, samples, TargetRules())
         micro_batches = self._sharded(partial(pack_documents, documents=documents))
         gaps = gaps_of_servers(self.session, micro_batches, len(urls), len(prompts))
@@ -183,38 +178,19 @@ class Rollouts:
         if isinstance(engine, ServedEngine):
             engine.proved(urls[0], most)
 
-    def _tell(self, message: Any) -> Any:
-        return self.ranks.from_first(message)
-
-    def _on_first(self, action: Callable[[], T]) -> T:
-        """The result of an action on rank 0, on all ranks. It must be something that JSON can hold.
+    def _on_first(self, action: Callable[[], Result]) -> Result:
+        """The result of an action on rank 0, on all ranks. It must be something that JSON can represent.
 
         An error of rank 0 is raised on all ranks: ValueError, or SignalsLostError if no server answers, or a function
-        of the user's own does not return after a signal. Meanwhile the other ranks write what rank 0 asks its engine
-        for.
+        of the user's own does not return after a signal.
         """
-        result: Any = None
-        problem, is_lost = "", False
-        if is_first():
-            try:
-                result = action()
-            except (ServerError, OverdueError) as error:
-                problem, is_lost = str(error), True
-            except ValueError as error:
-                problem = str(error)
-        message = self._tell({"done": [result, problem, is_lost]})
-        while "generate" in message:
-            assert self.engine is not None
-            # if a rank cannot, all ranks get the error, and rank 0 tells it
-            with suppress(ValueError):
-                self.engine.generate([_request_of(each) for each in message["generate"]])
-            message = self._tell(None)
-        result, problem, is_lost = message["done"]
-        if is_lost:
-            raise SignalsLostError(problem)
-        if problem:
-            raise ValueError(problem)
-        return result
+        kinds = ServerError, OverdueError, ValueError
+        try:
+            if isinstance(self.engine, DistributedEngine):
+                return self.engine.lead(action, *kinds)
+            return self.session.ranks.on_first(action, *kinds)
+        except (ServerError, OverdueError) as error:
+            raise SignalsLostError(str(error)) from error
 
 
 def first_rollouts(session: Session) -> ShardedMicroBatches:
@@ -222,32 +198,6 @@ def first_rollouts(session: Session) -> ShardedMicroBatches:
     rollouts, timeline = Rollouts(session, RunFolder(Path(session.config.out))), Timeline(time.monotonic)
     rollouts.ask(0, timeline)
     return rollouts.micro_batches(0, rollouts.take(0, timeline))
-
-
-class _Leading:
-    """Rank 0's engine in a job of several processes: it tells the other ranks what it is asked for."""
-
-    def __init__(self, engine: RolloutEngine, tell: Callable[[Any], Any]):
-        self._engine, self._tell = engine, tell
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        self._tell({"generate": [_request_as_json(each) for each in requests]})
-        return self._engine.generate(requests)
-
-    def update_weights(self, version: int, folder: Path | None) -> None:
-        raise AssertionError("all ranks update their engine's weights together")
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-def _request_as_json(request: GenerationRequest) -> list[Any]:
-    return [request.number, request.prompt_ids.tolist(), request.seed, request.max_new_tokens]
-
-
-def _request_of(content: Sequence[Any]) -> GenerationRequest:
-    number, ids, seed, max_new_tokens = content
-    return GenerationRequest(number, np.array(ids, dtype=np.int32), seed, max_new_tokens)
 
 
 def _alive(since: list[float]) -> None:
@@ -334,31 +284,3 @@ def pack_documents(
     rows = max(1, min(most, len(packed) // parts))
     numbers = np.arange(len(packed))
     return packed.micro_batches([numbers[start : start + rows] for start in range(0, len(packed), rows)])
-
-
-def _as_json(sample: Sample) -> dict[str, Any]:
-    completion = sample.completion
-    return {
-        "number": sample.number,
-        "prompt": sample.prompt,
-        "ids": completion.ids_N.tolist(),
-        "log_probs": completion.log_probs_N.tolist(),
-        "versions": completion.versions_N.tolist(),
-        "finish": completion.finish,
-        "is_written": sample.is_written_N.tolist(),
-        "reward": sample.reward,
-        "advantage": sample.advantage,
-    }
-
-
-def _from_json(content: Mapping[str, Any]) -> Sample:
-    completion = Completion(
-        np.array(content["ids"], dtype=np.int32),
-        np.array(content["log_probs"], dtype=np.float32),
-        np.array(content["versions"], dtype=np.int32),
-        content["finish"],
-    )
-    is_written_N = np.array(content["is_written"], dtype=bool)
-    return Sample(
-        content["number"], content["prompt"], completion, is_written_N, content["reward"], content["advantage"]
-    )

@@ -118,12 +118,26 @@ class Ranks:
             raise _decoded(encoded, kinds)
 
     def on_first(self, function: Callable[[], Result], *kinds: type[BaseException]) -> Result:
-        """The result of a function that the first process alone calls; its errors are those of `all_raise`."""
-        result: Any = None
-        with self.all_raise(*kinds):
-            if self.is_first:
-                result = function()
-        return self.from_first(result)
+        """The result of a function that the first process alone calls, on all of them.
+
+        An error of one of these kinds is raised on all processes.
+        """
+        message: dict[str, Any] = {}
+        if self.is_first:
+            try:
+                message["result"] = result = function()
+            except kinds as error:
+                self.from_first({"error": _encoded(error, kinds)})
+                raise
+            self.from_first(message)
+            return result
+        return self.outcome(self.from_first(message), *kinds)
+
+    def outcome(self, message: Any, *kinds: type[BaseException]) -> Any:
+        """What the first process has sent in `on_first`: the result is returned, or the error raised."""
+        if "error" in message:
+            raise _decoded(message["error"], kinds)
+        return message["result"]
 
 
 #: this process by itself, whether it belongs to a job of several processes or not

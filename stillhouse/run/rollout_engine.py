@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RolloutConfig, RunConfig
 from stillhouse.generation import RolloutEngine, Sampling
+from stillhouse.generation.distributed import DistributedEngine
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.in_process import InProcessEngine
-from stillhouse.generation.student_copy import StudentCopy
 from stillhouse.loops.weights_probe import probe_prompts
 from stillhouse.models import Decoder, eos_ids
 from stillhouse.parallel import is_first, log_rank0
@@ -56,8 +56,8 @@ def in_process_engine(session: Session, sampling: Sampling) -> InProcessEngine:
     """An engine with the student's own weights. Raises ConfigError for a student that cannot generate."""
     if session.ranks.size == 1:
         return InProcessEngine(_generator(session, sampling, session.student))
-    copy = student_copy(session)
-    return InProcessEngine(_generator(session, sampling, copy.decoder), copy=copy)
+    copy = session.engine.student_copy(session.models.student_copy)
+    return DistributedEngine(_generator(session, sampling, copy.decoder), copy)
 
 
 def _served(session: Session, rollout: RolloutConfig, run: str) -> RolloutEngine | None:
@@ -104,11 +104,6 @@ def _api(rollout: RolloutConfig, student: Decoder) -> EngineApi:
         takes_models = rollout.writer == "student" and student.lora is None
         return VllmApi(is_tied=student.tied and takes_models)
     return {"stillhouse": StillhouseApi, "sglang": SglangApi}[rollout.engine]()
-
-
-def student_copy(session: Session) -> StudentCopy:
-    """The whole student on this process, beside its part of it. A collective of all processes."""
-    return session.engine.student_copy(session.models.student_copy)
 
 
 def sampling_of(rollout: RolloutConfig, eos: tuple[int, ...]) -> Sampling:

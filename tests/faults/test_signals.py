@@ -138,7 +138,7 @@ def test_a_teacher_that_runs_ahead_is_stopped_too(plain: Path) -> None:
 
 BEFORE_TRAINING = {
     "preparing": ("stillhouse.run.inputs", "load_data"),
-    "loading": ("stillhouse.run.build_engine", "load_student"),
+    "loading": ("stillhouse.run.models", "load_model"),
     "first evaluation": ("stillhouse.loops.training", "evaluate"),
 }
 

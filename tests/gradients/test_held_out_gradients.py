@@ -13,6 +13,7 @@ from kit.shard_ranks import Rank, shared_pool
 from test_train_evaluation import log_probs
 from torch import Tensor
 
+from stillhouse.objective import TEACHER
 from stillhouse.loops.held_out_tokens import PUSHED, gradients_by_term, held_out_tokens
 from stillhouse.objective import FullVocab, OutputHead, VocabShard
 from stillhouse.objective.reference import dense_objective
@@ -42,7 +43,7 @@ def expected(
     hidden_TD, weight_VD, hidden_TE, weight_VE, labels_T, weights_T = made
     rows = min(len(weight_VD), len(weight_VE))
     found = []
-    for term in spec.terms(labels_T, FullVocab(hidden_TE, OutputHead(weight_VE[:rows]))):
+    for term in spec.terms(labels_T, {TEACHER: FullVocab(hidden_TE, OutputHead(weight_VE[:rows]))}):
         logits_TV = (hidden_TD @ weight_VD[:rows].T).requires_grad_()
         identity = OutputHead(torch.eye(rows, dtype=torch.float64))
         output = dense_objective(logits_TV, identity, [term], weights_T=weights_T)

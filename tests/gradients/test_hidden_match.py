@@ -228,7 +228,7 @@ def test_another_objective_compares_no_hidden_states(folder: Path) -> None:
     assert "hidden_0_1_mse" in forward_backward(session).sums
     session.engine.zero_grad()
     alone = session_of(folder, **{"objective.loss": "cross_entropy"})
-    other = session.engine.with_objective(session.engine.objective)
+    other = session.engine.with_losses(session.engine.objective)
     micro_batches = session.shard(session.step_schedule.micro_batches(session.train, 0))
     signals = session.source_for(other).request(micro_batches).result()
     found = other.forward_backward(micro_batches, signals, micro_batches.whole.normalizer).sums

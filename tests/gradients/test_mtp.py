@@ -95,7 +95,7 @@ def targets_of(teacher: Decoder, kind: str) -> DistillTargets:
     if kind == "top_k":
         ids, log_p, tail = top_k_of(signal.head.logits(signal.hidden_TE))
         signal = TopK(ids, log_p, tail_log_prob_T=tail, temperature=TEMPERATURE)
-    return DistillTargets(labels_BS, normalizer=NORMALIZER, signals={TEACHER: signal})
+    return DistillTargets(labels_BS, signals={TEACHER: signal})
 
 
 def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ def gradients(decoder: MultiTokenDecoder, losses: list[Tensor]) -> dict[str, Ten
 def test_loss_and_gradients_are_those_of_plain_logits(family: str, depths: int, kind: str) -> None:
     decoder, teacher = make(family, depths, torch.float64), Decoder(build("llama", seed=3, dtype=torch.float64))
     context = targets_of(teacher, kind).shift_for_mtp(positions(), depths)
-    processor = StepLoss(parse_objective(OBJECTIVES[kind], TEMPERATURE), chunk_tokens=5)
+    processor = StepLoss(parse_objective(OBJECTIVES[kind], TEMPERATURE), NORMALIZER, chunk_tokens=5)
     outputs = decoder(packed(documents()), positions(), processor=processor, context=context)
     expected = plain(decoder, teacher, kind)
     assert len(outputs) == len(expected) == depths + 1
@@ -161,7 +161,7 @@ def test_shift_for_mtp_moves_labels_weights_and_signal_together_and_stops_at_doc
     weights_BS = torch.arange(1.0, 13.0).view(2, 6) * (labels_BS >= 0)
     hidden_TE = torch.randn(12, 3)
     head = OutputHead(torch.randn(20, 3))
-    targets = DistillTargets(labels_BS, weights_BS, normalizer=4.0, signals={TEACHER: FullVocab(hidden_TE, head)})
+    targets = DistillTargets(labels_BS, weights_BS, signals={TEACHER: FullVocab(hidden_TE, head)})
     shifted = targets.shift_for_mtp(at_BS, 3)
     assert shifted.at(0).labels_T.tolist() == labels_BS.flatten().tolist()
     assert len(shifted.mtp_targets) == 3
@@ -170,13 +170,13 @@ def test_shift_for_mtp_moves_labels_weights_and_signal_together_and_stops_at_doc
         assert here.labels_T.tolist() == shifted_by_hand(labels_BS.tolist(), at_BS.tolist(), depth, -1)
         assert here.weights_T is not None
         assert here.weights_T.tolist() == shifted_by_hand(weights_BS.tolist(), at_BS.tolist(), depth, 0.0)
-        assert here.normalizer == 4.0
         expected_rows = shifted_by_hand(hidden_TE.view(2, 6, 3).tolist(), at_BS.tolist(), depth, None)
-        assert isinstance(here.signal, FullVocab)
-        assert here.signal.head is head
+        signal = here.signals[TEACHER]
+        assert isinstance(signal, FullVocab)
+        assert signal.head is head
         for row, expected in enumerate(expected_rows):
             if expected is not None:
-                assert here.signal.hidden_TE[row].tolist() == expected
+                assert signal.hidden_TE[row].tolist() == expected
     with pytest.raises(ValueError, match=r"depth 4 .* targets of 3 further depths"):
         shifted.at(4)
 
@@ -185,7 +185,7 @@ def test_context_shards_cut_after_the_shift_have_the_rows_of_the_whole() -> None
     """Of two ranks, one has the first and the last quarter of each row, as in a load-balanced causal layout."""
     decoder, teacher = make(depths=2), Decoder(build("llama", seed=3))
     whole = targets_of(teacher, "jsd").shift_for_mtp(positions(), 2)
-    processor = StepLoss(parse_objective(OBJECTIVES["jsd"], TEMPERATURE))
+    processor = StepLoss(parse_objective(OBJECTIVES["jsd"], TEMPERATURE), NORMALIZER)
     outputs = decoder(packed(documents()), positions(), processor=processor, context=whole)
     hidden = decoder(packed(documents()), positions(), processor=hidden_states)
 
@@ -210,9 +210,8 @@ def test_no_depth_makes_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     teacher = Decoder(build("llama", vocab_size=vocabulary))
     ids_BS = torch.randint(3, vocabulary, (rows, tokens))
     at_BS = torch.arange(tokens).repeat(rows, 1)
-    context = DistillTargets(ids_BS.roll(-1, 1), signals={TEACHER: teacher.signal(ids_BS, at_BS)}).shift_for_mtp(
-        at_BS, 2
-    )
+    targets = DistillTargets(ids_BS.roll(-1, 1), signals={TEACHER: teacher.signal(ids_BS, at_BS)})
+    context = targets.shift_for_mtp(at_BS, 2)
     processor = StepLoss(parse_objective("0.5*cross_entropy + 0.5*forward_kl"), chunk_tokens=32)
     with Largest() as largest:
         outputs = decoder(ids_BS, at_BS, processor=processor, context=context)

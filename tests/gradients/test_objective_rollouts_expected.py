@@ -13,6 +13,7 @@ from kit.objective_cases import distance, generator
 from torch import Tensor
 
 from stillhouse.objective import (
+    TEACHER,
     Chosen,
     Correction,
     DenseLogits,
@@ -46,11 +47,12 @@ def expected_gradient(
     log_q_V = torch.log_softmax(drawn_from / temperature, 0)
     per_token = {IS_SAMPLED: torch.ones(V, dtype=torch.float64), OLD_LOG_PROBS: log_q_V}
     signal = DenseLogits(TEACHER_V.repeat(V, 1))
-    return gradient_of(spec.terms(torch.arange(V), signal, per_token), log_q_V.exp())
+    return gradient_of(spec.terms(torch.arange(V), {TEACHER: signal}, per_token), log_q_V.exp())
 
 
 def exact_gradient(text: str, temperature: float = 1.0) -> Tensor:
-    return gradient_of(parse_objective(text, temperature).terms(torch.tensor([0]), DenseLogits(TEACHER_V[None])))
+    signals = {TEACHER: DenseLogits(TEACHER_V[None])}
+    return gradient_of(parse_objective(text, temperature).terms(torch.tensor([0]), signals))
 
 
 DESCENDS = {
@@ -97,7 +99,7 @@ def test_the_temperature_of_the_draws_may_differ_from_the_terms() -> None:
 
     def expectation(drawn_V: Tensor) -> Tensor:
         per_token = {IS_SAMPLED: ones_V, OLD_LOG_PROBS: drawn_V}
-        return gradient_of(spec.terms(torch.arange(V), signal, per_token), drawn_V.exp())
+        return gradient_of(spec.terms(torch.arange(V), {TEACHER: signal}, per_token), drawn_V.exp())
 
     assert distance(expectation(log_old_V), expectation(log_q_V)) < 1e-12
 
@@ -138,7 +140,7 @@ def test_a_divergence_needs_no_correction(text: str) -> None:
     for labels_V, old_V in ((torch.arange(V), STUDENT_V), (torch.arange(V).flip(0), OLD_V)):
         per_token = {IS_SAMPLED: torch.ones(V, dtype=torch.float64), OLD_LOG_PROBS: old_V.log_softmax(0)}
         logits_VV = STUDENT_V.repeat(V, 1).requires_grad_()
-        loss = logits_objective(logits_VV, spec.terms(labels_V, signal, per_token)).loss
+        loss = logits_objective(logits_VV, spec.terms(labels_V, {TEACHER: signal}, per_token)).loss
         gradients += torch.autograd.grad(loss, logits_VV)
     assert torch.equal(*gradients)
 
@@ -165,7 +167,8 @@ def test_discounted_advantages_are_minillms() -> None:
     document = torch.arange(V * V).repeat_interleave(2)
     for discount, is_exact in ((1.0, True), (0.0, False)):
         spec = replace(parse_objective("policy_gradient(teacher_kl=1)"), discount=discount)
-        terms = spec.terms(labels, DenseLogits(teacher[rows]), per_token, document_T=document)
+        signals = {TEACHER: DenseLogits(teacher[rows])}
+        terms = spec.terms(labels, signals, per_token, document_T=document)
         leaf = student.clone().requires_grad_()
         logits_objective(leaf[rows], terms, weights_T=weights).loss.backward()
         error = distance(leaf.grad, exact)  # type: ignore[arg-type]

@@ -1,25 +1,22 @@
 """Different terms for different rows: the sum of separate passes, with one set of gradients."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from kit.objective_cases import generator
+from kit.processor_cases import OpenHeads
 from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import (
-    TEACHER,
     CrossEntropy,
     Distill,
     FullVocab,
     OutputHead,
-    RoutedSignals,
-    SeveralSignals,
-    Signal,
+    RoutedSignal,
     Term,
     TopK,
     forward_kl,
@@ -127,31 +124,21 @@ def test_no_group_is_refused() -> None:
 def test_one_head_is_open_at_a_time() -> None:
     """The processor opens a teacher's signal for its rows, and closes it before it opens the next one."""
     hidden_TD, weight_VD, labels_T = inputs()
-    signals: dict[str, Signal] = {"math": exact(17, 1), "code": exact(31, 2)}
-    opened: list[str] = []
-    most = 0
-
-    @contextmanager
-    def open_signal(name: str) -> Iterator[Signal]:
-        nonlocal most
-        opened.append(name)
-        most = max(most, len(opened))
-        yield signals[name]
-        opened.remove(name)
-
+    signals, heads = {"math": exact(17, 1), "code": exact(31, 2)}, OpenHeads()
     rows = {"math": torch.arange(0, 20), "code": torch.arange(20, T)}
     shares = {"math": TeacherShare(2.0), "code": TeacherShare(1.0, temperature=3.0)}
     spec = replace(parse_objective("0.3*cross_entropy + 0.7*reverse_kl"), teachers=shares)
-    processor = StepLoss(spec, chunk_tokens=5)
-    context = DistillTargets(labels_T, normalizer=7.0, signals={TEACHER: RoutedSignals(rows, open_signal)})
+    processor = StepLoss(spec, normalizer=7.0, chunk_tokens=5)
+    routed = {name: RoutedSignal(heads.signal(name, each), rows[name]) for name, each in signals.items()}
+    context = DistillTargets(labels_T, signals=routed)
     output = processor(hidden_states=hidden_TD[None], head=OutputHead(weight_VD), context=context)
     output.loss.backward()
-    assert (most, opened) == (1, [])
+    assert (heads.most, heads.names) == (1, [])
     found = hidden_TD.grad, weight_VD.grad
     hidden_TD.grad = weight_VD.grad = None
     total = torch.zeros((), dtype=torch.float64)
     for name, index in rows.items():
-        terms = spec.terms(labels_T, SeveralSignals({name: signals[name]}))
+        terms = spec.terms(labels_T, {name: signals[name]})
         head = OutputHead(weight_VD)
         total = total + linear_objective(hidden_TD, head, terms, normalizer=7.0, valid_index=index).loss
     total.backward()
@@ -162,7 +149,14 @@ def test_one_head_is_open_at_a_time() -> None:
 
 
 def test_signals_of_several_teachers_are_for_the_same_tokens() -> None:
-    with pytest.raises(ValueError, match="expected one or more teachers, all for the same tokens"):
-        SeveralSignals({"one": exact(17, 1), "other": exact(17, 1).rows(slice(0, 3))})
-    with pytest.raises(ValueError, match="expected one or more teachers"):
-        SeveralSignals({})
+    hidden_TD, weight_VD, labels_T = inputs()
+    shares = {"one": TeacherShare(), "other": TeacherShare()}
+    processor = StepLoss(replace(parse_objective("forward_kl"), teachers=shares))
+    some = {"one": exact(17, 1), "other": exact(17, 1).rows(slice(0, 3))}
+    for signals, message in ((some, "has 3 tokens, the student 37"), ({}, "signal is missing")):
+        with pytest.raises(ValueError, match=message):
+            processor(
+                hidden_states=hidden_TD[None],
+                head=OutputHead(weight_VD),
+                context=DistillTargets(labels_T, signals=signals),
+            )

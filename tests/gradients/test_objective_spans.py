@@ -24,6 +24,7 @@ from kit.objective_cases import (
 from torch import Tensor
 
 from stillhouse.objective import (
+    TEACHER,
     Continuation,
     CrossEntropy,
     OutputHead,
@@ -65,7 +66,7 @@ def make_sorted(log_p_TV: Tensor, ranks: int) -> SortedTopK:
 def terms_of(
     loss: str, signal: SpanSignal | SortedTopK, temperature: float = 1.0, squared: bool = False
 ) -> list[Term]:
-    return parse_objective(loss, temperature, squared).terms(make_labels(), signal)
+    return parse_objective(loss, temperature, squared).terms(make_labels(), {TEACHER: signal})
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -253,9 +254,9 @@ def test_mistakes_by_name() -> None:
     spans, ranked = make_spans(), make_sorted(torch.randn(T, V).log_softmax(1), K)
     labels_T = make_labels()
     with pytest.raises(ValueError, match="uld with SpanSignal: expected sorted probabilities"):
-        parse_objective("uld").terms(labels_T, spans)
+        parse_objective("uld").terms(labels_T, {TEACHER: spans})
     with pytest.raises(ValueError, match="forward_kl with sorted probabilities: expected uld"):
-        parse_objective("forward_kl").terms(labels_T, ranked)
+        parse_objective("forward_kl").terms(labels_T, {TEACHER: ranked})
     with pytest.raises(ValueError, match=r"-1\*uld in '-1\*uld': expected a positive coefficient"):
         parse_objective("-1*uld")
     with pytest.raises(ValueError, match=r"uld takes no arguments"):

@@ -158,8 +158,8 @@ def test_cross_entropy(model: str, smoothing: float, z_loss: float) -> None:
         smoothed = F.cross_entropy(logits_TV, LABELS_T, reduction="sum", label_smoothing=smoothing)
         return (smoothed + z_loss * logits_TV.logsumexp(1)[KNOWN_T].square().sum()) / LABELLED
 
-    processor = cross_entropy(label_smoothing=smoothing, z_loss=z_loss)
-    made = assert_as_from_logits(model, processor, Targets(LABELS_BS, normalizer=LABELLED), plain)
+    processor = cross_entropy(label_smoothing=smoothing, z_loss=z_loss, normalizer=LABELLED)
+    made = assert_as_from_logits(model, processor, Targets(LABELS_BS), plain)
     assert made.metrics["tokens"] == LABELLED
 
 
@@ -181,8 +181,9 @@ def test_distillation_from_a_second_model(model: str) -> None:
         of_labels_T, _ = log_probs_of(logits_TV)
         return ((0.7 * jsd_TV.sum(1) - 0.3 * of_labels_T) * weights_BS.flatten()).sum() / 11.0
 
-    processor = StepLoss(parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)", temperature=2.0), chunk_tokens=5)
-    context = DistillTargets(LABELS_BS, weights_BS, 11.0, signals={TEACHER: signal})
+    spec = parse_objective("0.3*cross_entropy + 0.7*jsd(0.5)", temperature=2.0)
+    processor = StepLoss(spec, normalizer=11.0, chunk_tokens=5)
+    context = DistillTargets(LABELS_BS, weights_BS, signals={TEACHER: signal})
     made = assert_as_from_logits(model, processor, context, plain)
     assert made.metrics["chunk_tokens"] == 5
     assert all(each.grad is None for each in teacher.parameters())
@@ -203,8 +204,8 @@ def test_distillation_from_top_k(model: str) -> None:
         return F.kl_div(log_q_TB, log_p_TB, log_target=True, reduction="none")[KNOWN_T].sum() / LABELLED
 
     signal = TopK(ids_TK, log_p_TK, tail_log_prob_T=with_the_rest(log_p_TV)[:, -1])
-    context = DistillTargets(LABELS_BS, normalizer=LABELLED, signals={TEACHER: signal})
-    assert_as_from_logits(model, StepLoss(parse_objective("forward_kl")), context, plain)
+    context = DistillTargets(LABELS_BS, signals={TEACHER: signal})
+    assert_as_from_logits(model, StepLoss(parse_objective("forward_kl"), LABELLED), context, plain)
 
 
 def policy_targets(name: str, temperature: float, weights_BS: Tensor | None) -> PolicyTargets:
@@ -222,7 +223,7 @@ def policy_targets(name: str, temperature: float, weights_BS: Tensor | None) -> 
     advantages_T[KNOWN_T] = advantages[:LABELLED]
     reference_T[KNOWN_T] = log_q_T[KNOWN_T] + torch.randn(LABELLED, generator=generator(4))
     per_token = (each.view(B, S) for each in (advantages_T, old_T, reference_T))
-    return PolicyTargets(LABELS_BS, weights_BS, float(LABELLED), None, (), *per_token)
+    return PolicyTargets(LABELS_BS, weights_BS, None, (), *per_token)
 
 
 @EACH_MODEL
@@ -246,7 +247,9 @@ def test_policy_gradient(model: str, rows: str) -> None:
         penalty_N = r_N.exp() - r_N - 1
         return ((0.3 * penalty_N - gain_N).sum() - 0.02 * entropy_T[counted_T].sum()) / LABELLED
 
-    processor = policy_gradient(clip_low=0.2, clip_high=0.28, kl_scale=0.3, entropy_bonus=0.02, temperature=0.7)
+    processor = policy_gradient(
+        clip_low=0.2, clip_high=0.28, kl_scale=0.3, entropy_bonus=0.02, temperature=0.7, normalizer=float(LABELLED)
+    )
     metrics = assert_as_from_logits(model, processor, context, plain).metrics
     # of eight consecutive tokens two are clipped: the fourth (large ratio, positive advantage) and the last
     assert metrics["clipped"] == sum(each % 8 in (3, 7) for each in range(LABELLED)) > 1

@@ -4,8 +4,7 @@ T tokens, V vocabulary, K ids per token.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from kit import rollout_jobs as jobs
 from kit.objective_cases import T, V, distance, generator, make_full, make_labels, make_leaves, make_mixture
+from kit.processor_cases import OpenHeads
 from kit.rollout_cases import fused, make_batch, spec_of
 from kit.shard_cases import Layout
 from kit.shard_problems import SHARDS
@@ -25,12 +25,12 @@ from stillhouse.objective import (
     FullVocab,
     Mixture,
     OutputHead,
-    RoutedSignals,
+    RoutedSignal,
     Sampled,
-    SeveralSignals,
     Signal,
     SortedTopK,
     SpanSignal,
+    StudentHidden,
     TopK,
     chunks,
     teacher_log_probs,
@@ -153,9 +153,10 @@ def span() -> SpanSignal:
         (lambda: Sampled(torch.zeros(T, 2, dtype=torch.int64), torch.ones(T, 2)), "Sampled does not tell the"),
         (lambda: SortedTopK(torch.zeros(T, 2), torch.zeros(T), torch.ones(T)), "SortedTopK does not tell the"),
         (span, "SpanSignal does not tell the probability of a given token: expected FullVocab"),
-        (lambda: SeveralSignals({"one": make_full()}), "SeveralSignals does not tell"),
+        (lambda: RoutedSignal(make_full(), torch.arange(T)), "RoutedSignal does not tell"),
+        (lambda: StudentHidden(torch.zeros(T, 8)), "StudentHidden does not tell"),
     ],
-    ids=["temperature", "mixture", "rows", "sampled", "sorted", "spans", "several"],
+    ids=["temperature", "mixture", "rows", "sampled", "sorted", "spans", "routed", "not opened"],
 )
 def test_signals_that_are_refused(make: Callable[[], Signal], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -192,7 +193,7 @@ def test_only_rows_that_count_must_have_their_token() -> None:
 BOTH = "sampled_kl(k3) + policy_gradient(teacher_kl=0.7)"
 
 
-def two_teachers() -> dict[str, Signal]:
+def two_teachers() -> dict[str, FullVocab]:
     other = make_leaves(width=8, seed=9)
     return {"code": make_full(), "prose": FullVocab(other.hidden, OutputHead(other.weight, other.bias))}
 
@@ -203,7 +204,7 @@ def test_a_weighted_sum_of_teachers() -> None:
     batch = replace(batch, per_token={name: each for name, each in batch.per_token.items() if name != "advantages"})
     shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5, temperature=1.4)}
     spec = replace(parse_objective(BOTH), discount=0.5)
-    output, found = fused(replace(spec, teachers=shares), leaves, batch, SeveralSignals(signals))
+    output, found = fused(replace(spec, teachers=shares), leaves, batch, signals)
     assert {"sampled_forward_kl/code", "sampled_forward_kl/prose", "policy_gradient"} <= output.per_token.keys()
     _, one = fused(spec, leaves, batch, signals["code"])
     _, other = fused(replace(spec, temperature=1.4), leaves, batch, signals["prose"])
@@ -216,7 +217,7 @@ def test_a_mixture_of_teachers() -> None:
     shares = {"code": TeacherShare(3.0), "prose": TeacherShare(1.0)}
     spec = replace(parse_objective(BOTH + " + reverse_kl"), sampling_temperature=0.8, discount=0.5)
     mixed = replace(spec, teachers=shares, is_mixture=True)
-    _, found = fused(mixed, leaves, batch, SeveralSignals(signals))
+    _, found = fused(mixed, leaves, batch, signals)
     parts = []
     for text, temperature in (("sampled_kl(k3) + reverse_kl", 1.0), ("policy_gradient(teacher_kl=0.7)", 0.8)):
         log_p_TV = _teacher_log_probs(
@@ -234,27 +235,20 @@ def test_each_token_has_its_teacher() -> None:
     valid_T = batch.weights_T != 0
     is_code_T = batch.document_T != 1
     rows = {"code": (valid_T & is_code_T).nonzero()[:, 0], "prose": (valid_T & ~is_code_T).nonzero()[:, 0]}
-    opened: list[str] = []
-
-    @contextmanager
-    def open_signal(name: str) -> Iterator[Signal]:
-        opened.append(name)
-        full = signals[name]
-        assert isinstance(full, FullVocab)
+    routed, heads = dict[str, Signal](), OpenHeads()
+    for name, full in signals.items():
         hidden_TE = torch.full_like(full.hidden_TE, torch.nan)
         hidden_TE[rows[name]] = full.hidden_TE[rows[name]]
-        yield replace(full, hidden_TE=hidden_TE)
-        opened.remove(name)
-
+        routed[name] = RoutedSignal(heads.signal(name, replace(full, hidden_TE=hidden_TE)), rows[name])
     shares = {"code": TeacherShare(2.0), "prose": TeacherShare(0.5)}
     spec = replace(parse_objective("cross_entropy + reverse_kl + " + BOTH), discount=0.5, teachers=shares)
-    output, found = fused(spec, leaves, batch, RoutedSignals(rows, open_signal))
-    assert opened == []
+    output, found = fused(spec, leaves, batch, routed)
+    assert (heads.most, heads.names) == (1, [])
     assert output.metrics["sampled"] == pytest.approx(float(batch.weights_T[batch.is_drawn_T].sum()))
     parts = []
     for name, is_its_T in (("code", is_code_T), ("prose", ~is_code_T)):
         its = replace(batch, weights_T=batch.weights_T * is_its_T)
-        parts.append(fused(spec, leaves, its, SeveralSignals({name: signals[name]}))[1])
+        parts.append(fused(spec, leaves, its, {name: signals[name]})[1])
     for name, gradient in found.items():
         assert distance(gradient, parts[0][name] + parts[1][name]) < 1e-12, name
 

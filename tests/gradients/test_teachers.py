@@ -14,10 +14,11 @@ from kit.runs import forward_backward, session_of
 from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
-from stillhouse.objective import FullVocab
+from stillhouse.objective import TEACHER, FullVocab, Signals
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import (
     IN_STAGE,
+    DecoderHead,
     Degrees,
     ShardedMicroBatches,
     TeacherHidden,
@@ -125,11 +126,11 @@ def test_a_teachers_signal_is_the_same_however_it_comes() -> None:
     student, teacher = Decoder(build("llama"), verify=False), Decoder(build("qwen3", seed=1), verify=False)
     batch = micro_batch()
     exact = teacher.signal(**batch.inputs)
-    hidden = TeacherHidden(exact.hidden_TE.view(2, 13, -1))
-    expected = gradients(engine_of(student, teacher), batch, [IN_STAGE])
+    hidden = TeacherHidden(exact.hidden_TE, DecoderHead(teacher))
+    expected = gradients(engine_of(student, teacher), batch, [{TEACHER: IN_STAGE}])
     assert len(expected) > 10
     for model, signal in ((teacher, hidden), (None, exact)):
-        found = gradients(engine_of(student, model), batch, [signal])
+        found = gradients(engine_of(student, model), batch, [{TEACHER: signal}])
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], each) for name, each in expected.items())
 
@@ -138,15 +139,15 @@ def test_a_teacher_may_read_other_tokens_than_the_student() -> None:
     student, teacher = Decoder(build("llama"), verify=False), Decoder(build("qwen3", seed=1), verify=False)
     batch, other = micro_batch(), micro_batch(seed=1)
     exact: FullVocab = teacher.signal(**other.inputs)
-    expected = gradients(engine_of(student, None), batch, [exact])
-    found = gradients(engine_of(student, teacher), replace(batch, teacher_inputs=other.inputs), [IN_STAGE])
-    same = gradients(engine_of(student, teacher), batch, [IN_STAGE])
+    expected = gradients(engine_of(student, None), batch, [{TEACHER: exact}])
+    found = gradients(engine_of(student, teacher), replace(batch, teacher_inputs=other.inputs), [{TEACHER: IN_STAGE}])
+    same = gradients(engine_of(student, teacher), batch, [{TEACHER: IN_STAGE}])
     assert all(torch.equal(found[name], each) for name, each in expected.items())
     assert not any(torch.equal(same[name], each) for name, each in expected.items())
 
 
-@pytest.mark.parametrize("signals", [[], [None, None]])
-def test_another_number_of_signals_is_refused(signals: list[PairSignal]) -> None:
+@pytest.mark.parametrize("signals", [[], [{}, {}]])
+def test_another_number_of_signals_is_refused(signals: list[Signals]) -> None:
     engine = engine_of(Decoder(build("llama"), verify=False), None)
     with pytest.raises(ValueError, match=f"{len(signals)} signals for 1 micro-batches: expected one for each"):
         gradients(engine, micro_batch(), signals)
@@ -154,7 +155,7 @@ def test_another_number_of_signals_is_refused(signals: list[PairSignal]) -> None
 
 def test_another_objective_has_the_same_optimizer() -> None:
     engine = engine_of(Decoder(build("llama"), verify=False), None)
-    other = engine.with_objective(parse_objective("cross_entropy"))
+    other = engine.with_losses(parse_objective("cross_entropy"))
     assert other.optimizer is engine.optimizer
     assert (str(engine.objective.divergence), other.objective.divergence) == ("jsd(0.5)", None)
 
@@ -165,8 +166,8 @@ def test_models_get_every_input_of_a_micro_batch() -> None:
     batch = micro_batch()
     types_BS = torch.randint(3, 251, (2, 13), generator=torch.Generator().manual_seed(2))
     typed = replace(batch, inputs={**batch.inputs, "token_type_ids": types_BS})
-    engine = engine_of(student, None).with_objective(parse_objective("cross_entropy"))
-    found = gradients(engine, typed, [None])
+    engine = engine_of(student, None).with_losses(parse_objective("cross_entropy"))
+    found = gradients(engine, typed, [{}])
     student.zero_grad()
     logits_TV = student(**typed.inputs).flatten(0, 1)
     torch.nn.functional.cross_entropy(logits_TV, batch.labels_T).backward()

@@ -15,7 +15,8 @@ from stillhouse.data import MicroBatch, StepMicroBatches
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
-from stillhouse.objective import FullVocab, OutputHead
+from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import TEACHER, FullVocab, OutputHead, Signal
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.parallel import single_process_runner
@@ -147,12 +148,13 @@ def refuse(*_: Any) -> None:
 def teacher_signal(session: Session, batch: MicroBatch) -> FullVocab:
     """Return the teacher's signal that the student's processor gets."""
 
-    def processor(*, hidden_states: Tensor, head: OutputHead, context: FullVocab, depth: int = 0) -> FullVocab:
-        return context
+    def processor(*, hidden_states: Tensor, head: OutputHead, context: DistillTargets, depth: int = 0) -> Signal:
+        with context.signals[TEACHER].opened(head) as opened:
+            return opened
 
     own = session.shard(StepMicroBatches([batch]))
     signals = session.source.request(own).result()
-    (signal,) = session.engine.process(processor, lambda _, signal: signal, own, signals)
+    (signal,) = session.engine.process(processor, own, signals)
     return signal
 
 
@@ -255,13 +257,19 @@ def test_a_micro_batch_without_targets_changes_nothing_beside_another(tmp_path: 
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
-def test_clipping_is_of_the_whole_gradient(tmp_path: Path, limit: float) -> None:
-    session = session_of(tmp_path)
+def test_clipping_is_of_the_whole_gradient(tmp_path: Path, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of(tmp_path, **{"train.clip": limit})
     _, before = gradients_of(session, step_batches(session))
     norm = torch.cat([each.flatten() for each in before.values()]).double().norm()
-    assert float(session.runner.clip(limit)) == pytest.approx(float(norm), rel=1e-6)
+    # the gradient that the optimizer gets
+    applied: list[torch.Tensor] = []
+    parameters = [each for each in session.student.parameters() if each.grad is not None]
+    monkeypatch.setattr(
+        session.engine.optimizer, "step", lambda: applied.extend(each.grad.flatten() for each in parameters)
+    )
+    assert session.engine.update(1e-3) == pytest.approx(float(norm), rel=1e-6)
     expected = limit if 0 < limit < norm else norm
-    after = torch.cat([each.grad.flatten() for each in session.student.parameters() if each.grad is not None])
+    after = torch.cat(applied)
     assert float(after.double().norm()) == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -287,7 +295,7 @@ def test_a_teacher_with_more_rows_than_the_student_is_fine(tmp_path: Path) -> No
     model = session.teacher.pretrained
     model.resize_token_embeddings(400)
     runner = single_process_runner(session.student, Decoder(model))
-    session.engine = TorchEngine(runner, session.spec, session.device)
+    session.engine = TorchEngine(runner, session.spec)
     session.source = InStageTeacher(runner)
     without = gradients_of(session, step_batches(session))
     assert with_padding[0] == pytest.approx(without[0], rel=1e-6)

@@ -134,7 +134,7 @@ def reference(case: Case, given: Sequence[MicroBatch]) -> Reference:
             loss += dense_objective(
                 logits,
                 head,
-                case.spec.terms(labels_T, signal),
+                case.spec.terms(labels_T, {TEACHER: signal}),
                 weights_T=(labels_T >= 0).float(),
                 normalizer=normalizer(given),
             ).loss
@@ -150,17 +150,15 @@ def step(
     case: Case, model: GPTModel, teacher: GPTModel | None, given: Sequence[MicroBatch], tokens: int
 ) -> list[ObjectiveOutput]:
     """Run forward and backward with Megatron's schedule. Only the last stage returns outputs."""
-    signals: list[Any] = [None] * len(given)
+    signals: list[Any] = []  # empty on all other stages than the last
     if teacher is not None:
         hook = MegatronProcessor(teacher, processors.full_vocab, vocab_size=VOCABULARY)
-        signals = schedule(teacher, hook, given, [None] * len(given), forward_only=True) or signals
+        signals = schedule(teacher, hook, given, [None] * len(given), forward_only=True)
     if case.teacher == "topk":
         signals = [top_k(each) for each in given]
-    contexts = [
-        DistillTargets(each.labels_BS, normalizer=tokens, signals={TEACHER: signal})
-        for each, signal in zip(given, signals, strict=True)
-    ]
-    hook = MegatronProcessor(model, StepLoss(case.spec, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
+    named = [{TEACHER: signal} for signal in signals] or [{} for _ in given]
+    contexts = [DistillTargets(each.labels_BS, signals=its) for each, its in zip(given, named, strict=True)]
+    hook = MegatronProcessor(model, StepLoss(case.spec, tokens, chunk_tokens=CHUNK), vocab_size=VOCABULARY)
     return schedule(model, hook, given, contexts)
 
 

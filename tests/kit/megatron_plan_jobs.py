@@ -42,13 +42,13 @@ def plan_on_a_gpu(case: Case, store: str) -> float:
 def _flat_against_structured(case: Case, device: torch.device) -> float:
     model, (batch,) = build(case.layout, 0).to(device), micro_batches(case)
     batch = MicroBatch(*(each.to(device) for each in (batch.input_ids_BS, batch.position_ids_BS, batch.labels_BS)))
-    context = DistillTargets(batch.labels_BS, normalizer=normalizer([batch]), signals={TEACHER: top_k(batch)})
+    context = DistillTargets(batch.labels_BS, signals={TEACHER: top_k(batch)})
     context = context.shift_for_mtp(batch.position_ids_BS, case.layout.depths)
     depths = 1 + case.layout.depths
     hidden = torch.randn(depths * S, B, 32, generator=torch.Generator().manual_seed(0)).to(device)
     gradients, names = [], []
     for flat in (False, True):
-        hook = MegatronProcessor(model, StepLoss(case.spec), flat=flat)
+        hook = MegatronProcessor(model, StepLoss(case.spec, normalizer([batch])), flat=flat)
         node, given = last_node(model, batch, hook, context), hidden.clone().requires_grad_()
         if flat:
             made = node.forward_impl(given) if device.type == "cpu" else node.forward(given)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import TEACHER, Correction, FullVocab, ObjectiveOutput, OutputHead
+from stillhouse.objective import TEACHER, Correction, FullVocab, ObjectiveOutput, OutputHead, Signal, Signals
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
@@ -59,12 +59,13 @@ class Batch:
     def is_drawn_T(self) -> Tensor:
         return (self.labels_T >= 0) & (self.per_token[IS_SAMPLED] != 0)
 
-    def targets(self, signals: Signals, **options: Any) -> DistillTargets:
+    def targets(self, teachers: Signal | Signals | None, **options: Any) -> DistillTargets:
+        """teachers: the signal of the only teacher, or those of several by their names."""
+        signals = {TEACHER: teachers} if isinstance(teachers, Signal) else teachers
         return DistillTargets(
             self.labels_T,
             self.weights_T,
-            NORMALIZER,
-            signals={TEACHER: signal},
+            signals=signals or {},
             per_token=self.per_token,
             document_T=self.document_T,
             **options,
@@ -164,7 +165,7 @@ def fused(
     spec: ObjectiveSpec,
     leaves: Leaves,
     batch: Batch,
-    signals: Signals,
+    teachers: Signal | Signals | None,
     chunk_tokens: int | None = None,
     **head: Any,
 ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
@@ -172,7 +173,7 @@ def fused(
     fresh = {name: leaf.clone().requires_grad_() for name, leaf in vars(leaves).items() if leaf is not None}
     output_head = OutputHead(fresh["weight"], fresh.get("bias"), **head)
     processor = StepLoss(spec, NORMALIZER, chunk_tokens)
-    output = processor(hidden_states=fresh["hidden"][None], head=output_head, context=batch.targets(signals))
+    output = processor(hidden_states=fresh["hidden"][None], head=output_head, context=batch.targets(teachers))
     output.loss.backward()
     gradients = {name: leaf.grad for name, leaf in fresh.items()}
     assert all(gradient is not None for gradient in gradients.values())

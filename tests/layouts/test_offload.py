@@ -19,9 +19,12 @@ from stillhouse.config import ConfigError
 from stillhouse.data import StepMicroBatches
 from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.models import Decoder
 from stillhouse.models.head import local
+from stillhouse.objective import TEACHER
 from stillhouse.output.progress import Progress
 from stillhouse.parallel import (
+    IN_STAGE,
     Degrees,
     Layout,
     Mesh,

@@ -28,7 +28,7 @@ def gradient(session: Session, engine: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "settings", "names"),
     [
-        ("qwen3_moe", {"objective.router_aux_loss": 0.1}, ["router_aux"]),
+        ("qwen3_moe", {"objective.router_aux_loss": 0.1}, ["objective.router_aux_loss"]),
         ("llama", {"objective.hidden": HIDDEN}, ["objective.hidden"]),
         pytest.param("qwen3", {"student.mtp": {"depths": 1, "scale": 0.3}}, ["student.mtp"], marks=needs_mtp),
         pytest.param(
@@ -46,9 +46,9 @@ def test_the_gradients_add_up(
     session = session_of(tmp_path, family=family, **settings)
     engine = session.engine
     whole = gradient(session, engine)
-    further = list(engine.single_losses())
+    further = list(engine.single_parts())
     assert [name for name, _ in further] == names
-    terms = [engine.with_objective(spec) for name, spec in _single_terms(session.spec) if name != "cross_entropy"]
+    terms = [engine.with_losses(spec) for name, spec in _single_terms(session.spec) if name != "cross_entropy"]
     each = [gradient(session, other) for other in [*terms, *(other for _, other in further)]]
     assert all(float(one.norm()) > 0 for one in each)
     total = torch.stack(each).sum(0)

@@ -80,8 +80,7 @@ def test_the_logits_are_the_trained_students(tmp_path: Path, family: str, tied: 
     with torch.no_grad():
         for each in session.student.parameters():
             each += 0.01 * torch.randn_like(each)
-    runner, optimizer = session.runner, session.engine.optimizer
-    path = save_checkpoint(tmp_path / "saved", Progress(1), runner, optimizer, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
     export_run(path, tmp_path / "made", None, PLAIN)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
     assert not report["missing_keys"]

@@ -219,7 +219,7 @@ def test_nan_of_the_teacher_is_refused_by_the_writer(
 ) -> None:
     from stillhouse.tools import write_cache as module
 
-    load = module.load_teacher
+    load = module.load_model
 
     def with_nan(*arguments: Any) -> Any:
         teacher = load(*arguments)
@@ -228,7 +228,7 @@ def test_nan_of_the_teacher_is_refused_by_the_writer(
         )
         return teacher
 
-    monkeypatch.setattr(module, "load_teacher", with_nan)
+    monkeypatch.setattr(module, "load_model", with_nan)
     with pytest.raises(ValueError, match=r"the teacher's 'hidden' is not finite on .*train\.jsonl"):
         write_cache(write_run(folder), tmp_path / "out", "hidden")
     assert not list((tmp_path / "out" / "shards").iterdir())

@@ -41,32 +41,27 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+OPTIMIZER = {"train.learning_rate": 1e-2, "train.weight_decay": 0.1, "train.betas": [0.9, 0.95]}
+
+
 def stepped(session: Session) -> torch.optim.Optimizer:
     """Take one optimizer step, so that the optimizer has a state to save, and return the optimizer."""
-    optimizer = fresh_optimizer(session)
     forward_backward(session)
     session.engine.update(1e-2)
-    return optimizer
-
-
-def fresh_optimizer(session: Session) -> torch.optim.AdamW:
-    """Replace the session's engine and return its new optimizer."""
-    settings = OptimizerSettings(1e-2, weight_decay=0.1, betas=(0.9, 0.95))
-    session.engine = TorchEngine(session.engine._runner, session.spec, optimizer=settings)
     return session.engine.optimizer
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)])
 def test_a_checkpoint_restores_weights_optimizer_and_random_state(tmp_path: Path, family: str, tied: bool) -> None:
-    session = session_of(tmp_path, family=family, tied=tied)
+    session = session_of(tmp_path, family=family, tied=tied, **OPTIMIZER)
     assert session.student.tied == tied
     optimizer = stepped(session)
     progress = Progress(7, 1234, 5.5, {"eval/cross_entropy": 2.5}, {"train": "abc"})
-    path = save_checkpoint(tmp_path / "saved", progress, session.runner, optimizer, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", progress, session.engine, session.tokenizer)
     numbers = torch.rand(4)
-    again = session_of(tmp_path, family=family, tied=tied)
-    other = fresh_optimizer(again)
-    assert load_checkpoint(verified(path), again.runner, other) == progress
+    again = session_of(tmp_path, family=family, tied=tied, **OPTIMIZER)
+    other = again.engine.optimizer
+    assert load_checkpoint(verified(path), again.engine) == progress
     assert torch.equal(torch.rand(4), numbers)
     assert again.student.tied == tied
     assert (again.student.head.linear.weight is again.student.pretrained.get_input_embeddings().weight) == tied
@@ -86,7 +81,7 @@ def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str
     """An image model's vision tower, for example, gets no gradient from text."""
 
     def prepared() -> Session:
-        session = session_of(tmp_path)
+        session = session_of(tmp_path, **OPTIMIZER)
         if case == "unused":
             session.student.backbone.register_parameter("tower", torch.nn.Parameter(torch.ones(3)))
         else:
@@ -95,10 +90,10 @@ def test_parameters_without_a_gradient_are_no_obstacle(tmp_path: Path, case: str
 
     session = prepared()
     optimizer = stepped(session)
-    path = save_checkpoint(tmp_path / "saved", Progress(1), session.runner, optimizer, session.tokenizer)
+    path = save_checkpoint(tmp_path / "saved", Progress(1), session.engine, session.tokenizer)
     again = prepared()
-    other = fresh_optimizer(again)
-    load_checkpoint(verified(path), again.runner, other)
+    other = again.engine.optimizer
+    load_checkpoint(verified(path), again.engine)
     for one, two in zip(session.student.parameters(), again.student.parameters(), strict=True):
         assert torch.equal(one, two)
         assert one.requires_grad == two.requires_grad

@@ -1,6 +1,5 @@
 """The parameters of a decoder with layers for multi-token prediction: initial, tied, frozen, sharded; refusals."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,12 +87,11 @@ def test_layers_through_which_documents_leak_are_refused(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_sharding_hooks_fire_at_every_depth(tied: bool) -> None:
     """Under FSDP2, each depth gets the whole head, and the head's gradient is the sum over all depths."""
-    context = replace(Targets(packed([labels_of(each) for each in documents()])), normalizer=13.0)
+    targets = Targets(packed([labels_of(each) for each in documents()]))
+    context, processor = targets.shift_for_mtp(positions(), 2), cross_entropy(normalizer=13.0)
 
     def trained(decoder: MultiTokenDecoder) -> MultiTokenDecoder:
-        outputs = decoder(
-            packed(documents()), positions(), processor=cross_entropy(), context=context.shift_for_mtp(positions(), 2)
-        )
+        outputs = decoder(packed(documents()), positions(), processor=processor, context=context)
         sum(each.loss for each in outputs).backward()
         return decoder
 

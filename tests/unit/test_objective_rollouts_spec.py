@@ -9,7 +9,7 @@ import torch
 from kit.objective_cases import T, generator, make_labels, make_leaves
 from kit.rollout_cases import SAMPLING, fused, looped_sum, make_batch, spec_of, teacher, without
 
-from stillhouse.objective import Correction, LogRatio, OutputHead, PolicyGradient, SampledKL, discounted_sum
+from stillhouse.objective import TEACHER, Correction, LogRatio, OutputHead, PolicyGradient, SampledKL, discounted_sum
 from stillhouse.objective.keys import ADVANTAGES, IS_SAMPLED, OLD_LOG_PROBS
 from stillhouse.objective.spec import parse_objective
 
@@ -124,7 +124,7 @@ def test_a_batch_that_lacks_something_is_refused() -> None:
         )
     discounted = replace(parse_objective("policy_gradient(teacher_kl=1)"), discount=0.5)
     with pytest.raises(ValueError, match=r"discount=0\.5 without document_T"):
-        discounted.terms(batch.labels_T, signal, batch.per_token)
+        discounted.terms(batch.labels_T, {TEACHER: signal}, batch.per_token)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from stillhouse.engine.optimizer import (
     require_optimizer,
     set_learning_rate,
 )
-from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.models import Decoder
 from stillhouse.output.progress import Progress
 from stillhouse.parallel import Degrees, Layout
@@ -97,10 +96,8 @@ def test_steps_are_those_of_the_library(kind: str, family: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, kind: str) -> None:
     def started() -> Session:
-        session = session_of(tmp_path, tied=True)
-        settings = OptimizerSettings(1e-2, kind=kind, **SETTINGS)
-        session.engine = TorchEngine(session.engine._runner, session.spec, optimizer=settings)
-        return session
+        settings = {f"train.{name}": value for name, value in SETTINGS.items()}
+        return session_of(tmp_path, tied=True, **{"train.optimizer": kind, "train.learning_rate": 1e-2, **settings})
 
     session = started()
     for _ in range(2):

@@ -32,17 +32,16 @@ def test_shift_for_mtp_stays_within_documents() -> None:
     """The expected values are written by hand: the documents' ends, and the teacher's values of the right row."""
     weights_BS = torch.rand(B, S, generator=generator(6))
     signal = DenseLogits(torch.arange(T).float()[:, None])  # each row's value is its number
-    context = DistillTargets(LABELS_BS, weights_BS, 3.0, signals={TEACHER: signal}).shift_for_mtp(POSITIONS_BS, 2)
+    context = DistillTargets(LABELS_BS, weights_BS, signals={TEACHER: signal}).shift_for_mtp(POSITIONS_BS, 2)
     document_T = ((POSITIONS_BS == 0).cumsum(1) + 10 * torch.arange(B)[:, None]).flatten().tolist()
     for depth in (1, 2):
         further = context.at(depth)
-        assert further.normalizer == 3.0
         assert further.weights_T is not None
         for row in range(T):
             if row + depth < T and document_T[row + depth] == document_T[row]:
                 assert further.labels_T[row] == LABELS_T[row + depth]
                 assert further.weights_T[row] == weights_BS.flatten()[row + depth]
-                assert further.signal.logits_TV[row] == row + depth  # type: ignore[union-attr]
+                assert further.signals[TEACHER].logits_TV[row] == row + depth  # type: ignore[attr-defined]
             else:
                 assert further.labels_T[row] < 0
                 assert further.weights_T[row] == 0
@@ -50,7 +49,8 @@ def test_shift_for_mtp_stays_within_documents() -> None:
     part = context.rows(index_T)
     for depth in (0, 1, 2):
         assert torch.equal(part.at(depth).labels_T, context.at(depth).labels_T[index_T])
-        assert torch.equal(part.at(depth).signal.logits_TV, context.at(depth).signal.logits_TV[index_T])  # type: ignore[union-attr]
+        cut, whole = (each.at(depth).signals[TEACHER].logits_TV for each in (part, context))  # type: ignore[attr-defined]
+        assert torch.equal(cut, whole[index_T])
 
 
 @pytest.mark.parametrize(
