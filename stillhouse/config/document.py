@@ -13,8 +13,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from stillhouse.config.keys import ANY_NAME, named_sections, section_of
-from stillhouse.config.peer_key import PEERS
-from stillhouse.config.peer_names import TABLE
+from stillhouse.config.peers import PEERS, peer_entries
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
 from stillhouse.config.words import describe
@@ -110,10 +109,10 @@ def with_names(page: str) -> str:
 
 def _names(peer: str) -> str:
     lines = ["", f"| {PEERS[peer]} | here | |", "| --- | --- | --- |"]
-    for row in TABLE:
-        if names := getattr(row, peer).split():
-            keys = ", ".join(f"`{key}`" for key in row.keys)
-            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {keys} | {row.note} |")
+    for entry in peer_entries():
+        if names := getattr(entry, peer):
+            keys = ", ".join(f"`{key}`" for key in entry.ours)
+            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {keys} | {entry.note} |")
     return "\n".join([*lines, "", ""])
 
 

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from stillhouse.config.errors import ConfigError, MissingKeyError
 from stillhouse.config.keys import inner_section, item_section, section_of, unknown_key
 from stillhouse.config.near_values import value_hint
-from stillhouse.config.peer_hints import peer_hint
+from stillhouse.config.peers import peer_hint
 from stillhouse.config.section import Section
 from stillhouse.config.teachers import NamedTeacherConfig
 from stillhouse.config.words import describe

@@ -8,7 +8,7 @@ from typing import get_args, get_origin, get_type_hints
 from pydantic.fields import FieldInfo
 
 from stillhouse.config.errors import ConfigError
-from stillhouse.config.peer_hints import NO_KEY, peer_hint
+from stillhouse.config.peers import NO_KEY, peer_hint
 from stillhouse.config.section import Section
 
 #: the least similarity of a misspelled key and the right one
@@ -75,7 +75,7 @@ def unknown_key(key: str, model: type[Section]) -> ConfigError:
     is_elsewhere = any(each.rpartition(".")[2] == name for each in known)
     # the section may be a part of the other tool's name: eval.steps for eval_steps
     joined = key.replace(".", "_") if "." in key else ""
-    if hint := peer_hint(key, whole=is_elsewhere) or peer_hint(joined):
+    if hint := peer_hint(key, with_section=is_elsewhere) or peer_hint(joined):
         return ConfigError(key, f"unknown key; {hint}")
     if similar := nearest(key, known):
         return ConfigError(key, f"unknown key; did you mean {' or '.join(similar)}?")
