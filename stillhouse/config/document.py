@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import PydanticUndefined
-
 from stillhouse.config.keys import ANY_NAME, named_sections, section_of
 from stillhouse.config.peers import PEERS, peer_entries
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
-from stillhouse.config.words import describe
+from stillhouse.config.words import describe, written
 
 COMING_FROM = "coming_from.md"
 EXAMPLE = """\
@@ -141,17 +139,9 @@ def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> 
     ]
     for name, field in section.model_fields.items():
         if name in names:
-            default = "required" if field.is_required() else f"`{_written(field.default)}`"
+            default = "required" if field.is_required() else f"`{written(field.default)}`"
             lines.append(f"| `{prefix}{name}` | {describe(properties[name])} | {default} | {field.description} |")
     return "\n".join([*lines, ""])
-
-
-def _written(default: Any) -> str:
-    """A default value as it is written in YAML."""
-    assert default is not PydanticUndefined
-    if isinstance(default, tuple | list):
-        return f"[{', '.join(_written(item) for item in default)}]"
-    return default if isinstance(default, str) else json.dumps(default)
 
 
 def _for_editors(schema: Any) -> Any:

@@ -1,26 +1,22 @@
 """Turns pydantic's errors into one line each: the key, the given value, the expected values."""
 
-import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stillhouse.config.errors import ConfigError, MissingKeyError
+from stillhouse.config.errors import ConfigError, MissingKeyError, listed
 from stillhouse.config.keys import inner_section, item_section, section_of, unknown_key
 from stillhouse.config.near_values import value_hint
 from stillhouse.config.peers import peer_hint
 from stillhouse.config.section import Section
-from stillhouse.config.teachers import NamedTeacherConfig
 from stillhouse.config.words import describe
 from stillhouse.display import name_list
 
 #: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
 MOST = 20
-#: a section of another tool gives a line for each of its keys that is known
-MOST_LINES = 17
 
 
 def explain(error: ValidationError, given: Mapping[str, Any], model: type[Section]) -> ConfigError:
@@ -32,18 +28,12 @@ def explain(error: ValidationError, given: Mapping[str, Any], model: type[Sectio
     return listed(list(found.values()), more=max(0, error.error_count() - MOST))
 
 
-def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes, and the number of all others. more: mistakes that are not in the list."""
-    shown = list(mistakes[:MOST_LINES])
-    if more := more + len(mistakes) - len(shown):
-        shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
-    return shown[0] if len(shown) == 1 else ConfigError.joined(shown)
-
-
 def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
-    written = detail.get("ctx", {}).get("error")
-    if isinstance(written, ConfigError):
-        yield _of_named_teacher(written, detail["loc"])
+    error = detail.get("ctx", {}).get("error")
+    if isinstance(error, ConfigError):  # of a section's validator, which knows the key in its section
+        yield type(error)(".".join(map(str, [*detail["loc"], error.key])), error.problem)
+    elif error is not None:
+        yield ConfigError(_field(detail["loc"], model)[0], str(error))
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
         key = ".".join(map(str, detail["loc"]))
         within = [each for each in _leaves(key, detail["input"]) if each != key]
@@ -91,16 +81,6 @@ def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, 
         return name, model, name
     key, owner, last = _field(tuple(rest), section)
     return f"{name}.{key}", owner, last
-
-
-def _of_named_teacher(error: ConfigError, location: tuple[int | str, ...]) -> ConfigError:
-    """The same error with its whole key: one of several teachers only knows the keys of the section teacher."""
-    if location[:1] != ("teachers",) or len(location) < 2:
-        return error
-    own = f"teachers.{location[1]}."
-    keys = "|".join(NamedTeacherConfig.model_fields)
-    of_teacher = re.compile(rf"\bteacher\.(?=(?:{keys})\b)")
-    return type(error)(of_teacher.sub(own, str(error.key)), of_teacher.sub(own, error.problem))
 
 
 def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyError]:

@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stillhouse.config.errors import ConfigError
-from stillhouse.config.explain import explain, listed
+from stillhouse.config.errors import ConfigError, listed
+from stillhouse.config.explain import explain
 from stillhouse.config.keys import inner_section, named_sections, section_of, unknown_key, value_fields
+from stillhouse.config.rules import check_rules
 from stillhouse.config.run import RunConfig
 from stillhouse.config.section import Section
 from stillhouse.config.yaml_text import read_yaml, write_yaml
@@ -35,9 +36,11 @@ def load_config(
         merged = _merge(_without_rival(merged, layer), layer)
     given = _without_empty_sections(merged)
     try:
-        return RunConfig.model_validate(given)
+        config = RunConfig.model_validate(given)
     except ValidationError as error:
         raise explain(error, given, RunConfig) from error
+    check_rules(config)
+    return config
 
 
 def dump_config(config: RunConfig) -> str:

@@ -3,9 +3,8 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model
 
-from stillhouse.config.errors import ConfigError
 from stillhouse.config.section import Section
 
 _GRAMMAR = r"^(every|first|last) [1-9][0-9]*$"
@@ -26,25 +25,26 @@ _From = create_model(
 )  # type: ignore[call-overload]
 
 
+def _checked_layers(layers: str | list[int] | None) -> str | list[int] | None:
+    if isinstance(layers, list) and (len(set(layers)) < len(layers) or min(layers) < 0):
+        raise ValueError(f"got {layers}, expected different numbers from 0 on")
+    return layers
+
+
 class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
     """Where the student's first weights are from. The folder student.model then needs no weights, only the rest."""
 
-    layers: (
+    layers: Annotated[
         Annotated[str, Field(pattern=_GRAMMAR, examples=["every 2"])]
         | Annotated[list[int], Field(min_length=1)]
-        | None
-    ) = Field(
+        | None,
+        AfterValidator(_checked_layers),
+    ] = Field(
         default=None,
         description="The teacher's layers that the student gets, in this order: every k (0, k, 2k, …), first k, last"
         " k, or a list of different numbers from 0 on; as many as the student has. null: all. No effect with from"
         " random.",
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> "StudentInitConfig":
-        if isinstance(self.layers, list) and (len(set(self.layers)) < len(self.layers) or min(self.layers) < 0):
-            raise ConfigError("student.init.layers", f"got {self.layers}, expected different numbers from 0 on")
-        return self
 
     @property
     def source(self) -> str:

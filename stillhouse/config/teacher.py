@@ -4,11 +4,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stillhouse.config.errors import ConfigError, MissingKeyError
+from stillhouse.config.errors import MissingKeyError
 from stillhouse.config.model import ModelConfig
 from stillhouse.config.parallel import ParallelConfig
-from stillhouse.config.section import PathText, Text
-from stillhouse.config.urls import require_urls
+from stillhouse.config.section import PathText, Urls, url_list
 
 #: the folder of a cache with its teacher's configuration, tokenizer and output head
 CACHED = "teacher"
@@ -34,7 +33,7 @@ class TeacherConfig(ModelConfig):
         description="A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no"
         " teacher runs; teacher.model is then left out.",
     )
-    url: Text | list[Text] | None = Field(
+    url: Urls = Field(
         default=None,
         description="The address of a server of the teacher (`stillhouse serve`, vLLM or SGLang), or a list of"
         " addresses. The environment variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token.",
@@ -115,83 +114,16 @@ class TeacherConfig(ModelConfig):
 
     @property
     def urls(self) -> list[str]:
-        if self.url is None:
-            return []
-        return [self.url] if isinstance(self.url, str) else self.url
+        return url_list(self.url)
 
     @model_validator(mode="before")
     @classmethod
     def _has_a_source(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        named = [name for name in cls.sources if given.get(name) is not None]
-        others = [f"teacher.{name}" for name in cls.sources[1:]]
-        if not named:
+        if isinstance(given, dict) and all(given.get(name) is None for name in cls.sources):
+            *others, last = cls.sources[1:]
             raise MissingKeyError(
-                "teacher.model",
-                f"required, but not given; expected: the model, {', '.join(others[:-1])} or {others[-1]}, such as"
-                " Qwen/Qwen3-8B",
+                "model",
+                f"required, but not given; expected: the model, such as Qwen/Qwen3-8B, or in its place the key "
+                f"{', '.join(others)} or {last}",
             )
-        for name in ("cache", "student"):
-            if name in named and len(named) > 1:
-                without = " ".join(f"teacher.{each}=null" for each in named if each != name)
-                raise ConfigError(
-                    f"teacher.{name}", f"expected one source of signals, got {' and '.join(named)}: add {without}"
-                )
         return given
-
-    @model_validator(mode="after")
-    def _fits_its_source(self) -> "TeacherConfig":
-        if self.url is not None:
-            require_urls("teacher.url", self.urls)
-        source = "cache" if self.cache is not None else "url"
-        if self.parallel is not None and getattr(self, source) is not None:
-            raise ConfigError("teacher.parallel", f"expected null with teacher.{source}: no teacher runs in this job")
-        if self.url is not None and self.trust_remote_code:
-            raise ConfigError("teacher.trust_remote_code", "expected false with teacher.url")
-        if self.url is not None and self.dtype == "float64":
-            raise ConfigError("teacher.dtype", "got float64, expected float32, bfloat16 or float16 with teacher.url")
-        if self.prove == "always" and self.model is None:
-            raise ConfigError("teacher.prove", "got always, which needs teacher.model: the weights to compare with")
-        if self.url is None:
-            for key in ("api", "signal", "top_k", "timeout", "prove", "prove_every", "accept"):
-                if key == "top_k" and self.cross_tokenizer is not None:
-                    continue
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    also = " or teacher.cross_tokenizer" if key == "top_k" else ""
-                    raise ConfigError(f"teacher.{key}", f"has an effect only with teacher.url{also}")
-        return self
-
-    @model_validator(mode="after")
-    def _runs_here_as_asked(self) -> "TeacherConfig":
-        for key in ("quantize", "offload"):
-            if getattr(self, key) and (self.url is not None or self.cache is not None):
-                source = "cache" if self.cache is not None else "url"
-                raise ConfigError(
-                    f"teacher.{key}", f"has no effect with teacher.{source}: no teacher runs in this job"
-                )
-        if self.quantize is not None and self.parallel is not None:
-            raise ConfigError("teacher.quantize", f"got {self.quantize} with teacher.parallel: expected null")
-        if self.quantize is not None and self.offload:
-            raise ConfigError("teacher.offload", f"got true with teacher.quantize={self.quantize}: expected false")
-        if self.offload and self.cross_tokenizer is not None:
-            raise ConfigError("teacher.offload", "got true with teacher.cross_tokenizer: expected false")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_another_tokenizer(self) -> "TeacherConfig":
-        method, key = self.cross_tokenizer, "teacher.cross_tokenizer"
-        if method is None:
-            return self
-        if self.cache is not None:
-            raise ConfigError(key, f"got {method} with teacher.cache, whose ids are the student's: expected null")
-        if self.url is not None:
-            raise ConfigError(key, f"got {method} with teacher.url: expected teacher.model, a teacher in this job")
-        if self.parallel is not None:
-            raise ConfigError(
-                "teacher.parallel",
-                f"expected null with {key}={method}: every process that needs signals holds the whole teacher",
-            )
-        if method == "uld" and self.tail != "bucket":
-            raise ConfigError("teacher.tail", f"got {self.tail}, which has no effect with {key}=uld: expected bucket")
-        return self

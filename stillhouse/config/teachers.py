@@ -45,28 +45,6 @@ class NamedTeacherConfig(TeacherConfig):
         default=None, gt=0, description="The temperature of this teacher's divergence; null: objective.temperature."
     )
 
-    @model_validator(mode="after")
-    def _fits_among_others(self) -> "NamedTeacherConfig":
-        if self.cross_tokenizer == "uld":
-            raise ConfigError(
-                "teacher.cross_tokenizer", "got uld, which is for a single teacher: expected gold or null"
-            )
-        if self.student is None:
-            if self.ema_decay != type(self).model_fields["ema_decay"].default:
-                raise ConfigError("teacher.ema_decay", "has an effect only with student: ema")
-            if self.prefix is not None and self.cache is not None:
-                raise ConfigError("teacher.prefix", "expected null with a cache, whose signals are of other tokens")
-            return self
-        if self.student == "live" and self.prefix is None:
-            raise ConfigError(
-                "teacher.prefix", "is missing: without one, the student with its present weights is the student"
-            )
-        of_weights = ("attention", "revision", "trust_remote_code", "dtype", "quantize", "offload")
-        for key in ("parallel", *of_weights, "cross_tokenizer"):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ConfigError(f"teacher.{key}", "has no effect with student: the student's own is used")
-        return self
-
 
 class TeachersConfig(Section):
     """Several teachers, each under a name of your choice, with the keys of `teachers.<name>`."""
@@ -94,36 +72,10 @@ class TeachersConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _has_names(cls, given: Any) -> Any:
-        for name in given if isinstance(given, dict) else ():
-            if name not in cls.model_fields and not (isinstance(name, str) and NAME.fullmatch(name)):
-                raise ConfigError(f"teachers.{name}", "expected a name of letters, digits, - and _, such as math")
+        names = [name for name in given if name not in cls.model_fields] if isinstance(given, dict) else None
+        if names == []:
+            raise ValueError("names no teacher; expected one or more, such as math: {model: Qwen/Qwen3-8B}")
+        for name in names or ():
+            if not (isinstance(name, str) and NAME.fullmatch(name)):
+                raise ConfigError(name, "expected a name of letters, digits, - and _, such as math")
         return given
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> "TeachersConfig":
-        if not self.named:
-            raise ConfigError(
-                "teachers", "names no teacher; expected one or more, such as math: {model: Qwen/Qwen3-8B}"
-            )
-        if self.route is not None and self.sum != "divergences":
-            raise ConfigError("teachers.sum", "has no effect with teachers.route: every document has one teacher")
-        if self.sum == "distributions":
-            for name, teacher in self.named.items():
-                if teacher.temperature is not None:
-                    raise ConfigError(
-                        f"teachers.{name}.temperature",
-                        "expected null with sum: distributions, because the sum has one divergence:"
-                        " set objective.temperature",
-                    )
-                if teacher.cross_tokenizer is not None:
-                    raise ConfigError(
-                        f"teachers.{name}.cross_tokenizer",
-                        f"got {teacher.cross_tokenizer}, expected null with sum: distributions, which are exact",
-                    )
-                if teacher.url is not None and teacher.signal != "hidden":
-                    raise ConfigError(
-                        f"teachers.{name}.signal",
-                        f"got {teacher.signal}, expected hidden with sum: distributions, which needs the whole"
-                        " vocabulary",
-                    )
-        return self

@@ -1,5 +1,6 @@
 """Describes the values that a key accepts, from its JSON schema: the same words for the reference and for errors."""
 
+import json
 from typing import Any
 
 Schema = dict[str, Any]
@@ -53,3 +54,12 @@ def _plain(schema: Schema) -> str:
 def _range(schema: Schema) -> str:
     limits = [f"{sign} {schema[name]}" for name, sign in LIMITS.items() if name in schema]
     return f" {' and '.join(limits)}" if limits else ""
+
+
+def written(value: Any) -> str:
+    """A value as it is written in YAML."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {written(part)}' for name, part in value.items())}}}"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RunConfig, TeachersConfig
+from stillhouse.config.rules import check_rules
 from stillhouse.config.task import TaskSpec
 from stillhouse.data import (
     DataReport,
@@ -378,7 +379,7 @@ def with_precision(config: RunConfig) -> RunConfig:
         return config
     train = config.train.model_copy(update={"precision": best_precision(device_of(config))})
     settled = config.model_copy(update={"train": train})
-    settled.require_gather_dtype()
+    check_rules(settled)
     return settled
 
 

@@ -39,11 +39,17 @@ def test_another_tokenizer_is_refused_and_the_key_is_named(folder: Path) -> None
             "objective.loss: got 'forward_kl' with teacher.cross_tokenizer=uld",
         ),
         ({**ULD, "checkpoint.best": "eval/forward_kl"}, "checkpoint.best: got eval/forward_kl with"),
-        ({**ULD, "teacher.tail": "drop"}, "teacher.tail: got drop, which has no effect"),
+        ({**ULD, "teacher.tail": "drop"}, "teacher.tail: got drop with teacher.cross_tokenizer=uld: expected bucket"),
         ({**GOLD, "teacher.top_k": 10_000}, "teacher.top_k: got 10000, expected at most 512"),
         ({**GOLD, "teacher.parallel": {"fsdp": 1}}, "teacher.parallel: expected null with teacher.cross_tokenizer"),
-        ({"teacher.top_k": 7}, "teacher.top_k: has an effect only with teacher.url or teacher.cross_tokenizer"),
-        ({**GOLD, "teacher.signal": "chosen"}, "teacher.signal: has an effect only with teacher.url"),
+        (
+            {"teacher.top_k": 7},
+            "teacher.top_k: got 7: expected 64, because it has an effect only with teacher.url or teacher.cross_tokenizer",
+        ),
+        (
+            {**GOLD, "teacher.signal": "chosen"},
+            "teacher.signal: got chosen: expected hidden, because it has an effect only with teacher.url",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(folder: Path, settings: dict[str, Any], message: str) -> None:

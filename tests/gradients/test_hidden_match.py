@@ -217,7 +217,9 @@ def test_what_is_refused(folder: Path, settings: dict[str, Any], message: str) -
 
 
 def test_a_teacher_that_is_not_in_the_job_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"objective.hidden: needs the teacher's layers in this job"):
+    with pytest.raises(
+        ConfigError, match=r"objective.hidden: expected .*, because the teacher's layers have to be in this job"
+    ):
         write_run(folder, cached=True, **{"teacher.cache": "cache", "objective.hidden": PAIRS})
 
 

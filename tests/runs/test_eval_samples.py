@@ -119,5 +119,5 @@ def test_several_sets_take_turns(tmp_path: Path) -> None:
 
 def test_without_held_out_data_there_are_no_prompts(tmp_path: Path) -> None:
     write_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"^eval\.samples: got 3 with data\.eval 0: expected held-out data"):
+    with pytest.raises(ConfigError, match=r"^eval\.samples: got 3 with data\.eval=0\.0: expected held-out data"):
         load_config(tmp_path / "run.yaml", ["eval.samples=3", "data.eval=0"])

@@ -223,7 +223,7 @@ def test_every_kind_of_objective(
         ({"rollout.writer": "teacher", "objective.loss": "sampled_kl(k2)"}, "objective.loss", "student's own"),
         ({"rollout.max_new_tokens": 37}, "rollout.max_new_tokens", "leaves no room for a prompt"),
         ({"objective.tokens": "all"}, "objective.tokens", "expected completion"),
-        ({"rollout.url": "http://127.0.0.1:1"}, "rollout.engine", "runs in this process, with rollout.url"),
+        ({"rollout.url": "http://127.0.0.1:1"}, "rollout.engine", "transformers runs in this process"),
         ({"rollout.engine": "vllm"}, "rollout.url", "expected the address of the server"),
         ({"rollout.reward": "hooks.length", "objective.loss": "policy_gradient"}, "rollout.reward", "package.module"),
         ({"rollout.timeout": 5.0}, "rollout.timeout", "only with rollout.url"),

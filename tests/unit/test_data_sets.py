@@ -199,9 +199,9 @@ def test_a_run_on_a_mixture_resumes_to_the_bit_and_keeps_the_best_of_a_set(tmp_p
         ({"data.train": []}, "data.train", "got an empty list"),
         ({"data.train": [{"source": "a"}, {"source": "a"}]}, "data.train", "got a source twice"),
         ({"data.train": [{"source": "a", "weight": 0.0}]}, "data.train", ""),
-        ({"checkpoint.best": "eval/math/cross_entropy"}, "checkpoint.best", "data.eval has no sets with names"),
+        ({"checkpoint.best": "eval/math/cross_entropy"}, "checkpoint.best", "a set with a name in data.eval"),
         ({"rollout": {}, "data.train": [{"source": "a"}]}, "data.train", "one source with rollout"),
-        ({"data.cache": "./o/cache"}, "data.cache", "got ./o/cache, which is in out=o: expected another folder"),
+        ({"data.cache": "./o/cache"}, "data.cache", "got ./o/cache with out=o: expected a folder outside of out"),
     ],
 )
 def test_mistakes_in_the_configuration(changes: dict[str, Any], key: str, reason: str) -> None:
