@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stillhouse.config.keys import ANY_NAME, named_sections, section_of
 from stillhouse.config.peers import PEERS, peer_entries
-from stillhouse.config.run import RunConfig
+from stillhouse.config.schema import ANY_NAME, describe, named_sections, section_of, written
 from stillhouse.config.section import Section
-from stillhouse.config.words import describe, written
+from stillhouse.config.sections.run_section import RunConfig
 
 COMING_FROM = "coming_from.md"
 EXAMPLE = """\

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stillhouse.config.checkpoint import KNOWN, is_of_callback, set_of
-from stillhouse.config.errors import ConfigError, listed
-from stillhouse.config.keys import ANY_NAME, value_fields
-from stillhouse.config.run import RunConfig
+from stillhouse.config.mistakes import ConfigError, listed
+from stillhouse.config.schema import ANY_NAME, value_fields, written
 from stillhouse.config.section import Section
-from stillhouse.config.teachers import TeachersConfig
-from stillhouse.config.words import written
+from stillhouse.config.sections.checkpoint_section import KNOWN, is_of_callback, set_of
+from stillhouse.config.sections.run_section import RunConfig
+from stillhouse.config.sections.teacher_section import TeachersConfig
 
 #: in a row, `teacher.` stands for every teacher, and this for each of several
 _NAMED = f"teachers.{ANY_NAME}."

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RunConfig, TeachersConfig
 from stillhouse.config.rules import check_rules
-from stillhouse.config.task import TaskSpec
+from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data import (
     DataReport,
     Documents,

@@ -10,8 +10,9 @@ from ruamel.yaml import YAML
 from stillhouse.cli import cli
 from stillhouse.config import RunConfig, load_config, override_hint
 from stillhouse.config.document import with_names
-from stillhouse.config.keys import nearest, value_fields
+from stillhouse.config.explain import nearest
 from stillhouse.config.peers import PEERS, peer_entries, peer_hint, peer_table
+from stillhouse.config.schema import value_fields
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 KNOWN = {**value_fields(RunConfig), **RunConfig.model_fields}

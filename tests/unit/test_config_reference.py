@@ -17,7 +17,7 @@ from stillhouse.config import (
     load_config,
 )
 from stillhouse.config.document import EXAMPLE, json_schema, markdown, write
-from stillhouse.config.keys import ANY_NAME, section_of, value_fields
+from stillhouse.config.schema import ANY_NAME, section_of, value_fields
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.config.teacher import CACHED
+from stillhouse.config.sections.teacher_section import CACHED
 from stillhouse.signals.cache.layout import ShardLayout, layout_of
 from stillhouse.signals.spec import SignalSpec
 

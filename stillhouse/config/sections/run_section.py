@@ -5,17 +5,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from stillhouse.config.checkpoint import CheckpointConfig
-from stillhouse.config.data import DataConfig
-from stillhouse.config.evaluation import EvalConfig
-from stillhouse.config.objective import ObjectiveConfig
-from stillhouse.config.parallel import ParallelConfig
-from stillhouse.config.rollout import RolloutConfig
 from stillhouse.config.section import PathText, Section
-from stillhouse.config.student import StudentConfig
-from stillhouse.config.teacher import TeacherConfig
-from stillhouse.config.teachers import NamedTeacherConfig, TeachersConfig
-from stillhouse.config.train import TrainConfig
+from stillhouse.config.sections.checkpoint_section import CheckpointConfig
+from stillhouse.config.sections.data_section import DataConfig
+from stillhouse.config.sections.eval_section import EvalConfig
+from stillhouse.config.sections.objective_section import ObjectiveConfig
+from stillhouse.config.sections.parallel_section import ParallelConfig
+from stillhouse.config.sections.rollout_section import RolloutConfig
+from stillhouse.config.sections.student_section import StudentConfig
+from stillhouse.config.sections.teacher_section import NamedTeacherConfig, TeacherConfig, TeachersConfig
+from stillhouse.config.sections.train_section import TrainConfig
 
 
 class RunConfig(Section):

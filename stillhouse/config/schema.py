@@ -1,10 +1,60 @@
-"""Describes the values that a key accepts, from its JSON schema: the same words for the reference and for errors."""
+"""The keys of the configuration, from its classes, and the values that they accept, in words."""
 
 import json
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
+from pydantic.fields import FieldInfo
+
+from stillhouse.config.section import Section
+
+#: stands for a name of the user's choice in a dotted key
+ANY_NAME = "<name>"
 Schema = dict[str, Any]
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The class of a field that is a section, optional or not; None for a plain value, and for a list of sections."""
+    if get_origin(field.annotation) is list:
+        return None
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def item_section(field: FieldInfo) -> type[Section] | None:
+    """The class of the sections of which a field is a list; None for any other field."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) is list else ()
+    return next((each for each in kinds if isinstance(each, type) and issubclass(each, Section)), None)
+
+
+def named_sections(model: type[Section]) -> type[Section] | None:
+    """The class of the sections that a section has under names of the user's choice; None if it has none."""
+    if model.model_config.get("extra") != "allow":
+        return None
+    return get_args(get_type_hints(model)["__pydantic_extra__"])[1]
+
+
+def inner_section(model: type[Section], name: str) -> type[Section] | None:
+    """The class of the section with this name in a section; None for a plain value and for an unknown name."""
+    if name in model.model_fields:
+        return section_of(model.model_fields[name])
+    return named_sections(model)
+
+
+def value_fields(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every key that takes a value, by its full dotted path, in the order of the classes."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        section = section_of(field)
+        if section is None:
+            fields[prefix + name] = field
+        else:
+            fields |= value_fields(section, f"{prefix}{name}.")
+    if named := named_sections(model):
+        fields |= value_fields(named, f"{prefix}{ANY_NAME}.")
+    return fields
 
 
 def describe(schema: Schema) -> str:
