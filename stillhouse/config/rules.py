@@ -12,7 +12,7 @@ from typing import Any
 from stillhouse.config.mistakes import ConfigError, listed
 from stillhouse.config.schema import ANY_NAME, value_fields, written
 from stillhouse.config.section import Section
-from stillhouse.config.sections.checkpoint_section import KNOWN, is_of_callback, set_of
+from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.sections.teacher_section import TeachersConfig
 
@@ -167,6 +167,10 @@ RULES: tuple[Rule, ...] = (
         "teacher.cross_tokenizer",
         because="every process that needs signals holds the whole teacher",
     ),
+    *(
+        Rule((f"teacher.parallel.{key}",), bool, f"parallel.{key} in its place", "it is of both models")
+        for key in ("gather_dtype", "offload")
+    ),
     excludes("teacher.tail", "teacher.cross_tokenizer=uld", because="it has no effect there"),
     # several teachers
     excludes("teachers", "teacher", expected="null with teacher, or all teachers under teachers, each by a name"),
@@ -206,6 +210,14 @@ RULES: tuple[Rule, ...] = (
         lambda url, engine: url is None and engine != "transformers",
         "the address of the server",
     ),
+    Rule(
+        ("rollout.engine", "student.adapter", "rollout.writer"),
+        lambda engine, adapter, writer: (
+            engine in ("stillhouse", "sglang") and adapter is not None and writer == "student"
+        ),
+        "vllm or transformers",
+        "the others take whole models",
+    ),
     needs("rollout.timeout", "rollout.url"),
     needs("rollout.weights", "rollout.url"),
     excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
@@ -225,6 +237,7 @@ RULES: tuple[Rule, ...] = (
         "at most data.max_tokens - 2, or a larger data.max_tokens",
         "more leaves no room for a prompt of two tokens",
     ),
+    excludes("rollout.discount", "parallel.context", because="context parallelism divides completions"),
     excludes("objective.tokens", "rollout", because="rollouts train on completions"),
     excludes("teacher.cache", "rollout", because="a cache has no signals of completions that the run writes"),
     excludes("teacher.cross_tokenizer", "rollout"),
@@ -270,6 +283,25 @@ RULES: tuple[Rule, ...] = (
         ("checkpoint.best", "data.eval"),
         lambda best, sets: set_of(best) is not None and (not isinstance(sets, dict) or set_of(best) not in sets),
         "a metric of a set with a name in data.eval",
+    ),
+    Rule(
+        ("checkpoint.best", "eval.tasks"),
+        lambda best, tasks: (
+            (best or "").startswith("eval/exact_match/")
+            and not any(best.endswith(f"/{text.partition('(')[0]}") for text in tasks)
+        ),
+        "its task in eval.tasks",
+    ),
+    Rule(
+        ("checkpoint.best", "data.eval", "teacher", "teachers"),
+        lambda best, source, *teachers: compares_with_teacher(best) and bool(source) and not any(teachers),
+        "eval/cross_entropy, a task or null",
+        "there is no teacher",
+    ),
+    Rule(
+        ("checkpoint.best", "data.eval", "teacher.cross_tokenizer"),
+        lambda best, source, method: compares_with_teacher(best) and bool(source) and method == "uld",
+        "eval/cross_entropy, a task or null",
     ),
     Rule(
         ("eval.samples", "data.eval"),
@@ -326,6 +358,7 @@ RULES: tuple[Rule, ...] = (
         for key in ("train.micro_batch_tokens", "eval.micro_batch_tokens")
         for attention in ("student.attention", "teacher.attention")
     ),
+    excludes("train.optimizer", "parallel.offload"),
     excludes(
         "parallel.gather_dtype",
         "train.precision=fp32",

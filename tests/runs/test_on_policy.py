@@ -231,7 +231,7 @@ def test_every_kind_of_objective(
         (
             {"checkpoint.best": "eval/exact_match/sums", "eval.tasks": ["brackets"]},
             "checkpoint.best",
-            "expected sums",
+            "expected its task in eval.tasks",
         ),
         ({"rollout.reward": "hooks:length", "rollout.samples_per_prompt": 1}, "rollout.samples_per_prompt", "got 1"),
     ],

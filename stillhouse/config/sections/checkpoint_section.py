@@ -32,6 +32,11 @@ def is_of_callback(metric: str | None) -> bool:
     return metric is not None and metric not in KNOWN and set_of(metric) is None
 
 
+def compares_with_teacher(metric: str | None) -> bool:
+    """Whether a metric compares the student with a teacher."""
+    return (metric or "").endswith(("/forward_kl", "/agreement"))
+
+
 class CheckpointConfig(Section):
     """Which checkpoints a run writes and keeps, and from which checkpoint it resumes."""
 
@@ -75,8 +80,3 @@ class CheckpointConfig(Section):
     @property
     def best_of_callback(self) -> bool:
         return is_of_callback(self.best)
-
-    @property
-    def best_needs_teacher(self) -> bool:
-        """Whether the metric compares the student with a teacher."""
-        return (self.best or "").endswith(("/forward_kl", "/agreement"))
