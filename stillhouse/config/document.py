@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stillhouse.config.peers import PEERS, peer_entries
-from stillhouse.config.schema import ANY_NAME, describe, named_sections, section_of, written
+from stillhouse.config.schema import ANY_NAME, describe, named_sections, section_of, yaml_value
 from stillhouse.config.section import Section
 from stillhouse.config.sections.run_section import RunConfig
 
@@ -99,7 +99,7 @@ def with_names(page: str) -> str:
     """The page for those who come from another tool, with a new table after each mark `<!-- names: … -->`."""
     return re.sub(
         r"(?s)(<!-- names: (\w+) -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}{_names(found[2])}{found[3]}",
+        lambda mark: f"{mark[1]}{_names(mark[2])}{mark[3]}",
         page,
     )
 
@@ -121,8 +121,8 @@ def _tables(key: str, section: type[Section]) -> list[str]:
             tables += _tables(f"{key}.{name}", inner)
     if (named := named_sections(section)) is not None:
         # the keys of the class that it extends are in a table already
-        own = set(named.model_fields) - set(named.__mro__[1].model_fields)  # type: ignore[attr-defined]
-        tables.append(_table(f"`{key}.{ANY_NAME}`", f"{key}.{ANY_NAME}.", named, own))
+        names = set(named.model_fields) - set(named.__mro__[1].model_fields)  # type: ignore[attr-defined]
+        tables.append(_table(f"`{key}.{ANY_NAME}`", f"{key}.{ANY_NAME}.", named, names))
     return tables
 
 
@@ -138,7 +138,7 @@ def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> 
     ]
     for name, field in section.model_fields.items():
         if name in names:
-            default = "required" if field.is_required() else f"`{written(field.default)}`"
+            default = "required" if field.is_required() else f"`{yaml_value(field.default)}`"
             lines.append(f"| `{prefix}{name}` | {describe(properties[name])} | {default} | {field.description} |")
     return "\n".join([*lines, ""])
 

@@ -26,9 +26,9 @@ class ConfigError(ValueError):
     def joined(errors: Sequence["ConfigError"]) -> "ConfigError":
         """Combine several errors into one."""
         first, *others = errors
-        whole = ConfigError(first.key, "\n".join([first.problem, *map(str, others)]))
-        whole.parts = tuple(errors)
-        return whole
+        combined = ConfigError(first.key, "\n".join([first.problem, *map(str, others)]))
+        combined.parts = tuple(errors)
+        return combined
 
 
 class MissingKeyError(ConfigError):
@@ -36,7 +36,10 @@ class MissingKeyError(ConfigError):
 
 
 def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes, and the number of all others. more: mistakes that are not in the list."""
+    """One error with the first mistakes, and the number of all others.
+
+    more: the number of mistakes that are not in the list
+    """
     shown = list(mistakes[:MOST_LINES])
     if more := more + len(mistakes) - len(shown):
         shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))

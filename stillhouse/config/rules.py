@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stillhouse.config.mistakes import ConfigError, listed
-from stillhouse.config.schema import ANY_NAME, value_fields, written
+from stillhouse.config.schema import ANY_NAME, value_fields, yaml_value
 from stillhouse.config.section import Section
 from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
 from stillhouse.config.sections.run_section import RunConfig
@@ -63,16 +63,16 @@ class Rule:
     def _problem(self, value: Any, *others: Any) -> str:
         """What was given and what is expected, in words."""
         with_others = " and ".join(
-            key if _is_section(other) else f"{key}={written(other)}"
+            key if _is_section(other) else f"{key}={yaml_value(other)}"
             for key, other in zip(self.keys[1:], others, strict=True)
             if other is not None and key != "teacher"  # which `expected` then names
         )
-        given = " with ".join(filter(None, ["" if _is_section(value) else f"got {written(value)}", with_others]))
+        got = " with ".join(filter(None, ["" if _is_section(value) else f"got {yaml_value(value)}", with_others]))
         expected = f"expected {self.expected}"
         because = f", because {self.because}" if self.because else ""
-        if given.startswith("got "):
-            return f"{given}: {expected}{because}"
-        return f"{expected} with {given}{because}" if given else f"{expected}{because}"
+        if got.startswith("got "):
+            return f"{got}: {expected}{because}"
+        return f"{expected} with {got}{because}" if got else f"{expected}{because}"
 
 
 def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
@@ -80,16 +80,16 @@ def excludes(key: str, *others: str, expected: str = "", because: str = "") -> R
 
     A key is set if it has neither its default nor null; `key=value` stands for this value alone.
     """
-    keys, signs, texts = zip(*(each.partition("=") for each in (key, *others)), strict=True)
+    keys, signs, texts = zip(*(text.partition("=") for text in (key, *others)), strict=True)
 
     def refuses(*values: Any) -> bool:
         first, *rest = (
-            written(value) == text if sign else value not in (None, _default(name))
+            yaml_value(value) == text if sign else value not in (None, _default(name))
             for name, sign, text, value in zip(keys, signs, texts, values, strict=True)
         )
         return first and any(rest)
 
-    return Rule(keys, refuses, expected or written(_default(keys[0])), because)
+    return Rule(keys, refuses, expected or yaml_value(_default(keys[0])), because)
 
 
 def needs(key: str, *others: str) -> Rule:
@@ -97,7 +97,7 @@ def needs(key: str, *others: str) -> Rule:
     return Rule(
         (key, *others),
         lambda value, *values: value != _default(key) and all(other is None for other in values),
-        written(_default(key)),
+        yaml_value(_default(key)),
         f"it has an effect only with {' or '.join(others)}",
     )
 

@@ -26,7 +26,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 def item_section(field: FieldInfo) -> type[Section] | None:
     """The class of the sections of which a field is a list; None for any other field."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is list else ()
-    return next((each for each in kinds if isinstance(each, type) and issubclass(each, Section)), None)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def named_sections(model: type[Section]) -> type[Section] | None:
@@ -106,10 +106,10 @@ def _range(schema: Schema) -> str:
     return f" {' and '.join(limits)}" if limits else ""
 
 
-def written(value: Any) -> str:
+def yaml_value(value: Any) -> str:
     """A value as it is written in YAML."""
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(written, value))}]"
+        return f"[{', '.join(map(yaml_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {written(part)}' for name, part in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {yaml_value(part)}' for name, part in value.items())}}}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -62,8 +62,8 @@ class RunConfig(Section):
     @property
     def teacher_sections(self) -> dict[str, TeacherConfig]:
         """All teachers, by the dotted keys of their sections."""
-        alone = {} if self.teacher is None else {"teacher": self.teacher}
-        return alone | {f"teachers.{name}": each for name, each in self.several.items()}
+        single = {} if self.teacher is None else {"teacher": self.teacher}
+        return single | {f"teachers.{name}": teacher for name, teacher in self.several.items()}
 
     @property
     def flash_attentions(self) -> list[str]:
@@ -77,11 +77,11 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rollouts_minimise_reverse_kl(cls, given: Any) -> Any:
+    def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:
         """The default loss on the student's own completions."""
-        if not isinstance(given, Mapping) or given.get("rollout") is None:
-            return given
-        objective = given.get("objective", {})
+        if not isinstance(content, Mapping) or content.get("rollout") is None:
+            return content
+        objective = content.get("objective", {})
         if not isinstance(objective, Mapping) or "loss" in objective:
-            return given
-        return {**given, "objective": {"loss": "reverse_kl", **objective}}
+            return content
+        return {**content, "objective": {"loss": "reverse_kl", **objective}}

@@ -115,14 +115,14 @@ class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
             return list(range(count))
         if isinstance(self.layers, list):
             return self.layers
-        found = re.fullmatch(_GRAMMAR, self.layers)
-        assert found is not None
+        match = re.fullmatch(_GRAMMAR, self.layers)
+        assert match is not None
         k = int(self.layers.partition(" ")[2])
         return {
             "every": list(range(0, count, k)),
             "first": list(range(k)),
             "last": list(range(count - k, count)),
-        }[found[1]]
+        }[match[1]]
 
 
 class StudentConfig(ModelConfig):

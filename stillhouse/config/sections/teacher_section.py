@@ -10,8 +10,7 @@ from stillhouse.config.section import PathText, Section, Text, Urls, url_list
 from stillhouse.config.sections.model_section import ModelConfig
 from stillhouse.config.sections.parallel_section import ParallelConfig
 
-#: the folder of a cache with its teacher's configuration, tokenizer and output head
-CACHED = "teacher"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 class TeacherConfig(ModelConfig):
@@ -119,18 +118,15 @@ class TeacherConfig(ModelConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_a_source(cls, given: Any) -> Any:
-        if isinstance(given, dict) and all(given.get(name) is None for name in cls.sources):
+    def _has_a_source(cls, content: Any) -> Any:
+        if isinstance(content, dict) and all(content.get(name) is None for name in cls.sources):
             *others, last = cls.sources[1:]
             raise MissingKeyError(
                 "model",
                 f"required, but not given; expected: the model, such as Qwen/Qwen3-8B, or in its place the key "
                 f"{', '.join(others)} or {last}",
             )
-        return given
-
-
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+        return content
 
 
 class NamedTeacherConfig(TeacherConfig):
@@ -192,11 +188,11 @@ class TeachersConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_names(cls, given: Any) -> Any:
-        names = [name for name in given if name not in cls.model_fields] if isinstance(given, dict) else None
+    def _has_names(cls, content: Any) -> Any:
+        names = [name for name in content if name not in cls.model_fields] if isinstance(content, dict) else None
         if names == []:
             raise ValueError("names no teacher; expected one or more, such as math: {model: Qwen/Qwen3-8B}")
         for name in names or ():
-            if not (isinstance(name, str) and NAME.fullmatch(name)):
+            if not (isinstance(name, str) and _NAME.fullmatch(name)):
                 raise ConfigError(name, "expected a name of letters, digits, - and _, such as math")
-        return given
+        return content

@@ -92,7 +92,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _steps_unset_epochs(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("steps") is not None:
-            return {"epochs": None, **given}
-        return given
+    def _steps_unset_epochs(cls, content: Any) -> Any:
+        if isinstance(content, Mapping) and content.get("steps") is not None:
+            return {"epochs": None, **content}
+        return content
