@@ -54,45 +54,6 @@ def test_every_name_leads_to_its_key(peer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("train.lr", "lr is train.learning_rate here"),
-        ("lr", "lr is train.learning_rate here"),
-        ("objective.beta", "beta of TRL and ms-swift is objective.loss here (beta=0 is forward_kl"),
-        ("teacher.torch_dtype", "torch_dtype of ms-swift is teacher.dtype here"),
-        ("student.torch_dtype", "torch_dtype of ms-swift is student.dtype here"),
-        ("output_dir", "output_dir of TRL, ms-swift and axolotl is the key out here"),
-        ("lmbda", "lmbda of TRL and ms-swift is rollout.share here"),
-        ("training_args.lmbda", "lmbda of TRL and ms-swift is rollout.share here"),
-        (
-            "kd_ratio",
-            "kd_ratio of Automodel is objective.loss here (kd_ratio=r is (1-r)*cross_entropy + r*forward_kl)",
-        ),
-        ("bf16", "is train.precision here"),
-        ("per_device_train_batch_size", "is train.micro_batch_tokens here (in tokens, for memory alone"),
-        ("gradient_accumulation_steps", "is train.tokens_per_step here (the tokens of an optimizer step"),
-        ("max_length", "is data.max_tokens here"),
-        ("num_train_epochs", "is train.epochs here"),
-        ("train.epsilon", "train.epsilon is train.eps here"),
-        ("epsilon", "epsilon of TRL and ms-swift is objective.loss here (the limits of PPO's ratio"),
-        ("agent.num_workers", "agent.num_workers of verl has no key here: the run asks the engine"),
-        ("dataset.num_workers", "num_workers has no key here: text is tokenised once"),
-        ("optim.lr", "actor_rollout_ref.actor.optim.lr of verl is train.learning_rate here"),
-        ("dataset_prepared_path", "dataset_prepared_path of axolotl is data.cache here"),
-        ("liger_rope", "liger_rope has no key here: the objective never makes the logits of all tokens"),
-        ("checkpoint.model_save_format", "checkpoint.model_save_format of Automodel has no key here: checkpoints"),
-        ("algorithm.kl_ctrl.kl_coef", "is objective.loss here (one sum with coefficients"),
-        ("eval.steps", "eval_steps of TRL, ms-swift and axolotl is eval.every here"),
-        ("logging_steps", "logging_steps of TRL, ms-swift and axolotl has no key here: every step is logged"),
-    ],
-)
-def test_a_name_of_another_tool_is_translated(key: str, words: str) -> None:
-    error = failure(f"{key}=1")
-    assert error.key == key
-    assert f"unknown key; {words}" in str(error) or words in str(error)
-
-
-@pytest.mark.parametrize(
     ("option", "words"),
     [
         ("--learning-rate", "; an override has no dashes: train.learning_rate=..."),
