@@ -36,7 +36,7 @@ from benchmarks import task_models
 from benchmarks.on_policy_tables import draw, length_table, summary_of, table
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
-from stillhouse.config.task import TaskSpec
+from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data.problems import problem
 from stillhouse.generation import GenerationRequest, Sampling
 from stillhouse.generation.generate import Generator

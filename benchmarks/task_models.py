@@ -28,7 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stillhouse.config.task import TaskSpec
+from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data.problems import Problem, problem
 from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.task_evaluation import evaluate_tasks

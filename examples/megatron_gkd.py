@@ -36,10 +36,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stillhouse.config.errors import ConfigError
 from stillhouse.config.explain import explain
-from stillhouse.config.objective import ObjectiveConfig
+from stillhouse.config.mistakes import ConfigError
 from stillhouse.config.section import PathText, Section
+from stillhouse.config.sections.objective_section import ObjectiveConfig
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models.megatron import MegatronProcessor

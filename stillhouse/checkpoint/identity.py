@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from stillhouse.config import RunConfig
-from stillhouse.config.loading import dotted_values
+from stillhouse.config.read_config import dotted_values
 
 #: sections and keys that may change when a run is resumed
 _FREE = {

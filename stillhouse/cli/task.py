@@ -27,7 +27,7 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     \b
     stillhouse task sums --count 5000 --seed 0 --lengths 2:8 --out sums.jsonl
     """
-    from stillhouse.config.task import TaskSpec
+    from stillhouse.config.task_spec import TaskSpec
 
     spec = TaskSpec.of(name, lengths)
     if out.exists():

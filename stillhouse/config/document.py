@@ -10,14 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import PydanticUndefined
-
-from stillhouse.config.keys import ANY_NAME, named_sections, section_of
-from stillhouse.config.peer_key import PEERS
-from stillhouse.config.peer_names import TABLE
-from stillhouse.config.run import RunConfig
+from stillhouse.config.peers import PEERS, peer_entries
+from stillhouse.config.schema import ANY_NAME, describe, named_sections, section_of, yaml_value
 from stillhouse.config.section import Section
-from stillhouse.config.words import describe
+from stillhouse.config.sections.run_section import RunConfig
 
 COMING_FROM = "coming_from.md"
 EXAMPLE = """\
@@ -103,17 +99,17 @@ def with_names(page: str) -> str:
     """The page for those who come from another tool, with a new table after each mark `<!-- names: … -->`."""
     return re.sub(
         r"(?s)(<!-- names: (\w+) -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}{_names(found[2])}{found[3]}",
+        lambda mark: f"{mark[1]}{_names(mark[2])}{mark[3]}",
         page,
     )
 
 
 def _names(peer: str) -> str:
     lines = ["", f"| {PEERS[peer]} | here | |", "| --- | --- | --- |"]
-    for row in TABLE:
-        if names := getattr(row, peer).split():
-            keys = ", ".join(f"`{key}`" for key in row.keys)
-            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {keys} | {row.note} |")
+    for entry in peer_entries():
+        if names := getattr(entry, peer):
+            keys = ", ".join(f"`{key}`" for key in entry.ours)
+            lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {keys} | {entry.note} |")
     return "\n".join([*lines, "", ""])
 
 
@@ -125,8 +121,8 @@ def _tables(key: str, section: type[Section]) -> list[str]:
             tables += _tables(f"{key}.{name}", inner)
     if (named := named_sections(section)) is not None:
         # the keys of the class that it extends are in a table already
-        own = set(named.model_fields) - set(named.__mro__[1].model_fields)  # type: ignore[attr-defined]
-        tables.append(_table(f"`{key}.{ANY_NAME}`", f"{key}.{ANY_NAME}.", named, own))
+        names = set(named.model_fields) - set(named.__mro__[1].model_fields)  # type: ignore[attr-defined]
+        tables.append(_table(f"`{key}.{ANY_NAME}`", f"{key}.{ANY_NAME}.", named, names))
     return tables
 
 
@@ -142,17 +138,9 @@ def _table(title: str, prefix: str, section: type[Section], names: set[str]) -> 
     ]
     for name, field in section.model_fields.items():
         if name in names:
-            default = "required" if field.is_required() else f"`{_written(field.default)}`"
+            default = "required" if field.is_required() else f"`{yaml_value(field.default)}`"
             lines.append(f"| `{prefix}{name}` | {describe(properties[name])} | {default} | {field.description} |")
     return "\n".join([*lines, ""])
-
-
-def _written(default: Any) -> str:
-    """A default value as it is written in YAML."""
-    assert default is not PydanticUndefined
-    if isinstance(default, tuple | list):
-        return f"[{', '.join(_written(item) for item in default)}]"
-    return default if isinstance(default, str) else json.dumps(default)
 
 
 def _for_editors(schema: Any) -> Any:

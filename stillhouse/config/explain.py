@@ -1,70 +1,62 @@
-"""Turns pydantic's errors into one line each: the key, the given value, the expected values."""
+"""Turns pydantic's errors into one line each: the key, the value, what is expected, and what is probably meant."""
 
+import difflib
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stillhouse.config.errors import ConfigError, MissingKeyError
-from stillhouse.config.keys import inner_section, item_section, section_of, unknown_key
-from stillhouse.config.near_values import value_hint
-from stillhouse.config.peer_hints import peer_hint
+from stillhouse.config.mistakes import ConfigError, MissingKeyError, listed
+from stillhouse.config.peers import NO_KEY, peer_hint, peer_value
+from stillhouse.config.schema import ANY_NAME, Schema, describe, inner_section, item_section, section_of, value_fields
 from stillhouse.config.section import Section
-from stillhouse.config.teachers import NamedTeacherConfig
-from stillhouse.config.words import describe
 from stillhouse.display import name_list
 
+#: the least similarity of a misspelled key and the right one
+CLOSE_ENOUGH = 0.75
 #: at most this many mistakes are explained, because finding the nearest key takes a hundredth of a second
 MOST = 20
-#: a section of another tool gives a line for each of its keys that is known
-MOST_LINES = 17
 
 
-def explain(error: ValidationError, given: Mapping[str, Any], model: type[Section]) -> ConfigError:
-    """One error with all mistakes that pydantic found in `given`, in the order of the keys."""
-    found: dict[str | None, ConfigError] = {}
+def explain(error: ValidationError, content: Mapping[str, Any], model: type[Section]) -> ConfigError:
+    """One error with all mistakes that pydantic found, in the order of the keys.
+
+    content: the nested mapping that was validated
+    model: the class that it was validated as
+    """
+    mistakes: dict[str | None, ConfigError] = {}
     for detail in error.errors()[:MOST]:
-        for problem in _problems(detail, given, model):
-            found.setdefault(problem.key, problem)
-    return listed(list(found.values()), more=max(0, error.error_count() - MOST))
+        for mistake in _mistakes(detail, content, model):
+            mistakes.setdefault(mistake.key, mistake)
+    return listed(list(mistakes.values()), more=max(0, error.error_count() - MOST))
 
 
-def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
-    """One error with the first mistakes, and the number of all others. more: mistakes that are not in the list."""
-    shown = list(mistakes[:MOST_LINES])
-    if more := more + len(mistakes) - len(shown):
-        shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
-    return shown[0] if len(shown) == 1 else ConfigError.joined(shown)
-
-
-def _problems(detail: ErrorDetails, given: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
-    written = detail.get("ctx", {}).get("error")
-    if isinstance(written, ConfigError):
-        yield _of_named_teacher(written, detail["loc"])
+def _mistakes(detail: ErrorDetails, content: Mapping[str, Any], model: type[Section]) -> Iterator[ConfigError]:
+    error = detail.get("ctx", {}).get("error")
+    if isinstance(error, ConfigError):  # of a section's validator, which knows the key in its section
+        yield type(error)(".".join(map(str, [*detail["loc"], error.key])), error.problem)
+    elif error is not None:
+        yield ConfigError(_field(detail["loc"], model)[0], str(error))
     elif detail["type"] in ("extra_forbidden", "invalid_key"):
-        key = ".".join(map(str, detail["loc"]))
-        within = [each for each in _leaves(key, detail["input"]) if each != key]
-        of_peers = [each for each in within if peer_hint(each)]
-        yield from (unknown_key(each, model) for each in of_peers or [key])
-        if of_peers and (others := [each.removeprefix(f"{key}.") for each in within if each not in of_peers]):
-            yield ConfigError(key, f"unknown section; nothing is known here of its {name_list(others)}")
+        yield from _unknown(".".join(map(str, detail["loc"])), detail["input"], model)
     else:
         key, owner, name = _field(detail["loc"], model)
         if detail["type"] == "missing" and len(detail["loc"]) == key.count(".") + 1:
             yield from _missing(key, owner, name)
         else:
-            expected = _expected(owner, name)
-            if expected == "text" and (examples := owner.model_fields[name].examples):
-                expected = f"text, such as {' or '.join(map(str, examples))}"
-            value = _value(given, key)
-            near = ""
-            if name in owner.model_fields and inner_section(owner, name) is None:
-                schema = owner.model_json_schema()["properties"][name]
-                near = value_hint(key, value, schema, owner.model_fields[name].default)
-            yield ConfigError(key, f"got {_shown(value)}; expected: {expected}{near}")
+            yield _wrong_value(key, owner, name, content)
+
+
+def _unknown(key: str, value: Any, model: type[Section]) -> Iterator[ConfigError]:
+    """The errors for an unknown key or section; of another tool's section, one for each key that is known."""
+    keys = [inner for inner in _leaves(key, value) if inner != key]
+    of_peers = [inner for inner in keys if peer_hint(inner)]
+    yield from (unknown_key(inner, model) for inner in of_peers or [key])
+    if of_peers and (others := [inner.removeprefix(f"{key}.") for inner in keys if inner not in of_peers]):
+        yield ConfigError(key, f"unknown section; nothing is known here of its {name_list(others)}")
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
@@ -72,8 +64,8 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
     if not isinstance(value, Mapping) or not value:
         yield key
         return
-    for name, each in value.items():
-        yield from _leaves(f"{key}.{name}", each)
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
 
 
 def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, type[Section], str]:
@@ -93,16 +85,6 @@ def _field(location: tuple[int | str, ...], model: type[Section]) -> tuple[str, 
     return f"{name}.{key}", owner, last
 
 
-def _of_named_teacher(error: ConfigError, location: tuple[int | str, ...]) -> ConfigError:
-    """The same error with its whole key: one of several teachers only knows the keys of the section teacher."""
-    if location[:1] != ("teachers",) or len(location) < 2:
-        return error
-    own = f"teachers.{location[1]}."
-    keys = "|".join(NamedTeacherConfig.model_fields)
-    of_teacher = re.compile(rf"\bteacher\.(?=(?:{keys})\b)")
-    return type(error)(of_teacher.sub(own, str(error.key)), of_teacher.sub(own, error.problem))
-
-
 def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyError]:
     field = owner.model_fields[name]
     section = section_of(field)
@@ -115,21 +97,28 @@ def _missing(key: str, owner: type[Section], name: str) -> Iterator[MissingKeyEr
         yield MissingKeyError(key, f"required, but not given; expected: {_expected(owner, name)}, such as {example}")
 
 
+def _wrong_value(key: str, owner: type[Section], name: str, content: Mapping[str, Any]) -> ConfigError:
+    value: Any = content
+    for part in key.split("."):
+        value = value[part]
+    expected, hint = _expected(owner, name), ""
+    if name in owner.model_fields and inner_section(owner, name) is None:
+        field = owner.model_fields[name]
+        if expected == "text" and field.examples:
+            expected = f"text, such as {' or '.join(map(str, field.examples))}"
+        if near := _near_value(key, value, owner.model_json_schema()["properties"][name], field.default):
+            hint = f"; did you mean {near}?"
+    return ConfigError(key, f"got {_shown(value)}; expected: {expected}{hint}")
+
+
 def _expected(owner: type[Section], name: str) -> str:
     section = inner_section(owner, name)
     if section is not None:
-        own = f", or one of the keys {', '.join(owner.model_fields)}" if name not in owner.model_fields else ""
-        return f"a section with the keys {', '.join(section.model_fields)}{own}"
+        keys = f", or one of the keys {', '.join(owner.model_fields)}" if name not in owner.model_fields else ""
+        return f"a section with the keys {', '.join(section.model_fields)}{keys}"
     if name in owner.model_fields and (item := item_section(owner.model_fields[name])):
         return f"a list of sections with the keys {', '.join(item.model_fields)}"
     return describe(owner.model_json_schema()["properties"][name])
-
-
-def _value(given: Mapping[str, Any], key: str) -> Any:
-    value: Any = given
-    for name in key.split("."):
-        value = value[name]
-    return value
 
 
 def _shown(value: Any) -> str:
@@ -139,3 +128,111 @@ def _shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     return short.repr(value) + (" (text)" if isinstance(value, str) else "")
+
+
+# what is probably meant by a value
+
+
+def _near_value(key: str, value: Any, schema: Schema, default: Any) -> str:
+    """The value that is probably meant: another tool's name, a misspelling, a list without brackets; "" if none is.
+
+    schema: the key's JSON schema
+    default: the key's default
+    """
+    parts = schema.get("anyOf", [schema])
+    lists = [part.get("items", {}) for part in parts]
+    items = next((item for item in lists if item.get("type") == "string"), None)
+    choices = [choice for part in parts for choice in [*part.get("enum", []), *filter(None, [part.get("const")])]]
+    if isinstance(value, str):
+        near = peer_value(key, value) or _nearest_choice(value, choices)
+        return near or ("" if items is None else _in_brackets(value, items, default))
+    if isinstance(value, list) and items is not None and "enum" in items:
+        unknown = [name for name in value if isinstance(name, str) and name not in items["enum"]]
+        return next(filter(None, (_nearest_choice(name, items["enum"]) for name in unknown)), "")
+    return ""
+
+
+def _in_brackets(value: str, items: Schema, default: Any) -> str:
+    """The list that is meant by a text, such as [tensorboard, wandb] by tensorboard,wandb, and [] by none."""
+    if default == [] and value.lower() in ("none", "null", ""):
+        return "[]"
+    names = [name.strip() for name in value.split(",")]
+    if "enum" in items:
+        names = [_nearest_choice(name, items["enum"]) for name in names]
+    return f"[{', '.join(names)}]" if all(names) else ""
+
+
+def _nearest_choice(value: str, choices: Sequence[Any]) -> str:
+    near = difflib.get_close_matches(value.lower(), [choice for choice in choices if isinstance(choice, str)], n=1)
+    return near[0] if near else ""
+
+
+# what is probably meant by a key
+
+
+def unknown_key(key: str, model: type[Section]) -> ConfigError:
+    """The error for an unknown key.
+
+    It names the keys of this name in other sections, the key of what another tool calls so, the most similar keys, or
+    all keys of the section.
+    """
+    values = value_fields(model)
+    known = {**values, **model.model_fields}
+    parent, _, name = key.rpartition(".")
+    list_field = known.get(re.sub(r"\.\d+$", "", parent))
+    item = None if list_field is None else item_section(list_field)
+    is_elsewhere = any(other.rpartition(".")[2] == name for other in known)
+    # the section may be a part of the other tool's name: eval.steps for eval_steps
+    joined = key.replace(".", "_") if "." in key else ""
+    siblings = [other.removeprefix(f"{parent}.") for other in values if other.startswith(f"{parent}.")]
+    if item is not None:
+        problem = f"the keys of {parent} are: {', '.join(item.model_fields)}"
+    elif hint := peer_hint(key, with_section=is_elsewhere) or peer_hint(joined):
+        problem = hint
+    elif similar := nearest(key, known):
+        problem = f"did you mean {' or '.join(similar)}?"
+    else:
+        problem = f"the keys{f' of {parent}' if siblings else ''} are: {', '.join(siblings or model.model_fields)}"
+    return ConfigError(key, f"unknown key; {problem}")
+
+
+def override_hint(option: str, model: type[Section]) -> str:
+    """How a key is written that was given as an option, such as --learning-rate; "" for a name that is not known."""
+    name = option.lstrip("-").replace("-", "_")
+    known = value_fields(model)
+    if keys := [name] if name in known else [key for key in known if key.rpartition(".")[2] == name]:
+        return f"; an override has no dashes: {_overrides(keys)}"
+    if hint := peer_hint(name):
+        return f"; {hint}" if NO_KEY in hint else f"; {hint}; write key=value, without dashes"
+    if keys := nearest(name, known):
+        return f"; did you mean the override {_overrides(keys)}?"
+    return ""
+
+
+def _overrides(keys: Iterable[str]) -> str:
+    return " or ".join(f"{key}=..." for key in keys if ANY_NAME not in key)
+
+
+def nearest(key: str, known: Iterable[str]) -> list[str]:
+    """At most three known keys that are most similar to `key`: the same name in another section, or a misspelling."""
+    if key.rpartition(".")[2].startswith("_"):  # no key begins so: Hydra's _target_ is not a misspelling
+        return []
+    similarity = {candidate: _similarity(key, candidate) for candidate in known}
+    best = max(similarity.values())
+    return [name for name, score in similarity.items() if score == best][:3] if best[0] >= CLOSE_ENOUGH else []
+
+
+def _similarity(key: str, candidate: str) -> tuple[float, float]:
+    """The similarity of the last names, then that of the whole paths.
+
+    For a key without a section, the larger of the two: the section may be joined to the name without a dot.
+    """
+
+    def ratio(a: str, b: str) -> float:
+        if len(a) >= 3 and b.startswith(a):  # an abbreviation
+            return 1.0
+        return difflib.SequenceMatcher(None, a, b).ratio()
+
+    section, _, name = key.rpartition(".")
+    of_path, of_name = ratio(key, candidate), ratio(name, candidate.rpartition(".")[2])
+    return (of_name, of_path) if section else (max(of_name, of_path), 0.0)

@@ -1,12 +1,19 @@
-"""The base class of all sections: they are strict, frozen, and refuse unknown keys.
+"""The base class of all sections, and the types of values that several sections have.
 
-Strict means that text is not accepted for a number, nor true for 1. A whole number is accepted for a number.
+Sections are strict, frozen, and refuse unknown keys. Strict means that text is not accepted for a number, nor true
+for 1. A whole number is accepted for a number.
 """
 
 import os
+import re
+from pathlib import PurePath
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_FILE = re.compile(r"(?P<file>[^:]+)\.py(::?(?P<name>[A-Za-z_]\w*))?")
 
 
 class Section(BaseModel):
@@ -20,6 +27,44 @@ def expand_home(path: str) -> str:
     return os.path.expanduser(path) if path.startswith("~/") else path
 
 
+def url_list(urls: str | list[str] | None) -> list[str]:
+    """The addresses of a key that takes one, several or null."""
+    return [] if urls is None else [urls] if isinstance(urls, str) else urls
+
+
+def _checked_urls(urls: str | list[str] | None) -> str | list[str] | None:
+    for url in [""] if urls == [] else url_list(urls):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+            raise ValueError(f"got {url!r}, expected http://host:port without a path, such as /v1")
+    return urls
+
+
+def _checked_function(path: str) -> str:
+    if not _FUNCTION.fullmatch(path):
+        raise ValueError(
+            f"got {path!r}, expected package.module:function, such as mypkg.rewards:exact{function_hint(path)}"
+        )
+    return path
+
+
+def function_hint(path: str) -> str:
+    """How the function is written that `path` names with a file (my.py:f) or a dot (my.f); "" for any other path."""
+    if match := _FILE.fullmatch(path):
+        file, name = PurePath(match["file"]), match["name"] or "function"
+        if all(part.isidentifier() for part in file.parts):
+            return f"; write {'.'.join(file.parts)}:{name}"
+        if file.name.isidentifier():
+            return f"; write {file.name}:{name}, and set PYTHONPATH={file.parent}"
+        return ""
+    module, dot, name = path.rpartition(".")
+    return f"; did you mean {module}:{name}?" if dot and _FUNCTION.fullmatch(f"{module}:{name}") else ""
+
+
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_home)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+#: the address of a server, or of several
+Urls = Annotated[Text | list[Text] | None, AfterValidator(_checked_urls)]
+#: a Python function of the user's own: package.module:function
+FunctionPath = Annotated[Text, AfterValidator(_checked_function)]

@@ -9,7 +9,7 @@ from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeCon
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.reader import ReaderError
 
-from stillhouse.config.errors import ConfigError
+from stillhouse.config.mistakes import ConfigError
 from stillhouse.display import message
 from stillhouse.libraries import reading
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stillhouse.config.task import TaskSpec
+from stillhouse.config.task_spec import TaskSpec
 
 #: about this share of all problems is held out
 HELD_OUT_SHARE = 0.2

@@ -64,8 +64,6 @@ def require_optimizer(train: TrainConfig, layout: Layout) -> None:
             f"got {kind} under {layout}, which divides single weights over processes: expected "
             f"{' or '.join(_OF_DIVIDED_WEIGHTS)}, or pipeline stages alone",
         )
-    if layout.offload and kind != "adamw":
-        raise ConfigError(_KEY, f"got {kind} with parallel.offload: expected adamw")
     if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(_KEY, "torchao is not installed; pip install 'stillhouse[low-bit]'")
     if kind == "adamw_8bit" and torch._dynamo.config.disable:

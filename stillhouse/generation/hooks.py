@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from stillhouse import preemption
-from stillhouse.config.functions import function_hint
+from stillhouse.config.section import function_hint
 from stillhouse.display import escaped
 from stillhouse.preemption import OverdueError, interruptible
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.config.task import TaskSpec
+from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data.problems import exact_match, problem
 from stillhouse.data.templates import CompletionTemplate
 from stillhouse.generation import Completion, GenerationRequest, Sampling

@@ -24,7 +24,7 @@ from stillhouse.checkpoint.integrity import ROLLOUTS, IntactCheckpoint
 from stillhouse.checkpoint.queue_file import read_queue
 from stillhouse.checkpoint.save import load_checkpoint, save_checkpoint
 from stillhouse.config import ConfigError, RunConfig
-from stillhouse.config.loading import dotted_values
+from stillhouse.config.read_config import dotted_values
 from stillhouse.engine.depths import by_depth, depth_key
 from stillhouse.engine.engine import NotFiniteError, StepOutput
 from stillhouse.engine.parts import ROUTER_LOSS

@@ -18,7 +18,7 @@ import transformers
 
 import stillhouse
 from stillhouse.config import ConfigError, RunConfig
-from stillhouse.config.loading import dotted_values
+from stillhouse.config.read_config import dotted_values
 from stillhouse.output.files import UNFINISHED, explained_write_errors
 from stillhouse.parallel import Ranks
 

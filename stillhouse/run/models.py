@@ -204,9 +204,6 @@ def teacher_layout(config: RunConfig, section: str = "teacher") -> Layout | None
     teacher = config.teacher_sections.get(section)
     if teacher is None or teacher.parallel is None:
         return None
-    for key in ("gather_dtype", "offload"):
-        if getattr(teacher.parallel, key):
-            raise ConfigError(f"{section}.parallel.{key}", f"is of both models: expected parallel.{key} in its place")
     layout = layout_of(teacher.parallel, process_count(), f"{section}.parallel")
     return replace(layout, offload=config.parallel.offload or teacher.offload)
 

@@ -43,11 +43,6 @@ def open_engine(session: Session, rollout: RolloutConfig, run: str = "") -> Roll
             _generator(session, sampling_of(rollout, eos_ids(session.tokenizer, teacher)), teacher)
         )
     if rollout.urls:
-        if session.student.lora is not None and rollout.writer == "student" and rollout.engine != "vllm":
-            raise ConfigError(
-                "rollout.engine",
-                f"got {rollout.engine} with student.adapter, which takes whole models: expected vllm or transformers",
-            )
         return _served(session, rollout, run)
     return in_process_engine(session, sampling_of(rollout, eos_ids(session.tokenizer, session.student)))
 

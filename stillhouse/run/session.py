@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config import ConfigError, RunConfig, TeachersConfig
-from stillhouse.config.task import TaskSpec
+from stillhouse.config.rules import check_rules
 from stillhouse.data import (
     DataReport,
     Documents,
@@ -278,38 +278,20 @@ def connect_ranks(config: RunConfig) -> tuple[Ranks, list[str]]:
 
 
 def objective_spec(config: RunConfig) -> ObjectiveSpec:
-    """The parsed objective.loss. Raises ConfigError if it, that of MTP layers or `checkpoint.best` is impossible."""
+    """The parsed objective.loss. Raises ConfigError if it, or that of MTP layers, is impossible."""
     objective = config.objective
     try:
         spec = parse_objective(objective.loss, objective.temperature, objective.scale_by_temperature_squared)
     except ValueError as error:
         raise ConfigError("objective.loss", str(error)) from error
     require_objective(config, spec)
-    _require_task(config)
     spec = _on_rollouts(config, spec)
     mtp_objective(config, spec)  # raises ConfigError
     if config.teachers is not None:
         spec = replace(spec, teachers=_shares(config.teachers), is_mixture=config.teachers.sum == "distributions")
-    elif config.teacher is None:
-        if spec.needs_teacher:
-            raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
-        if config.data.eval and config.checkpoint.best_needs_teacher:
-            raise ConfigError(
-                "checkpoint.best",
-                f"got {config.checkpoint.best} without a teacher: expected eval/cross_entropy, a task or null",
-            )
+    elif config.teacher is None and spec.needs_teacher:
+        raise ConfigError("teacher", f"objective.loss '{objective.loss}' needs a teacher: set teacher.model")
     return spec
-
-
-def _require_task(config: RunConfig) -> None:
-    """Raise ConfigError if `checkpoint.best` is the exact match of a task that is not evaluated."""
-    best, tasks = config.checkpoint.best or "", [TaskSpec.parse(text).name for text in config.eval.tasks]
-    prefix, _, task = best.rpartition("/")
-    if prefix == "eval/exact_match" and task not in tasks:
-        raise ConfigError(
-            "checkpoint.best",
-            f"got {best}, but eval.tasks is [{', '.join(config.eval.tasks)}]: expected {task} in it",
-        )
 
 
 def _on_rollouts(config: RunConfig, spec: ObjectiveSpec) -> ObjectiveSpec:
@@ -332,8 +314,6 @@ def _on_rollouts(config: RunConfig, spec: ObjectiveSpec) -> ObjectiveSpec:
             f"got '{loss}' with rollout.share=1: cross_entropy counts on the dataset's completions, and there are"
             " none; lower rollout.share, or leave cross_entropy out",
         )
-    if rollout.discount and config.parallel is not None and config.parallel.context > 1:
-        raise ConfigError("rollout.discount", "expected 0 with parallel.context above 1, which divides completions")
     if rollout.discount and not (spec.policy_gradient and spec.teacher_kl):
         raise ConfigError(
             "rollout.discount", "has an effect only with policy_gradient(teacher_kl=…) in objective.loss"
@@ -378,7 +358,7 @@ def with_precision(config: RunConfig) -> RunConfig:
         return config
     train = config.train.model_copy(update={"precision": best_precision(device_of(config))})
     settled = config.model_copy(update={"train": train})
-    settled.require_gather_dtype()
+    check_rules(settled)
     return settled
 
 

@@ -1,21 +1,23 @@
-"""Loads configurations from overrides or from the text of a file, for the tests of the configuration."""
+"""Mistakes in configurations, and functions that load a configuration from overrides or from the text of a file."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
-from stillhouse.config import (
-    ConfigError,
-    RunConfig,
-    load_config,
-)
+from stillhouse.config import ConfigError, RunConfig, load_config
 
 LEAST = ("student.model=s", "data.train=d.jsonl", "out=o")
+MISTAKES = YAML(typ="safe").load(Path(__file__).with_name("config_mistakes.yaml").read_text(encoding="utf-8"))
 
 
 def load(*overrides: str, **layers: Any) -> RunConfig:
     return load_config(None, [*LEAST, *overrides], **layers)
+
+
+def overrides_of(mistake: dict[str, Any]) -> list[str]:
+    return mistake["given"] if isinstance(mistake["given"], list) else [mistake["given"]]
 
 
 def failure(*overrides: str) -> ConfigError:

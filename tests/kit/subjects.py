@@ -21,7 +21,7 @@ from kit.toy_tokenizer import GENERATION_TEMPLATE, REASONING_TEMPLATE, toy_token
 
 from stillhouse.config import RunConfig, dump_config, load_config
 from stillhouse.config.document import EXAMPLE
-from stillhouse.config.keys import value_fields
+from stillhouse.config.schema import value_fields
 from stillhouse.config.yaml_text import write_yaml
 from stillhouse.data import (
     PackedSequences,

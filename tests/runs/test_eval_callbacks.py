@@ -80,28 +80,6 @@ def test_its_metric_can_choose_the_best_checkpoint(tmp_path: Path, greater: str,
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "message"),
-    [
-        (["checkpoint.best=eval/quality"], "best", "or a metric of eval.callbacks, which is \\[\\]"),
-        (
-            ["checkpoint.best=eval/quality", "eval.callbacks=[json:loads]"],
-            "greater_is_better",
-            "expected true or false",
-        ),
-        (
-            ["checkpoint.greater_is_better=false"],
-            "greater_is_better",
-            "got false with checkpoint.best eval/cross_ent",
-        ),
-    ],
-)
-def test_which_value_is_better_has_to_be_said(tmp_path: Path, overrides: list[str], key: str, message: str) -> None:
-    write_run(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^checkpoint\.{key}: .*{message}"):
-        load_config(tmp_path / "run.yaml", overrides)
-
-
-@pytest.mark.parametrize(
     ("returned", "message"),
     [
         (None, "gives NoneType: expected a dict"),

@@ -115,9 +115,3 @@ def test_several_sets_take_turns(tmp_path: Path) -> None:
     assert session.evaluation is not None
     sources = [Path(each.source).name for each in choose_prompts(session.evaluation.documents, 6)]
     assert [each.partition(":")[0] for each in sources] == ["eval.jsonl", "few.jsonl"] * 2 + ["eval.jsonl"] * 2
-
-
-def test_without_held_out_data_there_are_no_prompts(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"^eval\.samples: got 3 with data\.eval 0: expected held-out data"):
-        load_config(tmp_path / "run.yaml", ["eval.samples=3", "data.eval=0"])

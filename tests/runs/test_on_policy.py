@@ -221,19 +221,8 @@ def test_every_kind_of_objective(
         ({"rollout.reward": "hooks:length"}, "rollout.reward", "has no effect with objective.loss 'reverse_kl'"),
         ({"objective.loss": "cross_entropy"}, "objective.loss", "cross_entropy counts on the dataset's completions"),
         ({"rollout.writer": "teacher", "objective.loss": "sampled_kl(k2)"}, "objective.loss", "student's own"),
-        ({"rollout.max_new_tokens": 37}, "rollout.max_new_tokens", "leaves no room for a prompt"),
-        ({"objective.tokens": "all"}, "objective.tokens", "expected completion"),
-        ({"rollout.url": "http://127.0.0.1:1"}, "rollout.engine", "runs in this process, with rollout.url"),
-        ({"rollout.engine": "vllm"}, "rollout.url", "expected the address of the server"),
         ({"rollout.reward": "hooks.length", "objective.loss": "policy_gradient"}, "rollout.reward", "package.module"),
-        ({"rollout.timeout": 5.0}, "rollout.timeout", "only with rollout.url"),
         ({"rollout.discount": 0.5}, "rollout.discount", "only with policy_gradient"),
-        (
-            {"checkpoint.best": "eval/exact_match/sums", "eval.tasks": ["brackets"]},
-            "checkpoint.best",
-            "expected sums",
-        ),
-        ({"rollout.reward": "hooks:length", "rollout.samples_per_prompt": 1}, "rollout.samples_per_prompt", "got 1"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused_by_its_key(

@@ -129,31 +129,6 @@ def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
         session_of(tmp_path, **{"student.init": {"from": "teacher", "layers": "first 2"}})
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"init": {"from": "teacher", "layers": "some 2"}}, "student.init.layers"),
-        ({"init": {"from": "teacher", "layers": [0, 0]}}, "student.init.layers"),
-        ({"init": {"layers": "every 2"}}, "student.init.from"),
-        ({"init": {"from": "teacher"}, "adapter": {"r": 2}}, "null with student.adapter"),
-        ({"init": {"from": "random"}, "mtp": {"depths": 1}}, "null with student.mtp"),
-        ({"init": {"from": "teacher"}}, "student.init.from"),
-    ],
-)
-def test_a_wrong_configuration_is_refused(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(
-            None,
-            settings={
-                "student": {"model": "a", **settings},
-                "data": {"train": "b"},
-                "objective": {"loss": "cross_entropy"},
-                "out": "c",
-            },
-        )
-    assert key in str(caught.value)
-
-
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     prepare_folder(tmp_path)
     found = []

@@ -227,18 +227,3 @@ def test_what_a_layout_does_not_allow(
     config = write_run(folder, **{f"teacher.{key}": value for key, value in settings.items()})
     with pytest.raises(ConfigError, match=message):
         require_teachers_fit(config, Layout(degrees), torch.device(device))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"quantize": "int8", "offload": True}, "teacher.offload: got true with teacher.quantize=int8"),
-        ({"quantize": "nf4", "parallel": {"tensor": 2}}, "teacher.quantize: got nf4 with teacher.parallel"),
-        ({"offload": True, "cross_tokenizer": "gold"}, "teacher.offload: got true with teacher.cross_tokenizer"),
-        ({"quantize": "nf4", "model": None, "cache": "a"}, "teacher.quantize: has no effect with teacher.cache"),
-        ({"quantize": "int4"}, "teacher.quantize: got 'int4' .text.; expected: int8, nf4 or null"),
-    ],
-)
-def test_what_does_not_go_together(folder: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        write_run(folder, **{f"teacher.{key}": value for key, value in settings.items()})

@@ -284,17 +284,6 @@ def test_a_checkpoint_that_lacks_its_layers_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "problem"),
     [
-        ({"student.adapter": {"r": 2}}, "student.adapter", "expected null"),
-        ({"rollout": {"max_new_tokens": 4}}, "rollout", "expected null"),
-        ({"objective.router_aux_loss": 0.1}, "objective.router_aux_loss", "expected 0"),
-        ({"parallel.expert": 2}, "parallel.expert", "expected 1"),
-        ({"parallel.schedule": "zbv", "parallel.pipeline": 2}, "parallel.schedule", "expected gpipe, 1f1b"),
-        (
-            {"parallel.pipeline": 2, "student.mtp": {"train": "heads"}},
-            "parallel.pipeline",
-            "student.mtp.train=all",
-        ),
-        ({"teacher.cross_tokenizer": "uld"}, "teacher.cross_tokenizer", "expected null"),
         ({"student.mtp": {"depths": 0}}, "student.mtp.depths", "got 0"),
         ({"student.mtp": {"objective": "forward_kll"}}, "student.mtp.objective", "forward_kll"),
         ({"student.mtp": {"objective": "sampled_kl(k2)"}}, "student.mtp.objective", "expected a sum of"),

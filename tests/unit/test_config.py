@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 from kit.config_cases import LEAST, failure, load, written
 
-from stillhouse.config import (
-    AdapterConfig,
-    ConfigError,
-    TrainConfig,
-    load_config,
-)
+from stillhouse.config import AdapterConfig, ConfigError, TrainConfig, load_config
 from stillhouse.config.document import EXAMPLE
 
 

@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 from kit.config_cases import load
 from ruamel.yaml import YAML
 
-from stillhouse.config import (
-    RunConfig,
-    TeacherConfig,
-    dump_config,
-    load_config,
-)
+from stillhouse.config import RunConfig, TeacherConfig, dump_config, load_config
 from stillhouse.config.document import EXAMPLE, json_schema, markdown, write
-from stillhouse.config.keys import ANY_NAME, section_of, value_fields
+from stillhouse.config.schema import ANY_NAME, section_of, value_fields
 
 DOCS = Path(__file__).parents[2] / "docs"
 

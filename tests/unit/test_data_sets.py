@@ -12,7 +12,7 @@ from kit.runs import forward_backward, metrics, run, session_of, write_run, writ
 from kit.toy_tokenizer import toy_tokenizer
 from safetensors.torch import load_file
 
-from stillhouse.config import ConfigError, load_config
+from stillhouse.config import ConfigError
 from stillhouse.data import Documents, PackedSequences, load_documents
 from stillhouse.loops.evaluate import evaluate
 from stillhouse.output.progress import folder_name
@@ -187,29 +187,3 @@ def test_a_run_on_a_mixture_resumes_to_the_bit_and_keeps_the_best_of_a_set(tmp_p
     run("distill", tmp_path / "run.yaml", f"out={tmp_path}/c", f"checkpoint.resume={start}")
     weights = [(each / "model" / "model.safetensors").read_bytes() for each in (whole, tmp_path / "c")]
     assert weights[0] == weights[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "reason"),
-    [
-        ({"data.eval": {"a/b": "x"}}, "data.eval", "got the name 'a/b'"),
-        ({"data.eval": {"agreement": "x"}}, "data.eval", "not the name of a metric"),
-        ({"data.eval": {"mtp_2": "x"}}, "data.eval", "got the name 'mtp_2'"),
-        ({"data.eval": {}}, "data.eval", "got no sets"),
-        ({"data.train": []}, "data.train", "got an empty list"),
-        ({"data.train": [{"source": "a"}, {"source": "a"}]}, "data.train", "got a source twice"),
-        ({"data.train": [{"source": "a", "weight": 0.0}]}, "data.train", ""),
-        ({"checkpoint.best": "eval/math/cross_entropy"}, "checkpoint.best", "data.eval has no sets with names"),
-        ({"rollout": {}, "data.train": [{"source": "a"}]}, "data.train", "one source with rollout"),
-        ({"data.cache": "./o/cache"}, "data.cache", "got ./o/cache, which is in out=o: expected another folder"),
-    ],
-)
-def test_mistakes_in_the_configuration(changes: dict[str, Any], key: str, reason: str) -> None:
-    layer: dict[str, Any] = {"student": {"model": "s"}, "teacher": {"model": "t"}, "data": {"train": "a"}, "out": "o"}
-    for name, value in changes.items():
-        section, _, inner = name.rpartition(".")
-        (layer.setdefault(section, {}) if section else layer)[inner] = value
-    with pytest.raises(ConfigError) as error:
-        load_config(None, settings=layer)
-    assert key in str(error.value)
-    assert reason in str(error.value)

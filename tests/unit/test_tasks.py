@@ -14,7 +14,7 @@ from benchmarks.task_models import Greedy, batch_of, character_tokenizer, new_mo
 from stillhouse import cli
 from stillhouse.cli.task import NAMES
 from stillhouse.config import ConfigError
-from stillhouse.config.task import LENGTHS, SHORTEST, TaskSpec
+from stillhouse.config.task_spec import LENGTHS, SHORTEST, TaskSpec
 from stillhouse.data import load_documents
 from stillhouse.data.problems import (
     Problem,

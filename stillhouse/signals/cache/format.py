@@ -30,12 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.config.teacher import CACHED
 from stillhouse.signals.cache.layout import ShardLayout, layout_of
 from stillhouse.signals.spec import SignalSpec
 
 FORMAT = 2
-MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", CACHED, "shards"
+MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", "teacher", "shards"
 ID_BYTES = 16
 CACHE_KEY = "cache"
 

@@ -1,11 +1,10 @@
 """The source of the documents, and their maximum length."""
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field
 
-from stillhouse.config.errors import ConfigError
 from stillhouse.config.section import PathText, Section, Share
 
 #: mtp_1 is the first depth of multi-token prediction in the names of metrics
@@ -24,15 +23,36 @@ class SourceConfig(Section):
     )
 
 
+def _checked_sources(train: str | list[SourceConfig]) -> str | list[SourceConfig]:
+    if train == []:
+        raise ValueError("got an empty list: expected one source or more")
+    sources = [part.source for part in train if isinstance(part, SourceConfig)]
+    if len(set(sources)) < len(sources):
+        raise ValueError("got a source twice: expected each source once, with its whole weight")
+    return train
+
+
+def _checked_sets(sets: str | float | dict[str, str]) -> str | float | dict[str, str]:
+    if sets == {}:
+        raise ValueError("got no sets: expected one name and source or more, or 0 for no evaluation")
+    for name in sets if isinstance(sets, dict) else ():
+        if not _NAME.fullmatch(name) or name in _METRICS:
+            raise ValueError(
+                f"got the name {name!r}: expected letters, digits, _ and -, a letter first, and not the name of a"
+                " metric or of a depth such as mtp_1"
+            )
+    return sets
+
+
 class DataConfig(Section):
     """Documents with the columns `text`, `prompt` and `completion`, or `messages`."""
 
-    train: PathText | list[SourceConfig] = Field(
+    train: Annotated[PathText | list[SourceConfig], AfterValidator(_checked_sources)] = Field(
         description="JSONL, JSON, CSV or Parquet file, folder or glob of such files, saved dataset, or hub id"
         " (name:config@split). A mixture is a list of {source, weight}; weight is the share of the tokens.",
         examples=["data/train.jsonl"],
     )
-    eval: PathText | Share | dict[str, PathText] = Field(
+    eval: Annotated[PathText | Share | dict[str, PathText], AfterValidator(_checked_sets)] = Field(
         default=0.02,
         description="Held-out documents: a source of the same kinds as train, or the share of train's documents to"
         " hold out, chosen by a hash of their content. 0: no evaluation. {name: source, …}: several sets, each also"
@@ -70,23 +90,3 @@ class DataConfig(Section):
     def eval_sets(self) -> dict[str, str]:
         """The sources of several evaluation sets, by their names; empty if there is one or none."""
         return self.eval if isinstance(self.eval, dict) else {}
-
-    @model_validator(mode="after")
-    def _several_have_names(self) -> "DataConfig":
-        if self.train == []:
-            raise ConfigError("data.train", "got an empty list: expected one source or more")
-        sources = [each.source for each in self.mixture]
-        if len(set(sources)) < len(sources):
-            raise ConfigError("data.train", "got a source twice: expected each source once, with its whole weight")
-        if self.eval == {}:
-            raise ConfigError(
-                "data.eval", "got no sets: expected one name and source or more, or 0 for no evaluation"
-            )
-        for name in self.eval_sets:
-            if not _NAME.fullmatch(name) or name in _METRICS:
-                raise ConfigError(
-                    "data.eval",
-                    f"got the name {name!r}: expected letters, digits, _ and -, a letter first, and not the name of a"
-                    " metric or of a depth such as mtp_1",
-                )
-        return self

@@ -2,12 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from stillhouse.config.errors import ConfigError
-from stillhouse.config.functions import require_function
-from stillhouse.config.section import PathText, Section, Text
-from stillhouse.config.urls import require_urls
+from stillhouse.config.section import FunctionPath, PathText, Section, Text, Urls, url_list
 
 
 class RolloutConfig(Section):
@@ -50,7 +47,7 @@ class RolloutConfig(Section):
         default="transformers",
         description="What writes completions. transformers: the student in this process. The others: servers at url.",
     )
-    url: Text | list[Text] | None = Field(
+    url: Urls = Field(
         default=None,
         description="The address of a server that writes completions, or a list of addresses. The environment"
         " variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token.",
@@ -85,7 +82,7 @@ class RolloutConfig(Section):
         " of 1/limit to limit (IcePop). none: 1. Divergences need none: they are exact whatever token was drawn.",
     )
     limit: float = Field(default=2.0, gt=1, description="The limit of correction.")
-    reward: Text | None = Field(
+    reward: FunctionPath | None = Field(
         default=None,
         description="package.module:function, called as function(prompt, completion, record) for every completion. It"
         " gives a number, the reward of policy_gradient. null: no reward.",
@@ -101,7 +98,7 @@ class RolloutConfig(Section):
         description="The standard deviation of advantage=normalized, of n completions: population divides the sum of"
         " squares by n, sample by n - 1, as TRL and verl do.",
     )
-    environment: Text | None = Field(
+    environment: FunctionPath | None = Field(
         default=None,
         description="package.module:function, called as function(prompt, completion, record) when a turn of the"
         " student has ended. It gives the text that follows, which is not a target, or None at the end. null: one"
@@ -135,44 +132,9 @@ class RolloutConfig(Section):
 
     @property
     def urls(self) -> list[str]:
-        if self.url is None:
-            return []
-        return [self.url] if isinstance(self.url, str) else self.url
+        return url_list(self.url)
 
     @property
     def is_on_student_alone(self) -> bool:
         """Whether no completion of the dataset is trained on."""
         return self.share == 1
-
-    @model_validator(mode="after")
-    def _check(self) -> "RolloutConfig":
-        if self.url is not None:
-            require_urls("rollout.url", self.urls)
-        if self.engine == "transformers" and self.url is not None:
-            raise ConfigError(
-                "rollout.engine",
-                "got transformers, which runs in this process, with rollout.url: expected stillhouse, vllm or sglang",
-            )
-        if self.engine != "transformers" and self.url is None:
-            raise ConfigError("rollout.url", f"expected the address of the server with rollout.engine={self.engine}")
-        if self.weights is not None and self.url is None:
-            raise ConfigError("rollout.weights", "has an effect only with rollout.url")
-        if self.weights is not None and self.writer == "teacher":
-            raise ConfigError("rollout.weights", "has an effect only with rollout.writer=student")
-        needs = {"timeout": "url", "max_turns": "environment", "advantage": "reward", "deviation": "reward"}
-        for key, other in needs.items():
-            if getattr(self, other) is None and getattr(self, key) != type(self).model_fields[key].default:
-                raise ConfigError(f"rollout.{key}", f"has an effect only with rollout.{other}")
-        if self.advantage == "centered" and self.deviation != "population":
-            raise ConfigError("rollout.deviation", "has an effect only with rollout.advantage=normalized")
-        if self.reward is not None and self.samples_per_prompt == 1:
-            raise ConfigError(
-                "rollout.samples_per_prompt",
-                "got 1 with rollout.reward: expected at least 2, because an advantage is relative to the other"
-                " completions of the prompt",
-            )
-        for key in ("reward", "environment"):
-            value = getattr(self, key)
-            if value is not None:
-                require_function(f"rollout.{key}", value, "mypkg.rewards:exact")
-        return self

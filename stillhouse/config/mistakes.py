@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from stillhouse.display import message
 
+#: a section of another tool gives a line for each of its keys that is known
+MOST_LINES = 17
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used.
@@ -23,10 +26,21 @@ class ConfigError(ValueError):
     def joined(errors: Sequence["ConfigError"]) -> "ConfigError":
         """Combine several errors into one."""
         first, *others = errors
-        whole = ConfigError(first.key, "\n".join([first.problem, *map(str, others)]))
-        whole.parts = tuple(errors)
-        return whole
+        combined = ConfigError(first.key, "\n".join([first.problem, *map(str, others)]))
+        combined.parts = tuple(errors)
+        return combined
 
 
 class MissingKeyError(ConfigError):
     """A required key is neither in the file nor in an option or override."""
+
+
+def listed(mistakes: Sequence[ConfigError], more: int = 0) -> ConfigError:
+    """One error with the first mistakes, and the number of all others.
+
+    more: the number of mistakes that are not in the list
+    """
+    shown = list(mistakes[:MOST_LINES])
+    if more := more + len(mistakes) - len(shown):
+        shown.append(ConfigError(None, f"and {more:,} more mistake{'s' * (more > 1)}"))
+    return shown[0] if len(shown) == 1 else ConfigError.joined(shown)

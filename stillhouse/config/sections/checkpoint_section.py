@@ -22,6 +22,21 @@ Known = Literal[
 KNOWN = get_args(Known)
 
 
+def set_of(metric: str | None) -> str | None:
+    """The name of the evaluation set that has a metric; None if it is not one set's metric."""
+    return metric.split("/")[1] if metric and re.match(OF_A_SET, metric) else None
+
+
+def is_of_callback(metric: str | None) -> bool:
+    """Whether a metric is none of ours, but one of eval.callbacks."""
+    return metric is not None and metric not in KNOWN and set_of(metric) is None
+
+
+def compares_with_teacher(metric: str | None) -> bool:
+    """Whether a metric compares the student with a teacher."""
+    return (metric or "").endswith(("/forward_kl", "/agreement"))
+
+
 class CheckpointConfig(Section):
     """Which checkpoints a run writes and keeps, and from which checkpoint it resumes."""
 
@@ -63,17 +78,5 @@ class CheckpointConfig(Section):
     )
 
     @property
-    def best_of_set(self) -> str | None:
-        """The name of the evaluation set whose metric is `best`; None if it is not one set's metric."""
-        best = self.best or ""
-        return best.split("/")[1] if re.match(OF_A_SET, best) else None
-
-    @property
     def best_of_callback(self) -> bool:
-        """Whether the metric is none of ours, but one of eval.callbacks."""
-        return self.best is not None and self.best not in KNOWN and self.best_of_set is None
-
-    @property
-    def best_needs_teacher(self) -> bool:
-        """Whether the metric compares the student with a teacher."""
-        return (self.best or "").endswith(("/forward_kl", "/agreement"))
+        return is_of_callback(self.best)

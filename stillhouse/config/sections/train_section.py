@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from stillhouse.config.errors import ConfigError
 from stillhouse.config.section import Section, Share
+
+
+def _checked_warmup(warmup: float) -> float:
+    if warmup >= 1 and warmup != int(warmup):
+        raise ValueError(f"got {warmup}, expected a share below 1 or a whole number of steps")
+    return warmup
 
 
 class TrainConfig(Section):
@@ -41,7 +46,7 @@ class TrainConfig(Section):
         description="How the learning rate falls from its peak to min_learning_rate after the warm-up. constant: it"
         " stays at the peak; wsd: it stays at the peak and falls linearly at the end.",
     )
-    warmup: float = Field(
+    warmup: Annotated[float, AfterValidator(_checked_warmup)] = Field(
         default=0.03,
         ge=0,
         description="Duration of the learning rate's linear rise at the start: below 1, a share of all steps; from 1"
@@ -87,22 +92,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _steps_unset_epochs(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("steps") is not None:
-            return {"epochs": None, **given}
-        return given
-
-    @model_validator(mode="after")
-    def _check(self) -> "TrainConfig":
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigError(
-                "train.steps",
-                f"got {self.steps} and train.epochs={self.epochs:g}: set one of the two, the other to null",
-            )
-        if self.epochs is None and self.steps is None:
-            raise ConfigError("train.epochs", "got null without train.steps: set one of the two")
-        if self.warmup >= 1 and self.warmup != int(self.warmup):
-            raise ConfigError(
-                "train.warmup", f"got {self.warmup}, expected a share below 1 or a whole number of steps"
-            )
-        return self
+    def _steps_unset_epochs(cls, content: Any) -> Any:
+        if isinstance(content, Mapping) and content.get("steps") is not None:
+            return {"epochs": None, **content}
+        return content

@@ -1,11 +1,18 @@
 """When to measure on held-out documents, and on which tasks."""
 
-from pydantic import Field, model_validator
+from typing import Annotated
 
-from stillhouse.config.errors import ConfigError
-from stillhouse.config.functions import require_function
-from stillhouse.config.section import Section, Text
-from stillhouse.config.task import TaskSpec
+from pydantic import AfterValidator, Field
+
+from stillhouse.config.section import FunctionPath, Section, Text
+from stillhouse.config.task_spec import TaskSpec
+
+
+def _checked_tasks(tasks: list[str]) -> list[str]:
+    names = [TaskSpec.parse(text).name for text in tasks]
+    if len(set(names)) < len(names):
+        raise ValueError(f"got {', '.join(tasks)}, expected each task once")
+    return tasks
 
 
 class EvalConfig(Section):
@@ -22,7 +29,7 @@ class EvalConfig(Section):
         ge=1,
         description="Tokens of one micro-batch of an evaluation. null: the value of train.micro_batch_tokens.",
     )
-    tasks: list[Text] = Field(
+    tasks: Annotated[list[Text], AfterValidator(_checked_tasks)] = Field(
         default=[],
         description="Tasks whose held-out problems the student completes at each evaluation, greedily: sums, reversal"
         " or brackets, with a range of lengths if another than the usual one is meant. eval/exact_match is the share"
@@ -43,27 +50,9 @@ class EvalConfig(Section):
         description="Prompts of data.eval that the student completes at each evaluation, greedily. They are in"
         " eval_samples.jsonl, and the report shows how the completions change during the run.",
     )
-    callbacks: list[Text] = Field(
+    callbacks: list[FunctionPath] = Field(
         default=[],
         description="Python functions of one's own that rank 0 calls at each evaluation, as package.module:function."
         " Each gets a context and gives a dict of names and numbers, which are logged as eval/<name>.",
         examples=["my_evaluations:accuracy"],
     )
-
-    @model_validator(mode="after")
-    def _callbacks_are_functions(self) -> "EvalConfig":
-        for path in self.callbacks:
-            require_function("eval.callbacks", path, "my_evaluations:accuracy")
-        return self
-
-    @model_validator(mode="after")
-    def _tasks_exist(self) -> "EvalConfig":
-        names = []
-        for text in self.tasks:
-            try:
-                names.append(TaskSpec.parse(text).name)
-            except ValueError as error:
-                raise ConfigError("eval.tasks", str(error)) from error
-        if len(set(names)) < len(names):
-            raise ConfigError("eval.tasks", f"got {', '.join(self.tasks)}, expected each task once")
-        return self

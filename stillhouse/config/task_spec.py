@@ -44,7 +44,7 @@ class TaskSpec:
         """A task from its name and `shortest:longest`. None: the task's usual range."""
         if lengths is None:
             return cls(name, *LENGTHS.get(name, (SHORTEST, LONGEST)))
-        found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", lengths)
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", lengths)
+        if match is None:
             raise ValueError(f"got lengths {lengths!r} for task {name}, expected shortest:longest, such as 2:6")
-        return cls(name, int(found[1]), int(found[2]))
+        return cls(name, int(match[1]), int(match[2]))

@@ -1,17 +1,16 @@
-"""The model that is imitated, and where its signals come from."""
+"""The models that are imitated, and where their signals come from: one teacher, or several with names."""
 
+import re
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from stillhouse.config.errors import ConfigError, MissingKeyError
-from stillhouse.config.model import ModelConfig
-from stillhouse.config.parallel import ParallelConfig
-from stillhouse.config.section import PathText, Text
-from stillhouse.config.urls import require_urls
+from stillhouse.config.mistakes import ConfigError, MissingKeyError
+from stillhouse.config.section import PathText, Section, Text, Urls, url_list
+from stillhouse.config.sections.model_section import ModelConfig
+from stillhouse.config.sections.parallel_section import ParallelConfig
 
-#: the folder of a cache with its teacher's configuration, tokenizer and output head
-CACHED = "teacher"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 class TeacherConfig(ModelConfig):
@@ -34,7 +33,7 @@ class TeacherConfig(ModelConfig):
         description="A folder that `stillhouse cache` has written. The teacher's signals are read from it, and no"
         " teacher runs; teacher.model is then left out.",
     )
-    url: Text | list[Text] | None = Field(
+    url: Urls = Field(
         default=None,
         description="The address of a server of the teacher (`stillhouse serve`, vLLM or SGLang), or a list of"
         " addresses. The environment variable STILLHOUSE_TOKEN, if it is set, is sent as the bearer token.",
@@ -115,83 +114,85 @@ class TeacherConfig(ModelConfig):
 
     @property
     def urls(self) -> list[str]:
-        if self.url is None:
-            return []
-        return [self.url] if isinstance(self.url, str) else self.url
+        return url_list(self.url)
 
     @model_validator(mode="before")
     @classmethod
-    def _has_a_source(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        named = [name for name in cls.sources if given.get(name) is not None]
-        others = [f"teacher.{name}" for name in cls.sources[1:]]
-        if not named:
+    def _has_a_source(cls, content: Any) -> Any:
+        if isinstance(content, dict) and all(content.get(name) is None for name in cls.sources):
+            *others, last = cls.sources[1:]
             raise MissingKeyError(
-                "teacher.model",
-                f"required, but not given; expected: the model, {', '.join(others[:-1])} or {others[-1]}, such as"
-                " Qwen/Qwen3-8B",
+                "model",
+                f"required, but not given; expected: the model, such as Qwen/Qwen3-8B, or in its place the key "
+                f"{', '.join(others)} or {last}",
             )
-        for name in ("cache", "student"):
-            if name in named and len(named) > 1:
-                without = " ".join(f"teacher.{each}=null" for each in named if each != name)
-                raise ConfigError(
-                    f"teacher.{name}", f"expected one source of signals, got {' and '.join(named)}: add {without}"
-                )
-        return given
+        return content
 
-    @model_validator(mode="after")
-    def _fits_its_source(self) -> "TeacherConfig":
-        if self.url is not None:
-            require_urls("teacher.url", self.urls)
-        source = "cache" if self.cache is not None else "url"
-        if self.parallel is not None and getattr(self, source) is not None:
-            raise ConfigError("teacher.parallel", f"expected null with teacher.{source}: no teacher runs in this job")
-        if self.url is not None and self.trust_remote_code:
-            raise ConfigError("teacher.trust_remote_code", "expected false with teacher.url")
-        if self.url is not None and self.dtype == "float64":
-            raise ConfigError("teacher.dtype", "got float64, expected float32, bfloat16 or float16 with teacher.url")
-        if self.prove == "always" and self.model is None:
-            raise ConfigError("teacher.prove", "got always, which needs teacher.model: the weights to compare with")
-        if self.url is None:
-            for key in ("api", "signal", "top_k", "timeout", "prove", "prove_every", "accept"):
-                if key == "top_k" and self.cross_tokenizer is not None:
-                    continue
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    also = " or teacher.cross_tokenizer" if key == "top_k" else ""
-                    raise ConfigError(f"teacher.{key}", f"has an effect only with teacher.url{also}")
-        return self
 
-    @model_validator(mode="after")
-    def _runs_here_as_asked(self) -> "TeacherConfig":
-        for key in ("quantize", "offload"):
-            if getattr(self, key) and (self.url is not None or self.cache is not None):
-                source = "cache" if self.cache is not None else "url"
-                raise ConfigError(
-                    f"teacher.{key}", f"has no effect with teacher.{source}: no teacher runs in this job"
-                )
-        if self.quantize is not None and self.parallel is not None:
-            raise ConfigError("teacher.quantize", f"got {self.quantize} with teacher.parallel: expected null")
-        if self.quantize is not None and self.offload:
-            raise ConfigError("teacher.offload", f"got true with teacher.quantize={self.quantize}: expected false")
-        if self.offload and self.cross_tokenizer is not None:
-            raise ConfigError("teacher.offload", "got true with teacher.cross_tokenizer: expected false")
-        return self
+class NamedTeacherConfig(TeacherConfig):
+    """One of several teachers. It has the keys of `teacher`, and more; `student` is one more source of signals."""
 
-    @model_validator(mode="after")
-    def _fits_another_tokenizer(self) -> "TeacherConfig":
-        method, key = self.cross_tokenizer, "teacher.cross_tokenizer"
-        if method is None:
-            return self
-        if self.cache is not None:
-            raise ConfigError(key, f"got {method} with teacher.cache, whose ids are the student's: expected null")
-        if self.url is not None:
-            raise ConfigError(key, f"got {method} with teacher.url: expected teacher.model, a teacher in this job")
-        if self.parallel is not None:
-            raise ConfigError(
-                "teacher.parallel",
-                f"expected null with {key}={method}: every process that needs signals holds the whole teacher",
-            )
-        if method == "uld" and self.tail != "bucket":
-            raise ConfigError("teacher.tail", f"got {self.tail}, which has no effect with {key}=uld: expected bucket")
-        return self
+    sources = (*TeacherConfig.sources, "student")
+
+    student: Literal["live", "ema"] | None = Field(
+        default=None,
+        description="The student as its own teacher, in eval mode and without gradients. live: with its present"
+        " weights; it then needs a prefix. ema: with an exponential moving average of its weights.",
+    )
+    ema_decay: float = Field(
+        default=0.999,
+        ge=0,
+        lt=1,
+        description="With student: ema, the average becomes ema_decay × the average + (1 − ema_decay) × the student's"
+        " weights after each step.",
+    )
+    prefix: Text | None = Field(
+        default=None,
+        description="Text that only this teacher reads, before the document; `{column}` is filled from the record. In"
+        " conversations it becomes a system message of its own.",
+        examples=["You know the answer: {answer}. "],
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="The teacher's share: the weights of all teachers are divided by their sum. With teachers.route,"
+        " a factor of the divergence of its documents.",
+    )
+    temperature: float | None = Field(
+        default=None, gt=0, description="The temperature of this teacher's divergence; null: objective.temperature."
+    )
+
+
+class TeachersConfig(Section):
+    """Several teachers, each under a name of your choice, with the keys of `teachers.<name>`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, NamedTeacherConfig] = Field(init=False)
+
+    route: Text | None = Field(
+        default=None,
+        description="The column of the data that names each document's teacher. null: every teacher judges every"
+        " document.",
+        examples=["subject"],
+    )
+    sum: Literal["divergences", "distributions"] = Field(
+        default="divergences",
+        description="Without route: what is summed with the teachers' weights. divergences: each teacher's"
+        " divergence. distributions: the teachers' probabilities, from which the student then has one divergence.",
+    )
+
+    @property
+    def named(self) -> dict[str, NamedTeacherConfig]:
+        """In the order of their names, which is the same on all processes, whatever the order in their files."""
+        return dict(sorted(self.__pydantic_extra__.items()))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_names(cls, content: Any) -> Any:
+        names = [name for name in content if name not in cls.model_fields] if isinstance(content, dict) else None
+        if names == []:
+            raise ValueError("names no teacher; expected one or more, such as math: {model: Qwen/Qwen3-8B}")
+        for name in names or ():
+            if not (isinstance(name, str) and _NAME.fullmatch(name)):
+                raise ConfigError(name, "expected a name of letters, digits, - and _, such as math")
+        return content

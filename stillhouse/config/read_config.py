@@ -7,11 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stillhouse.config.errors import ConfigError
-from stillhouse.config.explain import explain, listed
-from stillhouse.config.keys import inner_section, named_sections, section_of, unknown_key, value_fields
-from stillhouse.config.run import RunConfig
+from stillhouse.config.explain import explain, unknown_key
+from stillhouse.config.mistakes import ConfigError, listed
+from stillhouse.config.rules import check_rules
+from stillhouse.config.schema import inner_section, named_sections, section_of, value_fields
 from stillhouse.config.section import Section
+from stillhouse.config.sections.run_section import RunConfig
 from stillhouse.config.yaml_text import read_yaml, write_yaml
 
 Layer = Mapping[str, Any]
@@ -25,19 +26,23 @@ def load_config(
 ) -> RunConfig:
     """The configuration of a run from four layers: defaults, file, settings, overrides. A later layer has precedence.
 
-    `overrides` are texts such as `train.learning_rate=2e-5`, whose values are read as YAML; of two overrides of one
-    key, the later one counts. `defaults` and `settings` are nested mappings like the file's content. Sections are
-    merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` of an earlier layer,
-    and `train.epochs` replaces `train.steps`. Raises ConfigError.
+    path: the YAML file, or None
+    overrides: texts such as `train.learning_rate=2e-5`, whose values are YAML; of one key, the last one counts
+    defaults, settings: nested mappings like the file's content
+
+    Sections are merged, and values are replaced. `train.steps` in a later layer also replaces `train.epochs` of an
+    earlier layer, and `train.epochs` replaces `train.steps`. Raises ConfigError.
     """
     merged: Layer = {}
     for layer in (defaults or {}, _read_file(path), settings or {}, _read_overrides(overrides)):
         merged = _merge(_without_rival(merged, layer), layer)
-    given = _without_empty_sections(merged)
+    content = _without_empty_sections(merged)
     try:
-        return RunConfig.model_validate(given)
+        config = RunConfig.model_validate(content)
     except ValidationError as error:
-        raise explain(error, given, RunConfig) from error
+        raise explain(error, content, RunConfig) from error
+    check_rules(config)
+    return config
 
 
 def dump_config(config: RunConfig) -> str:
@@ -156,7 +161,7 @@ def _without_rival(below: Layer, above: Layer) -> Layer:
     return {**below, "train": {name: value for name, value in train_below.items() if name not in decided}}
 
 
-def _without_empty_sections(given: Layer) -> Layer:
+def _without_empty_sections(content: Layer) -> Layer:
     """Remove empty sections (null in YAML), which then have their defaults. A null teacher is kept: it means none."""
     required = {name for name, field in RunConfig.model_fields.items() if section_of(field) is field.annotation}
-    return {name: value for name, value in given.items() if value is not None or name not in required}
+    return {name: value for name, value in content.items() if value is not None or name not in required}

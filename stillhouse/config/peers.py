@@ -1,0 +1,109 @@
+"""What other tools call our keys and values, and the hints about it in errors.
+
+The names are in `peers.yaml`, which is read when the first hint is needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from stillhouse.config.section import Section
+from stillhouse.config.yaml_text import read_yaml
+
+FILE = Path(__file__).with_name("peers.yaml")
+PEERS = {"trl": "TRL", "verl": "verl", "automodel": "Automodel", "swift": "ms-swift", "axolotl": "axolotl"}
+#: in a hint about a name for which there is nothing to write instead
+NO_KEY = "has no key here"
+
+#: names that are separated by spaces
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda text: tuple(text.split()))]
+
+
+class PeerKey(Section, validate_default=False):
+    """One entry of `peers.yaml`, which explains the fields."""
+
+    ours: Names = ()
+    trl: Names = ()
+    verl: Names = ()
+    automodel: Names = ()
+    swift: Names = ()
+    axolotl: Names = ()
+    also: Names = ()
+    note: str = ""
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """Each name with the tool that has it; "" for the names in `also`."""
+        for field in (*PEERS, "also"):
+            for name in getattr(self, field):
+                yield name, PEERS.get(field, "")
+
+
+class PeerTable(Section):
+    """The content of `peers.yaml`."""
+
+    keys: list[PeerKey]
+    without_key: list[PeerKey]
+    values: dict[str, dict[str, Names]]
+
+
+@cache
+def peer_table() -> PeerTable:
+    """The names of other tools. Raises pydantic's ValidationError if an entry is malformed."""
+    return PeerTable.model_validate(read_yaml(FILE.read_text(encoding="utf-8"), FILE.name))
+
+
+def peer_entries() -> list[PeerKey]:
+    """The entries in the order of the page docs/coming_from.md."""
+    return [*peer_table().keys, *peer_table().without_key]
+
+
+def peer_value(key: str, value: str) -> str:
+    """Our value of a key for one that other tools call so; "" if none does."""
+    values = peer_table().values.get(key, {})
+    return next((ours for ours, theirs in values.items() if value.lower() in theirs), "")
+
+
+def peer_hint(key: str, *, with_section: bool = False) -> str | None:
+    """What the key of another tool is called here, in words; None for a name that no tool of the table has.
+
+    key: the name as it was written, in a section or not, with underscores or dashes.
+    with_section: the key has a section, and the other tool's name must be the same with its section.
+    """
+    written = key.lower().replace("-", "_")
+    matches = [
+        (len(name), entry, name)
+        for entry in peer_entries()
+        for name, _ in entry.names()
+        if (written == name.lower() and "." in name if with_section else _same(written, name.lower()))
+    ]
+    if not matches:
+        return None
+    _, entry, name = max(matches, key=lambda match: match[0])
+    peers = [peer for other, peer in entry.names() if peer and other == name]
+    subject = f"{name} of {_enumerated(peers, 'and')}" if peers else name
+    if not entry.ours:
+        return f"{subject} {NO_KEY}: {entry.note}"
+    note = f" ({entry.note})" if entry.note else ""
+    keys = [ours if "." in ours else f"the key {ours}" for ours in _fitting(entry.ours, written)]
+    return f"{subject} is {_enumerated(keys, 'or')} here{note}"
+
+
+def _same(written: str, name: str) -> bool:
+    """Whether one of two dotted names ends with the other; the shorter one of a dotted name needs two parts."""
+    if written == name or written.endswith(f".{name}"):
+        return True
+    return "." in written and name.endswith(f".{written}")
+
+
+def _fitting(keys: Sequence[str], written: str) -> Sequence[str]:
+    """Of keys in several sections, those of the section that the written name speaks of."""
+    of_section = [key for key in keys if written.startswith(key.partition(".")[0])]
+    return of_section or keys
+
+
+def _enumerated(names: list[str], word: str) -> str:
+    """The names with commas between them, and a word before the last one."""
+    return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,0 +1,382 @@
+"""The rules between keys of a run's configuration, as one table, and their check.
+
+Each section's class says which values a key accepts by itself; a row here says which values do not go together.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stillhouse.config.mistakes import ConfigError, listed
+from stillhouse.config.schema import ANY_NAME, value_fields, yaml_value
+from stillhouse.config.section import Section
+from stillhouse.config.sections.checkpoint_section import KNOWN, compares_with_teacher, is_of_callback, set_of
+from stillhouse.config.sections.run_section import RunConfig
+from stillhouse.config.sections.teacher_section import TeachersConfig
+
+#: in a row, `teacher.` stands for every teacher, and this for each of several
+_NAMED = f"teachers.{ANY_NAME}."
+_OF_A_TEACHER = re.compile(rf"\bteacher\.|{re.escape(_NAMED)}")
+_FIELDS = value_fields(RunConfig)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule between keys.
+
+    keys: the key that is refused, then those that it is refused with
+    refuses: called with the keys' values (None where a section is absent), says whether they break the rule
+    expected: what to write instead
+    because: the reason, or ""
+    """
+
+    keys: tuple[str, ...]
+    refuses: Callable[..., bool]
+    expected: str
+    because: str = ""
+
+    def mistakes(self, config: RunConfig) -> Iterator[ConfigError]:
+        """The error of each place where the configuration breaks the rule."""
+        for rule in self._of_teachers(config):
+            values = [getattr(_owner(config, key), key.rpartition(".")[2], None) for key in rule.keys]
+            if _owner(config, rule.keys[0]) is not None and rule.refuses(*values):
+                yield ConfigError(rule.keys[0], rule._problem(*values))
+
+    def _of_teachers(self, config: RunConfig) -> list["Rule"]:
+        """The rule with the key of each teacher that it speaks of."""
+        if not any(_OF_A_TEACHER.match(key) for key in self.keys):
+            return [self]
+        is_of_several = any(key.startswith(_NAMED) for key in self.keys)
+        names = [name for name in config.teacher_sections if not is_of_several or name != "teacher"]
+        return [
+            replace(
+                self,
+                keys=tuple(_OF_A_TEACHER.sub(f"{name}.", key) for key in self.keys),
+                expected=_OF_A_TEACHER.sub(f"{name}.", self.expected),
+                because=_OF_A_TEACHER.sub(f"{name}.", self.because),
+            )
+            for name in names
+        ]
+
+    def _problem(self, value: Any, *others: Any) -> str:
+        """What was given and what is expected, in words."""
+        with_others = " and ".join(
+            key if _is_section(other) else f"{key}={yaml_value(other)}"
+            for key, other in zip(self.keys[1:], others, strict=True)
+            if other is not None and key != "teacher"  # which `expected` then names
+        )
+        got = " with ".join(filter(None, ["" if _is_section(value) else f"got {yaml_value(value)}", with_others]))
+        expected = f"expected {self.expected}"
+        because = f", because {self.because}" if self.because else ""
+        if got.startswith("got "):
+            return f"{got}: {expected}{because}"
+        return f"{expected} with {got}{because}" if got else f"{expected}{because}"
+
+
+def excludes(key: str, *others: str, expected: str = "", because: str = "") -> Rule:
+    """A rule that a key is not set where one of the other keys is set.
+
+    A key is set if it has neither its default nor null; `key=value` stands for this value alone.
+    """
+    keys, signs, texts = zip(*(text.partition("=") for text in (key, *others)), strict=True)
+
+    def refuses(*values: Any) -> bool:
+        first, *rest = (
+            yaml_value(value) == text if sign else value not in (None, _default(name))
+            for name, sign, text, value in zip(keys, signs, texts, values, strict=True)
+        )
+        return first and any(rest)
+
+    return Rule(keys, refuses, expected or yaml_value(_default(keys[0])), because)
+
+
+def needs(key: str, *others: str) -> Rule:
+    """A rule that `key` has its default unless one of the other keys is set."""
+    return Rule(
+        (key, *others),
+        lambda value, *values: value != _default(key) and all(other is None for other in values),
+        yaml_value(_default(key)),
+        f"it has an effect only with {' or '.join(others)}",
+    )
+
+
+def check_rules(config: RunConfig) -> None:
+    """Raise ConfigError with the first mistake of each key, unless the configuration keeps all rules."""
+    mistakes: dict[str | None, ConfigError] = {}
+    for rule in RULES:
+        for mistake in rule.mistakes(config):
+            mistakes.setdefault(mistake.key, mistake)
+    if mistakes:
+        raise listed(list(mistakes.values()))
+
+
+def _default(key: str) -> Any:
+    """The default of a key; None for a section."""
+    return _FIELDS[key].default if key in _FIELDS else None
+
+
+def _owner(config: RunConfig, key: str) -> Any:
+    """The section that has a key; None if it is absent."""
+    owner: Any = config
+    for name in key.split(".")[:-1]:
+        owner = owner.named.get(name) if isinstance(owner, TeachersConfig) else getattr(owner, name, None)
+    return owner
+
+
+def _is_section(value: Any) -> bool:
+    """Whether a value is a section, or a list of sections, which would be too long to show."""
+    return isinstance(value[0] if isinstance(value, list) and value else value, Section)
+
+
+def _is_within(folder: str, parent: str) -> bool:
+    parent = os.path.abspath(parent)
+    return os.path.commonpath([parent, os.path.abspath(folder)]) == parent
+
+
+_ONE_SOURCE = "one source of signals, and null for the others"
+_NOT_HERE = "no teacher runs in this job"
+_OF_URL = ("api", "signal", "timeout", "prove", "prove_every", "accept")
+_OF_WEIGHTS = ("parallel", "attention", "revision", "trust_remote_code", "dtype", "quantize", "offload")
+
+RULES: tuple[Rule, ...] = (
+    # the sources of a teacher's signals
+    excludes("teacher.cache", "teacher.model", "teacher.url", "teacher.student", expected=_ONE_SOURCE),
+    excludes(f"{_NAMED}student", f"{_NAMED}model", f"{_NAMED}url", expected=_ONE_SOURCE),
+    *(
+        excludes(f"teacher.{key}", "teacher.cache", "teacher.url", because=_NOT_HERE)
+        for key in ("parallel", "quantize", "offload")
+    ),
+    excludes("teacher.trust_remote_code", "teacher.url"),
+    excludes("teacher.dtype=float64", "teacher.url", expected="float32, bfloat16 or float16"),
+    Rule(
+        ("teacher.prove", "teacher.model"),
+        lambda prove, model: prove == "always" and model is None,
+        "auto, or teacher.model, the weights to compare with",
+    ),
+    *(needs(f"teacher.{key}", "teacher.url") for key in _OF_URL),
+    needs("teacher.top_k", "teacher.url", "teacher.cross_tokenizer"),
+    # a teacher in this job
+    excludes("teacher.quantize", "teacher.parallel"),
+    excludes("teacher.offload", "teacher.quantize", "teacher.cross_tokenizer"),
+    excludes("teacher.cross_tokenizer", "teacher.cache", because="the ids of a cache are the student's"),
+    excludes("teacher.cross_tokenizer", "teacher.url", because="it needs teacher.model, a teacher in this job"),
+    excludes(
+        "teacher.parallel",
+        "teacher.cross_tokenizer",
+        because="every process that needs signals holds the whole teacher",
+    ),
+    *(
+        Rule((f"teacher.parallel.{key}",), bool, f"parallel.{key} in its place", "it is of both models")
+        for key in ("gather_dtype", "offload")
+    ),
+    excludes("teacher.tail", "teacher.cross_tokenizer=uld", because="it has no effect there"),
+    # several teachers
+    excludes("teachers", "teacher", expected="null with teacher, or all teachers under teachers, each by a name"),
+    Rule(
+        (f"{_NAMED}cross_tokenizer",), lambda method: method == "uld", "gold or null", "uld is for a single teacher"
+    ),
+    needs(f"{_NAMED}ema_decay", f"{_NAMED}student"),
+    excludes(f"{_NAMED}prefix", f"{_NAMED}cache", because="the signals of a cache are of other tokens"),
+    Rule(
+        (f"{_NAMED}prefix", f"{_NAMED}student"),
+        lambda prefix, student: prefix is None and student == "live",
+        "a text",
+        "without one, the student with its present weights is the student",
+    ),
+    *(
+        excludes(f"{_NAMED}{key}", f"{_NAMED}student", because="the student's own is used")
+        for key in (*_OF_WEIGHTS, "cross_tokenizer")
+    ),
+    excludes("teachers.sum", "teachers.route", because="every document has one teacher"),
+    excludes(
+        f"{_NAMED}temperature",
+        "teachers.sum=distributions",
+        expected="null, and objective.temperature",
+        because="the sum has one divergence",
+    ),
+    excludes(f"{_NAMED}cross_tokenizer", "teachers.sum=distributions", because="distributions are exact"),
+    excludes(f"{_NAMED}signal", "teachers.sum=distributions", because="the sum needs the whole vocabulary"),
+    # rollouts
+    excludes(
+        "rollout.engine=transformers",
+        "rollout.url",
+        expected="stillhouse, vllm or sglang",
+        because="transformers runs in this process",
+    ),
+    Rule(
+        ("rollout.url", "rollout.engine"),
+        lambda url, engine: url is None and engine != "transformers",
+        "the address of the server",
+    ),
+    Rule(
+        ("rollout.engine", "student.adapter", "rollout.writer"),
+        lambda engine, adapter, writer: (
+            engine in ("stillhouse", "sglang") and adapter is not None and writer == "student"
+        ),
+        "vllm or transformers",
+        "the others take whole models",
+    ),
+    needs("rollout.timeout", "rollout.url"),
+    needs("rollout.weights", "rollout.url"),
+    excludes("rollout.weights", "rollout.writer=teacher", because="only the student's weights change"),
+    needs("rollout.max_turns", "rollout.environment"),
+    needs("rollout.advantage", "rollout.reward"),
+    needs("rollout.deviation", "rollout.reward"),
+    excludes("rollout.deviation", "rollout.advantage=centered", because="only normalized divides by it"),
+    excludes(
+        "rollout.samples_per_prompt=1",
+        "rollout.reward",
+        expected="at least 2",
+        because="an advantage is relative to the other completions of the prompt",
+    ),
+    Rule(
+        ("rollout.max_new_tokens", "data.max_tokens"),
+        lambda new_tokens, max_tokens: new_tokens > max_tokens - 2,
+        "at most data.max_tokens - 2, or a larger data.max_tokens",
+        "more leaves no room for a prompt of two tokens",
+    ),
+    excludes("rollout.discount", "parallel.context", because="context parallelism divides completions"),
+    excludes("objective.tokens", "rollout", because="rollouts train on completions"),
+    excludes("teacher.cache", "rollout", because="a cache has no signals of completions that the run writes"),
+    excludes("teacher.cross_tokenizer", "rollout"),
+    Rule(
+        ("data.train", "rollout"),
+        lambda source, rollout: isinstance(source, list) and rollout is not None,
+        "one source",
+        "prompts are drawn evenly, without weights",
+    ),
+    # hidden states, which are compared in a stage where student and teacher run side by side
+    Rule(
+        ("objective.hidden", "teacher"),
+        lambda pairs, teacher: bool(pairs) and (teacher is None or teacher.model is None or bool(teacher.url)),
+        "[], or the section teacher with model and without url",
+        "the teacher's layers have to be in this job",
+    ),
+    *(
+        excludes(f"teacher.{key}", "objective.hidden", because="the teacher has to run in the student's stages")
+        for key in ("parallel", "cross_tokenizer", "offload")
+    ),
+    excludes("objective.hidden", "rollout"),
+    excludes("objective.hidden", "student.mtp.train=heads", because="the student's layers are frozen"),
+    excludes("parallel.schedule=1f1b_ahead", "objective.hidden", because="it runs the teacher a step ahead"),
+    # the best checkpoint, evaluation and data
+    Rule(
+        ("checkpoint.greater_is_better", "checkpoint.best"),
+        lambda greater, best: greater is not None and not is_of_callback(best),
+        "null",
+        "it is known which value of this metric is better",
+    ),
+    Rule(
+        ("checkpoint.best", "eval.callbacks"),
+        lambda best, callbacks: is_of_callback(best) and not callbacks,
+        f"{', '.join(KNOWN)}, eval/<set>/… of a set in data.eval, or a metric of eval.callbacks",
+    ),
+    Rule(
+        ("checkpoint.greater_is_better", "checkpoint.best", "eval.callbacks"),
+        lambda greater, best, callbacks: greater is None and is_of_callback(best) and bool(callbacks),
+        "true or false",
+        "the metric is one of yours",
+    ),
+    Rule(
+        ("checkpoint.best", "data.eval"),
+        lambda best, sets: set_of(best) is not None and (not isinstance(sets, dict) or set_of(best) not in sets),
+        "a metric of a set with a name in data.eval",
+    ),
+    Rule(
+        ("checkpoint.best", "eval.tasks"),
+        lambda best, tasks: (
+            (best or "").startswith("eval/exact_match/")
+            and not any(best.endswith(f"/{text.partition('(')[0]}") for text in tasks)
+        ),
+        "its task in eval.tasks",
+    ),
+    Rule(
+        ("checkpoint.best", "data.eval", "teacher", "teachers"),
+        lambda best, source, *teachers: compares_with_teacher(best) and bool(source) and not any(teachers),
+        "eval/cross_entropy, a task or null",
+        "there is no teacher",
+    ),
+    Rule(
+        ("checkpoint.best", "data.eval", "teacher.cross_tokenizer"),
+        lambda best, source, method: compares_with_teacher(best) and bool(source) and method == "uld",
+        "eval/cross_entropy, a task or null",
+    ),
+    Rule(
+        ("eval.samples", "data.eval"),
+        lambda samples, source: samples > 0 and source == 0,
+        "held-out data to take prompts from",
+    ),
+    Rule(
+        ("data.cache", "out"),
+        lambda cache, out: cache not in (None, "auto") and _is_within(cache, out),
+        "a folder outside of out",
+        "out is empty when a run begins",
+    ),
+    # the student's first weights
+    excludes("student.init", "student.adapter", because="an adapter needs its base's own weights"),
+    excludes("student.init", "student.mtp", because="a run with MTP layers begins with the student of one without"),
+    Rule(
+        ("student.init.from", "teacher"),
+        lambda source, teacher: source == "teacher" and (teacher is None or teacher.model is None),
+        "random, or teacher.model, the teacher's files",
+    ),
+    excludes(
+        "student.init.from=teacher",
+        "teacher.cross_tokenizer",
+        expected="random",
+        because="the teacher's embedding is of other tokens",
+    ),
+    # steps and batches
+    Rule(
+        ("train.steps", "train.epochs"),
+        lambda steps, epochs: steps is not None and epochs is not None,
+        "one of the two, and null for the other",
+    ),
+    Rule(
+        ("train.epochs", "train.steps"),
+        lambda epochs, steps: epochs is None and steps is None,
+        "a number, or train.steps",
+    ),
+    *(
+        Rule(
+            (key, "data.max_tokens"),
+            lambda tokens, max_tokens: tokens is not None and tokens < max_tokens,
+            "at least data.max_tokens, or a smaller data.max_tokens",
+            "a packed sequence is never split",
+        )
+        for key in ("train.micro_batch_tokens", "train.tokens_per_step", "eval.micro_batch_tokens")
+    ),
+    *(
+        Rule(
+            (key, "data.max_tokens", attention),
+            lambda tokens, max_tokens, name: bool(tokens) and tokens >= 2 * max_tokens and "flash" in (name or ""),
+            "less than twice data.max_tokens, a larger data.max_tokens, or attention sdpa",
+            "flash attention separates the documents of one packed sequence, but not of several",
+        )
+        for key in ("train.micro_batch_tokens", "eval.micro_batch_tokens")
+        for attention in ("student.attention", "teacher.attention")
+    ),
+    excludes("train.optimizer", "parallel.offload"),
+    excludes(
+        "parallel.gather_dtype",
+        "train.precision=fp32",
+        expected="null, or train.precision=bf16",
+        because="fp32 computes in the weights' own dtype",
+    ),
+    # what multi-token prediction cannot do
+    *(
+        excludes(key, "student.mtp")
+        for key in (
+            *("student.adapter", "rollout", "objective.router_aux_loss", "parallel.expert", "teachers.route"),
+            "teacher.cross_tokenizer",
+        )
+    ),
+    Rule(
+        ("parallel.schedule", "parallel.pipeline", "student.mtp"),
+        lambda schedule, stages, mtp: mtp is not None and stages > 1 and schedule in ("zero_bubble", "zbv"),
+        "gpipe, 1f1b, 1f1b_ahead or interleaved",
+    ),
+    excludes("parallel.pipeline", "student.mtp.train=heads", expected="1, or student.mtp.train=all"),
+)

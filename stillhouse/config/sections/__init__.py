@@ -1,0 +1,1 @@
+"""One file for each section of the configuration: its keys, their types, defaults and descriptions."""

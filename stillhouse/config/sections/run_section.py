@@ -1,0 +1,87 @@
+"""The whole configuration of a run."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from stillhouse.config.section import PathText, Section
+from stillhouse.config.sections.checkpoint_section import CheckpointConfig
+from stillhouse.config.sections.data_section import DataConfig
+from stillhouse.config.sections.eval_section import EvalConfig
+from stillhouse.config.sections.objective_section import ObjectiveConfig
+from stillhouse.config.sections.parallel_section import ParallelConfig
+from stillhouse.config.sections.rollout_section import RolloutConfig
+from stillhouse.config.sections.student_section import StudentConfig
+from stillhouse.config.sections.teacher_section import NamedTeacherConfig, TeacherConfig, TeachersConfig
+from stillhouse.config.sections.train_section import TrainConfig
+
+
+class RunConfig(Section):
+    """The whole configuration of a run."""
+
+    student: StudentConfig
+    teacher: TeacherConfig | None = None
+    teachers: TeachersConfig | None = None
+    data: DataConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    rollout: RolloutConfig | None = None
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    track: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
+        default=[],
+        description="Trackers that get the metrics in addition to metrics.jsonl and the report. Their own environment"
+        " variables choose server and project.",
+    )
+    out: PathText = Field(
+        description="Folder of the run: configuration, metrics, checkpoints, the final model, the report.",
+        examples=["runs/qwen3"],
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**32,
+        description="Seed of the order of the data, dropout and the adapter. It does not affect which documents are"
+        " held out.",
+    )
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$",
+        examples=["auto", "cpu", "mps", "cuda", "cuda:1"],
+        description="The device to compute on. auto: a CUDA device if there is one, else Apple's GPU (mps, for one"
+        " process), else the CPU.",
+    )
+
+    @property
+    def several(self) -> dict[str, NamedTeacherConfig]:
+        """The teachers of the section teachers, by their names; empty if the run has no such section."""
+        return {} if self.teachers is None else self.teachers.named
+
+    @property
+    def teacher_sections(self) -> dict[str, TeacherConfig]:
+        """All teachers, by the dotted keys of their sections."""
+        single = {} if self.teacher is None else {"teacher": self.teacher}
+        return single | {f"teachers.{name}": teacher for name, teacher in self.several.items()}
+
+    @property
+    def flash_attentions(self) -> list[str]:
+        """The settings of flash attention, which separates packed documents only in a batch of one row."""
+        sections = {"student": self.student, **self.teacher_sections}
+        return [
+            f"{name}.attention={section.attention}"
+            for name, section in sections.items()
+            if "flash" in (section.attention or "")
+        ]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rollouts_minimise_reverse_kl(cls, content: Any) -> Any:
+        """The default loss on the student's own completions."""
+        if not isinstance(content, Mapping) or content.get("rollout") is None:
+            return content
+        objective = content.get("objective", {})
+        if not isinstance(objective, Mapping) or "loss" in objective:
+            return content
+        return {**content, "objective": {"loss": "reverse_kl", **objective}}

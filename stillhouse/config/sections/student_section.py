@@ -1,0 +1,149 @@
+"""The model that is trained: its first weights, its adapter, and its layers for multi-token prediction."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, create_model
+
+from stillhouse.config.section import PathText, Section, Share, Text
+from stillhouse.config.sections.model_section import ModelConfig
+
+
+class AdapterConfig(Section):
+    """An adapter, which is trained while the student's own weights stay frozen. Needs `stillhouse[lora]`."""
+
+    type: Literal["lora"] = Field(
+        default="lora",
+        description="lora: (alpha / r) B A x is added to a layer's output W x; only A and B are trained.",
+    )
+    r: int = Field(default=16, ge=1, description="Rank: A has r rows, and B has r columns.")
+    alpha: float = Field(
+        default=32.0, gt=0, description="LoRA scale: the adapter's output is multiplied by alpha / r."
+    )
+    targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = Field(
+        default="all-linear",
+        description="The layers that get an adapter. all-linear: every linear layer except the head; or a list of"
+        " name endings, such as [q_proj, v_proj]. Head and embedding cannot have an adapter.",
+    )
+    dropout: Share = Field(default=0.0, description="Dropout probability of the adapter's input during training.")
+
+
+class MtpConfig(Section):
+    """Layers behind the student's last one, each of which predicts one token further; they are trained and saved
+    with the student. docs/mtp.md explains them.
+    """
+
+    depths: int = Field(
+        default=1, ge=1, description="Number of the layers: layer k predicts the k-th token after the next one."
+    )
+    objective: Text | None = Field(
+        default=None,
+        description="The loss of every depth, in the grammar of objective.loss and at objective.temperature. null:"
+        " objective.loss.",
+    )
+    signal: Literal["teacher", "student"] = Field(
+        default="teacher",
+        description="The distribution that the depths learn. teacher: the teacher's distribution of the same token;"
+        " student: the student's own, without gradients, which is what decides on the drafts in speculative decoding."
+        " No effect on cross_entropy.",
+    )
+    scale: float = Field(
+        default=0.3,
+        gt=0,
+        description="Factor of the depths' loss: the step's loss is that of the student plus scale times the sum over"
+        " the depths. With train=heads, AdamW cancels it, but train.clip does not.",
+    )
+    train: Literal["all", "heads"] = Field(
+        default="all",
+        description="all: the student and the layers are trained together; heads: the student is frozen, and only the"
+        " layers are trained.",
+    )
+    init: Literal["auto", "new"] = Field(
+        default="auto",
+        description="auto: the layers of the student's checkpoint if its configuration has a number of them"
+        " (num_mtp_layers), else new ones; new: newly initialised layers.",
+    )
+
+
+_GRAMMAR = r"^(every|first|last) [1-9][0-9]*$"
+
+# `from` cannot be the name of a field in a class statement
+_From = create_model(
+    "_From",
+    __base__=Section,
+    **{
+        "from": (
+            Literal["teacher", "random"],
+            Field(
+                description="teacher: embedding, final norm, head and some layers of teacher.model. random: drawn by"
+                " the seed, as the model's family initialises itself."
+            ),
+        )
+    },
+)  # type: ignore[call-overload]
+
+
+def _checked_layers(layers: str | list[int] | None) -> str | list[int] | None:
+    if isinstance(layers, list) and (len(set(layers)) < len(layers) or min(layers) < 0):
+        raise ValueError(f"got {layers}, expected different numbers from 0 on")
+    return layers
+
+
+class StudentInitConfig(_From):  # type: ignore[misc, valid-type]
+    """Where the student's first weights are from. The folder student.model then needs no weights, only the rest."""
+
+    layers: Annotated[
+        Annotated[str, Field(pattern=_GRAMMAR, examples=["every 2"])]
+        | Annotated[list[int], Field(min_length=1)]
+        | None,
+        AfterValidator(_checked_layers),
+    ] = Field(
+        default=None,
+        description="The teacher's layers that the student gets, in this order: every k (0, k, 2k, …), first k, last"
+        " k, or a list of different numbers from 0 on; as many as the student has. null: all. No effect with from"
+        " random.",
+    )
+
+    @property
+    def source(self) -> str:
+        """teacher or random."""
+        return str(getattr(self, "from"))
+
+    def chosen(self, count: int) -> list[int]:
+        """The numbers of the chosen ones of `count` layers; some may be missing there."""
+        if self.layers is None:
+            return list(range(count))
+        if isinstance(self.layers, list):
+            return self.layers
+        match = re.fullmatch(_GRAMMAR, self.layers)
+        assert match is not None
+        k = int(self.layers.partition(" ")[2])
+        return {
+            "every": list(range(0, count, k)),
+            "first": list(range(k)),
+            "last": list(range(count - k, count)),
+        }[match[1]]
+
+
+class StudentConfig(ModelConfig):
+    """The model that is trained."""
+
+    model: PathText = Field(
+        description="Hugging Face id, or the path of a folder with config.json, safetensors and tokenizer.",
+        examples=["Qwen/Qwen3-0.6B"],
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32",
+        description="The dtype of the trained weights and of the optimizer's state; train.precision sets the dtype in"
+        " which layers compute. bfloat16 halves the memory and loses small updates. With an adapter: the dtype of the"
+        " frozen weights; the adapter is at least float32.",
+    )
+    adapter: AdapterConfig | None = Field(
+        default=None, description="An adapter to train instead of the model's own weights. null: train the weights."
+    )
+    mtp: MtpConfig | None = Field(
+        default=None, description="Multi-token prediction: layers that draft tokens. null: the student has none."
+    )
+    init: StudentInitConfig | None = Field(
+        default=None, description="The weights to begin with. null: those of the files of student.model."
+    )
