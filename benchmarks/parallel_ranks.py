@@ -30,17 +30,17 @@ from stillhouse.data import MicroBatch
 from stillhouse.engine.loss import StepLoss
 from stillhouse.engine.optimizer import OptimizerSettings, make_optimizer
 from stillhouse.models import Decoder
-from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import OutputHead, Signal
+from stillhouse.objective import TEACHER as ITS_NAME
+from stillhouse.objective import OutputHead
 from stillhouse.objective.spec import parse_objective
 from stillhouse.parallel import (
     IN_STAGE,
-    Computation,
+    DecoderHead,
     Layout,
     Mesh,
     ModelSource,
     Runner,
-    TeacherStudentPair,
+    StageInputs,
     build_runner,
 )
 
@@ -127,7 +127,7 @@ def run_case(case: Case, mesh: Mesh) -> dict[str, Any]:
         student.train()
         if case.recomputed:
             student.gradient_checkpointing_enable()
-    forward_backward = partial(runner.forward_backward, *inputs(case, mesh))
+    forward_backward = partial(runner.forward_backward, inputs(case, mesh))
     optimizer = make_optimizer((each for _, each in runner.named_parameters()), OptimizerSettings(1e-3))
 
     def step() -> None:
@@ -168,19 +168,15 @@ def decoder(sizes: dict[str, int], dtype: torch.dtype) -> Decoder:
     return Decoder(AutoModelForCausalLM.from_config(config(sizes), dtype=dtype), verify=False)
 
 
-def inputs(case: Case, mesh: Mesh) -> tuple[Computation, list[MicroBatch], list[Any]]:
-    """Return the runner's arguments for a step of random tokens, all of which are targets. The engine is not used,
-    because its sums of metrics would be counted as traffic.
+def inputs(case: Case, mesh: Mesh) -> list[StageInputs]:
+    """Return the inputs of a step of random tokens, all of which are targets. The engine is not used, because its
+    sums of metrics would be counted as traffic.
     """
     parts = [batch(seed).part(mesh.coordinate("context"), mesh.degrees.context) for seed in range(case.micro_batches)]
     normalizer = case.micro_batches * ROWS * TOKENS * mesh.degrees.data
-
-    def targets(each: MicroBatch, signal: Signal | None) -> DistillTargets:
-        return DistillTargets(each.labels_T, each.weights_T, normalizer, each.valid_index, signals={TEACHER: signal})
-
-    precision = partial(torch.autocast, "cpu", torch.bfloat16, enabled=case.bf16)
-    processor = StepLoss(parse_objective(LOSS), chunk_tokens=CHUNK)
-    return Computation(processor, targets, precision), parts, [IN_STAGE] * len(parts)
+    loss = StepLoss(parse_objective(LOSS), normalizer, CHUNK)
+    autocast = torch.bfloat16 if case.bf16 else None
+    return [StageInputs(each, {ITS_NAME: IN_STAGE}, loss, autocast=autocast) for each in parts]
 
 
 def batch(seed: int) -> MicroBatch:
@@ -238,20 +234,28 @@ class Traffic(TorchDispatchMode):
             self._track_forward(pair.student, "student's")
             if pair.teacher is not None:
                 self._track_forward(pair.teacher, "teacher's")
-                self._track_teacher_head(pair)
+        self._track_teacher_head()
 
-    def _track_teacher_head(self, pair: TeacherStudentPair) -> None:
-        """Track the gather of the teacher's head, which is between the forwards of both models."""
-        gather = pair._teacher_head
+    def _track_teacher_head(self) -> None:
+        """Track the gather of the teacher's head, which is within the student's forward."""
+        gather = DecoderHead.opened
 
         @contextmanager
-        def tracked() -> Iterator[OutputHead]:
+        def tracked(teacher: DecoderHead) -> Iterator[OutputHead]:
             self._inside.append("teacher's")
-            with gather() as head:
-                self._inside.remove("teacher's")
+            with gather(teacher) as head:
+                self._inside.pop()
                 yield head
 
-        pair._teacher_head = tracked  # type: ignore[method-assign]
+        self._tracked = mock.patch.object(DecoderHead, "opened", tracked)
+
+    def __enter__(self) -> "Traffic":
+        self._tracked.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._tracked.stop()
 
     def _track_forward(self, module: nn.Module, whose: str) -> None:
         # prepended, so that it runs before FSDP's hook, which gathers

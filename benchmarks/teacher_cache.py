@@ -91,7 +91,7 @@ def steps(session: Session) -> list[tuple[float, float]]:
     """For each step the seconds of waiting for signals, and of the whole step."""
     schedule, found = session.step_schedule, []
     sharded = (session.shard(schedule.micro_batches(session.train, step)) for step in range(schedule.steps))
-    requests = request_ahead(session.source_for(session.spec), sharded)
+    requests = request_ahead(session.source_for(session.engine), sharded)
     for _ in range(schedule.steps):
         started = time.perf_counter()
         micro_batches, pending = next(requests)

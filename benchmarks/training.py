@@ -33,10 +33,11 @@ from stillhouse.engine.schedule import make_step_schedule
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
-from stillhouse.objective import linear_objective
+from stillhouse.objective import TEACHER, linear_objective
 from stillhouse.objective.spec import parse_objective
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.parallel import single_process_runner
+from stillhouse.run.models import ModelSources
 from stillhouse.run.session import Session
 from stillhouse.signals import InStageTeacher
 
@@ -137,7 +138,7 @@ def micro_batch_by_hand(session: Session, batch: MicroBatch, normalizer: int, se
     leaf_TD = hidden.detach().flatten(0, 1).requires_grad_()
 
     def objective() -> None:
-        terms = session.spec.terms(batch.labels_T, signal)
+        terms = session.spec.terms(batch.labels_T, {TEACHER: signal})
         weights = {"weights_T": batch.weights_T, "valid_index": batch.valid_index}
         with autocast(session):
             output = linear_objective(leaf_TD, session.student.output_head(), terms, normalizer=normalizer, **weights)
@@ -189,10 +190,12 @@ def make_session(arguments: argparse.Namespace, folder: Path) -> Session:
         train=packed,
         evaluation=None,
         step_schedule=make_step_schedule(config.train, len(packed), arguments.max_tokens),
+        models=ModelSources(config, runner.mesh),
         engine=TorchEngine(
             runner, spec, optimizer=settings, autocast=torch.bfloat16 if config.train.precision == "bf16" else None
         ),
         source=InStageTeacher(runner),
+        stores={},
         data_hashes={},
         model_hashes={},
     )

@@ -133,13 +133,12 @@ def imitate(
 ) -> None:
     """Train with cross-entropy on answers of which one third are right; the others are too large by 1 or 2."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
-    processor = cross_entropy()
     for _ in range(steps):
         texts = [ask(each) + answer(each, wrong_by=chance.randrange(3)) for each in chance.choices(problems, k=128)]
         ids_BS = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         labels_BS = labels_of(ids_BS, tokenizer)
-        context = Targets(labels_BS, normalizer=(labels_BS >= 0).sum())
-        policy(ids_BS, processor=processor, context=context).loss.backward()
+        processor = cross_entropy(normalizer=(labels_BS >= 0).sum())
+        policy(ids_BS, processor=processor, context=Targets(labels_BS)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -174,12 +173,13 @@ def learn(
     labels_BS = answers.labels_BS
     context = PolicyTargets(
         labels_BS,
-        normalizer=(labels_BS >= 0).sum(),
         advantages_T=advantages(answers.rewards_B, options.group)[:, None].expand_as(labels_BS),
         old_log_probs_T=answers.log_probs_BS,
         reference_log_probs_T=log_probs(reference, answers.ids_BS, labels_BS),
     )
-    processor = policy_gradient(kl_scale=options.kl_scale, entropy_bonus=options.entropy_bonus)
+    processor = policy_gradient(
+        kl_scale=options.kl_scale, entropy_bonus=options.entropy_bonus, normalizer=(labels_BS >= 0).sum()
+    )
     for _ in range(options.updates):
         output = policy(answers.ids_BS, processor=processor, context=context)
         output.loss.backward()

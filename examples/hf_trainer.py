@@ -44,7 +44,7 @@ class Distillation(nn.Module):
         super().__init__()
         self.student, self.config = student, student.config
         self.__dict__["teacher"] = teacher
-        self.processor = StepLoss(parse_objective(objective))
+        self.objective = parse_objective(objective)
 
     def forward(
         self,
@@ -58,8 +58,9 @@ class Distillation(nn.Module):
         next_BS = F.pad(labels[:, 1:], (0, 1), value=-100)  # row t predicts token t + 1
         tokens = (next_BS >= 0).sum() if num_items_in_batch is None else num_items_in_batch
         signal = self.teacher.signal(input_ids, position_ids, attention_mask)
-        context = DistillTargets(next_BS, signals={TEACHER: signal}, normalizer=tokens.clamp(min=1))
-        output = self.student(input_ids, position_ids, attention_mask, processor=self.processor, context=context)
+        loss = StepLoss(self.objective, normalizer=tokens.clamp(min=1))
+        context = DistillTargets(next_BS, signals={TEACHER: signal})
+        output = self.student(input_ids, position_ids, attention_mask, processor=loss, context=context)
         return {"loss": output.loss}
 
 

@@ -15,7 +15,7 @@ CUDA devices (tests/kit/cuda_is_cpu.py replaces them in this repository's tests)
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from stillhouse.engine.loss import StepLoss
 from stillhouse.models.megatron import MegatronProcessor
 from stillhouse.models.processors import full_vocab
 from stillhouse.models.targets import DistillTargets
-from stillhouse.objective import TEACHER, Signal, TopK
+from stillhouse.objective import TEACHER, Signal, Signals, TopK
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 
 try:
@@ -94,7 +94,7 @@ class GkdConfig(Section):
 class MicroBatch:
     input_ids_BS: Tensor
     labels_BS: Tensor
-    signal: Signal | None = None
+    signals: Signals = field(default_factory=dict)
 
 
 def main(path: str) -> DistributedDataParallel:
@@ -131,13 +131,10 @@ def train(
     teacher_hook = None if teacher is None else MegatronProcessor(teacher, full_vocab, vocab_size=config.vocabulary)
     for step in range(config.train.steps):
         batches = micro_batches(config, rows, step)
-        signals: Sequence[Signal | None] = [each.signal for each in batches]
+        signals = [each.signals for each in batches]
         if teacher is not None and teacher_hook is not None and spec.needs_teacher:
-            signals = teacher_signals(teacher, teacher_hook, batches) or signals
-        contexts = [
-            DistillTargets(each.labels_BS, signals={TEACHER: signal})
-            for each, signal in zip(batches, signals, strict=True)
-        ]
+            signals = [{TEACHER: each} for each in teacher_signals(teacher, teacher_hook, batches)] or signals
+        contexts = [DistillTargets(each.labels_BS, signals=its) for each, its in zip(batches, signals, strict=True)]
         student.zero_grad_buffer()
         optimizer.zero_grad()
         sums = schedule(student, hook, batches, contexts)
@@ -246,7 +243,8 @@ def micro_batches(config: GkdConfig, rows: dict[str, Tensor], step: int) -> list
         index_B = torch.arange(start, start + train.rows) % len(rows["input_ids"])
         batch = {name: each[index_B].to(torch.cuda.current_device()) for name, each in rows.items()}
         ids_BS = batch.pop("input_ids")
-        batches.append(MicroBatch(ids_BS[:, :-1], ids_BS[:, 1:], top_k_signal(batch) if batch else None))
+        signals = {TEACHER: top_k_signal(batch)} if batch else {}
+        batches.append(MicroBatch(ids_BS[:, :-1], ids_BS[:, 1:], signals))
     return batches
 
 

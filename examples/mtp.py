@@ -24,9 +24,10 @@ from stillhouse import Decoder
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models.mtp import MultiTokenDecoder, find_layers
 from stillhouse.models.targets import DistillTargets
+from stillhouse.objective import TEACHER
 from stillhouse.objective.spec import parse_objective
 from stillhouse.tools.demo.corpus import collect_documents, split_of
-from stillhouse.tools.demo.student import TEACHER
+from stillhouse.tools.demo.student import TEACHER as DEMO_TEACHER
 from stillhouse.tools.demo.tokenizer import encode
 
 ROW, ROWS = 128, 2  # tokens per row, rows per step
@@ -37,7 +38,7 @@ OBJECTIVES = {"cross-entropy": "cross_entropy", "distilled": "forward_kl"}
 
 def main_model() -> Decoder:
     """Return the demo's teacher as a GLM-4-MoE: layers without experts are the same in both families."""
-    given = AutoConfig.from_pretrained(TEACHER, trust_remote_code=False)
+    given = AutoConfig.from_pretrained(DEMO_TEACHER, trust_remote_code=False)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     names += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "eos_token_id")
     config = Glm4MoeConfig(
@@ -49,7 +50,7 @@ def main_model() -> Decoder:
         num_experts_per_tok=2,
         moe_intermediate_size=given.intermediate_size // 4,
     )
-    teacher = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32, trust_remote_code=False)
+    teacher = AutoModelForCausalLM.from_pretrained(DEMO_TEACHER, dtype=torch.float32, trust_remote_code=False)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.load_state_dict(teacher.state_dict())
     return Decoder(model.eval())
@@ -66,14 +67,14 @@ def batches(tokens_T: torch.Tensor, steps: int, seed: int) -> Iterator[torch.Ten
 def train(decoder: MultiTokenDecoder, tokens_T: torch.Tensor, loss: str, steps: int, seed: int) -> None:
     """Train only the MTP layers, with the same objective at every depth."""
     spec = parse_objective(loss)
-    processor = StepLoss(spec)
+    processor = StepLoss(spec, normalizer=ROWS * ROW)
     optimizer = torch.optim.AdamW(decoder.layers.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
     for rows_BS in batches(tokens_T, steps, seed):
         ids_BS, labels_BS = rows_BS[:, :-1], rows_BS[:, 1:]
         position_ids_BS = torch.arange(ROW).expand(ROWS, ROW)
-        signal = decoder.main.signal(ids_BS, position_ids_BS) if spec.needs_teacher else None
-        targets = DistillTargets(labels_BS, normalizer=labels_BS.numel(), signals={TEACHER: signal})
+        signals = {TEACHER: decoder.main.signal(ids_BS, position_ids_BS)} if spec.needs_teacher else {}
+        targets = DistillTargets(labels_BS, signals=signals)
         context = targets.shift_for_mtp(position_ids_BS, decoder.depths)
         _, *further = decoder(ids_BS, position_ids_BS, processor=processor, context=context)
         sum(output.loss for output in further).backward()
@@ -117,7 +118,7 @@ def acceptance(folder: Path, prompts_PS: torch.Tensor, new_tokens: int, sampled:
 def main(steps: int, depths: int, prompts: int, new_tokens: int, seed: int) -> dict[tuple[str, bool], float]:
     """Print the table and return it: accepted tokens per draft, by (objective, whether sampled)."""
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(TEACHER, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TEACHER, trust_remote_code=False)
     documents = collect_documents()
     training_T, held_out_T = (
         encode(tokenizer, [each for each in documents if split_of(each.name) == split])

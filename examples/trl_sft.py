@@ -41,7 +41,7 @@ class DistillTrainer(SFTTrainer):
 
     def __init__(self, model: PreTrainedModel, *, teacher: Decoder, objective: str, **options: Any):
         self.student, self.teacher = Decoder(model), teacher
-        self.processor = StepLoss(parse_objective(objective))
+        self.objective = parse_objective(objective)
         super().__init__(model, **options)
 
     def compute_loss(
@@ -57,10 +57,11 @@ class DistillTrainer(SFTTrainer):
         next_BS = F.pad(labels[:, 1:], (0, 1), value=-100)  # row t predicts token t + 1
         scale = 1 if tokens is None else self.accelerator.num_processes  # DDP divides gradients by this number
         tokens = (next_BS >= 0).sum() if tokens is None else tokens
+        loss = StepLoss(self.objective, normalizer=tokens.clamp(min=1))
         with self.accelerator.autocast():
             signal = self.teacher.signal(input_ids, position_ids, attention_mask)
-            context = DistillTargets(next_BS, signals={TEACHER: signal}, normalizer=tokens.clamp(min=1))
-            output = self.student(input_ids, position_ids, attention_mask, processor=self.processor, context=context)
+            context = DistillTargets(next_BS, signals={TEACHER: signal})
+            output = self.student(input_ids, position_ids, attention_mask, processor=loss, context=context)
         return output.loss * scale
 
 

@@ -24,7 +24,7 @@ class StudentCopy:
     """
 
     def __init__(self, runner: Runner, build: Callable[[], Decoder]):
-        self.runner, self.mesh = runner, runner.mesh
+        self._runner, self.mesh = runner, runner.mesh
         self.decoder = build()
         if next(self.decoder.parameters()).is_meta:
             allocate(self.decoder, self.mesh.device)
@@ -64,7 +64,7 @@ class StudentCopy:
             whole[name].copy_(value)
 
     def _held(self) -> dict[str, Tensor]:
-        return {name: each for student in self.runner.students() for name, each in student.state_dict().items()}
+        return {name: each for student in self._runner.students() for name, each in student.state_dict().items()}
 
     def _find_owners(self) -> dict[str, int]:
         """For each tensor of the copy, the first coordinate on the pipeline axis that holds it."""

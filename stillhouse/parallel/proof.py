@@ -153,7 +153,7 @@ class _Forward:
     """
 
     def __init__(self, runner: Runner, signals: Signals):
-        self.runner, self.signals = runner, signals
+        self._runner, self.signals = runner, signals
         student, context = runner.students()[0], runner.layout.degrees.context
         self.device = runner.device
         depths = [0 if part.mtp is None else part.mtp.depths for part in runner.students()]
@@ -165,7 +165,7 @@ class _Forward:
     @property
     def packs_one_row(self) -> bool:
         """Whether an attention of the student or of the teacher packs one row: both read the same rows."""
-        decoders = (self.runner.students()[0], self.runner.teacher)
+        decoders = (self._runner.students()[0], self._runner.teacher)
         return any(packs_one_row(decoder.pretrained) for decoder in decoders if decoder is not None)
 
     @property
@@ -173,24 +173,24 @@ class _Forward:
         return by_rows(self) if self.packs_one_row else self
 
     def inputs(self, micro_batch: MicroBatch, processor: OutputProcessor) -> StageInputs:
-        mtp = [MtpLayersRun(NextTokens(self.depths, self.runner.context_group))] if self.depths else []
-        return StageInputs(micro_batch, self.signals, processor, mtp, autocast=_precision(self.runner))
+        mtp = [MtpLayersRun(NextTokens(self.depths, self._runner.context_group))] if self.depths else []
+        return StageInputs(micro_batch, self.signals, processor, mtp, autocast=_precision(self._runner))
 
     def micro_batch(self) -> MicroBatch:
         """This process's columns of the documents: of one row for an attention that packs one row."""
         rows = 1 if self.packs_one_row else len(self.probe.ids_BS)
-        return _micro_batch(self.runner, self.probe.ids_BS[:rows], self.probe.position_ids_BS[:rows])
+        return _micro_batch(self._runner, self.probe.ids_BS[:rows], self.probe.position_ids_BS[:rows])
 
     def __call__(self, ids_BS: Tensor, position_ids_BS: Tensor) -> Sequence[Tensor]:
-        micro_batch = _micro_batch(self.runner, ids_BS, position_ids_BS)
-        results = self.runner.forward([self.inputs(micro_batch, _hidden)])
+        micro_batch = _micro_batch(self._runner, ids_BS, position_ids_BS)
+        results = self._runner.forward([self.inputs(micro_batch, _hidden)])
         if not results:
             return []
         hidden = results[0] if isinstance(results[0], _Hidden) else _Hidden((results[0],), None)
         parts = list(hidden.student)
         if hidden.teacher_TE is not None:
             parts.append(hidden.teacher_TE.unflatten(0, micro_batch.shape_BS))
-        return [_whole(self.runner, part) for part in parts]
+        return [_whole(self._runner, part) for part in parts]
 
 
 def _hidden(*, hidden_states: Any, head: OutputHead, context: DistillTargets, depth: int = 0) -> _Hidden:

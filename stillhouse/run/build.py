@@ -131,11 +131,11 @@ def _average(config: RunConfig, runner: Runner) -> WeightAverage | None:
 class _Sources:
     """Builds the sources of the teachers' signals.
 
-    runner: of the student. autocast: the dtype of its matrix products. average: of its weights.
+    student: its runner. autocast: the dtype of its matrix products. average: of its weights.
     """
 
     models: ModelSources
-    runner: Runner
+    student: Runner
     autocast: torch.dtype | None
     stores: Mapping[str, SignalStore]
     average: WeightAverage | None
@@ -146,7 +146,7 @@ class _Sources:
 
     def source(self, separate: Layout | None) -> SignalSource:
         """separate: the layout of a teacher that does not run in the student's stages."""
-        teacher, mesh = self.config.teacher, self.runner.mesh
+        teacher, mesh = self.config.teacher, self.student.mesh
         if self.config.teachers is not None:
             return self._several()
         if teacher is None:
@@ -156,10 +156,10 @@ class _Sources:
             of_offload = teacher.parallel is None
             teacher_mesh = mesh if of_offload else Mesh(separate.degrees, mesh.device)
             key = "teacher.offload" if of_offload else "teacher.parallel"
-            return self._separate(key, layers, separate, teacher_mesh, self.runner.teacher_head)
+            return self._separate(key, layers, separate, teacher_mesh, self.student.teacher_head)
         if "teacher" in self.stores:
-            return self._stored(teacher, self.stores["teacher"], self.runner.teacher_head)
-        return InStageTeacher(self.runner)
+            return self._stored(teacher, self.stores["teacher"], self.student.teacher_head)
+        return InStageTeacher(self.student)
 
     def _several(self) -> SeveralTeachers:
         """The source of all teachers' signals; their output heads are on the student's last stage.
@@ -174,22 +174,22 @@ class _Sources:
             section, head = f"teachers.{name}", heads.get(name)
             if teacher.student is not None:
                 sources[name] = SelfTeacher(
-                    self.runner, self.autocast, self.average if teacher.student == "ema" else None
+                    self.student, self.autocast, self.average if teacher.student == "ema" else None
                 )
             elif section in self.stores:
                 sources[name] = self._stored(teacher, self.stores[section], head, name)
             elif name in whole:
                 layers = ModelSource(partial(whole.__getitem__, name), is_proven=True)
-                layout, mesh = Layout(), self.runner.mesh
+                layout, mesh = Layout(), self.student.mesh
                 sources[name] = SeparateTeacher(layers, layout, mesh, layout, mesh, head=head, keep_head=True)
             else:
                 sources[name] = self._in_job(section, teacher, head)
-        return SeveralTeachers(sources, self.runner, self.config.teachers.route)
+        return SeveralTeachers(sources, self.student, self.config.teachers.route)
 
     def _whole_teachers(self) -> dict[str, Decoder]:
         """In one process, the teachers whose layers and head cannot be loaded separately."""
         whole: dict[str, Decoder] = {}
-        for name, teacher in self.config.several.items() if self.runner.ranks.size == 1 else ():
+        for name, teacher in self.config.several.items() if self.student.ranks.size == 1 else ():
             section = f"teachers.{name}"
             if teacher.student is not None or section in self.stores:
                 continue
@@ -207,7 +207,7 @@ class _Sources:
 
         Heads that FSDP does not shard are in host memory, and share buffers on the device.
         """
-        runner, is_sharded = self.runner, self.runner.mesh.sharding is not None
+        runner, is_sharded = self.student, self.student.mesh.sharding is not None
         device = runner.device if is_sharded else torch.device("cpu")
         decoders: dict[str, Decoder] = {}
         for name, teacher in self.config.several.items() if runner.has_last_stage else ():
@@ -233,16 +233,16 @@ class _Sources:
         """name: of one of several teachers, which may read a prefix. A process that reads signals of a teacher with
         another tokenizer loads that teacher.
         """
-        if isinstance(store, CrossTokenizerStore) and self.runner.has_results:
-            store.start(self.runner.device)
+        if isinstance(store, CrossTokenizerStore) and self.student.has_results:
+            store.start(self.student.device)
         if isinstance(store, RemoteSignals) and store.signal.kind == "chosen":
             assert store.vocabulary is not None
-            return ChosenTeacher(store, self.runner, store.vocabulary, self.autocast, teacher.tail, name)
-        return StoredTeacher(store, self.runner, teacher.tail, name, head=head)
+            return ChosenTeacher(store, self.student, store.vocabulary, self.autocast, teacher.tail, name)
+        return StoredTeacher(store, self.student, teacher.tail, name, head=head)
 
     def _in_job(self, section: str, teacher: NamedTeacherConfig, head: TeacherHead | None) -> SeparateTeacher:
         """A teacher that runs in this job: in a layout of its own, or in the student's."""
-        runner = self.runner
+        runner = self.student
         source = self.models.teacher(section, offload=self.config.parallel.offload or teacher.offload)
         separate = None if runner.ranks.size == 1 else teacher_layout(self.config, section)
         if separate is None and runner.layout.degrees.expert > 1 and not dispatched_experts(source.build()):
@@ -255,7 +255,7 @@ class _Sources:
         self, key: str, source: ModelSource, layout: Layout, mesh: Mesh, head: TeacherHead | None
     ) -> SeparateTeacher:
         with _as_config_error(key):
-            return SeparateTeacher(source, layout, mesh, self.runner.layout, self.runner.mesh, head=head)
+            return SeparateTeacher(source, layout, mesh, self.student.layout, self.student.mesh, head=head)
 
 
 def _can_be_cut(teacher: TeacherConfig) -> bool:

@@ -49,11 +49,11 @@ class ChosenTeacher(StoredTeacher):
     def _likeliest(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
         """The student's likeliest ids of each micro-batch's rows with a weight; empty without the last stage."""
         with ExitStack() as modes:
-            for student in self.runner.students():
+            for student in self._runner.students():
                 modes.enter_context(evaluating(student))
             inputs = [StageInputs(each, {}, self._processor, autocast=self._autocast) for each in micro_batches]
-            found = self.runner.forward(inputs)
-        if not self.runner.has_results:
+            found = self._runner.forward(inputs)
+        if not self._runner.has_results:
             return []
         return [each["ids"].masked_fill(each["ids"] >= self._vocabulary, -1) for each in found]
 

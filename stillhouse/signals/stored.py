@@ -105,7 +105,7 @@ class StoredTeacher:
         *,
         head: TeacherHead | None = None,
     ):
-        self.store, self.runner, self._tail, self._name, self._head = store, runner, tail, name, head
+        self.store, self._runner, self._tail, self._name, self._head = store, runner, tail, name, head
         self._threads = ThreadPoolExecutor(self.steps_ahead + 1, thread_name_prefix="signals")
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
@@ -113,7 +113,7 @@ class StoredTeacher:
 
     def _request(self, micro_batches: ShardedMicroBatches, ids: Sequence[Tensor] = ()) -> PendingSignals:
         """ids: with "chosen", the ids of each micro-batch's rows with a weight, [C, K] on the CPU."""
-        reads = self.runner.has_results
+        reads = self._runner.has_results
         future = self._threads.submit(self._read, micro_batches, ids) if reads else None
         return _Reading(future, self, micro_batches)
 
@@ -124,7 +124,7 @@ class StoredTeacher:
         """
         with watchdog.untimed("the teacher's signals") if self.store.may_take_long else nullcontext():
             found = self._waited(reading)
-        if not self.runner.has_last_stage:
+        if not self._runner.has_last_stage:
             return [{}] * len(micro_batches)
         return [
             self._signals(self._shared(found[at] if found else None, each)) for at, each in enumerate(micro_batches)
@@ -149,7 +149,7 @@ class StoredTeacher:
             # torch's errors, too: the other processes wait for this one below
             except (ValueError, OSError, RuntimeError, CancelledError) as problem:
                 error = str(problem) or type(problem).__name__
-        if error := next(filter(None, self.runner.ranks.gather(error)), ""):
+        if error := next(filter(None, self._runner.ranks.gather(error)), ""):
             raise SignalsLostError(error)
         return found
 
@@ -192,7 +192,7 @@ class StoredTeacher:
 
     def _shared(self, found: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """One micro-batch's tensors on the device, sent to all processes that share its tokens."""
-        device, group = micro_batch.labels_T.device, self.runner.mesh.group("tensor")
+        device, group = micro_batch.labels_T.device, self._runner.mesh.group("tensor")
         own = self._empty(micro_batch, pinned=False) if found is None else found
         moved = {name: each.to(device, non_blocking=True) for name, each in own.items()}
         if group is not None:

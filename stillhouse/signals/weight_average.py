@@ -18,7 +18,7 @@ class WeightAverage:
     """
 
     def __init__(self, runner: Runner, decay: float):
-        self.runner, self.decay = runner, decay
+        self._runner, self.decay = runner, decay
         #: by the names of `Runner.named_parameters`
         self.tensors: dict[str, Tensor] = {
             name: _wide(parameter.detach())
@@ -29,7 +29,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the present weights: decay × average + (1 − decay) × weights."""
-        parameters = dict(self.runner.named_parameters())
+        parameters = dict(self._runner.named_parameters())
         for name, average in self.tensors.items():
             local(average).lerp_(local(parameters[name].detach()).to(average.dtype), 1 - self.decay)
 
@@ -39,7 +39,7 @@ class WeightAverage:
 
         Meanwhile a copy of the student's trained weights is in memory.
         """
-        parameters = {name: each for name, each in self.runner.named_parameters() if name in self.tensors}
+        parameters = {name: each for name, each in self._runner.named_parameters() if name in self.tensors}
         kept = {name: local(each.detach()).clone() for name, each in parameters.items()}
         with torch.no_grad():
             for name, each in parameters.items():

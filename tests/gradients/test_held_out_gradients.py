@@ -13,9 +13,8 @@ from kit.shard_ranks import Rank, shared_pool
 from test_train_evaluation import log_probs
 from torch import Tensor
 
-from stillhouse.objective import TEACHER
 from stillhouse.loops.held_out_tokens import PUSHED, gradients_by_term, held_out_tokens
-from stillhouse.objective import FullVocab, OutputHead, VocabShard
+from stillhouse.objective import TEACHER, FullVocab, OutputHead, VocabShard
 from stillhouse.objective.reference import dense_objective
 from stillhouse.objective.spec import ObjectiveSpec, parse_objective
 

@@ -10,6 +10,7 @@ from kit.shard_ranks import Rank
 from torch import Tensor
 
 from stillhouse.generation import GenerationRequest, Sampling
+from stillhouse.generation.distributed import DistributedEngine
 from stillhouse.generation.generate import Generator
 from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.generation.student_copy import StudentCopy
@@ -58,7 +59,7 @@ def on_ranks(rank: Rank, given: Problem) -> list[Any] | None:
     source = ModelSource(lambda: student(given))
     runner = build_runner(Layout(given.degrees), mesh, source, None)
     copy = StudentCopy(runner, lambda: empty(given) if given.on_meta else student(given))
-    engine = InProcessEngine(Generator(copy.decoder, given.sampling, CPU, batch_tokens=given.batch_tokens), copy=copy)
+    engine = DistributedEngine(Generator(copy.decoder, given.sampling, CPU, batch_tokens=given.batch_tokens), copy)
     first = completions(engine)
     for part in runner.students():
         change(part)
@@ -75,7 +76,7 @@ def an_error_on_one_rank(rank: Rank, given: Problem) -> str | None:
     copy = StudentCopy(runner, lambda: student(given))
     if rank.number == 1:
         copy.decoder.output_weight.data[7] = torch.nan
-    engine = InProcessEngine(Generator(copy.decoder, given.sampling, CPU), copy=copy)
+    engine = DistributedEngine(Generator(copy.decoder, given.sampling, CPU), copy)
     try:
         engine.generate(requests())
     except ValueError as error:
