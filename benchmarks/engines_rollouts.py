@@ -135,8 +135,8 @@ class _Recording(Rollouts):
         self._taken = super().take(step, timeline)
         return self._taken
 
-    def trained(self) -> None:
-        super().trained()
+    def trained(self, step: int) -> None:
+        super().trained(step)
         self.steps.append(self._taken)
 
 

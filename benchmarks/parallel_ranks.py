@@ -226,9 +226,11 @@ class Traffic(TorchDispatchMode):
     def __init__(self, runner: Runner, mesh: Mesh):
         super().__init__()
         self.sent: Counter[str] = Counter()
-        self._axes = {mesh.ranks.group.group_name: "everyone"}
-        for grid in (mesh.tokens, mesh.weights):
-            self._axes |= {grid.get_group(axis).group_name: axis for axis in grid.mesh_dim_names or ()}
+        self._axes: dict[str, str] = {}
+        if mesh.ranks.group is not None:
+            self._axes[mesh.ranks.group.group_name] = "everyone"
+            for grid in (mesh.tokens, mesh.weights):
+                self._axes |= {grid.get_group(axis).group_name: axis for axis in grid.mesh_dim_names or ()}
         self._inside: list[str] = []
         for pair in runner.pairs.values():
             self._track_forward(pair.student, "student's")

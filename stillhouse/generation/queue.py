@@ -54,7 +54,7 @@ class RolloutQueue:
         self._samples: dict[int, dict[int, Sample]] = {}
         self._finished: list[int] = []  # the groups with all their samples, in the order in which they finished
         self._trained: set[int] = set()
-        self._taken: dict[int, dict[int, Sample]] = {}  # the groups of the present step, until they are trained
+        self._taken: dict[int, dict[int, dict[int, Sample]]] = {}  # by step, the groups that it has not trained yet
         #: when the samples that were taken last were asked for, and when the last one of them was finished
         self.taken_times = (0.0, 0.0)
 
@@ -65,7 +65,7 @@ class RolloutQueue:
         """
         for later in range(step, min(step + self.ahead, self.last_step) + 1):
             for group in self.plan.groups(later):
-                if group not in self._trained and group not in self._samples:
+                if group not in self._trained and group not in self._asked_at:
                     self._asked_at[group] = step
                     self._samples[group] = {}
         under_way = set(self.writer.under_way)
@@ -95,10 +95,15 @@ class RolloutQueue:
             self._alive()
             self._keep(self.writer.finished(_TICK))
 
+    def is_ready(self, step: int) -> bool:
+        """Whether there are the groups that this step trains on, without waiting for them."""
+        self._keep(self.writer.finished(0.0))
+        return self._is_ready(step)
+
     def take(self, step: int) -> list[Sample]:
         """The samples that a step trains on, in the order of their numbers, with advantages. Waits for them.
 
-        Until `trained` is called, a checkpoint still has them.
+        Until `trained` is called for the step, a checkpoint still has them.
         """
         self.wait_for(step)
         groups = sorted(self._chosen(step))
@@ -108,27 +113,29 @@ class RolloutQueue:
             min((asked for asked, _ in known), default=0.0),
             max((end for _, end in known), default=0.0),
         )
-        self._taken = {group: self._samples.pop(group) for group in groups}
-        self._finished = [group for group in self._finished if group not in self._taken]
+        self._taken[step] = {group: self._samples.pop(group) for group in groups}
+        self._finished = [group for group in self._finished if group not in groups]
         taken: list[Sample] = []
-        for samples in self._taken.values():
+        for samples in self._taken[step].values():
             taken += with_advantages([samples[number] for number in sorted(samples)], self.advantage, self.deviation)
         return taken
 
-    def trained(self) -> None:
-        """The optimizer has made the step on the samples that were taken last: no later call gives them again."""
-        for group in self._taken:
+    def trained(self, step: int) -> None:
+        """The optimizer has made the step on the samples that it has taken: no later call gives them again."""
+        groups = self._taken.pop(step)
+        for group in groups:
             del self._asked_at[group]
         if not self.in_order:
-            self._trained |= self._taken.keys()
+            self._trained |= groups.keys()
             before = min(self._asked_at, default=None)
             self._trained = {group for group in self._trained if before is not None and group > before}
-        self._taken = {}
 
     def state(self) -> QueueState:
         """What a checkpoint keeps. Samples that are under way are asked for again after a resume."""
         self._keep(self.writer.salvage())
-        groups = self._samples | self._taken
+        groups = dict(self._samples)
+        for taken in self._taken.values():
+            groups |= taken
         samples = [each for group in sorted(groups) for each in groups[group].values()]
         return QueueState(samples, dict(self._asked_at), sorted(self._trained))
 

@@ -5,8 +5,10 @@ completions; `training.py` does what all loops do.
 """
 
 from contextlib import closing
+from typing import NamedTuple
 
 from stillhouse.checkpoint.integrity import IntactCheckpoint
+from stillhouse.generation import Sample
 from stillhouse.loops.rollout_metrics import RolloutMetrics
 from stillhouse.loops.shown_samples import shown_samples
 from stillhouse.loops.step_samples import Rollouts
@@ -14,7 +16,9 @@ from stillhouse.loops.training import training
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.progress import Progress
 from stillhouse.output.rollout_log import open_rollout_log
+from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.run.session import Session
+from stillhouse.signals import PendingSignals
 
 
 def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | None = None) -> Progress:
@@ -31,21 +35,37 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
     ):
         rollouts.require_same_writer(folder)
         timeline = log.timeline
+        requested: dict[int, _Requested] = {}
+
+        def request(step: int) -> _Requested:
+            samples = rollouts.take(step, timeline)
+            micro_batches = rollouts.micro_batches(step, samples)
+            return _Requested(samples, micro_batches, source.request(micro_batches))
+
         for step in run.steps:
             run.begin(step)
             rollouts.ask(step, timeline)
-            samples = rollouts.take(step, timeline)
-            micro_batches = rollouts.micro_batches(step, samples)
+            samples, micro_batches, pending = requested.pop(step) if step in requested else request(step)
+            if source.steps_ahead and rollouts.can_take(step + 1):
+                requested[step + 1] = request(step + 1)  # its teacher scores while this step is trained
             with (
                 timeline.span(step + 1, "trainer", "wait for the teacher"),
                 timeline.span(step + 1, "teacher", "judge"),
             ):
-                signals = source.request(micro_batches).result()
+                signals = pending.result()
             with timeline.span(step + 1, "trainer", "train"):
                 output = engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
                 run.update(step, micro_batches, output)
-                rollouts.trained()
+                rollouts.trained(step)
             log.write(step + 1, shown_samples(session, step, samples, micro_batches, output))
             measured = metrics.of(step, samples, micro_batches, output, timeline, run.seconds)
             run.end(step, micro_batches, output, measured)
     return run.progress
+
+
+class _Requested(NamedTuple):
+    """A step whose signals are requested."""
+
+    samples: list[Sample]
+    micro_batches: ShardedMicroBatches
+    pending: PendingSignals

@@ -140,10 +140,17 @@ class Rollouts:
         if self.engine is not None:
             self.engine.close()
 
-    def trained(self) -> None:
-        """The optimizer has made the step on the samples that were taken last."""
+    def can_take(self, step: int) -> bool:
+        """Whether a later step's samples can be taken already, which only a schedule of two steps off has early."""
+        queue = self.queue
+        if self.config.schedule != "two_step_off" or step >= self.session.step_schedule.steps:
+            return False
+        return self._on_first(lambda: queue is not None and queue.has_asked(step) and queue.is_ready(step))
+
+    def trained(self, step: int) -> None:
+        """The optimizer has made the step on its samples."""
         if self.queue is not None:
-            self.queue.trained()
+            self.queue.trained(step)
 
     def _update_weights(self, step: int, folder: Path | None) -> None:
         """folder: what was published for servers; None for an engine in this job."""

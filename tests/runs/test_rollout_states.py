@@ -45,7 +45,7 @@ def after(steps: int, *schedule: Any, lost: bool = False, most: int = 4, **optio
         engine.update_weights(step, None)
         made.ask(step)
         made.take(step)
-        made.trained()
+        made.trained(step)
     if lost:
         engine.update_weights(steps, None)
         made.ask(steps)

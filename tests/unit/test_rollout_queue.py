@@ -115,7 +115,7 @@ def test_every_sample_is_trained_once_and_in_time(ahead: int, in_order: bool, sl
         if in_order:
             assert {each.number // SAMPLES for each in samples} == set(queue.plan.groups(step))
         trained += numbers(samples)
-        queue.trained()
+        queue.trained(step)
     total = queue.plan.groups(STEPS - 1).stop * SAMPLES
     assert sorted(trained) == list(range(total)) == sorted(engine.asked)
 
@@ -131,7 +131,7 @@ def test_a_queue_from_a_checkpoint_loses_nothing_and_repeats_nothing(ahead: int,
         samples = queue.take(step)
         require_versions(samples, step, ahead + slack)
         trained += numbers(samples)
-        queue.trained()
+        queue.trained(step)
         kept = queue.state()  # here the trainer and the engine are killed
         engine = LateEngine(most=4, seed=step)
         engine.update_weights(step + 1, None)
@@ -158,8 +158,34 @@ def test_samples_that_were_taken_and_not_trained_are_in_a_checkpoint(ahead: int,
     if in_order:
         assert numbers(samples) == numbers(taken)
     assert set(numbers(taken)) <= set(numbers(kept.samples))
-    again.trained()
+    again.trained(0)
     assert not set(numbers(samples)) & set(numbers(again.state().samples))
+
+
+def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
+    """Its samples are asked for once, stay in a checkpoint until they are trained, and are those of its own groups."""
+    engine = LateEngine(most=50)
+    queue = queue_of(engine, ahead=2, in_order=True)
+    trained: list[int] = []
+    early: dict[int, list[Sample]] = {}
+    for step in range(STEPS):
+        engine.update_weights(step, None)
+        queue.ask(step)
+        samples = early.pop(step) if step in early else queue.take(step)
+        engine.answer()
+        if step + 1 < STEPS and queue.is_ready(step + 1):
+            early[step + 1] = queue.take(step + 1)
+        kept = numbers(queue.state().samples)
+        assert set(kept) >= {*numbers(samples), *(number for each in early.values() for number in numbers(each))}
+        assert len(kept) == len(set(kept))
+        assert {each.number // SAMPLES for each in samples} == set(queue.plan.groups(step))
+        trained += numbers(samples)
+        queue.trained(step)
+        assert not set(numbers(samples)) & set(numbers(queue.state().samples))
+        later = queue_of(LateEngine(most=4), ahead=2, in_order=True)
+        later.restore(queue.state(), step + 1)
+    assert trained == list(range(queue.plan.groups(STEPS - 1).stop * SAMPLES))
+    assert len(engine.asked) == len(trained)
 
 
 def test_a_checkpoint_is_written_although_no_server_answers() -> None:
@@ -191,7 +217,7 @@ def test_async_trains_on_what_is_finished_first_as_far_as_the_bound_allows() -> 
         samples = queue.take(step)
         require_versions(samples, step, 4)
         groups = {each.number // SAMPLES for each in samples}
-        queue.trained()
+        queue.trained(step)
         if step == 0:
             assert groups == set(queue.plan.groups(2))
 
