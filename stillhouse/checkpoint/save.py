@@ -19,8 +19,8 @@ from typing import Any
 from stillhouse.checkpoint.export_weights import save_student
 from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint
 from stillhouse.checkpoint.queue_file import write_queue
+from stillhouse.engine.engine import Engine
 from stillhouse.engine.state import RANDOM, stored_tensors
-from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.generation import QueueState
 from stillhouse.output.files import file_names, hashes, require_space, written_together
 from stillhouse.output.progress import Progress, State, folder_name, write_state
@@ -30,7 +30,7 @@ from stillhouse.parallel import Ranks
 def save_checkpoint(
     folder: Path,
     progress: Progress,
-    engine: TorchEngine,
+    engine: Engine,
     tokenizer: Any,
     queue: QueueState | None = None,
 ) -> Path:
@@ -66,7 +66,7 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(checkpoint: IntactCheckpoint, engine: TorchEngine) -> Progress:
+def load_checkpoint(checkpoint: IntactCheckpoint, engine: Engine) -> Progress:
     """Restore weights, their average, optimizer and random generators; returns the progress of the checkpoint.
 
     The checkpoint may have been saved under another layout. Raises ValueError for a checkpoint of another model.

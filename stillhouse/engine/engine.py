@@ -10,17 +10,23 @@ neither the loss nor the gradient depends on how the step is cut into micro-batc
 of this package; another one has the same methods.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
+from torch import Tensor
 
-from stillhouse.data import MicroBatch
+from stillhouse.data import MicroBatch, StepMicroBatches
+from stillhouse.engine.parts import LossPart
+from stillhouse.generation.student_copy import StudentCopy
+from stillhouse.models import Decoder, OutputProcessor
 from stillhouse.objective import ObjectiveOutput, Signals
 from stillhouse.objective.keys import CHUNK_TOKENS
+from stillhouse.objective.spec import ObjectiveSpec
+from stillhouse.parallel import Layout, Ranks, ShardedMicroBatches
 
 
 class StepOutput:
@@ -61,10 +67,25 @@ class SavedTensors:
 
 
 class Engine(Protocol):
-    """Trains a student on micro-batches and the teachers' signals for them. All methods are collectives."""
+    """Trains a student on micro-batches and the teachers' signals for them. Its methods are collectives of `ranks`.
+
+    parts: the losses beside the objective. autocast: the dtype of matrix products; None: that of the weights.
+    """
+
+    objective: ObjectiveSpec
+    parts: tuple[LossPart, ...]
+    autocast: torch.dtype | None
 
     @property
+    def ranks(self) -> Ranks: ...
+    @property
     def device(self) -> torch.device: ...
+    @property
+    def layout(self) -> Layout: ...
+
+    def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
+        """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
+        ...
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
@@ -87,7 +108,13 @@ class Engine(Protocol):
     def evaluate(
         self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
-        """Sums over all target tokens of held-out micro-batches, the same on every process."""
+        """Sums over all target tokens, the same on every process: cross-entropy and, with signals, the forward KL.
+
+        Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. They do
+        not depend on the engine's own objective. Of sorted probabilities, the result is their distance, `uld`, at the
+        objective's temperature. Of MTP layers, the sums have what `ACCEPTANCE` measures. of_teacher: also the
+        teacher's own cross-entropy; the signals have to be exact.
+        """
         ...
 
     def bytes_to_save(self) -> int:
@@ -103,6 +130,70 @@ class Engine(Protocol):
 
         Raises ValueError for the state of another model.
         """
+        ...
+
+    def process(
+        self,
+        processor: OutputProcessor,
+        micro_batches: Sequence[MicroBatch],
+        signals: Sequence[Signals],
+        parts: Sequence[LossPart] = (),
+    ) -> list[Any]:
+        """Run another output processor on each micro-batch, without gradients and in eval mode; returns its results.
+
+        The list is empty on processes whose results do not count. processor: its context is `DistillTargets`. parts:
+        further losses; without that of further tokens, MTP layers do not run.
+        """
+        ...
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The student's log-probability of the label of each row of each micro-batch, at temperature 1.
+
+        Empty on processes whose results do not count.
+        """
+        ...
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a step needs a teacher's signals."""
+        ...
+
+    def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
+        """The same student and optimizer with these losses. MTP layers still run, but without them in `parts`, their
+        loss has the factor 0.
+        """
+        ...
+
+    def single_parts(self) -> Iterator[tuple[str, Self]]:
+        """For each loss beside the objective, its key and the same student with this loss alone."""
+        ...
+
+    def zero_grad(self) -> None: ...
+
+    def gradient_norm(self) -> float:
+        """The norm of the whole gradient, the same on every process."""
+        ...
+
+    def gradients_not_finite(self) -> list[str]:
+        """The names of the parameters of all processes whose gradients have a NaN or an infinity."""
+        ...
+
+    @property
+    def students(self) -> list[Decoder]:
+        """The student, or this process's parts of it."""
+        ...
+
+    @property
+    def teacher(self) -> Decoder | None:
+        """The teacher in the student's stages, or its part on this process's first stage."""
+        ...
+
+    def publish(self, folder: Path, version: int, *, run: str, tokenizer: Any) -> Path:
+        """Write the student's present weights for servers (see `generation/weights.py`); returns their folder."""
+        ...
+
+    def student_copy(self, build: Callable[[], Decoder]) -> StudentCopy:
+        """The whole student on this process, beside its part of it. build: see `StudentCopy`."""
         ...
 
 

@@ -1,4 +1,7 @@
-"""The engine on PyTorch's own parts: FSDP2, tensor, context, expert and pipeline parallelism (see `engine.py`)."""
+"""The engine on PyTorch's own parts: FSDP2, tensor, context, expert and pipeline parallelism.
+
+`engine.py` says what its methods do.
+"""
 
 import copy
 import math
@@ -7,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -67,7 +70,6 @@ class TorchEngine:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], signals: Sequence[Signals], normalizer: float
     ) -> StepOutput:
-        """See `Engine`."""
         runner = self._runner
         loss = StepLoss(self.objective, normalizer, self._chunk_tokens, self.parts)
         inputs = self._inputs(micro_batches, signals, loss, self.parts, normalizer)
@@ -87,7 +89,6 @@ class TorchEngine:
         return StepOutput(outputs, partial(self._total, outputs, losses))
 
     def update(self, learning_rate: float) -> float:
-        """See `Engine`."""
         norm = self._clip(self._settings.clip)
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
@@ -143,13 +144,6 @@ class TorchEngine:
     def evaluate(
         self, parts: Iterable[tuple[Sequence[MicroBatch], Sequence[Signals]]], *, of_teacher: bool = False
     ) -> dict[str, float]:
-        """Sums over all target tokens: the cross-entropy and, if there are signals, the forward KL.
-
-        Both are at temperature 1, but the forward KL of a sparse signal is at the signal's own temperature. Every
-        process returns the same sums. They do not depend on the engine's own objective. Of sorted probabilities, the
-        result is their distance, `uld`, at the objective's temperature. Of MTP layers, the sums have what
-        `ACCEPTANCE` measures. of_teacher: also the teacher's own cross-entropy; the signals have to be exact.
-        """
         outputs: list[ObjectiveOutput] = []
         for micro_batches, signals in parts:
             loss = StepLoss(
@@ -195,11 +189,6 @@ class TorchEngine:
         signals: Sequence[Signals],
         parts: Sequence[LossPart] = (),
     ) -> list[Any]:
-        """Run another output processor on each micro-batch, without gradients and in eval mode; returns its results.
-
-        The list is empty on processes whose results do not count (see `Runner.has_results`). processor: its context
-        is `DistillTargets`. parts: further losses; without `FurtherTokens`, MTP layers do not run.
-        """
         with ExitStack() as modes:
             for student in self.students:
                 modes.enter_context(evaluating(student))
@@ -207,10 +196,6 @@ class TorchEngine:
         return results if self._runner.has_results else []
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The student's log-probability of the label of each row of each micro-batch, at temperature 1.
-
-        A collective of all processes. Empty on processes whose results do not count.
-        """
         outputs = self.process(cross_entropy(), micro_batches, [{}] * len(micro_batches))
         return [-output.per_token["cross_entropy"] for output in outputs]
 
@@ -218,13 +203,9 @@ class TorchEngine:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether a step needs a teacher's signals."""
         return self.objective.needs_teacher or any(part.needs_teacher for part in self.parts)
 
-    def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> "TorchEngine":
-        """The same student and optimizer with these losses. MTP layers still run, but without them in `parts`, their
-        loss has the factor 0.
-        """
+    def with_losses(self, objective: ObjectiveSpec, parts: Sequence[LossPart] = ()) -> Self:
         other = copy.copy(self)
         other.optimizer, other.objective = self.optimizer, objective
         other.parts = tuple(parts)
@@ -233,8 +214,7 @@ class TorchEngine:
             other.parts += tuple(replace(part, scale=0.0) for part in depths)
         return other
 
-    def single_parts(self) -> Iterator[tuple[str, "TorchEngine"]]:
-        """For each loss beside the objective, its key and the same student with this loss alone."""
+    def single_parts(self) -> Iterator[tuple[str, Self]]:
         none = ObjectiveSpec(entropy=0.0)  # a term of scale 0 has no gradient
         for part in self.parts:
             if not isinstance(part, FurtherTokens) or part.scale:
@@ -246,11 +226,9 @@ class TorchEngine:
         self._runner.zero_grad()
 
     def gradient_norm(self) -> float:
-        """The norm of the whole gradient, the same on every process."""
         return self._clip(0.0)
 
     def gradients_not_finite(self) -> list[str]:
-        """The names of the parameters of all processes whose gradients have a NaN or an infinity."""
         names = [
             self._runner.shared_name(name)
             for name, parameter in self._runner.named_parameters()
@@ -275,29 +253,24 @@ class TorchEngine:
         return TrainingState(self._runner, self.optimizer, self._average)
 
     def bytes_to_save(self) -> int:
-        """See `Engine`."""
         return self._state.bytes_to_write()
 
     def save(self, folder: Path) -> SavedTensors:
-        """See `Engine`."""
         state = self._state
         state.write(folder)
         return SavedTensors(state.element_count(), state.parameters_without_moments())
 
     def load(self, folder: Path, without_moments: Sequence[str]) -> None:
-        """See `Engine`."""
         self._state.read(folder, without_moments)
 
     # ---- the student
 
     @property
     def students(self) -> list[Decoder]:
-        """The student, or this process's parts of it."""
         return self._runner.students()
 
     @property
     def teacher(self) -> Decoder | None:
-        """The teacher in the student's stages, or its part on this process's first stage."""
         return self._runner.teacher
 
     @property
@@ -306,7 +279,6 @@ class TorchEngine:
 
     @property
     def ranks(self) -> Ranks:
-        """All processes of the engine."""
         return self._runner.ranks
 
     @property
@@ -314,16 +286,13 @@ class TorchEngine:
         return self._runner.device
 
     def shard(self, micro_batches: StepMicroBatches, *, training: bool = True) -> ShardedMicroBatches:
-        """This process's part of a step's micro-batches. training=False: of an evaluation's micro-batches."""
         uniform_shapes = training and self.layout.stages > 1
         return shard_micro_batches(micro_batches, self._runner.mesh, uniform_shapes=uniform_shapes)
 
     def publish(self, folder: Path, version: int, *, run: str, tokenizer: Any) -> Path:
-        """Write the student's present weights for servers (see `generation/weights.py`); returns their folder."""
         return publish(self._runner, folder, version, run=run, tokenizer=tokenizer)
 
     def student_copy(self, build: Callable[[], Decoder]) -> StudentCopy:
-        """The whole student on this process, beside its part of it. build: see `StudentCopy`."""
         return StudentCopy(self._runner, build)
 
 

@@ -22,9 +22,9 @@ from stillhouse.data import (
 )
 from stillhouse.display import escaped
 from stillhouse.engine.depths import mtp_objective
+from stillhouse.engine.engine import Engine
 from stillhouse.engine.optimizer import require_optimizer
 from stillhouse.engine.schedule import StepSchedule, make_rollout_schedule, make_step_schedule
-from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.generation import RolloutPlan
 from stillhouse.models import Decoder, check_document_length, check_saving, warn_of_positions
 from stillhouse.objective.correction import Correction
@@ -92,7 +92,7 @@ class Session:
     evaluation: PackedSequences | None
     step_schedule: StepSchedule
     models: ModelSources
-    engine: TorchEngine
+    engine: Engine
     source: SignalSource
     stores: dict[str, SignalStore]
     data_hashes: dict[str, str]
@@ -141,7 +141,7 @@ class Session:
         if isinstance(self.source, StoredTeacher | SeveralTeachers):
             self.source.close()
 
-    def source_for(self, engine: TorchEngine) -> SignalSource:
+    def source_for(self, engine: Engine) -> SignalSource:
         """The source of the signals that an engine's steps need."""
         return self.source if engine.needs_teacher else NoTeacher()
 

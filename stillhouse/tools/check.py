@@ -19,9 +19,8 @@ from stillhouse.config import RunConfig
 from stillhouse.data import Documents
 from stillhouse.display import escaped
 from stillhouse.engine.depths import mtp_in_words
-from stillhouse.engine.engine import StepOutput
+from stillhouse.engine.engine import Engine, StepOutput
 from stillhouse.engine.parts import FurtherTokens
-from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.finite import explained, require_finite_loss
 from stillhouse.loops.step_samples import first_rollouts
 from stillhouse.models import Decoder
@@ -207,7 +206,7 @@ def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
     return time.monotonic() - started, result
 
 
-def _forward_backward(session: Session, engine: TorchEngine, micro_batches: ShardedMicroBatches) -> StepOutput:
+def _forward_backward(session: Session, engine: Engine, micro_batches: ShardedMicroBatches) -> StepOutput:
     signals = session.source_for(engine).request(micro_batches).result()
     return engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
 
