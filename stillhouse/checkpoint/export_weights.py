@@ -39,7 +39,7 @@ def save_student(folder: Path, student: Decoder, tokenizer: Any, resume: Path, r
     """
     if student.lora is not None:
         save_lora(student, _stored_lora(resume), folder)
-    elif ranks.size == 1:
+    elif ranks.group is None:
         student.save_pretrained(folder)
     else:
         save_from_checkpoint(folder, student, resume)

@@ -63,7 +63,7 @@ class TorchEngine:
     ):
         self._runner, self.objective, self.parts = runner, objective, tuple(parts)
         self._settings = optimizer or OptimizerSettings()
-        self.autocast, self._chunk_tokens, self._average = autocast, chunk_tokens, average
+        self.autocast, self._chunk_tokens, self.average = autocast, chunk_tokens, average
 
     # ---- the step
 
@@ -94,8 +94,8 @@ class TorchEngine:
             raise NotFiniteError(norm)
         make_step(self.optimizer, learning_rate)
         self.optimizer.zero_grad(set_to_none=True)
-        if self._average is not None:
-            self._average.update()
+        if self.average is not None:
+            self.average.update()
         return norm
 
     @cached_property
@@ -250,7 +250,7 @@ class TorchEngine:
 
     @property
     def _state(self) -> TrainingState:
-        return TrainingState(self._runner, self.optimizer, self._average)
+        return TrainingState(self._runner, self.optimizer, self.average)
 
     def bytes_to_save(self) -> int:
         return self._state.bytes_to_write()

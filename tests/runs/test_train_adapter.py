@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stillhouse.config import ConfigError
-from stillhouse.parallel.pair import TeacherStudentPair
-from stillhouse.run.session import prepare
+from stillhouse.run.session import Session, prepare
 
 LORA: dict[str, Any] = {"student.adapter": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
 OWN_BASE = {"objective.loss": "0.3*cross_entropy + 0.7*reverse_kl"}

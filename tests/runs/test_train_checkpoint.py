@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from kit.toy_tokenizer import toy_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stillhouse.engine.torch_engine import TorchEngine
+from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.checkpoint import checkpoint_folder
 from stillhouse.checkpoint import save as checkpoint
 from stillhouse.checkpoint.checkpoint_folder import checkpoints, prune
@@ -152,11 +154,10 @@ def test_files_written_one_by_one_are_those_that_transformers_writes(
     """The bytes are the same, both for one file and for several files with an index."""
     model = build(family, tied=tied, dtype=torch.bfloat16)
     model.generation_config.max_length = 77
-    runner = single_process_runner(Decoder(model, verify=False), None)
-    made = torch.optim.AdamW(runner.students()[0].parameters())
-    path = save_checkpoint(tmp_path, Progress(), runner, made, toy_tokenizer())
+    engine = TorchEngine(single_process_runner(Decoder(model, verify=False), None), ObjectiveSpec())
+    path = save_checkpoint(tmp_path, Progress(), engine, toy_tokenizer())
     (tmp_path / "found").mkdir()
-    save_from_checkpoint(tmp_path / "found", runner.students()[0], path / "resume", file_bytes)
+    save_from_checkpoint(tmp_path / "found", engine.students[0], path / "resume", file_bytes)
     model.save_pretrained(tmp_path / "expected", max_shard_size=file_bytes)
     expected, found = contents(tmp_path / "expected"), contents(tmp_path / "found")
     assert len([name for name in found if name.endswith(".safetensors")]) > 1 or file_bytes == 10**6
@@ -167,9 +168,9 @@ def test_files_written_one_by_one_are_those_that_transformers_writes(
 @pytest.mark.slow
 def test_one_file_is_in_memory_at_a_time(tmp_path: Path) -> None:
     whole, layer = loading_memory.save(tmp_path / "large", 1024)
-    runner = single_process_runner(Decoder.from_pretrained(tmp_path / "large", verify=False), None)
-    made = torch.optim.AdamW(runner.students()[0].parameters())
-    path = save_checkpoint(tmp_path, Progress(), runner, made, toy_tokenizer())
+    decoder = Decoder.from_pretrained(tmp_path / "large", verify=False)
+    engine = TorchEngine(single_process_runner(decoder, None), ObjectiveSpec())
+    path = save_checkpoint(tmp_path, Progress(), engine, toy_tokenizer())
     (tmp_path / "found").mkdir()
     part, limit = empty_decoder(tmp_path / "large"), int(1.25 * layer * loading_memory.MIB)
     save = functools.partial(save_from_checkpoint, tmp_path / "found", part, path / "resume", limit)

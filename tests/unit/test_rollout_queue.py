@@ -163,7 +163,7 @@ def test_samples_that_were_taken_and_not_trained_are_in_a_checkpoint(ahead: int,
 
 
 def test_a_step_can_be_taken_while_the_one_before_is_trained() -> None:
-    """Its samples are asked for once, stay in a checkpoint until they are trained, and are those of its own groups."""
+    """Its samples are asked for once, stay in a checkpoint until they are trained, and are those of its groups."""
     engine = LateEngine(most=50)
     queue = queue_of(engine, ahead=2, in_order=True)
     trained: list[int] = []
