@@ -28,11 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
-from stillhouse.data.alignment import Aligner
+from stillhouse.data.render.alignment import Aligner
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import Document, collect_split, write_jsonl
-from stillhouse.tools.demo.run import TEACHER
-from stillhouse.tools.demo.student import save_new_student
+from stillhouse.tools.demo.student import TEACHER, save_new_student
 from stillhouse.tools.demo.tokenizer import END, encode
 
 MAX_TOKENS, TOP_K = 256, 256

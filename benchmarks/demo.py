@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import result_file, write_result
-from stillhouse.tools.demo import run as demo_run
+from stillhouse.tools.demo import demo as demo_run
 
 
 def main() -> None:

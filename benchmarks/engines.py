@@ -33,7 +33,7 @@ from benchmarks.record import result_file, write_result
 from stillhouse.config import load_config
 from stillhouse.run.run import distill
 from stillhouse.tools.demo.corpus import collect_split
-from stillhouse.tools.demo.run import TEACHER
+from stillhouse.tools.demo.student import TEACHER
 
 STEPS, TOP_K, MAX_TOKENS, TEMPERATURE = 50, 32, 64, 2.0
 #: the largest difference of a step's loss, in nats, between hidden states in float32 and the teacher in the job

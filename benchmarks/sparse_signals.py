@@ -29,8 +29,7 @@ from stillhouse.models import Decoder
 from stillhouse.run.run import distill
 from stillhouse.run.session import prepare
 from stillhouse.tools.demo.corpus import collect_split, write_jsonl
-from stillhouse.tools.demo.run import TEACHER
-from stillhouse.tools.demo.student import save_new_student
+from stillhouse.tools.demo.student import TEACHER, save_new_student
 from stillhouse.tools.write_cache import write_cache
 
 DRAWS, BINS, MAX_TOKENS = 50, 15, 256

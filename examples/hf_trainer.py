@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, HfArgumentParser, Trainer, TrainingArguments
 
 from stillhouse import Decoder
-from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
+from stillhouse.data import check_same_tokenizer, load_tokenizer
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import TEACHER

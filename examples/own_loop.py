@@ -11,7 +11,7 @@ import sys
 import torch
 
 from stillhouse import CrossEntropy, Decoder, Distill, jsd, linear_objective
-from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
+from stillhouse.data import check_same_tokenizer, load_tokenizer
 
 
 def main(teacher_name: str, student_name: str, text: str) -> None:

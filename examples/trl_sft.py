@@ -25,7 +25,7 @@ from trl import SFTConfig, SFTTrainer, is_conversational
 from trl.models.utils import _ForwardRedirection
 
 from stillhouse import Decoder
-from stillhouse.data.tokenizers import check_same_tokenizer, load_tokenizer
+from stillhouse.data import check_same_tokenizer, load_tokenizer
 from stillhouse.engine.loss import StepLoss
 from stillhouse.models.targets import DistillTargets
 from stillhouse.objective import TEACHER

@@ -231,7 +231,7 @@ def demo(out: Path) -> None:
     stillhouse demo --out runs/demo
     """
     quiet_libraries()
-    from stillhouse.tools.demo.run import demo
+    from stillhouse.tools.demo.demo import demo
 
     demo(out)
 

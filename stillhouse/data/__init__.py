@@ -1,12 +1,14 @@
 """Data: reads records, turns them into tokens and masks, packs and batches them. Labels are shifted only here."""
 
-from stillhouse.data.documents import DataReport, Documents
-from stillhouse.data.loading import load_documents
+from stillhouse.data.data_report import DataReport
+from stillhouse.data.document_loader import load_documents
+from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch
 from stillhouse.data.packing import PackedMicroBatches, PackedSequences
 from stillhouse.data.prefixes import Prefixes
-from stillhouse.data.reading import DataError, NoSourceError, read_records
-from stillhouse.data.tokenizers import (
+from stillhouse.data.read.data_source import read_records
+from stillhouse.data.record import DataError, NoSourceError
+from stillhouse.data.render.tokenizers import (
     check_same_tokenizer,
     check_vocabulary,
     load_tokenizer,

@@ -14,7 +14,8 @@ import numpy as np
 
 from stillhouse.data.documents import Documents
 from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch, teacher_inputs
-from stillhouse.data.mixture import mixed_order, permutation
+from stillhouse.data.prefixes import offsets_of
+from stillhouse.data.sequence_order import permutation, weighted_order
 
 
 class PackedSequences:
@@ -24,8 +25,8 @@ class PackedSequences:
     equal length are packed. shuffle=False: keep the given order of both (for evaluation). gaps: the teachers for
     whose prefixes there is a gap before each document (see `micro_batch.py`). together: a column of the documents;
     only documents with the same value in it are packed into one sequence. Documents of different sets are in
-    different sequences, too. weights: of the sets, the shares of all tokens of a training (`mixture.py`); None: every
-    sequence is used once per epoch.
+    different sequences, too. weights: of the sets, the shares of all tokens of a training (`sequence_order.py`);
+    None: every sequence is used once per epoch.
 
     set_S: int64, the set of each sequence, or 0. widths_D: how many columns each document takes, int64: its gap
     and its tokens.
@@ -49,32 +50,26 @@ class PackedSequences:
                 f"documents of at most {what} are needed to pack, "
                 f"got {len(widths_D)} of at most {widths_D.max(initial=0)}"
             )
-        self.documents = documents
-        self.gaps = tuple(gaps)
-        self.widths_D = widths_D
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.shuffle = shuffle
-        # Draw 0 orders documents of equal length for packing, once; draw e + 1 is the order of epoch e.
+        self.documents, self.gaps, self.widths_D = documents, tuple(gaps), widths_D
+        self.max_tokens, self.seed, self.shuffle, self.weights = max_tokens, seed, shuffle, weights
+        # Permutation 0 orders documents of equal length for packing, once; number e + 1 is the order of epoch e.
         order_D = permutation(len(widths_D), seed, 0) if shuffle else np.arange(len(widths_D))
         kind_D = np.zeros(len(widths_D), dtype=np.int64)
         if together is not None:
-            kind_D = np.unique([str(each) for each in documents.columns[together]], return_inverse=True)[1]
+            kind_D = np.unique([str(value) for value in documents.columns[together]], return_inverse=True)[1]
         set_D = np.zeros_like(kind_D) if documents.set_D is None else documents.set_D
         group_D = kind_D * (set_D.max() + 1) + set_D
         sequence_D = np.empty(len(widths_D), dtype=np.int64)
         opened = 0
         for group in np.unique(group_D):
-            of_kind = order_D[group_D[order_D] == group]
-            sequence_D[of_kind] = opened + best_fit(widths_D[of_kind], max_tokens)
-            opened = int(sequence_D[of_kind].max()) + 1
+            of_group = order_D[group_D[order_D] == group]
+            sequence_D[of_group] = opened + best_fit(widths_D[of_group], max_tokens)
+            opened = int(sequence_D[of_group].max()) + 1
         self._members = np.argsort(sequence_D, kind="stable")
-        counts = np.bincount(sequence_D)
-        self._borders = np.concatenate([[0], np.cumsum(counts)])
-        self._kinds = kind_D[self._members[self._borders[:-1]]]
-        self.set_S = set_D[self._members[self._borders[:-1]]]
-        self.weights = weights
-        self._mixed: np.ndarray | None = None
+        self._borders = offsets_of(np.bincount(sequence_D))
+        first_S = self._members[self._borders[:-1]]
+        self._kinds, self.set_S = kind_D[first_S], set_D[first_S]
+        self._weighted_order: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -109,17 +104,17 @@ class PackedSequences:
     def step_sequences(self, step: int, sequences_per_step: int, total: int) -> np.ndarray:
         """The numbers of the sequences of optimizer step `step` (from 0), in a training on `total` sequences.
 
-        Of a mixture, the sequences are those of `mixture.mixed_order`. Otherwise, a step may contain the end of one
-        epoch and the beginning of the next. Only the last step may have fewer sequences. So every sequence is used
-        once per epoch. Sequences of documents that are packed together follow
-        each other. Raises ValueError for a step outside the training.
+        Of weighted sources, the sequences are those of `sequence_order.weighted_order`. Otherwise, a step may contain
+        the end of one epoch and the beginning of the next. Only the last step may have fewer sequences. So every
+        sequence is used once per epoch. Sequences of documents that are packed together follow each other. Raises
+        ValueError for a step outside the training.
         """
         start, stop = step * sequences_per_step, min((step + 1) * sequences_per_step, total)
         if not 0 <= start < stop:
             raise ValueError(f"step {step} of {sequences_per_step} sequences lies outside a training on {total}")
         positions = np.arange(start, stop)
         if self.weights is not None:
-            chosen = self.mixed(total)[positions]
+            chosen = self.weighted_order(total)[positions]
         else:
             epochs = positions // len(self)
             chosen = np.concatenate(
@@ -127,16 +122,16 @@ class PackedSequences:
             )
         return chosen[np.argsort(self._kinds[chosen], kind="stable")]
 
-    def mixed(self, total: int) -> np.ndarray:
-        """The numbers of the sequences of a training on a mixture, in their order."""
+    def weighted_order(self, total: int) -> np.ndarray:
+        """The numbers of the sequences of a training on weighted sources, in their order."""
         assert self.weights is not None
-        if self._mixed is None or len(self._mixed) != total:
-            self._mixed = mixed_order(self.set_S, self._tokens_S(), self.weights, total, self.seed)
-        return self._mixed
+        if self._weighted_order is None or len(self._weighted_order) != total:
+            self._weighted_order = weighted_order(self.set_S, self._tokens_S(), self.weights, total, self.seed)
+        return self._weighted_order
 
     def trained_shares(self, total: int) -> np.ndarray:
-        """Each set's part of all tokens of a training on a mixture."""
-        chosen = self.mixed(total)
+        """Each source's share of all tokens of a training on weighted sources."""
+        chosen = self.weighted_order(total)
         tokens = np.bincount(self.set_S[chosen], weights=self._tokens_S()[chosen], minlength=len(self.weights or ()))
         return tokens / tokens.sum()
 
@@ -177,8 +172,8 @@ class PackedMicroBatches(StepMicroBatches):
     @property
     def normalizer(self) -> int:
         documents = self.sequences.documents
-        held = (document for each in self.rows for document in self.documents(each))
-        return max(1, sum(int(documents.targets(document)[1:].sum()) for document in held))
+        members = (document for rows in self.rows for document in self.documents(rows))
+        return max(1, sum(int(documents.targets(document)[1:].sum()) for document in members))
 
     def document_tokens(self, document: int) -> np.ndarray:
         return self.sequences.documents.tokens(document)

@@ -1,34 +1,16 @@
-"""Prefixes: text that one teacher reads in front of a document, and that the student does not see.
+"""Prefixes of documents, as tokens: what one teacher reads in front of a document, and the student does not see.
 
-A prefix is privileged context, such as the answer to a question. Its template names columns in braces, and every
-record fills it with its own values. The prefix is tokenized by itself and put in front of the document's tokens,
-which stay as they are: so a row of the student and a row of the teacher predict the same token. A BOS at the
-beginning of the document stays in front of both.
+A prefix is privileged context, such as the answer to a question. It is put in front of the document's tokens, which
+stay as they are: so a row of the student and a row of the teacher predict the same token. A BOS at the beginning of
+the document stays in front of both.
 
 D documents; N tokens of all prefixes, concatenated.
 """
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from string import Formatter
-from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
-
-from stillhouse.data.reading import describe
-from stillhouse.data.templates import (
-    BosFrom,
-    Encoded,
-    RecordError,
-    Template,
-    check_encodable,
-    check_length,
-    column_value,
-    tokenize,
-)
 
 
 @dataclass(frozen=True)
@@ -59,19 +41,18 @@ class Prefixes:
     def of(cls, prefixes: Sequence[EncodedPrefix]) -> "Prefixes":
         """The prefixes of documents in this order."""
         return cls(
-            np.concatenate([each.ids for each in prefixes]),
-            offsets_of([len(each.ids) for each in prefixes]),
-            np.asarray([each.after_bos for each in prefixes], dtype=bool),
+            np.concatenate([prefix.ids for prefix in prefixes]),
+            offsets_of([len(prefix.ids) for prefix in prefixes]),
+            np.asarray([prefix.after_bos for prefix in prefixes], dtype=bool),
         )
 
     @classmethod
     def joined(cls, parts: Sequence["Prefixes"]) -> "Prefixes":
         """The prefixes of several parts, one part after the other."""
-        lengths_D = np.concatenate([each.lengths_D for each in parts])
         return cls(
-            np.concatenate([each.tokens_N for each in parts]),
-            offsets_of(lengths_D),
-            np.concatenate([each.after_bos_D for each in parts]),
+            np.concatenate([part.tokens_N for part in parts]),
+            offsets_of(np.concatenate([part.lengths_D for part in parts])),
+            np.concatenate([part.after_bos_D for part in parts]),
         )
 
     @property
@@ -96,79 +77,6 @@ class Prefixes:
         """The prefixes of the chosen documents, in the given order."""
         offsets, index_N = chosen_tokens(self.offsets, chosen)
         return Prefixes(self.tokens_N[index_N], offsets, self.after_bos_D[chosen])
-
-
-class PrefixTemplate:
-    """Makes one teacher's prefixes. template: a text in which `{column}` stands for a record's value.
-
-    `{{` and `}}` are braces. Raises ValueError for anything else that Python's format strings allow: a template must
-    not reach into the attributes of a value.
-    """
-
-    def __init__(self, teacher: str, template: str):
-        self.what = f"the prefix of teacher {teacher!r}"
-        self.parts = _parsed(self.what, template)
-
-    def render(self, fields: Mapping[str, Any], template: Template) -> str:
-        """The prefix of one record, as text. Raises RecordError if the record does not have what it needs."""
-        try:
-            text = "".join(
-                literal + (_text(fields, column) if column is not None else "") for literal, column in self.parts
-            )
-            check_length(len(text), "it")
-            rendered = template.render_prefix(text) if text else ""
-            check_encodable(rendered, "it")
-        except RecordError as error:
-            raise RecordError(f"{self.what}: {error}") from error
-        return rendered
-
-    def encode(
-        self,
-        texts: Sequence[str],
-        documents: Sequence[Encoded],
-        tokenizer: PreTrainedTokenizerBase,
-        bos_from: BosFrom,
-    ) -> list[EncodedPrefix]:
-        """The tokens of the rendered prefixes of these documents, which begin with a BOS or not (see `Template`)."""
-        bos = tokenizer.bos_token_id
-        return [
-            _joined(np.asarray(ids, dtype=np.int32), document.ids, bos, bos_from)
-            for ids, document in zip(tokenize(tokenizer, list(texts), special=False), documents, strict=True)
-        ]
-
-
-def _joined(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from: BosFrom) -> EncodedPrefix:
-    """The prefix in front of a document. The BOS that both begin with is left to the document."""
-    if bos is None or bos_from is None or document[:1].tolist() != [bos]:
-        return EncodedPrefix(ids, after_bos=False)
-    if bos_from == "tokenizer":  # the prefix was tokenized without it
-        return EncodedPrefix(ids, after_bos=True)
-    both = ids[:1].tolist() == [bos]
-    return EncodedPrefix(ids[1:] if both else ids, after_bos=both)
-
-
-def _parsed(what: str, template: str) -> list[tuple[str, str | None]]:
-    """Pairs of a text and the column whose value follows it (None: nothing follows)."""
-    expected = "expected a text in which {column} stands for a record's value, and {{ and }} for braces"
-    try:
-        parsed = list(Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"{what} {template!r} cannot be read ({error}): {expected}") from error
-    for _, column, form, conversion in parsed:
-        if column is not None and (form or conversion is not None or not column or set(column) & set(".[]{")):
-            found = column + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise ValueError(f"{what} {template!r} has {{{found}}}, which is not the name of a column: {expected}")
-    return [(literal, column) for literal, column, _, _ in parsed]
-
-
-def _text(fields: Mapping[str, Any], column: str) -> str:
-    value = column_value(fields, column)
-    if isinstance(value, str):
-        return value
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    if not isinstance(value, bool | int | float) or not is_finite:
-        raise RecordError(f"'{column}' must be a string, a finite number or a boolean, got {describe(value)}")
-    return json.dumps(value)
 
 
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

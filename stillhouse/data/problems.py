@@ -43,9 +43,9 @@ def problem(task: TaskSpec, seed: int, number: int, *, held_out: bool) -> Proble
     Problems of different numbers may be equal, which is likely only where few problems exist: of short lengths.
     """
     length = task.shortest + number % (task.longest - task.shortest + 1)
-    draws = _Draws(task.name, seed, number)
+    random = _RandomNumbers(task.name, seed, number)
     while True:
-        prompt, answer = _WRITERS[task.name](draws, length)
+        prompt, answer = _WRITERS[task.name](random, length)
         if is_held_out(task.name, prompt) == held_out:
             return Problem(prompt, answer, length)
 
@@ -64,8 +64,8 @@ def exact_match(prompt: str, completion: str, record: Mapping[str, Any]) -> floa
     return float(completion.strip() == record["completion"].strip())
 
 
-class _Draws:
-    """Whole numbers from raw 64-bit draws: numpy keeps their stream the same in all versions and on all platforms."""
+class _RandomNumbers:
+    """Whole numbers from raw 64-bit ones, whose stream numpy keeps the same in all versions and on all platforms."""
 
     def __init__(self, task: str, seed: int, number: int):
         name = int.from_bytes(hashlib.sha256(task.encode()).digest()[:4], "big")
@@ -76,36 +76,36 @@ class _Draws:
         return int(self._bits.random_raw()) % end
 
 
-def _sum(draws: _Draws, length: int) -> tuple[str, str]:
+def _sum(random: _RandomNumbers, length: int) -> tuple[str, str]:
     """`3+14-5=` with the answer `12`."""
-    total = 1 + draws.below(LARGEST_TERM)
+    total = 1 + random.below(LARGEST_TERM)
     text = str(total)
     for _ in range(length - 1):
-        sign, term = 1 - 2 * draws.below(2), 1 + draws.below(LARGEST_TERM)
+        sign, term = 1 - 2 * random.below(2), 1 + random.below(LARGEST_TERM)
         total += sign * term
         text += f"{'+' if sign > 0 else '-'}{term}"
     return f"{text}=", str(total)
 
 
-def _reversal(draws: _Draws, length: int) -> tuple[str, str]:
+def _reversal(random: _RandomNumbers, length: int) -> tuple[str, str]:
     """`reverse: abcde =` with the answer `edcba`."""
-    letters = "".join(LETTERS[draws.below(len(LETTERS))] for _ in range(length))
+    letters = "".join(LETTERS[random.below(len(LETTERS))] for _ in range(length))
     return f"reverse: {letters} =", letters[::-1]
 
 
-def _brackets(draws: _Draws, length: int) -> tuple[str, str]:
+def _brackets(random: _RandomNumbers, length: int) -> tuple[str, str]:
     """`close: ([]{ =` with the answer `})`: half of the open brackets follow a pair that is already closed."""
     kinds, text, answer = list(BRACKETS), "", ""
     for _ in range(length):
-        if draws.below(2):
-            pair = kinds[draws.below(len(kinds))]
+        if random.below(2):
+            pair = kinds[random.below(len(kinds))]
             text += pair + BRACKETS[pair]
-        kind = kinds[draws.below(len(kinds))]
+        kind = kinds[random.below(len(kinds))]
         text, answer = text + kind, BRACKETS[kind] + answer
     return f"close: {text} =", answer
 
 
-_WRITERS: dict[str, Callable[[_Draws, int], tuple[str, str]]] = {
+_WRITERS: dict[str, Callable[[_RandomNumbers, int], tuple[str, str]]] = {
     "sums": _sum,
     "reversal": _reversal,
     "brackets": _brackets,

@@ -28,7 +28,8 @@ import transformers
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.documents import DataReport, Documents
+from stillhouse.data.data_report import DataReport
+from stillhouse.data.documents import Documents
 from stillhouse.data.prefixes import Prefixes
 from stillhouse.libraries import reading
 
@@ -56,7 +57,7 @@ class StoredStrings(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         return self._strings[int(index)].as_py()
 
 
@@ -64,7 +65,7 @@ def entry_key(files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, options
     """The hash that names an entry. It reads all files. The tokenizer is a fast one."""
     decisive = {
         # another version may read the same records as other documents, or write other files
-        "code": [_sha256(each) for each in sorted(Path(__file__).parent.glob("*.py"))],
+        "code": [_sha256(path) for path in sorted(Path(__file__).parent.rglob("*.py"))],
         "libraries": [transformers.__version__, tokenizers.__version__],
         "files": [[str(path), _sha256(path)] for path in files],
         "tokenizer": [
@@ -122,10 +123,10 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
         if not is_unchanged():
             raise ValueError(f"{documents.report.source}: a file changed while it was read: start again")
         arrays = {"offsets": documents.offsets, "keys": documents.keys_D}
-        for number, each in enumerate(documents.prefixes.values()):
-            arrays[f"prefix_tokens-{number}"] = each.tokens_N
-            arrays[f"prefix_offsets-{number}"] = each.offsets
-            arrays[f"prefix_after_bos-{number}"] = each.after_bos_D
+        for number, prefixes in enumerate(documents.prefixes.values()):
+            arrays[f"prefix_tokens-{number}"] = prefixes.tokens_N
+            arrays[f"prefix_offsets-{number}"] = prefixes.offsets
+            arrays[f"prefix_after_bos-{number}"] = prefixes.after_bos_D
         for array, values in arrays.items():
             _array_file(partial, array).write_bytes(np.ascontiguousarray(values).tobytes())
         _write_strings(partial / SOURCES, documents.sources)
@@ -134,11 +135,11 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
             "report": documents.report.as_dict(),
             "columns": dict(documents.columns),
             "prefixes": list(documents.prefixes),
-            "sha256": {each.name: _sha256(each) for each in sorted(partial.iterdir())},
+            "sha256": {path.name: _sha256(path) for path in sorted(partial.iterdir())},
         }
         (partial / MANIFEST).write_text(json.dumps(manifest | {_PROOF: _proof(manifest)}), encoding="utf-8")
-        for written in partial.iterdir():
-            with written.open("rb") as file:
+        for entry_file in partial.iterdir():
+            with entry_file.open("rb") as file:
                 os.fsync(file.fileno())
         del documents
         partial.rename(path)
@@ -205,7 +206,7 @@ def _proof(manifest: Mapping[str, Any]) -> str:
 def _states(files: Sequence[Path]) -> dict[str, tuple[int, int, int]]:
     """By the names of the files, what a change of a file changes: its number, size and time."""
     states = ((path, path.stat()) for path in files)
-    return {str(path): (each.st_ino, each.st_size, each.st_mtime_ns) for path, each in states}
+    return {str(path): (state.st_ino, state.st_size, state.st_mtime_ns) for path, state in states}
 
 
 def _sha256(path: Path) -> str:

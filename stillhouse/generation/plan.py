@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stillhouse.data.mixture import permutation
+from stillhouse.data.sequence_order import permutation
 
 #: the draws of permutations (see `permutation`): of prompts from here on, of the dataset's documents after it
 _PROMPTS, _DATASET = 1, 2**31

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
-from stillhouse.data.templates import tokenize
+from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.generation.engine import RolloutEngine
 from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward
 from stillhouse.generation.plan import RolloutPlan

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.templates import CompletionTemplate
+from stillhouse.data.render.templates import CompletionTemplate
 from stillhouse.generation import GenerationRequest
 from stillhouse.generation.hooks import finite_number, shown
 from stillhouse.generation.in_process import InProcessEngine

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.config.task_spec import TaskSpec
 from stillhouse.data.problems import exact_match, problem
-from stillhouse.data.templates import CompletionTemplate
+from stillhouse.data.render.templates import CompletionTemplate
 from stillhouse.generation import Completion, GenerationRequest, Sampling
 from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.models import eos_ids

@@ -24,8 +24,8 @@ from stillhouse.data import (
     load_documents,
     load_tokenizer,
 )
-from stillhouse.data.prefixes import PrefixTemplate
-from stillhouse.data.templates import ChatTemplate
+from stillhouse.data.render.chat_template import ChatTemplate
+from stillhouse.data.render.prefix_templates import PrefixTemplate
 from stillhouse.data.token_cache import user_folder
 from stillhouse.libraries import reading
 from stillhouse.models.files import require_model_folder

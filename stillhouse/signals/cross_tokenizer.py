@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents, tokenizer_fingerprint
-from stillhouse.data.alignment import ABSENT, AlignedDocument, Aligner, Span
+from stillhouse.data.render.alignment import ABSENT, AlignedDocument, Aligner, Span
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.in_job import TeacherInJob

@@ -11,7 +11,8 @@ from kit.runs import run, write_records, write_run
 from kit.toy_tokenizer import toy_tokenizer
 from test_hostile_input import readable
 
-from stillhouse.data import DataError, load_documents, templates
+from stillhouse.data import DataError, load_documents
+from stillhouse.data.render import chat_template
 
 
 def chat(template: str) -> Any:
@@ -56,7 +57,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_chat_template_without_an_end(conversations: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.5)
     for on_error in ("raise", "skip"):  # the template itself is wrong, so every record fails
         with pytest.raises(DataError, match=r"took more than 0\.5 seconds|MemoryError|GiB of memory") as error:
             load_documents(conversations, chat(template), max_tokens=32, on_error=on_error)
@@ -70,7 +71,7 @@ def test_a_chat_template_of_endless_text(conversations: Path) -> None:
 
 
 def test_the_process_of_a_template_ends_with_it(conversations: Path) -> None:
-    template = templates.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
+    template = chat_template.ChatTemplate(toy_tokenizer(chat="plain"), ("messages",), "completion")
     template.render(json.loads(conversations.read_text().splitlines()[0]))
     process = template.render_isolated._process
     assert process is not None

@@ -487,7 +487,7 @@ def test_a_signal_ends_a_callback_that_hangs_and_the_next_start_repeats_the_eval
 
 @pytest.mark.parametrize("text", [floods("", "", {}), 100_000_000 * " ", 30_000_000 * "\u200b"], ids=("a", "b", "c"))
 def test_only_the_beginning_of_a_long_reply_is_tokenized(tmp_path: Path, text: str) -> None:
-    from stillhouse.data.templates import tokenize
+    from stillhouse.data.render.tokenizers import tokenize
     from stillhouse.generation import RolloutPlan, SampleWriter
 
     tokenizer = toy_tokenizer()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from stillhouse.tools.demo.run import (
+from stillhouse.tools.demo.demo import (
     LABELS,
     OBJECTIVES,
     demo,

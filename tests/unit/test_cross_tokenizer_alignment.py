@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from stillhouse.data import DataError, DataReport, Documents
-from stillhouse.data.alignment import AlignedDocument, Aligner
-from stillhouse.data.token_bytes import BYTE_OF, TokenBytes
+from stillhouse.data.render.alignment import AlignedDocument, Aligner
+from stillhouse.data.render.token_bytes import BYTE_OF, TokenBytes
 
 PAIRS = [(one, other) for one in NAMES for other in NAMES]
 TEXTS = [

@@ -21,7 +21,7 @@ from kit.toy_tokenizer import toy_tokenizer
 
 from stillhouse.checkpoint.identity import configuration_hash
 from stillhouse.data import Documents, load_documents
-from stillhouse.data.reading import local_files, read_records
+from stillhouse.data.read.data_source import local_files, read_records
 from stillhouse.data.token_cache import cached_documents, entry_key, user_folder
 
 
@@ -135,8 +135,8 @@ def test_an_entry_of_another_version_is_not_read(tmp_path: Path) -> None:
     """A version that ends documents otherwise makes an entry of its own, without anybody raising a number."""
     write(tmp_path)
     shutil.copytree(ROOT / "stillhouse", tmp_path / "other" / "stillhouse")
-    templates = tmp_path / "other" / "stillhouse" / "data" / "templates.py"
-    templates.write_text(templates.read_text().replace("else ids + [eos]", "else ids + [eos, eos]"))
+    templates = tmp_path / "other" / "stillhouse" / "data" / "render" / "templates.py"
+    templates.write_text(templates.read_text().replace("else [*ids, self.eos]", "else [*ids, self.eos, self.eos]"))
     command = "from test_data_cache import _load_in_process; import sys; _load_in_process(*sys.argv[1:])"
     for package in (ROOT, tmp_path / "other", ROOT):
         environment = os.environ | {"PYTHONPATH": f"{package}:{ROOT / 'tests'}:{ROOT / 'tests' / 'unit'}"}

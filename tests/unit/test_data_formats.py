@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from stillhouse.data.reading import DataError, read_records
+from stillhouse.data import DataError, read_records
 
 
 def compress(path: Path, content: bytes) -> Path:

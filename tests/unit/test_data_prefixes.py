@@ -11,7 +11,8 @@ import pytest
 from kit.toy_tokenizer import PLAIN_TEMPLATE, toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from stillhouse.data import DataError, Documents, load_documents, templates
+from stillhouse.data import DataError, Documents, load_documents
+from stillhouse.data.render import chat_template
 
 BOS, EOS = 1, 2
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -228,7 +229,7 @@ def test_a_chat_template_that_refuses_the_system_turn_gives_its_reason(tmp_path:
 def test_a_chat_template_that_never_ends_stops_even_if_errors_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.2)
     tokenizer = toy_tokenizer(chat="plain")
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer.chat_template = f"{{% if messages[0].role == 'system' %}}{endless}{{% endif %}}" + PLAIN_TEMPLATE

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 from kit.runs import run, write_run
 
-from stillhouse.data.reading import NoSourceError, local_files, read_records
+from stillhouse.data.read.data_source import local_files, read_records
+from stillhouse.data.record import NoSourceError
 
 
 def write_lines(path: Path, *lines: str | bytes | dict) -> Path:

@@ -9,8 +9,10 @@ from kit.toy_tokenizer import toy_backend, toy_tokenizer
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from stillhouse.data.chat import ANCHOR
-from stillhouse.data.templates import Encoded, RecordError, Tokens, template_for
+from stillhouse.data.record import RecordError
+from stillhouse.data.render.forms import template_for
+from stillhouse.data.render.templates import Encoded, Tokens
+from stillhouse.data.render.turns import ANCHOR
 
 BOS, EOS = 1, 2
 

@@ -11,7 +11,7 @@ from kit.toy_tokenizer import save_toy_tokenizer, toy_backend, toy_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stillhouse.data.tokenizers import (
+from stillhouse.data.render.tokenizers import (
     check_same_tokenizer,
     check_vocabulary,
     load_tokenizer,

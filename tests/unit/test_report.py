@@ -11,7 +11,7 @@ import pytest
 from kit.report_runs import HOSTILE, Page, make_run
 from kit.runs import ROOT
 
-from stillhouse.data.documents import DataReport
+from stillhouse.data import DataReport
 from stillhouse.output.report import curves, held_out, write_report
 from stillhouse.output.report.reading import read_metrics
 

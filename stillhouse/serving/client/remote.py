@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from stillhouse.data import DataError, Documents
-from stillhouse.data.tokenizers import MOST_IDS
+from stillhouse.data.render.tokenizers import MOST_IDS
 from stillhouse.libraries import reading
 from stillhouse.models import model_fingerprint
 from stillhouse.serving.client.api import (

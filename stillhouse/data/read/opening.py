@@ -1,7 +1,12 @@
-"""Opens files that may be compressed with gzip (`.gz`) or Zstandard (`.zst`), and detects damaged ones."""
+"""Opens files of data: only regular ones, and those of gzip (`.gz`) or Zstandard (`.zst`) decompressed.
+
+Whoever opens a named pipe waits until somebody writes to it, and a device may never end.
+"""
 
 import gzip
 import io
+import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +14,34 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 COMPRESSED = (".gz", ".zst")
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def require_regular(paths: list[Path]) -> list[Path]:
+    """The same paths. Raises ValueError for one that is no regular file and no link to one. Nothing is opened."""
+    for path in paths:
+        if (kind := kind_of(path)) is not None:
+            raise ValueError(f"{path} is {kind}: expected a regular file")
+    return paths
+
+
+def kind_of(path: Path) -> str | None:
+    """What a path is in words, such as "a socket"; None for a regular file and for a link to one."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        return f"a link to {os.readlink(path)}, which cannot be followed ({error.strerror})"
+    if stat.S_ISREG(mode):
+        return None
+    return ("a link to " if path.is_symlink() else "") + _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def format_of(path: Path) -> str:

@@ -7,15 +7,15 @@ types, and it reports an error of the template as a result instead of raising it
 import re
 from datetime import datetime
 from functools import lru_cache, partial
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from stillhouse.data.chat import Message, Span, TurnError, Turns
+from stillhouse.data.read.messages import Message, Tools
+from stillhouse.data.record import require_length
+from stillhouse.data.render.turns import Span, TurnError, Turns
 from stillhouse.libraries import reading
 
-Tools = list[dict[str, Any]] | None
 #: what a template that asks for the date gets: the default of Llama's templates
 DATE = datetime(2024, 7, 26)
 _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[^'"\\]*)(?P=quote)\s*\)""")
@@ -24,16 +24,12 @@ _ASKS_FOR_THE_DATE = re.compile(r"""\bstrftime_now\(\s*(?P<quote>['"])(?P<form>[
 class Conversations:
     """Renders conversations with a tokenizer's chat template.
 
-    every: all characters are targets, not only those of the assistant. most_characters: the longest allowed text.
+    every: all characters are targets, not only those of the assistant.
     prompts: the text ends with the beginning of the assistant's next turn, and has no targets.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, every: bool, most_characters: int, prompts: bool = False
-    ):
-        self.tokenizer = tokenizer
-        self.every, self.prompts = every, prompts
-        self.most_characters = most_characters
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, every: bool, prompts: bool = False):
+        self.tokenizer, self.every, self.prompts = tokenizer, every, prompts
         self.special = tuple(tokenizer.get_added_vocab())
 
     def answer(self, messages: list[Message], tools: Tools, first: int | None) -> tuple[str, list[Span], str]:
@@ -44,8 +40,7 @@ class Conversations:
         try:
             with reading("the chat template refuses the messages", passes=TurnError):
                 body, spans = self._with_spans(messages, tools, first)
-            if len(body) > self.most_characters:
-                raise ValueError(too_long("the text that the chat template renders", len(body), self.most_characters))
+            require_length(len(body), "the text that the chat template renders")
         except ValueError as error:
             return "", [], str(error)
         return body, spans, ""
@@ -100,10 +95,4 @@ def undated(template: str) -> str:
     With that, a run's documents would be others on the next day, and it could not be resumed; nor would they be in a
     teacher's cache.
     """
-    return _ASKS_FOR_THE_DATE.sub(lambda found: repr(DATE.strftime(found["form"])), template)
-
-
-def too_long(what: str, characters: int, most: int) -> str:
-    return (
-        f"{what} has {characters:,} characters; expected at most {most:,} in one record: cut it into several records"
-    )
+    return _ASKS_FOR_THE_DATE.sub(lambda match: repr(DATE.strftime(match["form"])), template)

@@ -26,8 +26,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.reading import DataError
-from stillhouse.data.token_bytes import TokenBytes
+from stillhouse.data.prefixes import offsets_of
+from stillhouse.data.record import DataError
+from stillhouse.data.render.token_bytes import TokenBytes
 
 #: a character has at most this many bytes after its first one
 MOST_FURTHER_BYTES = 3
@@ -102,13 +103,13 @@ class Aligner:
             inner: {index: self._translated(index, inner=inner) for index in self.student.special}
             for inner in (False, True)
         }
-        for content, own in self.student.id_of.items():
-            if (other := self.teacher.id_of.get(content)) is not None:
-                self.teacher_of[own], self.student_of[other] = other, own
+        for content, index in self.student.id_of.items():
+            if (teacher_id := self.teacher.id_of.get(content)) is not None:
+                self.teacher_of[index], self.student_of[teacher_id] = teacher_id, index
         # the end of sequence comes first: the teacher's may have the name of another token of the student
-        for own, others in sorted(self._special[True].items(), key=lambda pair: pair[0] != self.student.eos):
-            if len(others) == 1 and others[0] in self.teacher.special and self.student_of[others[0]] == ABSENT:
-                self.teacher_of[own], self.student_of[others[0]] = others[0], own
+        for index, ids in sorted(self._special[True].items(), key=lambda pair: pair[0] != self.student.eos):
+            if len(ids) == 1 and ids[0] in self.teacher.special and self.student_of[ids[0]] == ABSENT:
+                self.teacher_of[index], self.student_of[ids[0]] = ids[0], index
 
     @cached_property
     def first_of(self) -> np.ndarray:
@@ -118,13 +119,13 @@ class Aligner:
                 continue
             if content in self.student.id_of:
                 first_of[index] = self.student.id_of[content]
-            elif (text := _whole(content)) is not None:
+            elif (text := _as_characters(content)) is not None:
                 texts[index] = text
         return self._with_first(first_of, texts, inner=True)
 
     @cached_property
     def first_of_text(self) -> np.ndarray:
-        texts = {index: text for index, content in self.teacher.bytes_of.items() if (text := _whole(content))}
+        texts = {index: text for index, content in self.teacher.bytes_of.items() if (text := _as_characters(content))}
         return self._with_first(self.first_of.copy(), texts, inner=False)
 
     def _with_first(self, first_of: np.ndarray, texts: dict[int, str], *, inner: bool) -> np.ndarray:
@@ -145,12 +146,12 @@ class Aligner:
     def align(self, documents: Sequence[np.ndarray]) -> list[AlignedDocument]:
         """Raises ValueError for a document whose text is not exactly what the teacher's tokens stand for."""
         drafts = [self._draft(tokens) for tokens in documents]
-        texts = [part for draft in drafts for _, part in draft.parts if isinstance(part, _Text)]
+        all_texts = [part for draft in drafts for _, part in draft.parts if isinstance(part, _Text)]
         for inner in (False, True):
-            chosen = [each for each in texts if each.is_inner is inner]
-            encoded = self.teacher.encode([each.text for each in chosen], inner=inner)
-            for each, ids in zip(chosen, encoded, strict=True):
-                each.ids = ids
+            texts = [text for text in all_texts if text.is_inner is inner]
+            encoded = self.teacher.encode([text.text for text in texts], inner=inner)
+            for text, ids in zip(texts, encoded, strict=True):
+                text.ids = ids
         return [self._aligned(draft) for draft in drafts]
 
     def translate(self, documents: Documents) -> Documents:
@@ -158,21 +159,20 @@ class Aligner:
 
         Raises DataError for the first document that cannot be aligned.
         """
-        found: list[np.ndarray] = []
+        ids: list[np.ndarray] = []
         for start in range(0, len(documents), _BATCH):
-            chosen = range(start, min(start + _BATCH, len(documents)))
+            batch = range(start, min(start + _BATCH, len(documents)))
             try:
-                found += [each.teacher_tokens for each in self.align([documents.tokens(number) for number in chosen])]
+                ids += [aligned.teacher_tokens for aligned in self.align([documents.tokens(at) for at in batch])]
             except ValueError:
-                for number in chosen:
-                    self._check(documents, number)
+                for number in batch:
+                    self._require_alignment(documents, number)
                 raise
-        tokens_N = np.concatenate(found)
-        offsets = np.concatenate([[0], np.cumsum([len(each) for each in found])]).astype(np.int64)
+        tokens_N, offsets = np.concatenate(ids), offsets_of([len(teacher_ids) for teacher_ids in ids])
         targets_N = np.zeros(len(tokens_N), dtype=bool)
         return Documents(tokens_N, targets_N, offsets, documents.keys_D, documents.sources, documents.report)
 
-    def _check(self, documents: Documents, number: int) -> None:
+    def _require_alignment(self, documents: Documents, number: int) -> None:
         try:
             self.align([documents.tokens(number)])
         except ValueError as error:
@@ -180,12 +180,12 @@ class Aligner:
 
     def _translated(self, index: int, *, inner: bool) -> list[int]:
         """The teacher's ids of a special token of the student. inner: not at the beginning of a text."""
-        for own, other in ((self.student.eos, self.teacher.eos), (self.student.bos, self.teacher.bos)):
-            if index == own and other is not None:
-                return [other]
+        for role, teacher_role in ((self.student.eos, self.teacher.eos), (self.student.bos, self.teacher.bos)):
+            if index == role and teacher_role is not None:
+                return [teacher_role]
         name = self.student.special[index]
-        same = [other for other, content in self.teacher.special.items() if content == name]
-        return same or self.teacher.encode([name], inner=inner)[0]
+        same_name = [teacher_id for teacher_id, content in self.teacher.special.items() if content == name]
+        return same_name or self.teacher.encode([name], inner=inner)[0]
 
     def _draft(self, tokens: np.ndarray) -> _Draft:
         ids = tokens.tolist()
@@ -215,8 +215,8 @@ class Aligner:
         """Whether it puts one before a text behind this special token of the student, or at the beginning."""
         if before is None:
             return self.teacher.adds_space(None)
-        others = self._special[True][before]
-        return len(others) == 1 and others[0] in self.teacher.special and self.teacher.adds_space(others[0])
+        ids = self._special[True][before]
+        return len(ids) == 1 and ids[0] in self.teacher.special and self.teacher.adds_space(ids[0])
 
     def _begin(self, ids: list[int]) -> int:
         """How many tokens before the document's text only say that a text begins."""
@@ -227,37 +227,37 @@ class Aligner:
 
     def _aligned(self, draft: _Draft) -> AlignedDocument:
         teacher_ids, spans = list(self.teacher.prefix if draft.begins else ()), list[Span]()
-        for own, part in draft.parts:
+        for tokens, part in draft.parts:
             first = len(teacher_ids)
             if isinstance(part, _Text):
                 teacher_ids += part.ids
-                spans += self._spans(own.start, first, part)
+                spans += self._spans(tokens.start, first, part)
             elif part:
                 teacher_ids += part
-                spans.append(Span(own, range(first, len(teacher_ids))))
+                spans.append(Span(tokens, range(first, len(teacher_ids))))
         return AlignedDocument(np.asarray(teacher_ids, dtype=np.int32), spans, frozenset(draft.behind_space))
 
-    def _spans(self, own: int, other: int, part: _Text) -> list[Span]:
-        """The spans of one text. own, other: the numbers of the first tokens of student and teacher."""
+    def _spans(self, student: int, teacher: int, part: _Text) -> list[Span]:
+        """The spans of one text. student, teacher: the numbers of their first tokens."""
         ends = np.cumsum([len(piece) for piece in self._teacher_pieces(part)], dtype=np.int64) + part.first
         borders = np.intersect1d(np.append(0, part.ends), np.append(part.first, ends))
         cuts = zip(_cuts(part.ends, borders), _cuts(ends, borders, part.first), strict=True)
-        pairs = [(own + here, other + there) for here, there in cuts]
+        pairs = [(student + here, teacher + there) for here, there in cuts]
         spans = (Span(range(start[0], stop[0]), range(start[1], stop[1])) for start, stop in pairwise(pairs))
         return [span for span in spans if span.student and span.teacher]
 
     def _teacher_pieces(self, part: _Text) -> list[bytes]:
         pieces, expected = self.teacher.pieces(part.ids), part.text.encode()
-        if (found := b"".join(pieces)) == b" " + expected:
+        if (content := b"".join(pieces)) == b" " + expected:
             pieces[0] = pieces[0][1:]
-        elif found != expected:
-            at = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
+        elif content != expected:
+            at = next((n for n, pair in enumerate(zip(content, expected, strict=False)) if pair[0] != pair[1]), 0)
             shown = expected[max(0, at - 10) : at + 20].decode(errors="replace")
             raise ValueError(f"the teacher's tokenizer changes its text near {shown!r}: expected one that keeps it")
         return pieces
 
 
-def _whole(content: bytes) -> str | None:
+def _as_characters(content: bytes) -> str | None:
     """The text of these bytes; None if they are not whole characters."""
     try:
         return content.decode()

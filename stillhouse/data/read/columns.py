@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.reading import describe
-from stillhouse.data.templates import MASKS, OTHER_ROLES, RecordError
+from stillhouse.data.read.messages import MASKS, OTHER_ROLES
+from stillhouse.data.record import RecordError, describe
 from stillhouse.display import name_list
 
 Fields = dict[str, Any]
 #: the role of each `from` of ShareGPT
-ROLES = OTHER_ROLES | {each: each for each in ("system", "user", "assistant")}
+ROLES = OTHER_ROLES | {role: role for role in ("system", "user", "assistant")}
 OURS = (("messages",), ("prompt", "completion"), ("text",))
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -68,21 +68,18 @@ def _from_sharegpt(fields: Fields) -> Fields:
     _require_absent(fields, "messages", "prompt", "text")
     messages = [_turn(number, turn) for number, turn in enumerate(turns, start=1)]
     system = _system(fields)
-    if system and any(each["role"] == "system" for each in messages):
+    if system and any(message["role"] == "system" for message in messages):
         raise RecordError("'system' is not empty, and 'conversations' has a system turn, too: expected one of them")
     return fields | {"messages": system + messages}
 
 
 def _turn(number: int, turn: Any) -> Fields:
     where = f"turn {number} of 'conversations'"
-    if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
-        found = name_list(turn) if isinstance(turn, dict) else describe(turn)
-        also = (
-            "; 'role' and 'content' belong in a column 'messages'"
-            if isinstance(turn, dict) and "role" in turn
-            else ""
-        )
-        raise RecordError(f"{where} must have 'from' and 'value', found {found}{also}")
+    if not isinstance(turn, dict):
+        raise RecordError(f"{where} must have 'from' and 'value', found {describe(turn)}")
+    if not {"from", "value"} <= set(turn):
+        hint = "; 'role' and 'content' belong in a column 'messages'" if "role" in turn else ""
+        raise RecordError(f"{where} must have 'from' and 'value', found {name_list(turn)}{hint}")
     if not isinstance(turn["from"], str) or turn["from"] not in ROLES:
         raise RecordError(f"'from' of {where} is {describe(turn['from'])}: expected one of {name_list(ROLES)}")
     if not isinstance(turn["value"], str):
@@ -119,22 +116,23 @@ def _alpaca(fields: Fields) -> tuple[str, str, str | None]:
 
 
 def _alpaca_chat(fields: Fields) -> Fields:
-    instruction, given, output = _alpaca(fields)
-    asked = f"{instruction}\n\n{given}" if given else instruction
-    ours: Fields = {"prompt": [*_system(fields), {"role": "user", "content": asked}]}
+    instruction, input_text, output = _alpaca(fields)
+    question = f"{instruction}\n\n{input_text}" if input_text else instruction
+    ours: Fields = {"prompt": [*_system(fields), {"role": "user", "content": question}]}
     if output is not None:
         ours["completion"] = [{"role": "assistant", "content": output}]
     return fields | ours
 
 
 def _alpaca_text(fields: Fields) -> Fields:
-    instruction, given, output = _alpaca(fields)
+    instruction, input_text, output = _alpaca(fields)
     if _system(fields):
         raise RecordError(
             "'system' is not empty, and Alpaca's template has no place for it: expected a student with a"
             " chat template"
         )
-    ours: Fields = {"prompt": _WITH_INPUT.format(instruction, given) if given else _WITHOUT_INPUT.format(instruction)}
+    template = _WITH_INPUT if input_text else _WITHOUT_INPUT
+    ours = {"prompt": template.format(instruction, input_text)}
     return fields | ours | ({} if output is None else {"completion": output})
 
 

@@ -38,17 +38,15 @@ def load_tokenizer(
     saved.
     """
     what = f"the tokenizer of {name_or_path!r}"
-    where = (
-        "cannot be read (expected tokenizer.json in that folder)"
-        if os.path.isdir(name_or_path)
-        else "cannot be loaded: there is no such folder, and it could not be loaded from the hub"
-    )
-    if os.path.isdir(name_or_path) and not any(_OF_TOKENIZER.match(each) for each in os.listdir(name_or_path)):
-        # transformers would make an empty one of the model's type
-        raise ValueError(
-            f"{name_or_path} has no tokenizer: expected tokenizer.json beside the model, as "
-            "AutoTokenizer.from_pretrained(…).save_pretrained(folder) writes it"
-        )
+    where = "cannot be loaded: there is no such folder, and it could not be loaded from the hub"
+    if os.path.isdir(name_or_path):
+        where = "cannot be read (expected tokenizer.json in that folder)"
+        if not any(map(_OF_TOKENIZER.match, os.listdir(name_or_path))):
+            # transformers would make an empty one of the model's type
+            raise ValueError(
+                f"{name_or_path} has no tokenizer: expected tokenizer.json beside the model, as "
+                "AutoTokenizer.from_pretrained(…).save_pretrained(folder) writes it"
+            )
     with reading(f"{what} {where}"):
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path, revision=revision, trust_remote_code=trust_remote_code
@@ -59,6 +57,11 @@ def load_tokenizer(
         _identity(tokenizer)
         tokenizer.save_pretrained(folder)  # as each checkpoint will do
     return tokenizer
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[list[int]]:
+    """The ids of each text. special: with the tokenizer's special tokens around it."""
+    return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike[str]) -> None:
@@ -176,12 +179,12 @@ def _setting_difference(student: dict[str, Any], teacher: dict[str, Any]) -> str
 
 def _role_warnings(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> Iterator[str]:
     for role in _ROLES:
-        own, other = getattr(student, role), getattr(teacher, role)
-        if own != other:
-            yield f"{role} is {own!r} for the student, {other!r} for the teacher; the student's is used"
-    own, other = student("a")["input_ids"], teacher("a")["input_ids"]
-    if own != other:
+        tokens = [getattr(tokenizer, role) for tokenizer in (student, teacher)]
+        if tokens[0] != tokens[1]:
+            yield f"{role} is {tokens[0]!r} for the student, {tokens[1]!r} for the teacher; the student's is used"
+    ids = [tokenizer("a")["input_ids"] for tokenizer in (student, teacher)]
+    if ids[0] != ids[1]:
         yield (
-            f"the tokenizers put different special tokens around a text ('a' becomes {own} for the student, "
-            f"{other} for the teacher); the student's special tokens are used"
+            f"the tokenizers put different special tokens around a text ('a' becomes {ids[0]} for the student, "
+            f"{ids[1]} for the teacher); the student's special tokens are used"
         )

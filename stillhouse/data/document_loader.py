@@ -1,9 +1,9 @@
 """Makes documents from records: reads, tokenizes, cuts and counts them.
 
 A text longer than the limit is cut into pieces, which are separate documents; each begins with the last token of the
-one before it, so that no prediction is lost. A prompt with completion or
-a conversation is cut at its end. The report counts both, and every record that was skipped or has no target token.
-What a teacher reads, a document and its prefix, has the same limit.
+one before it, so that no prediction is lost. A prompt with completion or a conversation is cut at its end. The report
+counts both, and every record that was skipped or has no target token. What a teacher reads, a document and its
+prefix, has the same limit.
 """
 
 import functools
@@ -12,7 +12,7 @@ import io
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
@@ -20,23 +20,24 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.columns import ForeignColumns, foreign_columns
-from stillhouse.data.documents import DataReport, Documents, count_records, piece_source
-from stillhouse.data.prefixes import EncodedPrefix, Prefixes, PrefixTemplate, offsets_of
-from stillhouse.data.prompt_templates import prompt_template_for
-from stillhouse.data.reading import DataError, Record, describe, local_files, read_records
-from stillhouse.data.templates import (
+from stillhouse.data.data_report import DataReport, piece_source
+from stillhouse.data.documents import Documents
+from stillhouse.data.prefixes import EncodedPrefix, Prefixes, offsets_of
+from stillhouse.data.read.columns import ForeignColumns, foreign_columns
+from stillhouse.data.read.data_source import local_files, read_records
+from stillhouse.data.record import (
     MOST_CHARACTERS,
-    Encoded,
+    DataError,
+    Record,
     RecordError,
-    Rendered,
-    Template,
     TemplateLimitError,
-    Tokens,
     column_value,
-    template_for,
+    describe,
     without_null,
 )
+from stillhouse.data.render.forms import prompt_template_for, template_for
+from stillhouse.data.render.prefix_templates import PrefixTemplate
+from stillhouse.data.render.templates import Encoded, Rendered, Template, Tokens
 from stillhouse.data.token_cache import TARGETS, TOKENS, cached_documents, entry_key
 from stillhouse.display import first_line, name_list
 
@@ -79,41 +80,43 @@ def load_documents(
         raise ValueError(
             f"max_tokens must be at least 2 (one input token and one token to predict), got {max_tokens}"
         )
+    options = _Options(
+        os.fspath(source),
+        max_tokens,
+        None if prompts else tokens,
+        on_error == "skip",
+        list(columns),
+        {name: list(values) for name, values in allowed.items()},
+        list(prefixes.items()),
+        reader,
+        keep_records,
+    )
 
     def load(folder: Path | None) -> Documents:
-        loader = _Loader(
-            tokenizer,
-            os.fspath(source),
-            max_tokens,
-            None if prompts else tokens,
-            on_error == "skip",
-            columns,
-            allowed,
-            prefixes,
-            reader,
-            keep_records,
-            folder,
-        )
-        with loader:
+        with _Loader(tokenizer, options, folder) as loader:
             for record in read_records(source):
                 loader.add(record)
             return loader.finish()
 
     if cache is None or keep_records or not tokenizer.is_fast or (files := local_files(source)) is None:
         return load(None)
-    options = {
-        "source": os.fspath(source),
-        "max_tokens": max_tokens,
-        "tokens": tokens,
-        "on_error": on_error,
-        "columns": list(columns),
-        "allowed": {name: list(values) for name, values in allowed.items()},
-        "prefixes": list(prefixes.items()),
-        "reader": reader,
-        "prompts": prompts,
-    }
-    key = functools.partial(entry_key, files, tokenizer, options)
+    key = functools.partial(entry_key, files, tokenizer, asdict(options))
     return cached_documents(cache, lambda: local_files(source) or [], key, load)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What decides the documents of a source: see `load_documents`. tokens: None if only prompts are read."""
+
+    source: str
+    max_tokens: int
+    tokens: Tokens | None
+    skip: bool
+    columns: list[str]
+    allowed: dict[str, list[Any]]
+    prefixes: list[tuple[str, str]]
+    reader: str | None
+    keep_records: bool
 
 
 @dataclass(frozen=True)
@@ -135,33 +138,15 @@ class _Waiting:
 class _Loader:
     """Collects documents record by record, tokenizing a batch at a time."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        source: str,
-        max_tokens: int,
-        tokens: Tokens | None,
-        skip: bool,
-        columns: Sequence[str],
-        allowed: Mapping[str, Collection[Any]],
-        prefixes: Mapping[str, str],
-        reader: str | None,
-        keep_records: bool,
-        folder: Path | None,
-    ):
-        self.tokenizer = tokenizer
-        self.max_tokens = max_tokens
-        self.targets_are = tokens  # None: only prompts are read
-        self.skip, self.keep_records = skip, keep_records
-        self.columns, self.allowed, self.reader = columns, allowed, reader
-        self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in prefixes.items()}
-        self.report = DataReport(source)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: _Options, folder: Path | None):
+        self.tokenizer, self.options = tokenizer, options
+        self.prefix_templates = {name: PrefixTemplate(name, template) for name, template in options.prefixes}
+        self.report = DataReport(options.source)
         self.template: Template | None = None
         self.foreign: ForeignColumns | None = None
         self.waiting: list[_Waiting] = []
         self.characters = 0  # of the waiting records
         # the tokens and targets of all documents: in memory, or in files of a folder
-        self.folder = folder
         self.files: list[BinaryIO] = [
             io.BytesIO() if folder is None else (folder / f"{name}.bin").open("wb") for name in (TOKENS, TARGETS)
         ]
@@ -197,20 +182,27 @@ class _Loader:
         if self.template is not None:
             self._encode(self.template)
         if not self.lengths:
-            raise ValueError(self._why_empty())
+            raise ValueError(self.report.why_empty(self.options.max_tokens))
         tokens_N, targets_N = self._array(0, np.int32), self._array(1, np.bool_)
-        self.report.documents, self.report.records = len(self.lengths), count_records(self.sources)
-        self.report.tokens = len(tokens_N)
-        self.report.target_tokens = int(targets_N.sum())
-        if self.targets_are is not None:
-            self._warn_if_it_never_stops(tokens_N, targets_N)
-        keys_D = np.asarray(self.keys, dtype=np.uint64)
-        columns = dict(zip(self.columns, map(list, zip(*self.values, strict=True)), strict=True))
+        report = self.report.counted(self.sources, len(tokens_N), targets_N.sum())
+        if self.options.tokens is not None and not self._stops(tokens_N, targets_N):
+            report.warnings.append(
+                f"{report.source}: the end-of-sequence token {self.tokenizer.eos_token!r} is never a "
+                "target, so the student does not learn to stop with it (the chat template ends turns with "
+                "another token, or the limit cuts every document)"
+            )
+        columns = map(list, zip(*self.values, strict=True))
         by_teacher = map(Prefixes.of, zip(*self.prefixes, strict=True))
-        prefixes = dict(zip(self.prefix_templates, by_teacher, strict=True))
-        offsets = offsets_of(self.lengths)
         return Documents(
-            tokens_N, targets_N, offsets, keys_D, self.sources, self.report, columns, prefixes, self.records
+            tokens_N,
+            targets_N,
+            offsets_of(self.lengths),
+            np.asarray(self.keys, dtype=np.uint64),
+            self.sources,
+            report,
+            dict(zip(self.options.columns, columns, strict=True)),
+            dict(zip(self.prefix_templates, by_teacher, strict=True)),
+            self.records,
         )
 
     def __enter__(self) -> "_Loader":
@@ -218,7 +210,7 @@ class _Loader:
 
     def __exit__(self, *_: object) -> None:
         for file in self.files:
-            if self.folder is not None:
+            if not isinstance(file, io.BytesIO):  # whose buffer the arrays are
                 file.close()
 
     def _array(self, number: int, dtype: type[np.generic]) -> np.ndarray:
@@ -233,7 +225,7 @@ class _Loader:
         if self.template is not None:
             return self._converted(record), self.template
         try:
-            self.foreign = foreign_columns(record.fields, self.tokenizer, prompts=self.targets_are is None)
+            self.foreign = foreign_columns(record.fields, self.tokenizer, prompts=self.options.tokens is None)
         except ValueError as error:
             raise DataError(record.where, str(error)) from error
         record = self._converted(record)
@@ -246,29 +238,28 @@ class _Loader:
 
     def _template_for(self, record: Record) -> Template:
         try:
-            if self.targets_are is None:
+            if self.options.tokens is None:
                 return prompt_template_for(record.fields, self.tokenizer)
-            return template_for(record.fields, self.tokenizer, self.targets_are)
+            return template_for(record.fields, self.tokenizer, self.options.tokens)
         except ValueError as error:  # concerns the whole dataset: never skipped
             raise DataError(record.where, str(error)) from error
 
     def _rendered(self, record: Record, template: Template) -> _Waiting:
+        fields, options = record.fields, self.options
         return _Waiting(
-            template.render(record.fields),
+            template.render(fields),
             record.where,
-            _content_key(record.fields, template),
-            [_kept_value(record.fields, column, self.allowed.get(column)) for column in self.columns],
+            _content_key(fields, template),
+            [_kept_value(fields, column, options.allowed.get(column)) for column in options.columns],
             [
-                prefix.render(record.fields, template)
-                if self.reader is None or record.fields[self.reader] == name
-                else ""
+                prefix.render(fields, template) if options.reader is None or fields[options.reader] == name else ""
                 for name, prefix in self.prefix_templates.items()
             ],
-            record.fields if self.keep_records else None,
+            fields if options.keep_records else None,
         )
 
     def _reject(self, error: DataError) -> None:
-        if not self.skip:
+        if not self.options.skip:
             raise error
         self.report.skipped += 1
         if len(self.report.reasons) < _REASONS:
@@ -277,8 +268,8 @@ class _Loader:
     def _encode(self, template: Template) -> None:
         if not self.waiting:
             return
-        batch = template.encode([each.rendered for each in self.waiting])
-        texts_by_teacher = zip(*(each.prefixes for each in self.waiting), strict=True)
+        batch = template.encode([waiting.rendered for waiting in self.waiting])
+        texts_by_teacher = zip(*(waiting.prefixes for waiting in self.waiting), strict=True)
         by_teacher = [
             prefix.encode(texts, batch, self.tokenizer, template.bos_from)
             for prefix, texts in zip(self.prefix_templates.values(), texts_by_teacher, strict=True)
@@ -288,31 +279,14 @@ class _Loader:
         self.waiting.clear()
         self.characters = 0
 
-    def _fit(self, encoded: Encoded, max_tokens: int, splits: bool) -> list[Encoded]:
-        """The document within the limit: unchanged, cut into pieces, or cut at its end."""
-        excess = len(encoded.ids) - max_tokens
-        if excess <= 0:
-            return [encoded]
-        if not splits:
-            self.report.cut_documents += 1
-            self.report.cut_tokens += excess
-            return [Encoded(encoded.ids[:max_tokens], encoded.targets[:max_tokens])]
-        self.report.split_documents += 1
-        return _pieces(encoded, max_tokens)
-
     def _keep(self, encoded: Encoded, waiting: _Waiting, prefixes: list[EncodedPrefix], splits: bool) -> None:
-        longest = max((len(prefix.ids) for prefix in prefixes), default=0)
-        if self.max_tokens - longest < 2:
-            self._reject(DataError(waiting.where, self._no_room(prefixes, longest)))
+        room = self.options.max_tokens - max((len(prefix.ids) for prefix in prefixes), default=0)
+        problem = self._problem(encoded, prefixes, room)
+        if problem:
+            self._reject(DataError(waiting.where, problem))
             return
-        if self.targets_are is None:
-            pieces, problem = [encoded], self._no_prompt(len(encoded.ids), self.max_tokens - longest)
-            if problem:
-                self._reject(DataError(waiting.where, problem))
-                return
-        else:
-            pieces = self._fit(encoded, self.max_tokens - longest, splits)
-        if self.targets_are is not None and not any(piece.targets.any() for piece in pieces):
+        pieces = [encoded] if self.options.tokens is None else self._fit(encoded, room, splits)
+        if self.options.tokens is not None and not any(piece.targets.any() for piece in pieces):
             self.report.without_target += 1
             return
         self.report.kept += 1
@@ -328,47 +302,44 @@ class _Loader:
             if waiting.record is not None:
                 self.records.append(waiting.record)
 
-    def _no_prompt(self, tokens: int, most: int) -> str:
-        """Why nothing can be written after a prompt of so many tokens; "" if something can."""
-        if not tokens:
-            return "the prompt has no token, so that nothing can follow it: expected at least one"
-        if tokens > most:
+    def _problem(self, encoded: Encoded, prefixes: list[EncodedPrefix], room: int) -> str:
+        """Why a document cannot be used that has room for so many tokens behind its longest prefix; "" if it can."""
+        most = self.options.max_tokens
+        if room < 2:
+            lengths = dict(zip(self.prefix_templates, (len(prefix.ids) for prefix in prefixes), strict=True))
             return (
-                f"the prompt has {tokens:,} tokens: expected at most {most:,}, so that a completion fits behind it; "
-                "shorten it, raise data.max_tokens, or lower rollout.max_new_tokens"
+                f"the prefix of teacher {max(lengths, key=lengths.__getitem__)!r} has {most - room:,} tokens, which "
+                f"leaves fewer than 2 of the {most:,} of max_tokens for the document: expected a shorter prefix or a "
+                "larger max_tokens"
+            )
+        if self.options.tokens is not None:
+            return ""
+        if not len(encoded.ids):
+            return "the prompt has no token, so that nothing can follow it: expected at least one"
+        if len(encoded.ids) > room:
+            return (
+                f"the prompt has {len(encoded.ids):,} tokens: expected at most {room:,}, so that a completion fits "
+                "behind it; shorten it, raise data.max_tokens, or lower rollout.max_new_tokens"
             )
         return ""
 
-    def _no_room(self, prefixes: list[EncodedPrefix], longest: int) -> str:
-        teacher = next(
-            name for name, prefix in zip(self.prefix_templates, prefixes, strict=True) if len(prefix.ids) == longest
-        )
-        return (
-            f"the prefix of teacher {teacher!r} has {longest:,} tokens, which leaves fewer than 2 of the "
-            f"{self.max_tokens:,} of max_tokens for the document: expected a shorter prefix or a larger max_tokens"
-        )
+    def _fit(self, encoded: Encoded, max_tokens: int, splits: bool) -> list[Encoded]:
+        """The document within the limit: unchanged, cut into pieces, or cut at its end."""
+        excess = len(encoded.ids) - max_tokens
+        if excess <= 0:
+            return [encoded]
+        if splits:
+            self.report.split_documents += 1
+            return _pieces(encoded, max_tokens)
+        self.report.cut_documents += 1
+        self.report.cut_tokens += excess
+        return [Encoded(encoded.ids[:max_tokens], encoded.targets[:max_tokens])]
 
-    def _why_empty(self) -> str:
-        report = self.report
-        if not report.read:
-            return f"{report.source}: the dataset is empty"
-        text = f"{report.source}: nothing to train on; of {report.read} records {report.skipped} were skipped"
-        if report.without_target:
-            text += (
-                f" and {report.without_target} have no token to predict (no completion or assistant turn "
-                f"within max_tokens={self.max_tokens}; {report.cut_documents} were cut there)"
-            )
-        return text + "".join(f"\n  {reason}" for reason in report.reasons)
-
-    def _warn_if_it_never_stops(self, tokens_N: np.ndarray, targets_N: np.ndarray) -> None:
+    def _stops(self, tokens_N: np.ndarray, targets_N: np.ndarray) -> bool:
+        """Whether an end of sequence is among the targets; also True if the tokenizer has none."""
         eos = self.tokenizer.eos_token_id
-        parts = [slice(start, start + _PART) for start in range(0, len(tokens_N), _PART)]
-        if eos is not None and not any((tokens_N[part][targets_N[part]] == eos).any() for part in parts):
-            self.report.warnings.append(
-                f"{self.report.source}: the end-of-sequence token {self.tokenizer.eos_token!r} is never a "
-                "target, so the student does not learn to stop with it (the chat template ends turns with "
-                "another token, or the limit cuts every document)"
-            )
+        parts = (slice(start, start + _PART) for start in range(0, len(tokens_N), _PART))
+        return eos is None or any((tokens_N[part][targets_N[part]] == eos).any() for part in parts)
 
 
 def _pieces(encoded: Encoded, max_tokens: int) -> list[Encoded]:

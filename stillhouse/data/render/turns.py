@@ -16,10 +16,10 @@ for the last turn only. Everything else is a TurnError.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from stillhouse.data.read.messages import Message
 
 Span = tuple[int, int]
-Message = dict[str, Any]
 
 #: templates do not change this text: it has no white space, no tags and no characters to escape
 ANCHOR = "StillhouseAnchor8f3a"

@@ -1,0 +1,70 @@
+"""Reads records from CSV and TSV files: a header line, and quoted fields that may contain newlines."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from stillhouse.data.read.opening import format_of, open_bytes
+from stillhouse.data.record import DataError, Record
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+CSV = tuple(DELIMITERS)
+
+
+def read_csv(path: Path, most_bytes: int) -> Iterator[Record]:
+    """The records of a file in UTF-8, whose first line has the names of the columns. All values are strings.
+
+    most_bytes: of a line, and of a field. Empty lines are left out. Raises DataError for a file without a usable
+    header, and for damaged quotes, because nobody knows where the next record begins.
+    """
+    csv.field_size_limit(most_bytes)  # the limit of the whole process, by default 128 KiB
+    suffix = format_of(path)
+    with open_bytes(path) as file:
+        rows = csv.reader(_lines(file, most_bytes), delimiter=DELIMITERS[suffix], strict=True)
+        names: list[str] | None = None
+        while True:
+            where = f"{path}:{rows.line_num + 1}"
+            try:
+                values = next(rows, None)
+            except csv.Error as error:
+                raise DataError(where, f"not valid {suffix[1:].upper()}: {error}") from error
+            if values is None:
+                return
+            if values and names is not None:
+                yield _record(where, names, values)
+            elif values:
+                names = _header(where, values)
+
+
+def _lines(file: BinaryIO, most_bytes: int) -> Iterator[str]:
+    """Lines that end at a newline only. Bytes that are not UTF-8 become lone surrogates, which `_damaged` finds."""
+    encoding = "utf-8-sig"
+    while line := file.readline(most_bytes + 1):
+        if len(line) > most_bytes:
+            raise csv.Error(f"a line is longer than {most_bytes:,} bytes; expected shorter records")
+        yield line.decode(encoding, "surrogateescape")
+        encoding = "utf-8"
+
+
+def _header(where: str, names: list[str]) -> list[str]:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(where, f"the header names the column {twice!r} twice; expected different names")
+    if any(map(_damaged, names)):
+        raise DataError(where, "the header is not UTF-8 text")
+    return names
+
+
+def _damaged(text: str) -> bool:
+    """Whether there were bytes in it that are not UTF-8."""
+    return not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text)
+
+
+def _record(where: str, names: list[str], values: list[str]) -> Record:
+    if len(values) != len(names):
+        return Record(where, problem=f"has {len(values)} fields, expected {len(names)}: {', '.join(names)}")
+    for name, value in zip(names, values, strict=True):
+        if _damaged(value):
+            return Record(where, problem=f"not UTF-8 text in the column {name!r}")
+    return Record(where, dict(zip(names, values, strict=True)))

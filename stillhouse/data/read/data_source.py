@@ -1,0 +1,105 @@
+"""Reads the records of a data source: a file, a folder, a glob, a saved `datasets` folder or a hub id.
+
+Every record has its location, because an error about the record must name it. A record that cannot be read is
+returned with a description of the problem, and the caller decides whether it stops the run.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from stillhouse.data.read.arrow import is_saved, read_hub, read_parquet, read_saved, saved_files
+from stillhouse.data.read.csv_files import CSV, read_csv
+from stillhouse.data.read.json_files import read_json
+from stillhouse.data.read.opening import COMPRESSED, format_of, kind_of, require_regular
+from stillhouse.data.record import NoSourceError, Record
+
+PARQUET = ".parquet"
+#: endings of files that can be read; all but Parquet also with one of `COMPRESSED` behind it
+SUFFIXES = (".jsonl", ".json", *CSV, PARQUET)
+#: longest line of JSON or CSV; a longer line is not read completely
+MOST_BYTES = 32 * 2**20
+_EXPECTED = f"{', '.join(SUFFIXES)}, or of a text file with {' or '.join(COMPRESSED)} behind it"
+_HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.-]+))?")
+
+
+def read_records(source: str | os.PathLike[str]) -> Iterator[Record]:
+    """The records of a file, a folder of files, a glob, a saved `datasets` folder or a hub id, in a fixed order.
+
+    Files of a folder or a glob are read in the order of their names. Only regular files and links to them are opened;
+    other things with the name of a data file are refused, but for folders that a glob matches. A name that exists on
+    this machine is read locally. Any other name is a hub id, unless it looks like a path, which is then reported as
+    missing. The hub id is passed unchanged to `datasets.load_dataset`. `:configuration` and `@split` may follow it,
+    as in `allenai/c4:en@validation`; the default split is "train".
+
+    Raises NoSourceError if there is nothing under that name, and ValueError if it cannot be read.
+    """
+    name = os.path.expanduser(os.fspath(source))
+    path, files = Path(name), local_files(source)
+    if files is None:
+        return read_hub(name, *_hub_id(name))
+    if path.is_file():
+        return _read_file(path)
+    if is_saved(path):
+        return read_saved(path)
+    return (record for file in files for record in _read_file(file))
+
+
+def local_files(source: str | os.PathLike[str]) -> list[Path] | None:
+    """All files that `read_records` reads for this source, in a fixed order; None for a hub id.
+
+    Raises ValueError as `read_records` does.
+    """
+    name = os.path.expanduser(os.fspath(source))
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return saved_files(path) if is_saved(path) else _files_of(path)
+    if os.path.lexists(path):
+        raise NoSourceError(f"{name} is {kind_of(path)}: expected a regular file or a folder")
+    return _matches(name) if glob.has_magic(name) else None
+
+
+def _hub_id(name: str) -> tuple[str, str | None, str]:
+    """(name, configuration, split) of `name:configuration@split`. Raises NoSourceError if it looks like a path."""
+    match = _HUB_ID.fullmatch(name)
+    if match is None or match["name"].startswith(".") or _is_readable(Path(match["name"])):
+        raise NoSourceError(f"no such file or folder: {name}")
+    return match["name"], match["config"], match["split"] or "train"
+
+
+def _matches(pattern: str) -> list[Path]:
+    paths = (Path(name) for name in sorted(glob.glob(pattern, recursive=True)))
+    files = [path for path in paths if not path.is_dir()]
+    if not files:
+        raise NoSourceError(f"no file matches {pattern}")
+    return require_regular(files)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of a folder, in the order of their names."""
+    files = sorted(path for path in folder.iterdir() if _is_readable(path))
+    if not files:
+        raise ValueError(
+            f"{folder}: neither a saved dataset nor a folder with files ending in {_EXPECTED} (subfolders are not "
+            f"searched; a glob such as '{folder}/**/*.jsonl' does that)"
+        )
+    twice = next((path for path in files if path.suffix in COMPRESSED and path.with_suffix("") in files), None)
+    if twice is not None:
+        raise ValueError(f"{folder} has both {twice.name} and {twice.stem}: expected one of them, or a glob")
+    return require_regular(files)
+
+
+def _is_readable(path: Path) -> bool:
+    return format_of(path) in SUFFIXES and not (path.suffix in COMPRESSED and format_of(path) == PARQUET)
+
+
+def _read_file(path: Path) -> Iterator[Record]:
+    if not _is_readable(path):
+        raise ValueError(f"{path}: its format is not known; expected a name that ends in {_EXPECTED}")
+    if path.suffix == PARQUET:
+        return read_parquet(path)
+    return (read_csv if format_of(path) in CSV else read_json)(path, MOST_BYTES)

@@ -1,0 +1,102 @@
+"""Reads records from JSON Lines and from files with one JSON array.
+
+JSON Lines is read line by line here, not by a library, because an error must name the record's line.
+"""
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from stillhouse.data.read.opening import format_of, open_bytes
+from stillhouse.data.record import DataError, Record, describe
+from stillhouse.display import first_line
+
+
+def read_json(path: Path, most_bytes: int) -> Iterator[Record]:
+    """JSON Lines; a file named .json may also be one array. most_bytes: of a line; a longer one is a problem."""
+    if format_of(path) == ".json" and _is_array(path):
+        yield from _read_array(path)
+        return
+    with open_bytes(path) as file:  # bytes, so that only \n ends a line and a wrong encoding is an error of one line
+        for number, line in enumerate(_lines(file, most_bytes), start=1):
+            if len(line) > most_bytes:
+                yield Record(
+                    f"{path}:{number}", problem=f"longer than {most_bytes:,} bytes; expected shorter records"
+                )
+            elif line.strip():
+                yield _parse_line(f"{path}:{number}", line)
+
+
+def _lines(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
+    """The lines of a file; of a line longer than `most_bytes`, only its first `most_bytes + 1` bytes."""
+    while line := file.readline(most_bytes + 1):
+        rest = line
+        while len(rest) > most_bytes and not rest.endswith(b"\n"):
+            rest = file.readline(most_bytes + 1)
+        yield line
+
+
+def _parse_line(where: str, line: bytes) -> Record:
+    try:
+        fields = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text: byte {error.start + 1} of the line is {line[error.start]:#04x}"
+    except json.JSONDecodeError as error:
+        problem = f"not valid JSON: {error.msg} at column {error.colno}; expected one object per line"
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested brackets
+        problem = f"not readable as JSON: {first_line(error)}"
+    else:
+        if isinstance(fields, dict):
+            return Record(where, fields)
+        problem = f"expected a JSON object per line, got {describe(fields)}"
+    return Record(where, problem=problem)
+
+
+def _is_array(path: Path) -> bool:
+    with open_bytes(path) as file:
+        start = file.read(3).removeprefix(codecs.BOM_UTF8)
+        while not start.strip() and (more := file.read(2**16)):
+            start = more
+    return start.lstrip().startswith(b"[")
+
+
+def _read_array(path: Path) -> Iterator[Record]:
+    """The elements of a JSON array, each with the line on which it begins.
+
+    An array that is not valid JSON always raises DataError: nobody knows where the next element begins.
+    """
+    with open_bytes(path) as file:
+        content = file.read()
+    line, at, counted = 1, 0, 0
+    try:
+        text = content.decode("utf-8-sig")
+        decoder, at = json.JSONDecoder(), _next_character(text, 0) + 1
+        at = _next_character(text, at)
+        line, counted = 1 + text.count("\n", 0, at), at
+        while text[at] != "]":
+            line, counted = line + text.count("\n", counted, at), at
+            fields, at = decoder.raw_decode(text, at)
+            is_object = isinstance(fields, dict)
+            problem = "" if is_object else f"expected an array of JSON objects, got {describe(fields)} in it"
+            yield Record(f"{path}:{line}", fields if is_object else {}, problem)
+            at = _next_character(text, at)
+            if text[at] == ",":
+                at = _next_character(text, at + 1)
+                if text[at] == "]":
+                    raise ValueError("an element is missing after a comma")
+            elif text[at] != "]":
+                raise ValueError("',' or ']' is missing after an element")
+        if text[at + 1 :].strip():
+            raise ValueError("something follows the array")
+    except (ValueError, IndexError, RecursionError) as error:
+        reason = "the file ends within the array" if isinstance(error, IndexError) else first_line(error)
+        raise DataError(f"{path}:{line}", f"not a readable JSON array, from this record on: {reason}") from error
+
+
+def _next_character(text: str, at: int) -> int:
+    """The position of the next character that is not white space. It may lie behind the text."""
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        at += 1
+    return at

@@ -1,0 +1,73 @@
+"""Checks the messages and tools of a conversation, as a record has them."""
+
+import json
+from typing import Any
+
+from stillhouse.data.record import RecordError, column_value, describe, without_null
+from stillhouse.display import first_line, name_list
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+
+#: what other projects call the weight of a turn, or whether it counts
+MASKS = ("weight", "train", "loss")
+#: roles as ShareGPT calls them, which chat templates do not know, so that no turn would be a target
+OTHER_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def messages_of(fields: dict[str, Any], column: str) -> list[Message]:
+    """The messages of a column, without the keys that are null. Raises RecordError if they cannot be used."""
+    value = column_value(fields, column)
+    if not isinstance(value, list):
+        raise RecordError(f"'{column}' must be a list of messages, got {describe(value)}")
+    if not value:
+        raise RecordError(f"'{column}' is empty")
+    return [_message(message, f"message {number} of '{column}'") for number, message in enumerate(value, start=1)]
+
+
+def _message(message: Any, name: str) -> Message:
+    if not isinstance(message, dict):
+        raise RecordError(f"{name} must be an object with 'role' and 'content', got {describe(message)}")
+    message = {key: value for key, value in message.items() if value is not None}  # Parquet adds absent keys as null
+    for key in ("role", "content"):
+        if key == "content" and message.get("tool_calls"):
+            continue
+        if key not in message:
+            raise RecordError(f"{name} has no '{key}' (found {name_list(message)})")
+        if not isinstance(message[key], str):
+            raise RecordError(f"'{key}' of {name} must be a string, got {describe(message[key])}")
+    if (role := message["role"]) in OTHER_ROLES:
+        raise RecordError(f"'role' of {name} is {role!r}: expected {OTHER_ROLES[role]!r} (system, user, assistant)")
+    return message
+
+
+def require_targets(messages: list[Message], column: str) -> None:
+    """Raise RecordError for a turn that other projects would leave out of the loss, because nothing here does."""
+    for number, message in enumerate(messages, start=1):
+        mask = next((key for key in MASKS if message.get(key) in (False, 0)), None)
+        if mask is not None and message["role"] == "assistant":
+            raise RecordError(
+                f"'{mask}' of message {number} of '{column}' is {describe(message[mask])}, but every turn of the "
+                "assistant is a target: expected 'prompt' and 'completion' as two lists of messages, or records "
+                "without such turns"
+            )
+
+
+def tools_of(fields: dict[str, Any]) -> Tools:
+    """The record's tools; None if there are none. They are a list of objects, or the JSON text of one: Parquet stores
+    objects with different keys as text. Raises RecordError for anything else.
+    """
+    value = tools = fields.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(
+                f"'tools' is a string, but not JSON ({first_line(error)}), got {describe(value)}"
+            ) from error
+    if tools is not None and not isinstance(tools, list):
+        raise RecordError(f"'tools' must be a list of objects, or the JSON of one, got {describe(value)}")
+    for number, tool in enumerate(tools or [], start=1):
+        if not isinstance(tool, dict):
+            raise RecordError(f"tool {number} of 'tools' must be an object, got {describe(tool)}")
+    return (tools if isinstance(value, str) else without_null(tools)) or None

@@ -1,0 +1,107 @@
+"""A record of the data with its location, checks of its columns, and the errors about records."""
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stillhouse.display import escaped, name_list
+
+#: most characters of one record in total: a tokenizer takes about 200 bytes of memory for each
+MOST_CHARACTERS = 4_000_000
+
+_JSON_TYPES = {
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record and its location. If it could not be read, `problem` says why, and `fields` is empty.
+
+    where: `file:line` (or `file:row`), counted from 1.
+    """
+
+    where: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+class NoSourceError(ValueError):
+    """There is nothing to read under the given name."""
+
+
+class DataError(ValueError):
+    """A record that cannot be used: `where` is `file:line`, `reason` what was found and what was expected."""
+
+    def __init__(self, where: str, reason: str):
+        super().__init__(escaped(f"{where}: {reason}", lines=True))
+        self.where = where
+        self.reason = reason
+
+
+class RecordError(ValueError):
+    """One record cannot be used. The message does not name the record's location, which the caller adds."""
+
+
+class TemplateLimitError(ValueError):
+    """The chat template exceeds its limits. It is a fault of the template, so the record is not skipped."""
+
+
+def describe(value: Any) -> str:
+    """A value as an error message shows it: its JSON type and, if it is short, the value itself."""
+    if value is None:
+        return "null"
+    kind = _JSON_TYPES.get(type(value), type(value).__name__)
+    shown = reprlib.repr(value)
+    return f"{kind} ({escaped(shown)})" if len(shown) <= 40 and "..." not in shown else kind
+
+
+def column_value(fields: Mapping[str, Any], column: str) -> Any:
+    """The value of a column. Raises RecordError if the record does not have it."""
+    if column not in fields:
+        raise RecordError(f"column '{column}' is missing (found {name_list(fields)})")
+    return fields[column]
+
+
+def string_value(fields: Mapping[str, Any], column: str, *, may_be_empty: bool = False) -> str:
+    """The text of a column. Raises RecordError for another type, and for a text that cannot be tokenized."""
+    value = column_value(fields, column)
+    if not isinstance(value, str):
+        raise RecordError(f"'{column}' must be a string, got {describe(value)}")
+    if not value and not may_be_empty:
+        raise RecordError(f"'{column}' is empty")
+    require_length(len(value), f"'{column}'")
+    require_encodable(value, f"'{column}'")
+    return value
+
+
+def require_length(characters: int, what: str) -> None:
+    """Raise RecordError for more than `MOST_CHARACTERS`. what: the text, for the error."""
+    if characters > MOST_CHARACTERS:
+        raise RecordError(
+            f"{what} has {characters:,} characters; expected at most {MOST_CHARACTERS:,} in one record: cut it into "
+            "several records"
+        )
+
+
+def require_encodable(text: str, what: str) -> None:
+    """Raise RecordError for a text that UTF-8 cannot represent. what: the text, for the error."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"{what} contains half of a surrogate pair at character {error.start + 1}") from error
+
+
+def without_null(value: Any) -> Any:
+    """The value without the keys whose value is null, because Parquet fills absent keys with null."""
+    if isinstance(value, dict):
+        return {key: without_null(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_null(inner) for inner in value]
+    return value

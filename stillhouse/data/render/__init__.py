@@ -1,0 +1,1 @@
+"""From records to tokens: templates of texts, completions and conversations, and the tokenizers themselves."""

@@ -1,0 +1,108 @@
+"""Turns the messages of a record into token ids and a mask of the tokens to predict.
+
+The tokenizer's chat template writes all text around the messages, also the end of a turn, which belongs to the
+target, but not the white space after it. Target spans are ranges of characters of the rendered text; a token that
+overlaps one is a target. A chat may have a column `tools`: the functions that the assistant may call, which the
+template adds to the text.
+"""
+
+from collections.abc import Sequence
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.read.messages import Message, Tools, messages_of, require_targets, tools_of
+from stillhouse.data.record import RecordError, TemplateLimitError, require_encodable, require_length
+from stillhouse.data.render.conversations import Conversations
+from stillhouse.data.render.isolation import Isolated, LimitError
+from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Template, Tokens
+from stillhouse.data.render.turns import Span
+
+#: limits of a chat template for one conversation: processor time and memory
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 10.0, 2**30
+
+
+class ChatTemplate(Template):
+    """Conversations, rendered by the tokenizer's chat template, which writes all special tokens itself.
+
+    The template's own `{% generation %}` blocks mark the assistant's characters; if it has none, `Turns` finds them.
+    Of prompt + completion, only the assistant's turns in the completion are targets. A prefix is a system turn.
+    """
+
+    extras: tuple[str, ...] = ("tools",)
+    bos_from: BosFrom = "chat template"
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], tokens: Tokens, *, prompts: bool = False
+    ):
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the data holds messages, but the tokenizer {tokenizer.name_or_path!r} has no chat "
+                "template; give 'text' or 'prompt' and 'completion' as strings, or set data.chat_template"
+            )
+        if not tokenizer.is_fast:
+            raise ValueError(f"chats need a fast tokenizer (character offsets), got {type(tokenizer).__name__}")
+        tokenizer.get_chat_template()  # raises if there are several templates and no default
+        self.tokenizer, self.columns = tokenizer, columns
+        # Not a method of this template: a reference cycle would keep the template and its process alive.
+        answer = Conversations(tokenizer, every=tokens == "all", prompts=prompts).answer
+        self.render_isolated = Isolated(answer, seconds=TEMPLATE_SECONDS, memory_bytes=TEMPLATE_BYTES)
+
+    def render(self, fields: dict[str, Any]) -> Rendered:
+        by_column = [messages_of(fields, column) for column in self.columns]
+        require_targets(by_column[-1], self.columns[-1])
+        first = sum(map(len, by_column[:-1]))  # the first message that may be a target
+        return self.conversation(fields, [message for messages in by_column for message in messages], first)
+
+    def conversation(self, fields: dict[str, Any], messages: list[Message], first: int) -> Rendered:
+        """A record's messages as text, and its targets from message `first` on. Raises RecordError."""
+        tools = tools_of(fields)
+        require_length(sum(len(message.get("content", "")) for message in messages), " and ".join(self.columns))
+        rendered = self._rendered(messages, tools, first)
+        require_encodable(rendered.body, f"'{self.columns[0]}'")
+        return rendered
+
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        batch = self.tokenizer(
+            [record.body for record in rendered],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        return [
+            _with_targets(ids, offsets, record.spans)
+            for ids, offsets, record in zip(batch["input_ids"], batch["offset_mapping"], rendered, strict=True)
+        ]
+
+    def render_prefix(self, text: str) -> str:
+        body = self._rendered([{"role": "system", "content": text}], None, None).body
+        # Some templates write a system turn as a part of the user's turn, and nothing if there is none.
+        if "".join(text.split()) not in "".join(body.split()):
+            raise RecordError(
+                f"the chat template writes a system turn with this text alone as {shorten(body, 80)!r}, without "
+                "the text: expected a template that writes it (data.chat_template), or records with strings"
+            )
+        return body
+
+    def _rendered(self, messages: list[Message], tools: Tools, first: int | None) -> Rendered:
+        try:
+            body, spans, problem = self.render_isolated(messages, tools, first)
+        except LimitError as error:
+            raise TemplateLimitError(f"the chat template of {self.tokenizer.name_or_path!r}: {error}") from error
+        if problem:
+            raise RecordError(problem)
+        return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
+
+
+def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:
+    begins_T, ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    targets_T = np.zeros(len(ids), dtype=bool)
+    joined = 0
+    for begin, end in spans:
+        targets_T |= (begins_T < end) & (ends_T > begin)
+        joined += bool(((begins_T < begin) & (ends_T > begin)).any())
+    targets_T[:1] = False
+    return Encoded(np.asarray(ids, dtype=np.int32), targets_T, joined)

@@ -1,0 +1,91 @@
+"""Makes one teacher's prefixes (`prefixes.py`) from its template, which every record fills with its own values.
+
+A template names columns in braces. The prefix is tokenized by itself.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data.prefixes import EncodedPrefix
+from stillhouse.data.record import RecordError, column_value, describe, require_encodable, require_length
+from stillhouse.data.render.templates import BosFrom, Encoded, Template
+from stillhouse.data.render.tokenizers import tokenize
+
+_EXPECTED = "expected a text in which {column} stands for a record's value, and {{ and }} for braces"
+
+
+class PrefixTemplate:
+    """Makes one teacher's prefixes. template: a text in which `{column}` stands for a record's value.
+
+    `{{` and `}}` are braces. Raises ValueError for anything else that Python's format strings allow: a template must
+    not reach into the attributes of a value.
+    """
+
+    def __init__(self, teacher: str, template: str):
+        self.what = f"the prefix of teacher {teacher!r}"
+        #: pairs of a text and the column whose value follows it (None: nothing follows)
+        self.parts: list[tuple[str, str | None]] = []
+        try:
+            parsed = list(Formatter().parse(template))
+        except ValueError as error:
+            raise ValueError(f"{self.what} {template!r} cannot be read ({error}): {_EXPECTED}") from error
+        for literal, column, form, conversion in parsed:
+            if column is not None and (form or conversion is not None or not column or set(column) & set(".[]{")):
+                field = column + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
+                raise ValueError(
+                    f"{self.what} {template!r} has {{{field}}}, which is not the name of a column: {_EXPECTED}"
+                )
+            self.parts.append((literal, column))
+
+    def render(self, fields: Mapping[str, Any], template: Template) -> str:
+        """The prefix of one record, as text. Raises RecordError if the record does not have what it needs."""
+        try:
+            text = "".join(
+                literal + (_text(fields, column) if column is not None else "") for literal, column in self.parts
+            )
+            require_length(len(text), "it")
+            rendered = template.render_prefix(text) if text else ""
+            require_encodable(rendered, "it")
+        except RecordError as error:
+            raise RecordError(f"{self.what}: {error}") from error
+        return rendered
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        documents: Sequence[Encoded],
+        tokenizer: PreTrainedTokenizerBase,
+        bos_from: BosFrom,
+    ) -> list[EncodedPrefix]:
+        """The tokens of the rendered prefixes of these documents, which begin with a BOS or not (see `Template`)."""
+        bos = tokenizer.bos_token_id
+        return [
+            _behind_bos(np.asarray(ids, dtype=np.int32), document.ids, bos, bos_from)
+            for ids, document in zip(tokenize(tokenizer, list(texts), special=False), documents, strict=True)
+        ]
+
+
+def _behind_bos(ids: np.ndarray, document: np.ndarray, bos: int | None, bos_from: BosFrom) -> EncodedPrefix:
+    """The prefix in front of a document. The BOS that both begin with is left to the document."""
+    if bos is None or bos_from is None or document[:1].tolist() != [bos]:
+        return EncodedPrefix(ids, after_bos=False)
+    if bos_from == "tokenizer":  # the prefix was tokenized without it
+        return EncodedPrefix(ids, after_bos=True)
+    both = ids[:1].tolist() == [bos]
+    return EncodedPrefix(ids[1:] if both else ids, after_bos=both)
+
+
+def _text(fields: Mapping[str, Any], column: str) -> str:
+    value = column_value(fields, column)
+    if isinstance(value, str):
+        return value
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    if not isinstance(value, bool | int | float) or not is_finite:
+        raise RecordError(f"'{column}' must be a string, a finite number or a boolean, got {describe(value)}")
+    return json.dumps(value)

@@ -1,0 +1,54 @@
+"""The order of a training's sequences: permutations, and weighted sources that take turns.
+
+A weight is a share of the tokens. A source's share of the sequences is therefore its weight divided by the mean
+tokens of its sequences. With the share s of the sequences, the k-th sequence of a source (from 0) has the time
+(k + 1/2) / s, and all sources' sequences follow each other by their times: so each step has nearly the right shares.
+A source begins anew, in another order, when it ends. The order depends on the seed alone, so that a step's number
+determines its data.
+
+S sequences.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+
+def weighted_order(
+    source_S: np.ndarray, tokens_S: np.ndarray, weights: Sequence[float], total: int, seed: int
+) -> np.ndarray:
+    """The numbers of the sequences of a training on `total` sequences, [total] int64.
+
+    source_S: the source of each sequence. tokens_S: its tokens. weights: of the sources, above 0. A longer training
+    begins with the order of a shorter one. Raises ValueError if a source has no sequence.
+    """
+    members = [np.flatnonzero(source_S == number) for number in range(len(weights))]
+    if empty := [number for number, sequences in enumerate(members) if not len(sequences)]:
+        raise ValueError(f"source number {empty[0] + 1} of the mixture has no documents to train on")
+    rates = np.array([weight / tokens_S[of].mean() for weight, of in zip(weights, members, strict=True)])
+    shares = rates / rates.sum()
+    # a source is behind its share by less than one sequence
+    counts = np.ceil((total + len(weights)) * shares).astype(np.int64) + 1
+    times = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
+    sequences = [_repeated(of, int(count), seed) for of, count in zip(members, counts, strict=True)]
+    return np.concatenate(sequences)[np.argsort(times, kind="stable")[:total]]
+
+
+def _repeated(members: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """The first `count` of the members in the orders of their epochs."""
+    epochs = range(-(-count // len(members)))
+    return np.concatenate([members[permutation(len(members), seed, epoch + 1)] for epoch in epochs])[:count]
+
+
+@lru_cache(maxsize=8)
+def permutation(size: int, seed: int, number: int) -> np.ndarray:
+    """Permutation `number` of a seed, from raw 64-bit integers: numpy keeps their stream the same in all versions,
+    unlike its shuffles.
+
+    It is kept for the next call, and must not be changed.
+    """
+    sort_keys = np.random.PCG64(np.random.SeedSequence([seed, number])).random_raw(size)
+    order = np.argsort(sort_keys, kind="stable")
+    order.flags.writeable = False
+    return order
