@@ -45,24 +45,31 @@ class Documents:
 
     @classmethod
     def joined(cls, parts: Mapping[str, "Documents"]) -> "Documents":
-        """The documents of several sets, by the sets' names, one set after the other.
-
-        All have the same columns and teachers with prefixes. Numbers of each token (`per_token`, `weights_N`), which
-        are given to documents later, are not joined.
-        """
+        """The documents of several sets, by the sets' names, one set after the other."""
         sets = list(parts.values())
-        return cls(
-            np.concatenate([documents.tokens_N for documents in sets]),
-            np.concatenate([documents.targets_N for documents in sets]),
-            offsets_of(np.concatenate([documents.lengths_D for documents in sets])),
-            np.concatenate([documents.keys_D for documents in sets]),
-            [source for documents in sets for source in documents.sources],
-            DataReport.total([documents.report for documents in sets]),
-            {name: [value for documents in sets for value in documents.columns[name]] for name in sets[0].columns},
-            {name: Prefixes.joined([documents.prefixes[name] for documents in sets]) for name in sets[0].prefixes},
-            [record for documents in sets for record in documents.records],
+        return replace(
+            cls.concatenated(sets, DataReport.total([documents.report for documents in sets])),
             set_D=np.repeat(np.arange(len(sets)), [len(documents) for documents in sets]),
             reports={name: documents.report for name, documents in parts.items()},
+        )
+
+    @classmethod
+    def concatenated(cls, parts: Sequence["Documents"], report: DataReport) -> "Documents":
+        """The documents of several parts that have the same columns, teachers with prefixes and numbers per token."""
+        first, weights = parts[0], [part.weights_N for part in parts if part.weights_N is not None]
+        assert len(weights) in (0, len(parts))
+        return cls(
+            np.concatenate([part.tokens_N for part in parts]),
+            np.concatenate([part.targets_N for part in parts]),
+            offsets_of(np.concatenate([part.lengths_D for part in parts])),
+            np.concatenate([part.keys_D for part in parts]),
+            [source for part in parts for source in part.sources],
+            report,
+            {name: [value for part in parts for value in part.columns[name]] for name in first.columns},
+            {name: Prefixes.joined([part.prefixes[name] for part in parts]) for name in first.prefixes},
+            [record for part in parts for record in part.records],
+            {name: np.concatenate([part.per_token[name] for part in parts]) for name in first.per_token},
+            np.concatenate(weights) if weights else None,
         )
 
     def __len__(self) -> int:

@@ -50,7 +50,7 @@ def step_documents(
     if len(from_dataset):
         assert dataset is not None
         parts.append(_of_dataset(dataset.select(from_dataset), rules))
-    return _joined(parts)
+    return parts[0] if len(parts) == 1 else Documents.concatenated(parts, DataReport("a step's rollouts"))
 
 
 def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRules) -> Documents:
@@ -104,27 +104,3 @@ def _position_weights(count: int, rules: TargetRules) -> np.ndarray:
     """
     weights_N = np.power(rules.position_decay, np.arange(count, dtype=np.float64))
     return np.maximum(weights_N, np.finfo(np.float32).tiny).astype(np.float32)
-
-
-def _joined(parts: Sequence[Documents]) -> Documents:
-    """The documents of several parts with the same columns, teachers with prefixes and tensors per token."""
-    if len(parts) == 1:
-        return parts[0]
-    prefixes = {
-        name: type(first).joined([each.prefixes[name] for each in parts]) for name, first in parts[0].prefixes.items()
-    }
-    weights = [each.weights_N for each in parts if each.weights_N is not None]
-    assert len(weights) == len(parts)
-    lengths = np.concatenate([each.lengths_D for each in parts])
-    return Documents(
-        np.concatenate([each.tokens_N for each in parts]),
-        np.concatenate([each.targets_N for each in parts]),
-        offsets_of(lengths),
-        np.concatenate([each.keys_D for each in parts]),
-        [source for each in parts for source in each.sources],
-        DataReport("a step's rollouts"),
-        {name: [value for each in parts for value in each.columns[name]] for name in parts[0].columns},
-        prefixes,
-        per_token={name: np.concatenate([each.per_token[name] for each in parts]) for name in parts[0].per_token},
-        weights_N=np.concatenate(weights),
-    )

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.config import (
     ConfigError,
     DataConfig,
+    NamedTeacherConfig,
     ObjectiveConfig,
     RolloutConfig,
     RunConfig,
@@ -54,16 +55,19 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
 
     Raises ConfigError for a mistake in the configuration, ValueError for one in the data or the tokenizers.
     """
-    _require_prefixes(config)
-    tokenizer, warnings = load_tokenizers(config, stores)
-    train, held_out = load_data(config.data, config.objective, tokenizer, config.teachers, config.rollout)
+    _require_prefixes(config.several)
+    chat_template = config.data.chat_template
+    tokenizer, warnings = load_tokenizers(config.student, config.teacher_sections, chat_template, stores)
+    sections = config.data, config.objective, tokenizer, config.teachers
+    train, held_out = load_data(*sections, config.rollout)
     dataset = None
     if config.rollout is not None and not config.rollout.is_on_student_alone:
-        dataset, _ = load_data(config.data, config.objective, tokenizer, config.teachers)
-    if config.teachers is not None and config.teachers.route is not None:
-        route = config.teachers.route
-        for name in (each for each in config.several if each not in train.columns[route]):
-            raise ConfigError(f"teachers.{name}", f"no document of data.train has {name!r} in its column '{route}'")
+        dataset, _ = load_data(*sections)
+    route = None if config.teachers is None else config.teachers.route
+    if route is not None and (unused := [name for name in config.several if name not in train.columns[route]]):
+        raise ConfigError(
+            f"teachers.{unused[0]}", f"no document of data.train has {unused[0]!r} in its column '{route}'"
+        )
     all_splits = {"train": train, "dataset": dataset, "eval": held_out}
     splits = {which: documents for which, documents in all_splits.items() if documents is not None}
     for documents in splits.values():
@@ -80,9 +84,9 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
             max_tokens=config.data.max_tokens,
             seed=config.seed,
             shuffle=shuffle,
-            gaps=_with_gaps(config),
-            together=None if config.teachers is None else config.teachers.route,
-            weights=[each.weight for each in config.data.mixture] if shuffle and config.data.mixture else None,
+            gaps=_with_gaps(config.several),
+            together=route,
+            weights=[source.weight for source in config.data.weighted_sources] or None if shuffle else None,
         )
 
     return RunData(
@@ -96,21 +100,24 @@ def load_run_data(config: RunConfig, stores: Mapping[str, SignalStore]) -> RunDa
 
 
 def load_tokenizers(
-    config: RunConfig, stores: Mapping[str, SignalStore]
+    student: StudentConfig,
+    teachers: Mapping[str, TeacherConfig],
+    chat_template: str | None,
+    stores: Mapping[str, SignalStore],
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
     """The student's tokenizer, and warnings. Raises ValueError if a teacher's tokenizer is a different one.
 
-    If a store of signals has no tokenizer, there is nothing to compare here.
+    teachers, stores: by the keys of the teachers' sections. If a store of signals has no tokenizer, there is nothing
+    to compare here. chat_template: `data.chat_template`.
     """
-    student, warnings = config.student, list[str]()
-    tokenizer = _tokenizer_of("student", student)
-    if config.data.chat_template is not None:
+    tokenizer, warnings = _tokenizer_of("student", student), list[str]()
+    if chat_template is not None:
         try:
-            tokenizer.chat_template = _chat_template(config.data.chat_template)
-            _require_rendering(tokenizer, config.data.chat_template)
+            tokenizer.chat_template = _chat_template(chat_template)
+            _require_rendering(tokenizer, chat_template)
         except ValueError as error:
             raise ConfigError("data.chat_template", str(error)) from error
-    for section, teacher in config.teacher_sections.items():
+    for section, teacher in teachers.items():
         store = stores.get(section)
         if isinstance(store, CrossTokenizerStore):
             warnings += store.warnings
@@ -182,7 +189,7 @@ def _require_same_conversation(
             f"the end-of-sequence token is {student.eos_token!r} for the student and {teacher.eos_token!r} for the "
             "teacher: expected the same one, or eos in this list if the difference is meant",
         )
-    templates = [each.chat_template for each in (student, teacher)]
+    templates = [student.chat_template, teacher.chat_template]
     if "chat_template" not in accepted and None not in templates and templates[0] != templates[1]:
         raise ConfigError(
             key,
@@ -191,21 +198,21 @@ def _require_same_conversation(
         )
 
 
-def _require_prefixes(config: RunConfig) -> None:
+def _require_prefixes(teachers: Mapping[str, NamedTeacherConfig]) -> None:
     """Raise ConfigError for a prefix that cannot be filled from columns."""
-    for name, each in config.several.items():
+    for name, teacher in teachers.items():
         try:
-            PrefixTemplate(name, each.prefix or "")
+            PrefixTemplate(name, teacher.prefix or "")
         except ValueError as error:
             raise ConfigError(f"teachers.{name}.prefix", str(error)) from error
 
 
-def _with_gaps(config: RunConfig) -> list[str]:
+def _with_gaps(teachers: Mapping[str, NamedTeacherConfig]) -> list[str]:
     """The teachers that read the student's rows and a prefix, which needs room in the sequences."""
     return [
         name
-        for name, each in config.several.items()
-        if each.prefix is not None and each.url is None and each.cross_tokenizer is None
+        for name, teacher in teachers.items()
+        if teacher.prefix is not None and teacher.url is None and teacher.cross_tokenizer is None
     ]
 
 
@@ -221,48 +228,31 @@ def load_data(
     teachers: the column that names a document's teacher and the teachers' prefixes are read, too. rollout: the
     training documents are prompts, with their records. The same records are held out as without it.
     """
+    named = {} if teachers is None else teachers.named
     route = None if teachers is None else teachers.route
-    prefixes = {} if teachers is None else {name: each.prefix for name, each in teachers.named.items() if each.prefix}
 
-    def load(key: str, source: str, prompts_of: RolloutConfig | None = None) -> Documents:
+    def load(key: str, source: str, rollout: RolloutConfig | None = None) -> Documents:
         try:
-            return load_source(source, prompts_of)
+            return load_documents(
+                source,
+                tokenizer,
+                max_tokens=data.max_tokens - (0 if rollout is None else rollout.max_new_tokens),
+                tokens=objective.tokens,
+                on_error=data.on_error,
+                columns=() if route is None else (route,),
+                allowed={} if route is None else {route: list(named)},
+                prefixes={name: teacher.prefix for name, teacher in named.items() if teacher.prefix},
+                reader=route,
+                prompts=rollout is not None,
+                keep_records=rollout is not None,
+                cache=user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache),
+            )
         except NoSourceError as error:
             share = " (a share is written as a number, such as 0.05)" if source.endswith("%") else ""
             raise ConfigError(key, f"{error}{share}") from error
 
-    def load_source(source: str, prompts_of: RolloutConfig | None) -> Documents:
-        return load_documents(
-            source,
-            tokenizer,
-            max_tokens=data.max_tokens - (0 if prompts_of is None else prompts_of.max_new_tokens),
-            tokens=objective.tokens,
-            on_error=data.on_error,
-            columns=() if route is None else (route,),
-            allowed={} if route is None or teachers is None else {route: list(teachers.named)},
-            prefixes=prefixes,
-            reader=route,
-            prompts=prompts_of is not None,
-            keep_records=prompts_of is not None,
-            cache=user_folder() if data.cache == "auto" else None if data.cache is None else Path(data.cache),
-        )
-
-    def split(documents: Documents, share: float) -> tuple[Documents, Documents]:
-        try:
-            train, held_out = documents.split(share)
-        except ValueError as error:
-            raise ConfigError("data.eval", str(error)) from error
-        for source, report in train.reports.items():
-            if not report.documents:
-                raise ConfigError(
-                    "data.eval",
-                    f"got {share:g}, which holds out all {documents.reports[source].documents:,} documents of "
-                    f"{source}: expected a smaller share, a source of its own for the evaluation, or a larger source",
-                )
-        return train, held_out
-
-    mixture = {each.source: load("data.train", each.source, rollout) for each in data.mixture}
-    train = Documents.joined(mixture) if mixture else load("data.train", str(data.train), rollout)
+    weighted = {item.source: load("data.train", item.source, rollout) for item in data.weighted_sources}
+    train = Documents.joined(weighted) if weighted else load("data.train", str(data.train), rollout)
     if data.eval_sets:
         sets = {name: load(f"data.eval.{name}", source) for name, source in data.eval_sets.items()}
         return train, Documents.joined(sets)
@@ -272,13 +262,29 @@ def load_data(
     if not data.eval:
         return train, None
     if rollout is None:
-        return split(train, data.eval)
+        return _split(train, data.eval)
     try:
-        whole = load("data.train", str(data.train))
+        documents = load("data.train", str(data.train))
     except ValueError as error:
         raise ConfigError(
             "data.eval",
             f"got {data.eval:g}, but held-out metrics need completions: expected 0 for prompts alone, or a source"
             f" with completions ({error})",
         ) from error
-    return split(train, data.eval)[0], split(whole, data.eval)[1]
+    return _split(train, data.eval)[0], _split(documents, data.eval)[1]
+
+
+def _split(documents: Documents, share: float) -> tuple[Documents, Documents]:
+    """(train, evaluation). Raises ConfigError if a source would have no document left to train on."""
+    try:
+        train, held_out = documents.split(share)
+    except ValueError as error:
+        raise ConfigError("data.eval", str(error)) from error
+    for source, report in train.reports.items():
+        if not report.documents:
+            raise ConfigError(
+                "data.eval",
+                f"got {share:g}, which holds out all {documents.reports[source].documents:,} documents of "
+                f"{source}: expected a smaller share, a source of its own for the evaluation, or a larger source",
+            )
+    return train, held_out

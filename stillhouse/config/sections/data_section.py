@@ -82,8 +82,8 @@ class DataConfig(Section):
     )
 
     @property
-    def mixture(self) -> list[SourceConfig]:
-        """The sources of a mixture; empty if data.train is one source."""
+    def weighted_sources(self) -> list[SourceConfig]:
+        """The sources with weights; empty if data.train is one source."""
         return [] if isinstance(self.train, str) else self.train
 
     @property

@@ -20,8 +20,8 @@ from typing import Literal
 
 Split = Literal["teacher", "student", "held_out"]
 
-HELD_OUT_SHARE = 0.05
-STUDENT_SHARE = 0.15
+#: where the hashes of each split's names end; they begin where those of the split before end
+ENDS: dict[Split, float] = {"held_out": 0.05, "student": 0.2, "teacher": 1.0}
 COMMENT_LENGTH = 100  # characters: shorter comment blocks mean too little without their code
 PARAGRAPH_LENGTH = 40  # characters: shorter paragraphs ("Examples:") may repeat
 
@@ -50,10 +50,7 @@ def split_of(name: str) -> Split:
     """Return the split of the document with this name."""
     if name.split(".")[0] in NOT_EVERYWHERE:
         return "teacher"
-    position = name_hash(name)
-    if position < HELD_OUT_SHARE:
-        return "held_out"
-    return "student" if position < HELD_OUT_SHARE + STUDENT_SHARE else "teacher"
+    return next(split for split, end in ENDS.items() if name_hash(name) < end)
 
 
 def name_hash(name: str) -> float:
@@ -61,18 +58,21 @@ def name_hash(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
-def collect_documents(library: Path | None = None) -> list[Document]:
-    """Return all documents of this Python's standard library, in the order of their names' hashes."""
+def collect_documents(library: Path | None = None, end: float = 1.0) -> list[Document]:
+    """Return the documents of this Python's standard library, in the order of their names' hashes.
+
+    end: only those whose hash is smaller. Documents behind it change nothing in them.
+    """
     library = library or Path(sysconfig.get_paths()["stdlib"])
-    texts = {name: prose(source) for name, source in module_sources(library)}
+    texts = {name: prose(source) for name, source in module_sources(library, end)}
     texts |= {f"topic:{topic}": text for topic, text in topics(library).items()}
-    documents = [Document(name, text) for name, text in texts.items()]
+    documents = [Document(name, text) for name, text in texts.items() if name_hash(name) < end]
     return without_repeats(sorted(documents, key=lambda document: (name_hash(document.name), document.name)))
 
 
 def collect_split(split: Split, library: Path | None = None) -> list[Document]:
     """Return the documents of one split."""
-    return [document for document in collect_documents(library) if split_of(document.name) == split]
+    return [document for document in collect_documents(library, ENDS[split]) if split_of(document.name) == split]
 
 
 def collect_teacher_sources(library: Path | None = None) -> list[Document]:
@@ -91,13 +91,17 @@ def write_jsonl(documents: Iterable[Document], path: Path) -> None:
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def module_sources(library: Path) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the source of each module under a library folder, sorted by path."""
+def module_sources(library: Path, end: float = 1.0) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the source of each module under a library folder, sorted by path.
+
+    end: only modules the hash of whose name is smaller.
+    """
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
         if SKIPPED.isdisjoint(parts) and not any("-" in part for part in parts[:-1]):
             name = ".".join(parts).removesuffix(".__init__")
-            yield name, path.read_text(encoding="utf-8", errors="replace")
+            if name_hash(name) < end:
+                yield name, path.read_text(encoding="utf-8", errors="replace")
 
 
 def topics(library: Path) -> dict[str, str]:
