@@ -51,22 +51,6 @@ def test_lines_of_csv_records_with_quoted_newlines(tmp_path: Path) -> None:
     assert records[4].problem == "not UTF-8 text in the column 'prompt'"
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "reason"),
-    [
-        ('text\na\n"b\nc\n', 3, "not valid CSV: unexpected end of data"),
-        ('text\n"a"b\n', 2, "not valid CSV: ',' expected after '\"'"),
-        ("text,text\na,b\n", 1, "the header names the column 'text' twice"),
-    ],
-)
-def test_damaged_quotes_stop_the_reading(tmp_path: Path, text: str, line: int, reason: str) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(text)
-    with pytest.raises(DataError) as error:
-        list(read_records(path))
-    assert str(error.value).startswith(f"{path}:{line}: {reason}")
-
-
 def test_lines_of_an_array(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('\n [\n {"text":\n "a"},\n\n 3, {"text": "b"}]\n')
@@ -79,14 +63,29 @@ def test_lines_of_an_array(tmp_path: Path) -> None:
     assert records[1].problem == "expected an array of JSON objects, got a number (3) in it"
 
 
+ARRAY = "not a readable JSON array, from this record on: "
+
+
 @pytest.mark.parametrize(
-    "text", ['[{"a": 1}', "[", '[{"a": 1},]', '[{"a": 1} {"a": 2}]', '[{"a": 1}] x', '[{"a": }]']
+    ("kind", "text", "line", "reason"),
+    [
+        ("csv", 'text\na\n"b\nc\n', 3, "not valid CSV: unexpected end of data"),
+        ("csv", 'text\n"a"b\n', 2, "not valid CSV: ',' expected after '\"'"),
+        ("csv", "text,text\na,b\n", 1, "the header names the column 'text' twice"),
+        *(
+            ("json", f"\n{text}", 2, ARRAY)
+            for text in ('[{"a": 1}', "[", '[{"a": 1},]', '[{"a": 1} {"a": 2}]', '[{"a": 1}] x', '[{"a": }]')
+        ),
+    ],
 )
-def test_a_damaged_array_stops_the_reading(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("\n" + text)
-    with pytest.raises(DataError, match=r"a\.json:2: not a readable JSON array, from this record on"):
+def test_damage_behind_which_no_record_can_be_found_stops_the_reading(
+    tmp_path: Path, kind: str, text: str, line: int, reason: str
+) -> None:
+    path = tmp_path / f"a.{kind}"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
         list(read_records(path))
+    assert str(error.value).startswith(f"{path}:{line}: {reason}")
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])

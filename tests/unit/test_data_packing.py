@@ -8,25 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.families import FAMILIES, build
+from kit.documents import documents_of, random_documents
 from kit.packing_families import build_packing
 
-from stillhouse.data import DataReport, Documents, MicroBatch, PackedSequences, make_micro_batch
+from stillhouse.data import MicroBatch, PackedSequences, make_micro_batch
 from stillhouse.data.packing import best_fit
 from stillhouse.models import Decoder
-
-
-def make_documents(lengths: list[int], seed: int = 0, targets: float = 0.7) -> Documents:
-    """Make documents of random tokens below 251. The share of tokens that are targets is about `targets`."""
-    random = np.random.default_rng(seed)
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    tokens_N = random.integers(3, 251, offsets[-1]).astype(np.int32)
-    targets_N = random.random(offsets[-1]) < targets
-    targets_N[offsets[:-1]] = False
-    sources = [f"train.jsonl:{number + 1}" for number in range(len(lengths))]
-    keys_D = np.arange(len(lengths), dtype=np.uint64)
-    return Documents(tokens_N, targets_N, offsets, keys_D, sources, DataReport("train.jsonl"))
-
 
 EXAMPLES = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -58,7 +45,7 @@ def test_best_fit_is_tight() -> None:
 @EXAMPLES
 @given(lengths=lengths_lists, seed=st.integers(0, 3), shuffle=st.booleans())
 def test_every_document_lies_whole_in_exactly_one_sequence(lengths: list[int], seed: int, shuffle: bool) -> None:
-    packed = PackedSequences(make_documents(lengths), max_tokens=24, seed=seed, shuffle=shuffle)
+    packed = PackedSequences(random_documents(lengths), max_tokens=24, seed=seed, shuffle=shuffle)
     members = [packed.members(sequence).tolist() for sequence in range(len(packed))]
     assert sorted(document for sequence in members for document in sequence) == list(range(len(lengths)))
     assert max(sum(lengths[document] for document in sequence) for sequence in members) <= 24
@@ -68,11 +55,11 @@ def test_every_document_lies_whole_in_exactly_one_sequence(lengths: list[int], s
 @EXAMPLES
 @given(lengths=lengths_lists, seed=st.integers(0, 3))
 def test_batches_hold_labels_weights_and_positions_row_by_row(lengths: list[int], seed: int) -> None:
-    documents = make_documents(lengths, seed)
+    documents = random_documents(lengths, seed=seed)
     packed = PackedSequences(documents, max_tokens=24, seed=seed)
     batch = packed.micro_batch(range(len(packed)))
     B, S = batch.input_ids_BS.shape
-    assert max(lengths_of(packed, documents)) == S
+    assert max(int(documents.lengths_D[packed.members(number)].sum()) for number in range(len(packed))) == S
     assert batch.labels_T.shape == batch.weights_T.shape == batch.document_T.shape == (B * S,)
     ids_T, positions_T = batch.input_ids_BS.reshape(-1), batch.position_ids_BS.reshape(-1)
     seen = []
@@ -94,20 +81,9 @@ def test_batches_hold_labels_weights_and_positions_row_by_row(lengths: list[int]
     assert batch.valid_tokens == len(batch.valid_index) == documents.targets_N.sum()
 
 
-def lengths_of(packed: PackedSequences, documents: Documents) -> list[int]:
-    return [int(documents.lengths_D[packed.members(sequence)].sum()) for sequence in range(len(packed))]
-
-
 def test_labels_are_shifted_once() -> None:
     """The prompt is 5 6 7, the completion 8 9 2 (eos): token 7's row predicts 8, and token 9's row predicts eos."""
-    documents = Documents(
-        np.array([5, 6, 7, 8, 9, 2, 10, 11, 2], dtype=np.int32),
-        np.array([0, 0, 0, 1, 1, 1, 0, 1, 1], dtype=bool),
-        np.array([0, 6, 9]),
-        np.arange(2, dtype=np.uint64),
-        ["a:1", "a:2"],
-        DataReport("a"),
-    )
+    documents = documents_of([[5, 6, 7, 8, 9, 2], [10, 11, 2]], [[0, 0, 0, 1, 1, 1], [0, 1, 1]])
     batch = make_micro_batch(documents, [[0], [1]])
     assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9, 2], [10, 11, 2, 5, 5, 5]]  # padding: the first token
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
@@ -122,7 +98,7 @@ def test_labels_are_shifted_once() -> None:
 
 
 def test_types_and_moving() -> None:
-    batch = make_micro_batch(make_documents([4, 6]), [[0], [1]])
+    batch = make_micro_batch(random_documents([4, 6]), [[0], [1]])
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     kinds = {name: value.dtype for name, value in (tensors | batch.inputs).items()}
     assert kinds.pop("weights_T") == torch.float32
@@ -133,14 +109,14 @@ def test_types_and_moving() -> None:
     assert moved.input_ids_BS.is_meta
     assert moved.valid_tokens == batch.valid_tokens
     with pytest.raises(ValueError, match="at least one row"):
-        make_micro_batch(make_documents([4]), [])
+        make_micro_batch(random_documents([4]), [])
     with pytest.raises(ValueError, match="each row at least one document"):
-        make_micro_batch(make_documents([4]), [[0], []])
+        make_micro_batch(random_documents([4]), [[0], []])
 
 
 def odd_micro_batch() -> MicroBatch:
     """Return two rows of 6 tokens with every field that a micro-batch can have."""
-    batch = make_micro_batch(make_documents([4, 6, 2]), [[0, 2], [1]])
+    batch = make_micro_batch(random_documents([4, 6, 2]), [[0, 2], [1]])
     rows_T = torch.arange(12)
     return replace(
         batch,
@@ -182,14 +158,8 @@ def test_everything_per_token_is_cut_and_padded_by_one_rule() -> None:
     ("change", "message"),
     [
         ({"labels_T": torch.zeros(11)}, "labels_T of a micro-batch has 11 rows: expected 2 × 6"),
-        (
-            {"per_token": {"advantages_T": torch.zeros(24)}},
-            "advantages_T of a micro-batch has 24 rows: expected 2 × 6",
-        ),
-        (
-            {"teacher_inputs": {"input_ids": torch.zeros(2, 7)}},
-            r"input_ids of a micro-batch has shape \(2, 7\): expected",
-        ),
+        ({"per_token": {"advantages_T": torch.zeros(24)}}, "advantages_T .* has 24 rows: expected 2 × 6"),
+        ({"teacher_inputs": {"input_ids": torch.zeros(2, 7)}}, r"input_ids .* has shape \(2, 7\): expected"),
         ({"teacher_inputs": {"input_ids": torch.zeros(2, 6)}}, "position_ids of a micro-batch has shape None"),
     ],
 )
@@ -199,12 +169,11 @@ def test_tensors_of_other_rows_are_refused(change: dict[str, Any], message: str)
 
 
 def test_micro_batches_of_a_step_are_a_sequence() -> None:
-    packed = PackedSequences(make_documents([4, 6, 2, 9]), max_tokens=9, seed=0, shuffle=False)
+    packed = PackedSequences(random_documents([4, 6, 2, 9]), max_tokens=9, seed=0, shuffle=False)
     step = packed.micro_batches([np.array([number]) for number in range(len(packed))])
-    assert [each.input_ids_BS.tolist() for each in step] == [
-        step[at].input_ids_BS.tolist() for at in range(len(step))
-    ]
-    assert [each.shape_BS for each in step[1:]] == step.shapes_BS[1:]
+    ids = [batch.input_ids_BS.tolist() for batch in step]
+    assert ids == [step[at].input_ids_BS.tolist() for at in range(len(step))]
+    assert [batch.shape_BS for batch in step[1:]] == step.shapes_BS[1:]
     assert step[-1].input_ids_BS.tolist() == step[len(step) - 1].input_ids_BS.tolist()
     with pytest.raises(IndexError):
         step[len(step)]
@@ -213,7 +182,7 @@ def test_micro_batches_of_a_step_are_a_sequence() -> None:
 @EXAMPLES
 @given(count=st.integers(1, 40), per_step=st.integers(1, 9), epochs=st.integers(1, 3), seed=st.integers(0, 2))
 def test_each_epoch_takes_every_sequence_once(count: int, per_step: int, epochs: int, seed: int) -> None:
-    packed = PackedSequences(make_documents([20] * count), max_tokens=24, seed=seed)
+    packed = PackedSequences(random_documents([20] * count), max_tokens=24, seed=seed)
     assert len(packed) == count
     total = epochs * count
     steps = -(-total // per_step)
@@ -229,7 +198,7 @@ def test_each_epoch_takes_every_sequence_once(count: int, per_step: int, epochs:
 
 
 def test_all_steps_of_an_epoch_hold_every_token_once() -> None:
-    documents = make_documents(np.random.default_rng(1).integers(1, 24, 200).tolist())
+    documents = random_documents(np.random.default_rng(1).integers(1, 24, 200).tolist())
     packed = PackedSequences(documents, max_tokens=24, seed=3)
     steps = [packed.step_sequences(step, 7, len(packed)) for step in range(-(-len(packed) // 7))]
     batches = [packed.micro_batch(sequences) for sequences in steps]
@@ -238,59 +207,31 @@ def test_all_steps_of_an_epoch_hold_every_token_once() -> None:
     assert sum(batch.valid_tokens for batch in batches) == documents.targets_N.sum()
 
 
-def test_a_step_needs_no_history() -> None:
-    documents = make_documents([15] * 50)
-    straight = PackedSequences(documents, max_tokens=24, seed=5)
-    history = [straight.step_sequences(step, 8, 150).tolist() for step in range(19)]
-    resumed = PackedSequences(documents, max_tokens=24, seed=5)
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    """A step needs no history, and every machine has the same order."""
+    documents = random_documents([15] * 50)
+    packed, resumed = (PackedSequences(documents, max_tokens=24, seed=5) for _ in range(2))
+    history = [packed.step_sequences(step, 8, 150).tolist() for step in range(19)]
     for step in (18, 3, 11, 6):
         assert resumed.step_sequences(step, 8, 150).tolist() == history[step]
-
-
-def test_the_order_changes_with_epoch_and_seed_alone() -> None:
-    documents = make_documents([15] * 50)
-    packed = PackedSequences(documents, max_tokens=24, seed=5)
     orders = [packed.order(0), packed.order(1), PackedSequences(documents, max_tokens=24, seed=6).order(0)]
     assert len({tuple(order.tolist()) for order in orders}) == 3
     still = PackedSequences(documents, max_tokens=24, seed=5, shuffle=False)
     assert still.order(0).tolist() == still.order(1).tolist() == list(range(50))
     assert [still.members(sequence).tolist() for sequence in range(3)] == [[0], [1], [2]]
-
-
-def test_the_order_is_the_same_on_every_machine() -> None:
-    packed = PackedSequences(make_documents([15] * 8), max_tokens=24, seed=5)
-    assert [packed.order(0).tolist(), packed.order(1).tolist()] == [
-        [7, 6, 1, 5, 4, 2, 0, 3],
-        [4, 7, 6, 0, 1, 5, 2, 3],
-    ]
+    eight = PackedSequences(random_documents([15] * 8), max_tokens=24, seed=5)
+    assert eight.order(0).tolist() == [7, 6, 1, 5, 4, 2, 0, 3]
+    assert eight.order(1).tolist() == [4, 7, 6, 0, 1, 5, 2, 3]
 
 
 def test_too_long_a_document_is_refused() -> None:
     with pytest.raises(ValueError, match="documents of at most 24 tokens are needed to pack, got 2 of at most 25"):
-        PackedSequences(make_documents([3, 25]), max_tokens=24, seed=0)
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_packed_equals_separate(family: str) -> None:
-    documents = make_documents([9, 1, 7, 12, 3, 16, 5, 2])
-    packed = PackedSequences(documents, max_tokens=20, seed=0)
-    batch = packed.micro_batch(range(len(packed)))
-    assert (batch.document_T == -1).any()  # some rows have padding
-    model = build(family)
-    with torch.no_grad():
-        together_TD = model.base_model(
-            batch.input_ids_BS, position_ids=batch.position_ids_BS, use_cache=False
-        ).last_hidden_state.flatten(0, 1)
-        for document in range(len(documents)):
-            ids_1S = torch.from_numpy(documents.tokens(document).astype(np.int64))[None]
-            separate_SD = model.base_model(ids_1S, use_cache=False).last_hidden_state[0]
-            packed_SD = together_TD[batch.document_T == document]
-            assert (packed_SD - separate_SD).abs().max() <= 1e-5 * separate_SD.abs().max()
+        PackedSequences(random_documents([3, 25]), max_tokens=24, seed=0)
 
 
 def test_padding_has_finite_gradients() -> None:
     """Gemma 3n's embedding of id 0 is zero, and the root of its size has an infinite derivative there."""
-    documents = make_documents([9, 4], seed=1)
+    documents = random_documents([9, 4], seed=1)
     batch = make_micro_batch(documents, [[0], [1]]).padded(3, 12)
     assert (batch.input_ids_BS[batch.document_T.view(3, 12) < 0] == documents.tokens(0)[0]).all()
     decoder = Decoder(build_packing("gemma3n_text")).train()

@@ -1,6 +1,5 @@
 """Columns to keep and prefixes: how they are read from records, tokenized, cut, selected and refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +7,19 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from kit.documents import ANSWER, BOS, EOS, QUESTION, load_records, plain
 from kit.toy_tokenizer import PLAIN_TEMPLATE, toy_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from stillhouse.data import DataError, Documents, load_documents
 from stillhouse.data.render import chat_template
 
-BOS, EOS = 1, 2
 SYSTEM = {"role": "system", "content": "Be brief."}
-QUESTION = {"role": "user", "content": "two and two?"}
-ANSWER = {"role": "assistant", "content": "four"}
 CHAT = {"messages": [QUESTION, ANSWER], "answer": "four"}
 LISTS = {"prompt": [QUESTION], "completion": [ANSWER], "answer": "four"}
 STRINGS = {"prompt": "two and two?", "completion": "four", "answer": "four"}
 KNOWS = "You know the answer: {answer}. "
-
-
-def load(folder: Path, records: list[Any], tokenizer: PreTrainedTokenizerFast, **options: Any) -> Documents:
-    path = folder / "train.jsonl"
-    path.write_text("\n".join(json.dumps(record) for record in records))
-    return load_documents(path, tokenizer, **{"max_tokens": 64} | options)
-
-
-def plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+KNOWS_FOUR = {"role": "system", "content": "You know the answer: four. "}
+TURN = "<|im_start|>system\nYou know the answer: four. <|im_end|>\n"
 
 
 def read_by(documents: Documents, teacher: str, document: int = 0) -> list[int]:
@@ -44,7 +32,7 @@ def test_a_prefix_is_put_between_the_bos_and_the_document(
     tmp_path: Path, adds_bos: bool, record: dict[str, str]
 ) -> None:
     tokenizer = toy_tokenizer(adds_bos=adds_bos)
-    documents = load(tmp_path, [record], tokenizer, prefixes={"one": KNOWS, "two": "{answer}"})
+    documents = load_records(tmp_path, [record], tokenizer, prefixes={"one": KNOWS, "two": "{answer}"})
     bodies = [record[column] for column in ("text", "prompt", "completion") if column in record]
     body = [token for text in bodies for token in plain(tokenizer, text)]
     knows, four = plain(tokenizer, "You know the answer: four. "), plain(tokenizer, "four")
@@ -58,7 +46,7 @@ def test_a_prefix_is_put_between_the_bos_and_the_document(
 
 def test_a_bos_that_the_text_has_and_the_tokenizer_does_not_add_is_text(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer(adds_bos=False)
-    documents = load(tmp_path, [{"text": "<s>the heads"}], tokenizer, prefixes={"one": "<s>a"})
+    documents = load_records(tmp_path, [{"text": "<s>the heads"}], tokenizer, prefixes={"one": "<s>a"})
     assert read_by(documents, "one") == [BOS, *plain(tokenizer, "a"), BOS, *plain(tokenizer, "the heads"), EOS]
 
 
@@ -67,11 +55,10 @@ def test_a_bos_that_the_text_has_and_the_tokenizer_does_not_add_is_text(tmp_path
 def test_in_a_chat_the_prefix_is_a_system_turn_in_front(tmp_path: Path, chat: Any, record: dict[str, Any]) -> None:
     tokenizer = toy_tokenizer(chat=chat)
     with_tools = record | {"tools": [{"name": "add"}]}
-    documents = load(tmp_path, [with_tools], tokenizer, max_tokens=128, prefixes={"one": KNOWS})
-    turn = plain(tokenizer, "<|im_start|>system\nYou know the answer: four. <|im_end|>\n")
-    assert documents.prefixes["one"].tokens(0).tolist() == turn
-    whole = [{"role": "system", "content": "You know the answer: four. "}, QUESTION, ANSWER]
-    assert read_by(documents, "one") == tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
+    documents = load_records(tmp_path, [with_tools], tokenizer, max_tokens=128, prefixes={"one": KNOWS})
+    assert documents.prefixes["one"].tokens(0).tolist() == plain(tokenizer, TURN)
+    ids = tokenizer.apply_chat_template([KNOWS_FOUR, QUESTION, ANSWER], return_dict=True)["input_ids"]
+    assert read_by(documents, "one") == ids
 
 
 @pytest.mark.parametrize("bos", ["", "{{ bos_token }}"])
@@ -82,11 +69,10 @@ def test_before_a_prompt_the_prefix_begins_no_turn_of_the_assistant(
 ) -> None:
     tokenizer = toy_tokenizer(chat=chat)
     tokenizer.chat_template = bos + tokenizer.chat_template
-    documents = load(tmp_path, [record], tokenizer, max_tokens=96, prompts=True, prefixes={"one": KNOWS})
-    messages = record.get("prompt") or [each for each in record["messages"] if each["role"] != "assistant"]
-    whole = [{"role": "system", "content": "You know the answer: four. "}, *messages]
-    ids = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert read_by(documents, "one") == ids
+    documents = load_records(tmp_path, [record], tokenizer, max_tokens=96, prompts=True, prefixes={"one": KNOWS})
+    messages = record.get("prompt") or [turn for turn in record["messages"] if turn["role"] != "assistant"]
+    ids = tokenizer.apply_chat_template([KNOWS_FOUR, *messages], add_generation_prompt=True, return_dict=True)
+    assert read_by(documents, "one") == ids["input_ids"]
 
 
 @pytest.mark.parametrize("prompts", [True, False])
@@ -102,15 +88,15 @@ def test_a_chat_template_that_drops_a_system_turn_without_a_question_is_refused(
     )
     reason = r"train\.jsonl:1: the prefix of teacher 'one': the chat template writes a system turn .* alone as ''"
     with pytest.raises(DataError, match=reason):
-        load(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS}, prompts=prompts)
+        load_records(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS}, prompts=prompts)
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_a_chat_template_that_writes_a_bos_writes_it_once(tmp_path: Path, adds_bos: bool) -> None:
     tokenizer = toy_tokenizer(chat="plain", adds_bos=adds_bos)
     tokenizer.chat_template = "{{ bos_token }}" + PLAIN_TEMPLATE
-    documents = load(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS, "none": ""})
-    turn = plain(tokenizer, "<|im_start|>system\nYou know the answer: four. <|im_end|>\n")
+    documents = load_records(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS, "none": ""})
+    turn = plain(tokenizer, TURN)
     document = documents.tokens(0).tolist()
     assert document[0] == BOS
     assert documents.prefixes["one"].tokens(0).tolist() == turn
@@ -122,7 +108,7 @@ def test_a_bos_that_only_one_of_both_texts_begins_with_stays_where_it_is(tmp_pat
     tokenizer = toy_tokenizer(chat="plain")
     for first in ("system", "user"):
         tokenizer.chat_template = f"{{% if messages[0].role == '{first}' %}}<s>{{% endif %}}" + PLAIN_TEMPLATE
-        documents = load(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS})
+        documents = load_records(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS})
         prefix, document = documents.prefixes["one"].tokens(0).tolist(), documents.tokens(0).tolist()
         assert (prefix[0] == BOS, document[0] == BOS) == (first == "system", first == "user")
         assert read_by(documents, "one") == prefix + document
@@ -143,7 +129,7 @@ def test_a_bos_that_only_one_of_both_texts_begins_with_stays_where_it_is(tmp_pat
 def test_a_template_is_filled_with_the_records_values(tmp_path: Path, template: str, text: str) -> None:
     values = {"a": "x", "b": 3, "c": 0.5, "d": True, "e": False, "spaced name": "ü\n", "empty": ""}
     tokenizer = toy_tokenizer()
-    documents = load(tmp_path, [{"text": "the heads"} | values], tokenizer, prefixes={"one": template})
+    documents = load_records(tmp_path, [{"text": "the heads"} | values], tokenizer, prefixes={"one": template})
     assert documents.prefixes["one"].tokens(0).tolist() == plain(tokenizer, text)
 
 
@@ -162,7 +148,7 @@ def test_a_template_is_filled_with_the_records_values(tmp_path: Path, template: 
 )
 def test_nothing_else_of_format_strings_is_allowed(tmp_path: Path, template: str, found: str) -> None:
     with pytest.raises(ValueError, match=found) as caught:
-        load(tmp_path, [STRINGS], toy_tokenizer(), prefixes={"math": template})
+        load_records(tmp_path, [STRINGS], prefixes={"math": template})
     assert str(caught.value).startswith(f"the prefix of teacher 'math' {template!r} ")
     assert "expected a text in which {column} stands for" in str(caught.value)
 
@@ -197,9 +183,9 @@ def test_a_record_without_what_is_needed_stops_with_file_and_line(
     bad = {name: value for name, value in (good | change).items() if value is not ...}
     records = [good, good, bad, good | {"subject": "math"}]
     with pytest.raises(DataError) as caught:
-        load(tmp_path, records, toy_tokenizer(), **options)
+        load_records(tmp_path, records, **options)
     assert str(caught.value).startswith(f"{tmp_path}/train.jsonl:3: {reason}")
-    kept = load(tmp_path, records, toy_tokenizer(), on_error="skip", **options)
+    kept = load_records(tmp_path, records, on_error="skip", **options)
     assert kept.columns == {"subject": ["law", "law", "math"]}
     assert [kept.report.read, kept.report.kept, kept.report.skipped] == [4, 3, 1]
     assert kept.report.reasons == [str(caught.value)]
@@ -220,8 +206,8 @@ def test_a_chat_template_that_refuses_the_system_turn_gives_its_reason(tmp_path:
     empty = CHAT | {"answer": ""}
     reason = r"train\.jsonl:2: the prefix of teacher 'one': the chat template refuses the messages: no system role"
     with pytest.raises(DataError, match=reason):
-        load(tmp_path, [empty, CHAT], tokenizer, prefixes={"one": "{answer}"})
-    documents = load(tmp_path, [empty, CHAT], tokenizer, prefixes={"one": "{answer}"}, on_error="skip")
+        load_records(tmp_path, [empty, CHAT], tokenizer, prefixes={"one": "{answer}"})
+    documents = load_records(tmp_path, [empty, CHAT], tokenizer, prefixes={"one": "{answer}"}, on_error="skip")
     assert (len(documents), documents.report.skipped) == (1, 1)
     assert read_by(documents, "one") == documents.tokens(0).tolist()
 
@@ -234,7 +220,7 @@ def test_a_chat_template_that_never_ends_stops_even_if_errors_are_skipped(
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer.chat_template = f"{{% if messages[0].role == 'system' %}}{endless}{{% endif %}}" + PLAIN_TEMPLATE
     with pytest.raises(DataError, match=r"train\.jsonl:1: the chat template .* more than 0\.2 seconds"):
-        load(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS}, on_error="skip")
+        load_records(tmp_path, [CHAT], tokenizer, prefixes={"one": KNOWS}, on_error="skip")
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -242,7 +228,7 @@ def test_every_piece_of_a_long_text_has_the_prefix(tmp_path: Path, adds_bos: boo
     record = {"text": "0" * (24 - adds_bos), "subject": {"field": "law"}, "answer": "12"}  # one token per digit
     tokenizer = toy_tokenizer(adds_bos=adds_bos)
     prefixes = {"one": "{answer}", "two": "123", "none": ""}
-    documents = load(tmp_path, [record], tokenizer, max_tokens=12, prefixes=prefixes, columns=["subject"])
+    documents = load_records(tmp_path, [record], tokenizer, max_tokens=12, prefixes=prefixes, columns=["subject"])
     assert documents.lengths_D.tolist() == [9, 9, 9]  # 12 minus the longest prefix; one token is in two pieces
     assert documents.report.split_documents == 1
     assert documents.columns == {"subject": [{"field": "law"}] * 3}
@@ -262,20 +248,14 @@ def test_a_completion_is_cut_where_prefix_and_document_reach_the_limit(tmp_path:
         {"prompt": "000", "completion": "1" * 5, "answer": "2" * 5},
         {"prompt": "000", "completion": "1" * 5, "answer": "2" * 10},  # 2 tokens are left, without a target
     ]
-    documents = load(tmp_path, records, toy_tokenizer(), max_tokens=12, prefixes={"one": "{answer}"})
+    documents = load_records(tmp_path, records, max_tokens=12, prefixes={"one": "{answer}"})
     assert documents.lengths_D.tolist() == [10, 7]
     assert documents.targets(1).tolist() == [False] * 4 + [True] * 3
     assert [len(read_by(documents, "one", each)) for each in range(2)] == [12, 12]
     report = documents.report
     assert (report.cut_documents, report.cut_tokens, report.without_target) == (2, 3 + 8, 1)
     with pytest.raises(DataError, match="has 11 tokens, which leaves fewer than 2 of the 12"):
-        load(
-            tmp_path,
-            [records[0] | {"answer": "2" * 11}],
-            toy_tokenizer(),
-            max_tokens=12,
-            prefixes={"one": "{answer}"},
-        )
+        load_records(tmp_path, [records[0] | {"answer": "2" * 11}], max_tokens=12, prefixes={"one": "{answer}"})
 
 
 def subjects(count: int, **changes: Any) -> list[dict[str, Any]]:
@@ -290,9 +270,9 @@ OPTIONS: dict[str, Any] = {"columns": ["subject"], "prefixes": {"one": "{answer}
 
 def test_selected_and_held_out_documents_keep_their_columns_and_prefixes(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer()
-    documents = load(tmp_path, subjects(600), tokenizer, **OPTIONS)
+    documents = load_records(tmp_path, subjects(600), tokenizer, **OPTIONS)
     train, held_out = documents.split(0.3)
-    without_prefixes = load(tmp_path, subjects(600), tokenizer).split(0.3)
+    without_prefixes = load_records(tmp_path, subjects(600), tokenizer).split(0.3)
     for part, same in zip((train, held_out, documents.select([7, 3, 7])), (*without_prefixes, None), strict=True):
         for number in range(len(part)):
             line = int(part.sources[number].rpartition(":")[2]) - 1
@@ -304,7 +284,7 @@ def test_selected_and_held_out_documents_keep_their_columns_and_prefixes(tmp_pat
             assert part.sources == same.sources
     assert documents.select([7, 3, 7]).columns == {"subject": ["subject 7", "subject 3", "subject 7"]}
     # the student would read a held-out document in training, whatever a teacher reads before it
-    other = load(tmp_path, subjects(600, subject="another", answer="another"), tokenizer, **OPTIONS)
+    other = load_records(tmp_path, subjects(600, subject="another", answer="another"), tokenizer, **OPTIONS)
     assert held_out.overlap(other) == len(held_out)
 
 
@@ -312,7 +292,7 @@ def test_the_fingerprint_covers_columns_and_prefixes(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer()
 
     def fingerprint(records: list[dict[str, Any]], **options: Any) -> str:
-        return load(tmp_path, records, tokenizer, **options).fingerprint()
+        return load_records(tmp_path, records, tokenizer, **options).fingerprint()
 
     alone = fingerprint(subjects(5))
     # from before there were columns and prefixes: runs of that time must still resume
@@ -336,7 +316,7 @@ def test_ids_of_a_prefix_beyond_a_head(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer()
     tokenizer.add_tokens(["<image>"])
     records = [{"text": "a", "answer": answer} for answer in ("", "b", "<image>")]
-    documents = load(tmp_path, records, tokenizer, prefixes={"one": "{answer}", "none": ""})
+    documents = load_records(tmp_path, records, tokenizer, prefixes={"one": "{answer}", "none": ""})
     documents.check_ids(400, "teacher")
     documents.check_ids(400, "teacher", ["none", "unknown"])
     documents.check_ids(401, "teacher", ["none", "one"])

@@ -1,10 +1,12 @@
 """From columns to tokens: the ids, the targets among them, and the reasons of refused records."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from kit.documents import BOS, EOS, plain
 from kit.toy_tokenizer import toy_backend, toy_tokenizer
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -13,8 +15,6 @@ from stillhouse.data.record import RecordError
 from stillhouse.data.render.forms import template_for
 from stillhouse.data.render.templates import Encoded, Tokens
 from stillhouse.data.render.turns import ANCHOR
-
-BOS, EOS = 1, 2
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -28,10 +28,6 @@ CHAT = [
 def encode(fields: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tokens: Tokens = "completion") -> Encoded:
     template = template_for(fields, tokenizer, tokens)
     return template.encode([template.render(fields)])[0]
-
-
-def plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def targets_text(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -52,8 +48,7 @@ def test_text_gets_the_tokenizers_special_tokens_and_the_end(tokens: Tokens) -> 
 @pytest.mark.parametrize("text", ["the heads", "the heads</s>"])
 def test_the_end_is_there_exactly_once(adds_eos: bool, text: str) -> None:
     ids = encode({"text": text}, toy_tokenizer(adds_eos=adds_eos)).ids.tolist()
-    written_and_added = adds_eos and text.endswith("</s>")
-    assert ids.count(EOS) == 1 + written_and_added  # the text's and the added one
+    assert ids.count(EOS) == 1 + (adds_eos and text.endswith("</s>"))  # the text's and the added one
     assert ids[-1] == EOS
 
 
@@ -62,14 +57,7 @@ def test_the_stop_token_is_a_target_where_pad_is_the_same_token() -> None:
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == EOS
     for fields in ({"text": "the"}, {"prompt": "the", "completion": " heads"}):
         encoded = encode(fields, tokenizer)
-        assert encoded.ids[-1] == EOS
-        assert encoded.targets[-1]
-
-
-def test_bos_that_is_eos_is_no_end_of_the_prompt() -> None:
-    tokenizer = toy_tokenizer(adds_bos=False, bos_token="</s>")
-    encoded = encode({"prompt": "the", "completion": " heads"}, tokenizer)
-    assert encoded.ids.tolist() == [*plain(tokenizer, "the"), *plain(tokenizer, " heads"), EOS]
+        assert (encoded.ids[-1], encoded.targets[-1]) == (EOS, True)
 
 
 @pytest.mark.parametrize(("adds_bos", "adds_eos"), [(True, False), (False, False), (True, True)])
@@ -85,17 +73,22 @@ def test_prompt_and_completion(adds_bos: bool, adds_eos: bool) -> None:
         assert encoded.targets.tolist() == [False] + expected[1:]
 
 
-def test_an_end_written_into_the_prompt_stays() -> None:
-    tokenizer = toy_tokenizer()
-    encoded = encode({"prompt": "a</s>", "completion": "b"}, tokenizer)
-    assert encoded.ids.tolist() == [BOS, *plain(tokenizer, "a"), EOS, *plain(tokenizer, "b"), EOS]
-
-
-def test_an_empty_prompt_is_allowed() -> None:
-    tokenizer = toy_tokenizer(adds_bos=False)
-    encoded = encode({"prompt": "", "completion": "the heads"}, tokenizer)
-    assert encoded.ids.tolist() == [*plain(tokenizer, "the heads"), EOS]
-    assert encoded.targets.tolist() == [False] + [True] * (len(encoded.ids) - 1)
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt"),
+    [
+        ({}, "a</s>"),  # an end that is written into the prompt stays
+        ({"adds_bos": False}, ""),
+        ({"adds_bos": False, "bos_token": "</s>"}, "the"),  # a BOS that is EOS is no end of the prompt
+    ],
+)
+def test_only_an_end_that_the_tokenizer_appends_is_removed_from_a_prompt(
+    tokenizer: dict[str, Any], prompt: str
+) -> None:
+    toy = toy_tokenizer(**tokenizer)
+    encoded = encode({"prompt": prompt, "completion": " heads"}, toy)
+    before, completion = [BOS] * (not tokenizer) + plain(toy, prompt), [*plain(toy, " heads"), EOS]
+    assert encoded.ids.tolist() == before + completion
+    assert encoded.targets[1:].tolist() == ([False] * len(before) + [True] * len(completion))[1:]
 
 
 @pytest.mark.parametrize("chat", ["plain", "generation"])
@@ -275,20 +268,23 @@ def with_tools(chat: Any) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("tokens", ["completion", "all"])
 @pytest.mark.parametrize("form", [{"messages": CHAT}, {"prompt": CHAT[:4], "completion": CHAT[4:]}])
-@pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
+@pytest.mark.parametrize(
+    ("chat", "tokens"),
+    [("plain", "completion"), ("plain", "all"), ("generation", "completion"), ("reasoning", "completion")],
+)
 def test_tools_reach_the_template(chat: Any, form: dict[str, Any], tokens: Tokens) -> None:
     tokenizer = with_tools(chat)
-    filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet returns it
     expected = tokenizer.apply_chat_template(CHAT, tools=TOOLS, return_dict=True)["input_ids"]
-    without = encode(form, tokenizer, tokens)
-    for given in (TOOLS, filled, json.dumps(TOOLS)):
-        encoded = encode(form | {"tools": given}, tokenizer, tokens)
-        assert encoded.ids.tolist() == expected
-        assert tokens == "all" or targets_text(encoded, tokenizer) == targets_text(without, tokenizer)
-    for empty in ({"tools": None}, {"tools": []}, {"tools": "[]"}, {"tools": "null"}):
-        assert encode(form | empty, tokenizer, tokens).ids.tolist() == without.ids.tolist()
+    template = template_for(form, tokenizer, tokens)
+    filled = [TOOLS[0] | {"strict": None}, TOOLS[1]]  # as Parquet returns it
+    given, empty = (TOOLS, filled, json.dumps(TOOLS)), (None, [], "[]", "null")
+    rendered = [template.render(form | {"tools": tools}) for tools in (*given, *empty)]
+    without, *encoded = template.encode([template.render(form), *rendered])
+    for document in encoded[:3]:
+        assert document.ids.tolist() == expected
+        assert tokens == "all" or targets_text(document, tokenizer) == targets_text(without, tokenizer)
+    assert all(document.ids.tolist() == without.ids.tolist() for document in encoded[3:])
 
 
 @pytest.mark.parametrize("chat", ["plain", "generation", "reasoning"])
@@ -309,20 +305,6 @@ def test_a_template_of_its_own_for_tools() -> None:
     assert not tokenizer.decode(encode({"messages": CHAT}, tokenizer).ids).startswith("<tools>")
 
 
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        ("add", r"'tools' is a string, but not JSON \(Expecting value: .*\), got a string \('add'\)"),
-        ("{}", r"'tools' must be a list of objects, or the JSON of one, got a string \('{}'\)"),
-        ({"name": "add"}, "'tools' must be a list of objects, or the JSON of one, got an object"),
-        ([TOOLS[0], "take"], r"tool 2 of 'tools' must be an object, got a string \('take'\)"),
-    ],
-)
-def test_bad_tools(tools: Any, message: str) -> None:
-    with pytest.raises(RecordError, match=message):
-        encode({"messages": CHAT, "tools": tools}, with_tools("plain"))
-
-
 def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
     one, other = (encode(fields, toy_tokenizer()) for fields in ({"text": "a", "tools": 3}, {"text": "a"}))
     assert one.ids.tolist() == other.ids.tolist()
@@ -335,6 +317,7 @@ def test_a_column_named_tools_beside_text_is_an_extra_column() -> None:
         (["prompt"], "prompts without completions: found prompt"),
         ([], "no usable columns: found none"),
         (["text", "messages"], "ambiguous columns: found messages, text; expected only one"),
+        (["messages"], "has no chat template"),
     ],
 )
 def test_columns_of_no_or_several_forms(columns: list[str], message: str) -> None:
@@ -347,56 +330,40 @@ def test_a_half_form_beside_a_whole_one_is_an_extra_column() -> None:
     assert template_for(fields, toy_tokenizer(chat="plain"), "completion").columns == ("messages",)
 
 
+TEXT, COMPLETION, MESSAGES = {"text": "good"}, {"prompt": "a", "completion": "b"}, {"messages": CHAT}
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("first", "fields", "message"),
     [
-        ({"text": 3}, r"'text' must be a string, got a number \(3\)"),
-        ({"text": None}, "'text' must be a string, got null"),
-        ({"text": ""}, "'text' is empty"),
-        ({"body": "a"}, r"column 'text' is missing \(found body\)"),
-        ({"text": "a\ud800"}, "'text' contains half of a surrogate pair at character 2"),
+        (TEXT, {"text": 3}, "'text' must be a string, got a number (3)"),
+        (TEXT, {"text": None}, "'text' must be a string, got null"),
+        (TEXT, {"text": ""}, "'text' is empty"),
+        (TEXT, {"body": "a"}, "column 'text' is missing (found body)"),
+        (TEXT, {"text": "a\ud800"}, "'text' contains half of a surrogate pair at character 2"),
+        (COMPLETION, {"prompt": "a", "completion": ""}, "'completion' is empty"),
+        (COMPLETION, {"prompt": "a"}, "column 'completion' is missing (found prompt)"),
+        (COMPLETION, {"prompt": CHAT, "completion": "b"}, "'prompt' must be a string, got a list"),
+        (MESSAGES, {"messages": "hello"}, "'messages' must be a list of messages, got a string ('hello')"),
+        (MESSAGES, {"messages": []}, "'messages' is empty"),
+        (MESSAGES, {"messages": ["hello"]}, "message 1 of 'messages' must be an object with 'role' and 'content'"),
+        (MESSAGES, {"messages": [{"from": "a", "value": "b"}]}, "1 of 'messages' has no 'role' (found from, value)"),
+        (MESSAGES, {"messages": [CHAT[0], {"role": "user"}]}, "2 of 'messages' has no 'content' (found role)"),
+        (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "'content' of message 1 of 'messages' must be"),
+        (MESSAGES, {"messages": [CHAT[2]]}, "renders the first 0 messages"),
+        (MESSAGES, MESSAGES | {"tools": "add"}, "'tools' is a string, but not JSON (Expecting value: "),
+        (MESSAGES, MESSAGES | {"tools": "{}"}, "'tools' must be a list of objects, or the JSON of one, got a string"),
+        (MESSAGES, MESSAGES | {"tools": {"a": 1}}, "'tools' must be a list of objects, or the JSON of one, got an"),
+        (MESSAGES, MESSAGES | {"tools": [TOOLS[0], "take"]}, "tool 2 of 'tools' must be an object, got a string"),
     ],
 )
-def test_a_bad_text(fields: dict[str, Any], message: str) -> None:
-    template = template_for({"text": "good"}, toy_tokenizer(), "completion")
-    with pytest.raises(RecordError, match=message):
+def test_a_bad_record_is_refused(first: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+    """first: the dataset's first record, which decides its form."""
+    template = template_for(first, toy_tokenizer(chat="plain"), "completion")
+    with pytest.raises(RecordError, match=re.escape(message)):
         template.render(fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"prompt": "a", "completion": ""}, "'completion' is empty"),
-        ({"prompt": "a"}, r"column 'completion' is missing \(found prompt\)"),
-        ({"prompt": CHAT, "completion": "b"}, "'prompt' must be a string, got a list"),
-    ],
-)
-def test_a_bad_prompt_or_completion(fields: dict[str, Any], message: str) -> None:
-    template = template_for({"prompt": "a", "completion": "b"}, toy_tokenizer(), "completion")
-    with pytest.raises(RecordError, match=message):
-        template.render(fields)
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ("hello", r"'messages' must be a list of messages, got a string \('hello'\)"),
-        ([], "'messages' is empty"),
-        (["hello"], "message 1 of 'messages' must be an object with 'role' and 'content', got a string"),
-        ([{"from": "human", "value": "a"}], r"message 1 of 'messages' has no 'role' \(found from, value\)"),
-        ([CHAT[0], {"role": "user"}], r"message 2 of 'messages' has no 'content' \(found role\)"),
-        ([{"role": "user", "content": 5}], r"'content' of message 1 of 'messages' must be a string, got a number"),
-        ([{"role": "assistant", "content": "a"}], "renders the first 0 messages"),
-    ],
-)
-def test_bad_messages(messages: Any, message: str) -> None:
-    template = template_for({"messages": CHAT}, toy_tokenizer(chat="plain"), "completion")
-    with pytest.raises(RecordError, match=message):
-        template.render({"messages": messages})
-
-
-def test_a_tokenizer_without_template_or_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no chat template"):
-        template_for({"messages": CHAT}, toy_tokenizer(), "completion")
+def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(ValueError, match="has no end-of-sequence token"):
         template_for({"text": "a"}, toy_tokenizer(eos_token=None), "completion")  # type: ignore[arg-type]

@@ -130,12 +130,12 @@ def docstrings(node: ast.AST, prefix: str = "") -> Iterator[tuple[int, str]]:
     if isinstance(node, ast.Module) and (text := ast.get_docstring(node)):
         yield 0, text
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if text := ast.get_docstring(child):
+                yield child.lineno, f"{heading(child, prefix)}\n{text}"
+            yield from docstrings(child, f"{prefix}{child.name}.")
+        elif not isinstance(child, ast.expr):  # expressions contain no definitions
             yield from docstrings(child, prefix)
-            continue
-        if text := ast.get_docstring(child):
-            yield child.lineno, f"{heading(child, prefix)}\n{text}"
-        yield from docstrings(child, f"{prefix}{child.name}.")
 
 
 def heading(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, prefix: str) -> str:

@@ -1,0 +1,85 @@
+"""Documents for tests: loaded from records that are written here, or made of lists of tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kit.toy_tokenizer import Chat, toy_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from stillhouse.data import DataReport, Documents, Prefixes, load_documents
+from stillhouse.data.prefixes import offsets_of
+
+#: ids of the toy tokenizer
+BOS, EOS = 1, 2
+QUESTION = {"role": "user", "content": "two and two?"}
+ANSWER = {"role": "assistant", "content": "four"}
+
+
+def load_records(
+    folder: Path,
+    records: list[Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    chat: Chat | None = None,
+    max_tokens: int = 64,
+    **options: Any,
+) -> Documents:
+    """Write records to `folder/train.jsonl`, a text as a line of its own, and load them.
+
+    tokenizer: None for the toy tokenizer with the template `chat`.
+    """
+    path = folder / "train.jsonl"
+    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
+    return load_documents(path, tokenizer or toy_tokenizer(chat=chat), max_tokens=max_tokens, **options)
+
+
+def plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text without the tokenizer's special tokens around it."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def same_documents(one: Documents, other: Documents) -> bool:
+    return one.fingerprint() == other.fingerprint() and np.array_equal(one.keys_D, other.keys_D)
+
+
+def documents_of(
+    ids: list[list[int]],
+    targets: list[list[int]],
+    prefixes: dict[str, list[list[int]]] | None = None,
+    bos: list[bool] | None = None,
+) -> Documents:
+    """Make documents from lists. bos: which of them begin with a BOS that stays in front of a prefix."""
+    return Documents(
+        np.concatenate(ids).astype(np.int32),
+        np.concatenate(targets).astype(bool),
+        offsets_of([len(document) for document in ids]),
+        np.arange(len(ids), dtype=np.uint64),
+        [f"train.jsonl:{number + 1}" for number in range(len(ids))],
+        DataReport("train.jsonl"),
+        prefixes={
+            name: Prefixes(
+                np.concatenate(texts).astype(np.int32), offsets_of([len(text) for text in texts]), np.array(bos)
+            )
+            for name, texts in (prefixes or {}).items()
+        },
+    )
+
+
+def random_documents(lengths: list[int], prefixes: dict[str, list[int]] | None = None, seed: int = 0) -> Documents:
+    """Make documents and prefixes of these lengths with random tokens below 251; some documents begin with a BOS.
+
+    About 0.7 of the tokens are targets.
+    """
+    random = np.random.default_rng(seed)
+    bos = [bool(number % 3) for number in range(len(lengths))]
+    ids = [random.integers(3, 251, length).tolist() for length in lengths]
+    for document, begins in zip(ids, bos, strict=True):
+        document[0] = BOS if begins else document[0]
+    targets = [[0, *(random.random(length - 1) < 0.7).tolist()] for length in lengths]
+    texts = {
+        name: [random.integers(3, 251, length).tolist() for length in of_teacher]
+        for name, of_teacher in (prefixes or {}).items()
+    }
+    return documents_of(ids, targets, texts, bos)
