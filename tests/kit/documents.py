@@ -35,6 +35,12 @@ def load_records(
     return load_documents(path, tokenizer or toy_tokenizer(chat=chat), max_tokens=max_tokens, **options)
 
 
+def write_fingerprint(folder: str, result: str) -> None:
+    """Load `folder/a.jsonl` with a cache in the folder, and write the documents' fingerprint to a file."""
+    documents = load_documents(Path(folder) / "a.jsonl", toy_tokenizer(), max_tokens=32, cache=Path(folder) / "cache")
+    Path(result).write_text(documents.fingerprint())
+
+
 def plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text without the tokenizer's special tokens around it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]

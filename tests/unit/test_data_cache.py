@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 from filelock import FileLock
+from kit.documents import same_documents, write_fingerprint
 from kit.fork_server import fork_server
 from kit.runs import ROOT, metrics, run, session_of, write_run, write_texts
 from kit.toy_tokenizer import toy_tokenizer
@@ -31,7 +32,7 @@ def load(folder: Path, cache: Path | None, **options: Any) -> Documents:
 
 def write(folder: Path, count: int = 40, seed: int = 0) -> None:
     records = [{"text": f"{number} word by word " * (number % 7 + 1), "n": "x" * number} for number in range(count)]
-    (folder / "a.jsonl").write_text("".join(json.dumps(each | {"seed": seed}) + "\n" for each in records))
+    (folder / "a.jsonl").write_text("".join(json.dumps(record | {"seed": seed}) + "\n" for record in records))
 
 
 def entries(cache: Path) -> list[Path]:
@@ -39,13 +40,7 @@ def entries(cache: Path) -> list[Path]:
 
 
 def same(one: Documents, other: Documents) -> bool:
-    arrays = ("tokens_N", "targets_N", "offsets", "keys_D")
-    return (
-        all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
-        and list(one.sources) == list(other.sources)
-        and one.report == other.report
-        and one.fingerprint() == other.fingerprint()
-    )
+    return same_documents(one, other) and list(one.sources) == list(other.sources) and one.report == other.report
 
 
 @pytest.mark.parametrize("options", [{}, {"prefixes": {"t": "{n}"}, "columns": ["n"], "max_tokens": 64}])
@@ -137,23 +132,30 @@ def test_an_entry_of_another_version_is_not_read(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "stillhouse", tmp_path / "other" / "stillhouse")
     templates = tmp_path / "other" / "stillhouse" / "data" / "render" / "templates.py"
     templates.write_text(templates.read_text().replace("else [*ids, self.eos]", "else [*ids, self.eos, self.eos]"))
-    command = "from test_data_cache import _load_in_process; import sys; _load_in_process(*sys.argv[1:])"
+    command = "from kit.documents import write_fingerprint; import sys; write_fingerprint(*sys.argv[1:])"
     for package in (ROOT, tmp_path / "other", ROOT):
-        environment = os.environ | {"PYTHONPATH": f"{package}:{ROOT / 'tests'}:{ROOT / 'tests' / 'unit'}"}
+        environment = os.environ | {"PYTHONPATH": f"{package}:{ROOT / 'tests'}"}
         arguments = [sys.executable, "-c", command, str(tmp_path), str(tmp_path / f"{package.name}.txt")]
         subprocess.run(arguments, env=environment, cwd=tmp_path, check=True, timeout=120)
     assert len(entries(tmp_path / "cache")) == 2
     assert (tmp_path / f"{ROOT.name}.txt").read_text() == load(tmp_path, None).fingerprint()
 
 
-def test_a_column_that_was_changed_is_refused(tmp_path: Path) -> None:
+def test_an_entry_of_other_content_is_refused(tmp_path: Path) -> None:
     """The columns are in the manifest itself: one of them may name the teacher of a document."""
     write(tmp_path)
     cache = tmp_path / "cache"
     load(tmp_path, cache, columns=["n"])
-    path = entries(cache)[0] / "manifest.json"
-    path.write_text(path.read_text().replace('"xx"', '"xy"', 1))
+    first = entries(cache)[0]
+    manifest = first / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"xx"', '"xy"', 1))
     with pytest.raises(ValueError, match=r"are damaged; remove this folder, .* manifest\.json has other bytes"):
+        load(tmp_path, cache, columns=["n"])
+    load(tmp_path, cache, max_tokens=16)
+    (second,) = set(entries(cache)) - {first}
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
+    with pytest.raises(ValueError, match="they belong to the entry"):
         load(tmp_path, cache, columns=["n"])
 
 
@@ -229,25 +231,8 @@ def test_a_complete_entry_needs_no_lock_and_is_for_everybody(tmp_path: Path) -> 
         os.umask(before)
     assert entries(cache)[0].stat().st_mode & 0o777 == 0o755
     lock = FileLock(next(cache.glob("*.lock")))
-    with lock, ThreadPoolExecutor() as pool:
-        found = pool.submit(load, tmp_path, cache)
-        try:
-            assert same(found.result(timeout=20), first)
-        finally:
-            lock.release()
-
-
-def test_an_entry_of_other_data_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    cache = tmp_path / "cache"
-    load(tmp_path, cache)
-    first = entries(cache)[0]
-    load(tmp_path, cache, max_tokens=16)
-    second = next(path for path in entries(cache) if path != first)
-    shutil.rmtree(first)
-    shutil.copytree(second, first)
-    with pytest.raises(ValueError, match="they belong to the entry"):
-        load(tmp_path, cache)
+    with ThreadPoolExecutor() as pool, lock:  # in this order, so that a failure does not wait for the lock
+        assert same(pool.submit(load, tmp_path, cache).result(timeout=20), first)
 
 
 def test_nothing_is_left_of_data_that_cannot_be_read(tmp_path: Path) -> None:
@@ -262,16 +247,12 @@ def test_nothing_is_left_of_data_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path, tmp_path / "file")
 
 
-def _load_in_process(folder: str, result: str) -> None:
-    Path(result).write_text(load(Path(folder), Path(folder) / "cache").fingerprint())
-
-
 @pytest.mark.slow
 def test_processes_that_start_together_write_one_entry(tmp_path: Path) -> None:
     write(tmp_path, 3000)
     results = [tmp_path / f"{number}.txt" for number in range(3)]
     processes = [
-        fork_server().Process(target=_load_in_process, args=(str(tmp_path), str(each)), daemon=True)
+        fork_server().Process(target=write_fingerprint, args=(str(tmp_path), str(each)), daemon=True)
         for each in results
     ]
     for process in processes:

@@ -36,26 +36,28 @@ def of_split(documents: list[Document], split: str) -> list[Document]:
 
 
 @pytest.mark.parametrize(
-    ("name", "split"),
+    ("split", "names"),
     [
-        ("argparse", "teacher"),
-        ("topic:strings", "teacher"),
-        ("tkinter.ttk", "teacher"),
-        ("inspect", "student"),
-        ("dataclasses", "student"),
-        ("topic:import", "student"),
-        ("logging", "held_out"),
-        ("collections", "held_out"),
-        ("topic:global", "held_out"),
+        ("teacher", ["argparse", "topic:strings", "tkinter.ttk"]),
+        ("student", ["inspect", "dataclasses", "topic:import"]),
+        ("held_out", ["logging", "collections", "topic:global"]),
     ],
 )
-def test_a_name_has_the_same_split_for_ever(name, split):
-    assert corpus.split_of(name) == split
+def test_a_name_has_the_same_split_for_ever(split, names):
+    assert {corpus.split_of(name) for name in names} == {split}
+
+
+def test_a_split_is_collected_without_reading_the_others(documents):
+    for split in ("held_out", "student"):
+        assert corpus.collect_split(split) == of_split(documents, split)
 
 
 def test_documents_have_text_and_a_name_of_their_own(documents):
+    """And tests and installed packages are not read."""
     assert all(document.text.strip() for document in documents)
     assert len({document.name for document in documents}) == len(documents)
+    parts = {part for document in documents for part in document.name.split(".")}
+    assert parts.isdisjoint({"test", "tests", "idle_test", "torch", "site-packages"})
 
 
 def test_the_teacher_has_much_more_text_than_the_student(documents):
@@ -76,11 +78,6 @@ def test_only_the_teachers_own_modules_are_read_as_source_code():
     sources = corpus.collect_teacher_sources()
     assert len(sources) > 200
     assert {corpus.split_of(source.name.removeprefix("source:")) for source in sources} == {"teacher"}
-
-
-def test_tests_and_installed_packages_are_not_read(documents):
-    parts = {part for document in documents for part in document.name.split(".")}
-    assert parts.isdisjoint({"test", "tests", "idle_test", "torch", "site-packages"})
 
 
 def write(library: Path, name: str, text: str) -> None:
@@ -116,13 +113,12 @@ def test_prose_is_docstrings_and_comments_in_source_order(tmp_path):
     )
 
 
-def test_a_library_without_topics_and_with_a_broken_module_is_read(tmp_path):
-    write(tmp_path, "good.py", '"""Some words."""')
-    write(tmp_path, "broken.py", "def (:")
-    assert corpus.collect_documents(tmp_path) == [Document("good", "Some words.")]
-
-
 def test_topics_are_read_with_and_without_an_annotation(tmp_path):
+    """And a library without topics, and with a broken module."""
+    write(tmp_path, "broken.py", "def (:")
+    write(tmp_path, "good.py", '"""Some words."""')
+    assert corpus.collect_documents(tmp_path) == [Document("good", "Some words.")]
+    (tmp_path / "good.py").unlink()
     for assignment in ("topics = ", "topics: dict[str, str] = "):
         write(tmp_path, "pydoc_data/topics.py", assignment + "{'if': 'The if statement.'}")
         assert corpus.collect_documents(tmp_path) == [Document("topic:if", "The if statement.")]

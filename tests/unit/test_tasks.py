@@ -10,37 +10,28 @@ import torch
 from kit.config_cases import load
 from kit.toy_tokenizer import toy_tokenizer
 
-from benchmarks.task_models import Greedy, batch_of, character_tokenizer, new_model
+from benchmarks.task_models import character_tokenizer, new_model
 from stillhouse import cli
 from stillhouse.cli.task import NAMES
 from stillhouse.config import ConfigError
 from stillhouse.config.task_spec import LENGTHS, SHORTEST, TaskSpec
 from stillhouse.data import load_documents
-from stillhouse.data.problems import (
-    Problem,
-    exact_match,
-    is_held_out,
-    problem,
-)
+from stillhouse.data.problems import Problem, exact_match, is_held_out, problem
 from stillhouse.generation import Completion, GenerationRequest
 from stillhouse.loops.task_evaluation import evaluate_tasks
 
 #: of seed 7: problems 0 and 4 for training, problem 1 held out
 GOLDEN = {
-    "sums": [
-        Problem("5-4=", "1", 2),
-        Problem("3+14+19+12+11+12=", "71", 6),
-        Problem("16+11-13=", "14", 3),
-    ],
+    "sums": [("5-4=", "1", 2), ("3+14+19+12+11+12=", "71", 6), ("16+11-13=", "14", 3)],
     "reversal": [
-        Problem("reverse: hb =", "bh", 2),
-        Problem("reverse: pzyzqg =", "gqzyzp", 6),
-        Problem("reverse: dyi =", "iyd", 3),
+        ("reverse: hb =", "bh", 2),
+        ("reverse: pzyzqg =", "gqzyzp", 6),
+        ("reverse: dyi =", "iyd", 3),
     ],
     "brackets": [
-        Problem("close: {}[{ =", "}]", 2),
-        Problem("close: ({{}({}({{ =", "}}))})", 6),
-        Problem("close: {}(({}( =", ")))", 3),
+        ("close: {}[{ =", "}]", 2),
+        ("close: ({{}({}({{ =", "}}))})", 6),
+        ("close: {}(({}( =", ")))", 3),
     ],
 }
 CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -52,13 +43,13 @@ def answer(task: str, prompt: str) -> str:
         return str(eval(prompt.removesuffix("=")))
     if task == "reversal":
         return "".join(reversed(prompt.removeprefix("reverse: ").removesuffix(" =")))
-    open_ones: list[str] = []
+    stack: list[str] = []
     for character in prompt.removeprefix("close: ").removesuffix(" ="):
         if character in CLOSING:
-            open_ones.append(character)
+            stack.append(character)
         else:
-            assert CLOSING[open_ones.pop()] == character
-    return "".join(CLOSING[each] for each in reversed(open_ones))
+            assert CLOSING[stack.pop()] == character
+    return "".join(CLOSING[character] for character in reversed(stack))
 
 
 def size(task: str, each: Problem) -> int:
@@ -67,13 +58,9 @@ def size(task: str, each: Problem) -> int:
 
 @pytest.mark.parametrize("task", LENGTHS)
 def test_the_problems_of_a_seed_are_those_of_every_machine(task: str) -> None:
-    spec = TaskSpec.of(task)
-    found = [
-        problem(spec, 7, 0, held_out=False),
-        problem(spec, 7, 4, held_out=False),
-        problem(spec, 7, 1, held_out=True),
-    ]
-    assert found == GOLDEN[task]
+    numbers = ((0, False), (4, False), (1, True))
+    problems = [problem(TaskSpec.of(task), 7, number, held_out=held_out) for number, held_out in numbers]
+    assert problems == [Problem(*golden) for golden in GOLDEN[task]]
 
 
 @pytest.mark.parametrize("task", LENGTHS)
@@ -84,27 +71,21 @@ def test_answers_are_right_and_lengths_take_turns(task: str, held_out: bool) -> 
         assert each.answer == answer(task, each.prompt)
         assert each.length == size(task, each) == 2 + number % 8
     assert len({each.prompt for each in problems}) > 300
-    assert {each.prompt for each in problems}.isdisjoint(
-        problem(TaskSpec(task, 10, 11), 1, number, held_out=held_out).prompt for number in range(20)
-    )
 
 
 @pytest.mark.parametrize("task", LENGTHS)
 def test_no_problem_is_in_both_splits(task: str) -> None:
     """With short problems, of which few exist, so that both splits would meet if they could."""
     spec = TaskSpec(task, SHORTEST, SHORTEST)
-    splits = {
-        held_out: {
-            problem(spec, seed, number, held_out=held_out).prompt for seed in range(3) for number in range(700)
-        }
-        for held_out in (False, True)
-    }
-    assert not splits[False] & splits[True]
-    assert all(is_held_out(task, prompt) is held_out for held_out, prompts in splits.items() for prompt in prompts)
+    train, held_out = (
+        {problem(spec, seed, number, held_out=of_split).prompt for seed in range(3) for number in range(700)}
+        for of_split in (False, True)
+    )
+    assert not train & held_out
+    assert all(is_held_out(task, prompt) is (prompt in held_out) for prompt in train | held_out)
     # nearly all problems that exist have been drawn, so the sizes are those of the splits
-    share = len(splits[True]) / len(splits[True] | splits[False])
-    assert len(splits[True]) >= 10
-    assert 0.1 < share < 0.4
+    assert len(held_out) >= 10
+    assert 0.1 < len(held_out) / len(train | held_out) < 0.4
 
 
 def test_other_seeds_and_numbers_give_other_problems() -> None:
@@ -149,9 +130,6 @@ def test_tasks_of_a_configuration() -> None:
         load("eval.tasks=[sums(2:4), sums]")
 
 
-# ---- the commands
-
-
 def test_the_names_of_the_command_are_those_of_the_tasks() -> None:
     assert list(NAMES) == list(LENGTHS)
 
@@ -171,39 +149,33 @@ def test_the_file_is_training_data(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "50 problems" in capsys.readouterr().out
 
 
-def test_a_file_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "sums.jsonl"
-    out.write_text("mine")
-    assert cli.run(["task", "sums", "--count", "5", "--out", str(out)]) == 1
-    assert f"{out} exists: expected the name of a new file" in capsys.readouterr().err
-    assert out.read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["task", "sum", "--count", "5", "--out", "x"], 2, "'sum' is not one of 'sums', 'reversal', 'brackets'"),
-        (["task", "sums", "--count", "0", "--out", "x"], 2, "0 is not in the range x>=1"),
-        (["task", "sums", "--out", "x"], 2, "Missing option '--count'"),
-        (["task", "sums", "--count", "5", "--seed", "4294967296", "--out", "x"], 2, "is not in the range"),
-        (["task", "sums", "--count", "5", "--lengths", "2-4", "--out", "x"], 1, "got lengths '2-4' for task sums"),
-        (["task", "sums", "--count", "5", "--out", "no/x"], 1, "no is not a folder: expected one for x"),
-        (["evaluate", ".", "--tasks", ","], 2, "--tasks names no task"),
-        (["evaluate", "nowhere", "--tasks", "x"], 2, "Directory 'nowhere' does not exist"),
+        ("task sum --count 5 --out x", 2, "'sum' is not one of 'sums', 'reversal', 'brackets'"),
+        ("task sums --count 0 --out x", 2, "0 is not in the range x>=1"),
+        ("task sums --out x", 2, "Missing option '--count'"),
+        ("task sums --count 5 --seed 4294967296 --out x", 2, "is not in the range"),
+        ("task sums --count 5 --lengths 2-4 --out x", 1, "got lengths '2-4' for task sums"),
+        ("task sums --count 5 --out no/x", 1, "no is not a folder: expected one for x"),
+        ("task sums --count 5 --out mine", 1, "mine exists: expected the name of a new file"),
+        ("evaluate . --tasks ,", 2, "--tasks names no task"),
+        ("evaluate nowhere --tasks x", 2, "Directory 'nowhere' does not exist"),
     ],
 )
 def test_wrong_calls(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
+    arguments: str,
     code: int,
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.run(arguments) == code
+    (tmp_path / "mine").write_text("mine")
+    assert cli.run(arguments.split()) == code
     assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine": "mine"}
 
 
 def test_evaluating_without_the_extra_names_it(
@@ -222,7 +194,10 @@ def test_the_harness_evaluates_a_model(tmp_path: Path, monkeypatch: pytest.Monke
     tokenizer, folder = character_tokenizer(), tmp_path / "model"
     model = new_model(tokenizer, 32, 1, seed=0)
     ids = torch.tensor([tokenizer("1+1=")["input_ids"]])
-    likely, unlikely = (tokenizer.decode([each]) for each in order_of_digits(model, ids, tokenizer))
+    digits = [tokenizer(str(digit))["input_ids"][0] for digit in range(10)]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits[0, -1, digits]
+    likely, unlikely = str(int(logits.argmax())), str(int(logits.argmin()))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     rows = [{"q": "1+1=", "choices": [unlikely, likely], "a": right} for right in (1, 1, 0)]
@@ -237,17 +212,6 @@ def test_the_harness_evaluates_a_model(tmp_path: Path, monkeypatch: pytest.Monke
     assert cli.run([*command, "--tasks", "nosuch"]) == 1
     assert cli.run([*command, "--tasks", "tiny_choice"]) == 0
     assert json.loads((tmp_path / "figures.json").read_text())["tiny_choice"]["acc,none"] == pytest.approx(2 / 3)
-
-
-def order_of_digits(model: torch.nn.Module, ids: torch.Tensor, tokenizer: object) -> tuple[int, int]:
-    """The likeliest and the least likely digit after a prompt."""
-    digits = [tokenizer(str(digit))["input_ids"][0] for digit in range(10)]  # type: ignore[operator]
-    with torch.no_grad():
-        logits = model.eval()(input_ids=ids).logits[0, -1, digits]
-    return digits[int(logits.argmax())], digits[int(logits.argmin())]
-
-
-# ---- the exact match of models
 
 
 def test_a_prompt_has_the_tokens_that_it_has_in_training(tmp_path: Path) -> None:
@@ -279,22 +243,18 @@ def completion_of(*ids: int, finish: str = "stop") -> Completion:
 def test_figures_by_task_and_length() -> None:
     """Right answers for even numbers alone, and the other completions are cut."""
     tokenizer = character_tokenizer()
-    tasks = {"sums": TaskSpec("sums", 2, 4), "reversal": TaskSpec("reversal", 2, 3)}
 
     def generate(requests: Sequence[GenerationRequest]) -> list[Completion]:
-        written = []
+        completions = []
         for number, request in enumerate(requests):
             name = "sums" if number < 12 else "reversal"
-            right = tokenizer(answer(name, tokenizer.decode(request.prompt_ids.tolist())))["input_ids"]
-            if number % 2:
-                written.append(completion_of(*right, right[0], finish="length"))
-            else:
-                written.append(completion_of(*right, tokenizer.eos_token_id))
-        return written
+            ids = tokenizer(answer(name, tokenizer.decode(request.prompt_ids.tolist())))["input_ids"]
+            is_right = number % 2 == 0
+            ending = tokenizer.eos_token_id if is_right else ids[0]
+            completions.append(completion_of(*ids, ending, finish="stop" if is_right else "length"))
+        return completions
 
-    found = evaluate_tasks(generate, tokenizer, ["sums(2:4)", "reversal(2:3)"], 12, seed=0)
-    assert tasks["sums"].longest == 4
-    assert found == {
+    assert evaluate_tasks(generate, tokenizer, ["sums(2:4)", "reversal(2:3)"], 12, seed=0) == {
         "eval/exact_match/sums": 0.5,
         "eval/exact_match/sums/length_2": 0.5,
         "eval/exact_match/sums/length_3": 0.5,
@@ -305,21 +265,3 @@ def test_figures_by_task_and_length() -> None:
         "eval/tasks_truncated": 0.5,
     }
     assert evaluate_tasks(generate, tokenizer, [], 12, seed=0) == {}
-
-
-def test_a_model_that_has_memorised_the_held_out_problems_solves_them_all() -> None:
-    """And none before it has, so that the figure is the model's and not the task's."""
-    tokenizer, spec = character_tokenizer(), TaskSpec("reversal", 2, 4)
-    model = new_model(tokenizer, 64, 2, seed=0)
-    greedy = Greedy(model.eval(), 8)
-    before = evaluate_tasks(greedy, tokenizer, ["reversal(2:4)"], 12, seed=3)
-    ids_BS, labels_BS = batch_of(tokenizer, [problem(spec, 3, number, held_out=True) for number in range(12)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(120):
-        logits = model(input_ids=ids_BS[:, :-1]).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_BS[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = evaluate_tasks(greedy, tokenizer, ["reversal(2:4)"], 12, seed=3)
-    assert (before["eval/exact_match/reversal"], after["eval/exact_match/reversal"]) == (0.0, 1.0)
-    assert after["eval/tasks_truncated"] == 0.0
