@@ -8,14 +8,16 @@ words           WordPiece, whose tokens have no exact bytes
 """
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from kit.families import build
 from kit.runs import write_records
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from stillhouse.data.render.token_bytes import BYTE_OF
 from stillhouse.tools.demo.corpus import collect_split
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,6 +61,37 @@ def write_pair(folder: Path) -> Path:
     return folder
 
 
+def bytes_of(made: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[bytes]:
+    """The bytes of plain tokens, read from the vocabulary in another way than in the code under test."""
+    pieces = []
+    for token in made.convert_ids_to_tokens(list(ids)):
+        if token.startswith("<0x") and len(token) == 6:
+            pieces.append(bytes.fromhex(token[3:5]))
+        elif isinstance(made.backend_tokenizer.decoder, decoders.ByteLevel):
+            pieces.append(bytes(BYTE_OF[character] for character in token))
+        else:
+            pieces.append(token.replace("▁", " ").encode())
+    return pieces
+
+
+def vocabulary_bytes(made: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """The bytes of each token that is not special."""
+    special = set(made.all_special_ids) | {at for at, token in made.added_tokens_decoder.items() if token.special}
+    ids = [index for index in range(len(made)) if index not in special]
+    return dict(zip(ids, bytes_of(made, ids), strict=True))
+
+
+def are_characters(piece: bytes) -> bool:
+    return piece.decode(errors="replace").encode() == piece
+
+
+def cut_within_a_text(made: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text behind a character that no token has together with another one."""
+    (border,) = made.convert_tokens_to_ids(["<0x01>"])
+    ids = made("\x01" + text, add_special_tokens=False)["input_ids"]
+    return ids[ids.index(border) + 1 :]
+
+
 @cache
 def _trained(name: str) -> str:
     train = {"small": _small, "large": _large, "mistral": _mistral, "deepseek": _deepseek, "words": _words}
@@ -73,13 +106,18 @@ def _small() -> Tokenizer:
     return _with_begin(trained)
 
 
-def _large() -> Tokenizer:
+def _byte_level(size: int, special: list[str], *patterns: str) -> Tokenizer:
+    """A byte-level BPE model over words that the patterns cut."""
     backend = Tokenizer(models.BPE())
-    by_words = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    by_words = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([by_words, by_bytes])
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*by_words, by_bytes])
     backend.decoder = decoders.ByteLevel()
-    return _bpe(backend, 512, ["<|end|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet())
+    return _bpe(backend, size, special, pre_tokenizers.ByteLevel.alphabet())
+
+
+def _large() -> Tokenizer:
+    return _byte_level(512, ["<|end|>", "<|im_end|>"], PATTERN)
 
 
 def _pieces() -> Tokenizer:
@@ -95,13 +133,8 @@ def _mistral() -> Tokenizer:
 
 
 def _deepseek() -> Tokenizer:
-    begin, *others = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
-    backend = Tokenizer(models.BPE())
-    by_words = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in (r"\p{N}{1,3}", DEEPSEEK)]
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*by_words, by_bytes])
-    backend.decoder = decoders.ByteLevel()
-    return _with_begin(_bpe(backend, 700, [begin, *others], pre_tokenizers.ByteLevel.alphabet()), begin)
+    special = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+    return _with_begin(_byte_level(700, special, r"\p{N}{1,3}", DEEPSEEK), special[0])
 
 
 def _over_spaces(special: list[str], size: int = 300, *, by_words: bool = False) -> Tokenizer:

@@ -1,5 +1,6 @@
 """data.chat_template: conversations get their template from a file or another tokenizer; the student keeps it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,14 @@ def folder(tmp_path: Path) -> Path:
         [{"role": "user", "content": f"Two and {number}?"}, {"role": "assistant", "content": f"It is {number + 2}."}]
         for number in range(12)
     ]
-    write_records(tmp_path / "train.jsonl", [{"messages": each} for each in turns])
-    write_records(tmp_path / "eval.jsonl", [{"messages": each} for each in turns[:3]])
+    write_records(tmp_path / "train.jsonl", [{"messages": messages} for messages in turns])
+    write_records(tmp_path / "eval.jsonl", [{"messages": messages} for messages in turns[:3]])
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     for name in ("student", "teacher"):
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
         tokenizer.chat_template = TEMPLATE
+        shutil.copytree(tmp_path / name, tmp_path / f"{name} with it")
         tokenizer.save_pretrained(tmp_path / f"{name} with it")
-        for path in (tmp_path / name).iterdir():
-            target = tmp_path / f"{name} with it" / path.name
-            if not target.exists():
-                target.write_bytes(path.read_bytes())
     return tmp_path
 
 

@@ -14,8 +14,17 @@ import numpy as np
 import pytest
 import torch
 from kit.runs import forward_backward, session_of, write_records
-from kit.two_tokenizers import GOLD, K, demo_text, tokenizer, write_model
-from test_cross_tokenizer_alignment import bytes_of, cut_within_a_text, plain, whole
+from kit.two_tokenizers import (
+    GOLD,
+    K,
+    are_characters,
+    bytes_of,
+    cut_within_a_text,
+    demo_text,
+    tokenizer,
+    vocabulary_bytes,
+    write_model,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -57,9 +66,11 @@ class Students:
     """The student's token for each id of the teacher, within a text and where a space is put before it."""
 
     def __init__(self, one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase):
-        self.one, self.pieces = one, plain(other)
+        self.one, self.pieces = one, vocabulary_bytes(other)
         self.by_bytes: dict[bytes, int] = {}
-        for index, piece in sorted(plain(one).items(), key=lambda pair: (is_number(one, pair[0]), pair[0])):
+        for index, piece in sorted(
+            vocabulary_bytes(one).items(), key=lambda pair: (is_number(one, pair[0]), pair[0])
+        ):
             self.by_bytes.setdefault(piece, index)
         names = {name: one.convert_tokens_to_ids(name) for name in one.all_special_tokens}
         self.special = {other.convert_tokens_to_ids(name): names.get(name, -1) for name in other.all_special_tokens}
@@ -73,11 +84,11 @@ class Students:
         piece = self.pieces.get(index)
         if piece is None:
             return -1
-        if begins and self.adds_space and whole(piece):
+        if begins and self.adds_space and are_characters(piece):
             return self.one(piece.decode(), add_special_tokens=False)["input_ids"][0]
         if piece in self.by_bytes:
             return self.by_bytes[piece]
-        if not whole(piece):
+        if not are_characters(piece):
             return -1
         if not self.adds_space:
             return self.one(piece.decode(), add_special_tokens=False)["input_ids"][0]
@@ -115,9 +126,9 @@ def expected(folder: Path, one: PreTrainedTokenizerBase, other: PreTrainedTokeni
 
 def outcomes(students: Students, log_p_V: Tensor, x_0: int, log_p: float, y_0: int, begins: bool) -> dict[int, float]:
     """The probability of each of the student's tokens; the others are the tail."""
-    likeliest = set(log_p_V.topk(K).indices.tolist())
+    top_k = set(log_p_V.topk(K).indices.tolist())
     p = {y_0: math.exp(log_p)}
-    for index in likeliest | {x_0}:
+    for index in top_k | {x_0}:
         probability = float(log_p_V[index].exp()) - (math.exp(log_p) if index == x_0 else 0.0)
         token = students.token(index, begins=begins)
         if token >= 0:

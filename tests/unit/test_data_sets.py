@@ -1,4 +1,4 @@
-"""Mixtures of sources with weights, and several evaluation sets with their own metrics."""
+"""Sources with weights, and several evaluation sets with their own metrics."""
 
 import json
 from collections.abc import Iterator
@@ -19,64 +19,63 @@ from stillhouse.output.progress import folder_name
 from stillhouse.run.session import Session, data_reports
 from stillhouse.tools.write_cache import write_cache
 
-WEIGHTS = (0.7, 0.2, 0.1)
+#: of three sources, and their records
+WEIGHTS, SIZES = (0.7, 0.2, 0.1), (20, 300, 90)
 
 
-def mixture(folder: Path, seed: int = 0, records: tuple[int, ...] = (20, 300, 90)) -> PackedSequences:
-    parts = {
-        f"{number}": load_documents(
-            write_texts(folder / f"{number}.jsonl", count, number), toy_tokenizer(), max_tokens=32
-        )
-        for number, count in enumerate(records)
+def load_sources(folder: Path) -> dict[str, Documents]:
+    paths = {
+        f"{number}": write_texts(folder / f"{number}.jsonl", count, number) for number, count in enumerate(SIZES)
     }
-    return PackedSequences(Documents.joined(parts), max_tokens=32, seed=seed, weights=WEIGHTS)
+    return {name: load_documents(path, toy_tokenizer(), max_tokens=32) for name, path in paths.items()}
 
 
-def tokens_of(sequences: PackedSequences, chosen: np.ndarray) -> np.ndarray:
+def weighted(folder: Path, seed: int = 0) -> PackedSequences:
+    return PackedSequences(Documents.joined(load_sources(folder)), max_tokens=32, seed=seed, weights=WEIGHTS)
+
+
+def token_shares(sequences: PackedSequences, chosen: np.ndarray) -> np.ndarray:
     lengths_D = sequences.documents.lengths_D
     tokens = [int(lengths_D[sequences.members(sequence)].sum()) for sequence in chosen]
-    return np.bincount(sequences.set_S[chosen], weights=tokens, minlength=3)
+    return np.bincount(sequences.set_S[chosen], weights=tokens, minlength=3) / sum(tokens)
 
 
 def test_the_shares_of_tokens_are_the_weights(tmp_path: Path) -> None:
-    sequences, total = mixture(tmp_path), 2000
-    chosen = np.concatenate([sequences.step_sequences(step, 50, total) for step in range(40)])
-    tokens = tokens_of(sequences, chosen)
-    assert tokens / tokens.sum() == pytest.approx(WEIGHTS, abs=0.005)
-    assert sequences.trained_shares(total) == pytest.approx(tokens / tokens.sum())
-    for step in range(40):  # each step by itself, to a sequence
-        own = tokens_of(sequences, sequences.step_sequences(step, 50, total))
-        assert own / own.sum() == pytest.approx(WEIGHTS, abs=0.06)
+    sequences, total = weighted(tmp_path), 2000
+    steps = [sequences.step_sequences(step, 50, total) for step in range(40)]
+    for step in steps:  # each step by itself, to a sequence
+        assert token_shares(sequences, step) == pytest.approx(WEIGHTS, abs=0.06)
+    chosen = np.concatenate(steps)
+    assert token_shares(sequences, chosen) == pytest.approx(WEIGHTS, abs=0.005)
+    assert sequences.trained_shares(total) == pytest.approx(token_shares(sequences, chosen))
     for number in range(3):  # no sequence comes again before all of its source have come
-        own = chosen[sequences.set_S[chosen] == number]
+        of_source = chosen[sequences.set_S[chosen] == number]
         size = int((sequences.set_S == number).sum())
-        for start in range(0, len(own) - size, size):
-            assert len(set(own[start : start + size].tolist())) == size
+        for start in range(0, len(of_source) - size, size):
+            assert len(set(of_source[start : start + size].tolist())) == size
     documents = sequences.documents
     for sequence in range(len(sequences)):
         assert len(set(documents.set_D[sequences.members(sequence)].tolist())) == 1
 
 
 def test_the_order_depends_on_the_seed_alone(tmp_path: Path) -> None:
-    one, other = mixture(tmp_path), mixture(tmp_path)
+    one, other = weighted(tmp_path), weighted(tmp_path)
     for step in (0, 7, 3):
         assert np.array_equal(one.step_sequences(step, 50, 2000), other.step_sequences(step, 50, 4000))
-    assert not np.array_equal(one.step_sequences(0, 50, 2000), mixture(tmp_path, seed=1).step_sequences(0, 50, 2000))
+    assert not np.array_equal(one.step_sequences(0, 50, 2000), weighted(tmp_path, seed=1).step_sequences(0, 50, 2000))
 
 
 def test_joined_documents_are_those_of_the_parts(tmp_path: Path) -> None:
-    documents = mixture(tmp_path).documents
-    parts = [load_documents(tmp_path / f"{number}.jsonl", toy_tokenizer(), max_tokens=32) for number in range(3)]
-    for number, part in enumerate(parts):
-        own = documents.select(np.flatnonzero(documents.set_D == number))
-        assert np.array_equal(own.tokens_N, part.tokens_N)
-        assert np.array_equal(own.offsets, part.offsets)
-        assert own.sources == part.sources
-        assert (
-            list(own.reports.values())[number].tokens == len(part.tokens_N) == documents.reports[f"{number}"].tokens
-        )
-    assert documents.report.read == 410
-    assert documents.fingerprint() != Documents.joined({"a": parts[0], "b": parts[1]}).fingerprint()
+    parts = load_sources(tmp_path)
+    documents = Documents.joined(parts)
+    for number, (name, part) in enumerate(parts.items()):
+        of_set = documents.select(np.flatnonzero(documents.set_D == number))
+        assert np.array_equal(of_set.tokens_N, part.tokens_N)
+        assert np.array_equal(of_set.offsets, part.offsets)
+        assert of_set.sources == part.sources
+        assert of_set.reports[name].tokens == len(part.tokens_N) == documents.reports[name].tokens
+    assert documents.report.read == sum(SIZES)
+    assert documents.fingerprint() != Documents.joined({"a": parts["0"], "b": parts["1"]}).fingerprint()
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
