@@ -227,7 +227,7 @@ def shared_tokens(folder: Path) -> dict[str, int]:
     return {
         "student": len(student),
         "teacher": len(teacher),
-        "same bytes": aligner.shared,
+        "same bytes": int((aligner.teacher_of >= 0).sum()),
         "student tokens of held-out text": sum(map(len, ids)),
         "teacher tokens of held-out text": sum(len(each.teacher_tokens) for each in aligned),
         "spans of held-out text": sum(len(each.spans) for each in aligned),

@@ -3,7 +3,8 @@
 from stillhouse.data.data_report import DataReport
 from stillhouse.data.document_loader import load_documents
 from stillhouse.data.documents import Documents
-from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch
+from stillhouse.data.micro_batch import MicroBatch
+from stillhouse.data.packed_rows import make_micro_batch
 from stillhouse.data.packing import PackedMicroBatches, PackedSequences
 from stillhouse.data.prefixes import Prefixes
 from stillhouse.data.read.data_source import read_records
@@ -15,6 +16,7 @@ from stillhouse.data.render.tokenizers import (
     save_tokenizer,
     tokenizer_fingerprint,
 )
+from stillhouse.data.step_micro_batches import StepMicroBatches
 
 __all__ = [
     "DataError",

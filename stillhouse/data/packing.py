@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from stillhouse.data.documents import Documents
-from stillhouse.data.micro_batch import MicroBatch, StepMicroBatches, make_micro_batch, teacher_inputs
+from stillhouse.data.micro_batch import MicroBatch
+from stillhouse.data.packed_rows import make_micro_batch, teacher_inputs
 from stillhouse.data.prefixes import offsets_of
 from stillhouse.data.sequence_order import permutation, weighted_order
+from stillhouse.data.step_micro_batches import StepMicroBatches
 
 
 class PackedSequences:
@@ -23,7 +25,7 @@ class PackedSequences:
 
     max_tokens: capacity of a sequence. seed: decides the order of the sequences, and the order in which documents of
     equal length are packed. shuffle=False: keep the given order of both (for evaluation). gaps: the teachers for
-    whose prefixes there is a gap before each document (see `micro_batch.py`). together: a column of the documents;
+    whose prefixes there is a gap before each document (see `packed_rows.py`). together: a column of the documents;
     only documents with the same value in it are packed into one sequence. Documents of different sets are in
     different sequences, too. weights: of the sets, the shares of all tokens of a training (`sequence_order.py`);
     None: every sequence is used once per epoch.
@@ -75,7 +77,7 @@ class PackedSequences:
         return len(self._borders) - 1
 
     @property
-    def fill(self) -> float:
+    def filled_share(self) -> float:
         """The share of all sequences' capacity that is filled with tokens and gaps."""
         return int(self.widths_D.sum()) / (len(self) * self.max_tokens)
 

@@ -94,7 +94,7 @@ def _lines(session: Session, state: str) -> Iterator[str]:
     if session.evaluation is None:
         yield _row("data eval", "no data is held out, so there will be no held-out metrics")
     if session.plan is None:
-        yield _row("packing", f"{len(session.train):,} sequences, {session.train.fill:.0%} full")
+        yield _row("packing", f"{len(session.train):,} sequences, {session.train.filled_share:.0%} full")
         yield _row(
             "steps",
             f"{step_schedule.steps:,} of {step_schedule.sequences_per_step} sequences "

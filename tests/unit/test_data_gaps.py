@@ -83,7 +83,7 @@ def test_each_teacher_reads_its_own_prefix() -> None:
     packed, step = packed_by_hand(("a", "b"))
     assert [packed.members(sequence).tolist() for sequence in range(len(packed))] == [[0, 1], [2]]
     assert packed.widths_D.tolist() == [7, 4, 4]
-    assert packed.fill == 15 / 22
+    assert packed.filled_share == 15 / 22
     assert step.shapes_BS == [(2, 11)]
     assert (step.tokens, step.normalizer) == (9, 5)
     assert step[0].teacher_inputs is None

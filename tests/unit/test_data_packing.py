@@ -49,7 +49,7 @@ def test_every_document_lies_whole_in_exactly_one_sequence(lengths: list[int], s
     members = [packed.members(sequence).tolist() for sequence in range(len(packed))]
     assert sorted(document for sequence in members for document in sequence) == list(range(len(lengths)))
     assert max(sum(lengths[document] for document in sequence) for sequence in members) <= 24
-    assert packed.fill == pytest.approx(sum(lengths) / (24 * len(packed)))
+    assert packed.filled_share == pytest.approx(sum(lengths) / (24 * len(packed)))
 
 
 @EXAMPLES
@@ -195,16 +195,6 @@ def test_each_epoch_takes_every_sequence_once(count: int, per_step: int, epochs:
     for outside in (-1, steps):
         with pytest.raises(ValueError, match="lies outside a training"):
             packed.step_sequences(outside, per_step, total)
-
-
-def test_all_steps_of_an_epoch_hold_every_token_once() -> None:
-    documents = random_documents(np.random.default_rng(1).integers(1, 24, 200).tolist())
-    packed = PackedSequences(documents, max_tokens=24, seed=3)
-    steps = [packed.step_sequences(step, 7, len(packed)) for step in range(-(-len(packed) // 7))]
-    batches = [packed.micro_batch(sequences) for sequences in steps]
-    rows = torch.cat([batch.document_T for batch in batches])
-    assert torch.bincount(rows[rows >= 0], minlength=200).tolist() == documents.lengths_D.tolist()
-    assert sum(batch.valid_tokens for batch in batches) == documents.targets_N.sum()
 
 
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:

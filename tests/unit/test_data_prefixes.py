@@ -167,10 +167,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"answer": "0" * 4_000_000},
         "the prefix of teacher 'one': it has 4,000,023 characters; expected at most 4,000,000",
     ),
-    (
-        {"answer": "0" * 60},
-        "the prefix of teacher 'one' has 78 tokens, which leaves fewer than 2 of the 64 of max_tokens",
-    ),
+    ({"answer": "0" * 60}, "the prefix of teacher 'one' has 78 tokens, which leaves fewer than 2 of the 64 of max_"),
 ]
 
 
@@ -259,10 +256,8 @@ def test_a_completion_is_cut_where_prefix_and_document_reach_the_limit(tmp_path:
 
 
 def subjects(count: int, **changes: Any) -> list[dict[str, Any]]:
-    return [
-        {"text": f"number {number}", "subject": f"subject {number}", "answer": number} | changes
-        for number in range(count)
-    ]
+    texts = (f"number {number}" for number in range(count))
+    return [{"text": text, "subject": f"subject {at}", "answer": at} | changes for at, text in enumerate(texts)]
 
 
 OPTIONS: dict[str, Any] = {"columns": ["subject"], "prefixes": {"one": "{answer} of", "none": ""}}

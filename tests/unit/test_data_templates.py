@@ -110,14 +110,6 @@ def test_offsets_without_leading_spaces_lose_no_target(chat: Any) -> None:
     assert targets_text(encoded, tokenizer) == " Paris is<|im_end|>four<|im_end|>"
 
 
-@pytest.mark.parametrize("chat", ["plain", "generation"])
-def test_conversational_prompt_and_completion(chat: Any) -> None:
-    tokenizer = toy_tokenizer(chat=chat)
-    encoded = encode({"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer)
-    assert encoded.ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
-    assert targets_text(encoded, tokenizer) == "four<|im_end|>"
-
-
 def test_the_space_after_the_last_turn_stays_a_target_where_no_marker_ends_the_turn() -> None:
     tokenizer = toy_tokenizer(chat="plain")
     tokenizer.chat_template = (
@@ -233,13 +225,6 @@ def test_text_that_holds_the_anchor_is_right_or_refused() -> None:
     question = [CHAT[1] | {"content": ANCHOR}, *CHAT[2:]]
     with pytest.raises(RecordError, match="renders the first 2 messages by themselves differently"):
         encode({"messages": question}, tokenizer)
-
-
-def test_a_template_that_refuses_gives_its_reason() -> None:
-    tokenizer = toy_tokenizer(chat="plain")
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RecordError, match="refuses the messages: roles must alternate"):
-        encode({"messages": CHAT}, tokenizer)
 
 
 def test_a_conversation_without_an_answer_has_no_target() -> None:

@@ -138,9 +138,9 @@ def _alpaca_text(fields: Fields) -> Fields:
 
 def _require_absent(fields: Fields, *columns: str) -> None:
     """Raise RecordError for a record that also has one of our columns."""
-    found = [column for column in columns if fields.get(column) is not None]
-    if found:
+    ours = [column for column in columns if fields.get(column) is not None]
+    if ours:
         raise RecordError(
-            f"ambiguous columns: found {name_list(fields)}; expected no {name_list(found)} beside the columns of the "
+            f"ambiguous columns: found {name_list(fields)}; expected no {name_list(ours)} beside the columns of the "
             "first record"
         )

@@ -138,11 +138,6 @@ class Aligner:
                 first_of[index] = ids[0] if is_exact else ABSENT
         return first_of
 
-    @property
-    def shared(self) -> int:
-        """How many tokens of the student have a counterpart."""
-        return int((self.teacher_of != ABSENT).sum())
-
     def align(self, documents: Sequence[np.ndarray]) -> list[AlignedDocument]:
         """Raises ValueError for a document whose text is not exactly what the teacher's tokens stand for."""
         drafts = [self._draft(tokens) for tokens in documents]

@@ -104,7 +104,7 @@ class TokenBytes:
         inner: the texts are parts of longer ones, so that no space is put before them.
         """
         backend = self._inner if inner else self._backend
-        return [each.ids for each in backend.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def adds_space(self, special: int | None) -> bool:
         """Whether the tokenizer puts a space before a text behind this special token, or at the very beginning."""
@@ -161,7 +161,7 @@ def _without_added_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     for steps in ("normalizers", "pretokenizers"):
         if steps in part:
-            part = part | {steps: [each for step in part[steps] if (each := _without_added_space(step)) is not None]}
+            part = part | {steps: [step for step in map(_without_added_space, part[steps]) if step is not None]}
     return part | _NO_ADDED_SPACE.get(part["type"], {})
 
 

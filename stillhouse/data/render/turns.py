@@ -65,11 +65,11 @@ class Turns:
         beginning = self.text(self.messages[:count], prompt)
         if self.body.startswith(beginning):
             return len(beginning)
-        shortened, whole = self._behind_anchor(count, prompt)
-        if whole and beginning.endswith(shortened) and self.body.endswith(whole):
-            common = self._common(count, shortened, whole, prompt)
+        shortened, complete = self._behind_anchor(count, prompt)
+        if complete and beginning.endswith(shortened) and self.body.endswith(complete):
+            common = self._common(count, shortened, complete, prompt)
             if common is not None:
-                return len(self.body) - len(whole) + common
+                return len(self.body) - len(complete) + common
         raise self._error(count, prompt)
 
     def _behind_anchor(self, count: int, prompt: bool) -> tuple[str, str]:
@@ -78,24 +78,25 @@ class Turns:
         """
         anchored = self._anchored(count)
         shortened = _behind(self.text(anchored, prompt))
-        whole = _behind(self.text(anchored + self.messages[count:], False))
-        if shortened is None or whole is None:
+        complete = _behind(self.text(anchored + self.messages[count:], False))
+        if shortened is None or complete is None:
             return "", ""
         if not self.messages[count - 1].get("content", "").strip():
             # Before a tool call, templates write white space only after content that is not empty.
-            return shortened.lstrip(), whole.lstrip()
-        return shortened, whole
+            return shortened.lstrip(), complete.lstrip()
+        return shortened, complete
 
-    def _common(self, count: int, shortened: str, whole: str, prompt: bool) -> int | None:
-        """How many characters of `whole`, the text after the anchor, belong to the first `count` messages; None if it
-        cannot be determined.
+    def _common(self, count: int, shortened: str, complete: str, prompt: bool) -> int | None:
+        """How many characters of `complete`, the text after the anchor, belong to the first `count` messages.
+
+        None if it cannot be determined.
         """
-        if whole.startswith(shortened):
+        if complete.startswith(shortened):
             return len(shortened)
         if count + prompt >= len(self.messages):
             return None
         known = self._heading(count) if prompt else self._end_marker(count, shortened)
-        return len(known) if known and shortened.startswith(known) and whole.startswith(known) else None
+        return len(known) if known and shortened.startswith(known) and complete.startswith(known) else None
 
     def _heading(self, count: int) -> str:
         """The text between the content of message number `count` (from 1) and the content of the next message."""

@@ -1,0 +1,74 @@
+"""The micro-batches of a step, before they are cut and padded for a layout."""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from stillhouse.data.micro_batch import MicroBatch
+
+
+class StepMicroBatches(Sequence[MicroBatch]):
+    """All micro-batches of a step, or of a part of an evaluation; the same on every process of a run.
+
+    They are not yet cut or padded for the layout. A subclass may build each one only when it is accessed (`_build`).
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch]):
+        self._micro_batches = micro_batches
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    @overload
+    def __getitem__(self, number: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, number: int | slice) -> MicroBatch | list[MicroBatch]:
+        chosen = range(len(self))[number]
+        return self._build(chosen) if isinstance(chosen, int) else [self._build(at) for at in chosen]
+
+    def _build(self, number: int) -> MicroBatch:
+        return self._micro_batches[number]
+
+    @property
+    def shapes_BS(self) -> list[tuple[int, int]]:
+        """Rows and columns of each micro-batch."""
+        return [micro_batch.shape_BS for micro_batch in self._micro_batches]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all documents, without padding and gaps."""
+        return sum(int((micro_batch.document_T >= 0).sum()) for micro_batch in self._micro_batches)
+
+    @property
+    def normalizer(self) -> int:
+        """The divisor of the step's losses: the number of its target tokens, at least 1."""
+        return max(1, sum(micro_batch.valid_tokens for micro_batch in self._micro_batches))
+
+    def document_tokens(self, document: int) -> np.ndarray:
+        """The token ids of a document, by its number in `MicroBatch.document_T`."""
+        for micro_batch in self._micro_batches:
+            if bool((is_of_T := micro_batch.document_T == document).any()):
+                return micro_batch.input_ids_BS.flatten()[is_of_T].cpu().numpy()
+        raise ValueError(f"no micro-batch of this step has document {document}")
+
+    def documents_of(self, number: int) -> list[int]:
+        """The documents of one of the micro-batches."""
+        document_T = self[number].document_T
+        return document_T[document_T >= 0].unique().tolist()
+
+    def value(self, document: int, column: str) -> Any:
+        """A document's value in a column of the data. Raises ValueError if it is not known."""
+        raise ValueError(f"column '{column}' of document {document} is not known: these are only tokens")
+
+    def for_teacher(self, name: str) -> "StepMicroBatches":
+        """The same micro-batches, with `teacher_inputs` if this teacher reads a prefix for which there are gaps."""
+        return self
+
+    def teacher_tokens(self, document: int, name: str) -> tuple[np.ndarray, int]:
+        """All ids that this teacher reads of a document, and by how many its rows are shifted among them.
+
+        With a shift of s, row s + i of the teacher is row i of the document. It does not depend on gaps.
+        """
+        return self.document_tokens(document), 0
