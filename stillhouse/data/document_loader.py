@@ -63,15 +63,18 @@ def load_documents(
 ) -> Documents:
     """Read and tokenize a dataset (see `read_records` for what `source` may be).
 
-    max_tokens: the longest document, with its longest prefix. tokens: which tokens are targets if a record has a
-    prompt or several roles. on_error: "raise" for a record that cannot be used, or "skip" it and count it. columns:
-    further columns to keep, which every record must have. allowed: the only values that some of them may have.
-    prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`). reader: one of
-    the columns, which names the only teacher that reads the document; the others then have no prefix for it. prompts:
-    read only what a model writes after (see `prompt_templates.py`); such a document has no targets, and is refused
-    instead of cut. keep_records: keep whole records, too. cache: a folder in which the tokens are kept, so that they
-    are mapped from there instead of made again (`token_cache.py`); without effect for a hub id, with a tokenizer that
-    is not a fast one, and with keep_records.
+    max_tokens: the longest document, with its longest prefix.
+    tokens: which tokens are targets if a record has a prompt or several roles.
+    on_error: "raise" for a record that cannot be used, or "skip" it and count it.
+    columns: further columns to keep, which every record must have.
+    allowed: the only values that some of these columns may have.
+    prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`).
+    reader: one of the columns, which names the only teacher that reads the document and has a prefix for it.
+    prompts: read only what a model writes after (see `prompt_templates.py`); such a document has no targets, and is
+        refused instead of cut.
+    keep_records: keep the records themselves, too.
+    cache: a folder from which the tokens are mapped if they were made before (`token_cache.py`); without effect for a
+        hub id, with a tokenizer that is not a fast one, and with keep_records.
 
     Raises ValueError for a missing or empty dataset and for a prefix that is no template, DataError (`file:line:
     reason`) for a record that cannot be used and for columns of no known form.

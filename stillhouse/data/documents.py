@@ -20,12 +20,17 @@ from stillhouse.data.record import DataError
 class Documents:
     """D tokenized documents, concatenated.
 
-    tokens_N: int32. targets_N: bool, whether a token is to be predicted; False for the first token of a document.
-    offsets: [D+1] int64, document d is `offsets[d]:offsets[d+1]`. keys_D: uint64, a hash of the record's content,
-    the same for all pieces of one text. sources: `file:line` of each document. columns: further columns of the
-    records, one value per document. prefixes: by teacher, what it reads in front of each document. records: the whole
-    record of each document, or empty. per_token: further numbers of each token, [N] float32. weights_N: of the
-    targets, float32, above 0; None: 1 each. set_D: int64, which of several sets a document belongs to, or None.
+    tokens_N: int32, token ids.
+    targets_N: bool, whether a token is to be predicted; False for the first token of a document.
+    offsets: [D+1] int64, document d is `offsets[d]:offsets[d+1]`.
+    keys_D: uint64, a hash of the record's content, the same for all pieces of one text.
+    sources: `file:line` of each document.
+    columns: further columns of the records, one value per document.
+    prefixes: by teacher, what it reads in front of each document.
+    records: the record of each document, or empty.
+    per_token: further numbers of each token, [N] float32.
+    weights_N: float32, of the targets, above 0; None: 1 each.
+    set_D: int64, which of several sets a document belongs to: a weighted source, or an evaluation set. None: one set.
     reports: of the sets, by their names, in the order of their numbers.
     """
 
@@ -67,7 +72,7 @@ class Documents:
             report,
             {name: [value for part in parts for value in part.columns[name]] for name in first.columns},
             {name: Prefixes.joined([part.prefixes[name] for part in parts]) for name in first.prefixes},
-            [record for part in parts for record in part.records],
+            [record for part in parts for record in part.records] if all(part.records for part in parts) else (),
             {name: np.concatenate([part.per_token[name] for part in parts]) for name in first.per_token},
             np.concatenate(weights) if weights else None,
         )

@@ -23,15 +23,16 @@ from stillhouse.data.step_micro_batches import StepMicroBatches
 class PackedSequences:
     """The documents as packed sequences, numbered 0 to len-1.
 
-    max_tokens: capacity of a sequence. seed: decides the order of the sequences, and the order in which documents of
-    equal length are packed. shuffle=False: keep the given order of both (for evaluation). gaps: the teachers for
-    whose prefixes there is a gap before each document (see `packed_rows.py`). together: a column of the documents;
-    only documents with the same value in it are packed into one sequence. Documents of different sets are in
-    different sequences, too. weights: of the sets, the shares of all tokens of a training (`sequence_order.py`);
-    None: every sequence is used once per epoch.
+    max_tokens: capacity of a sequence.
+    seed: decides the order of the sequences, and the order in which documents of equal length are packed.
+    shuffle: False keeps the order of the documents and of the sequences (for evaluation).
+    gaps: the teachers for whose prefixes there is a gap before each document (see `packed_rows.py`).
+    together: a column; only documents with the same value in it, and of the same set, share a sequence.
+    weights: of the sets, the shares of all tokens of a training (`sequence_order.py`); None: every sequence is used
+        once per epoch.
 
-    set_S: int64, the set of each sequence, or 0. widths_D: how many columns each document takes, int64: its gap
-    and its tokens.
+    set_S: int64, the set of each sequence, or 0.
+    widths_D: int64, how many columns each document takes: its gap and its tokens.
     """
 
     def __init__(

@@ -135,11 +135,11 @@ def _write(path: Path, name: str, load: Callable[[Path], Documents], is_unchange
             "report": documents.report.as_dict(),
             "columns": dict(documents.columns),
             "prefixes": list(documents.prefixes),
-            "sha256": {path.name: _sha256(path) for path in sorted(partial.iterdir())},
+            "sha256": {file.name: _sha256(file) for file in sorted(partial.iterdir())},
         }
         (partial / MANIFEST).write_text(json.dumps(manifest | {_PROOF: _proof(manifest)}), encoding="utf-8")
-        for entry_file in partial.iterdir():
-            with entry_file.open("rb") as file:
+        for path_of_file in partial.iterdir():
+            with path_of_file.open("rb") as file:
                 os.fsync(file.fileno())
         del documents
         partial.rename(path)
