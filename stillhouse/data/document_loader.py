@@ -70,7 +70,7 @@ def load_documents(
     allowed: the only values that some of these columns may have.
     prefixes: by teacher, the template of what it reads in front of a document (see `PrefixTemplate`).
     reader: one of the columns, which names the only teacher that reads the document and has a prefix for it.
-    prompts: read only what a model writes after (see `prompt_templates.py`); such a document has no targets, and is
+    prompts: read only what a model writes after (see `forms.py`); such a document has no targets, and is
         refused instead of cut.
     keep_records: keep the records themselves, too.
     cache: a folder from which the tokens are mapped if they were made before (`token_cache.py`); without effect for a

@@ -113,8 +113,7 @@ def load_tokenizers(
     tokenizer, warnings = _tokenizer_of("student", student), list[str]()
     if chat_template is not None:
         try:
-            tokenizer.chat_template = _chat_template(chat_template)
-            _require_rendering(tokenizer, chat_template)
+            _set_chat_template(tokenizer, chat_template)
         except ValueError as error:
             raise ConfigError("data.chat_template", str(error)) from error
     for section, teacher in teachers.items():
@@ -151,8 +150,12 @@ def _tokenizer_of(section: str, model: StudentConfig | TeacherConfig) -> PreTrai
         raise ConfigError(f"{section}.model", str(error)) from error
 
 
-def _chat_template(source: str) -> str | dict[str, str]:
-    """The text of a file, or the chat template of a tokenizer. Raises ValueError if there is none."""
+def _set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Give a tokenizer the text of a file, or the chat template of another tokenizer.
+
+    Raises ValueError if there is none, and unless a conversation can be rendered, in a process with limits: a
+    template is code.
+    """
     path = Path(source)
     template: str | dict[str, str] | None
     if path.is_file():
@@ -165,14 +168,9 @@ def _chat_template(source: str) -> str | dict[str, str]:
         template = load_tokenizer(source).chat_template
     if not template:
         raise ValueError(f"got {source}, which has no chat template: expected a Jinja file or a tokenizer with one")
-    return template
-
-
-def _require_rendering(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Raise ValueError unless a conversation can be rendered, in a process with limits: a template is code."""
-    conversation = {"messages": [{"role": "user", "content": "a"}]}
+    tokenizer.chat_template = template
     with reading(f"got {source}"):
-        ChatTemplate(tokenizer, ("messages",), "all").render(conversation)
+        ChatTemplate(tokenizer, ("messages",), "all").render({"messages": [{"role": "user", "content": "a"}]})
 
 
 def _require_same_conversation(

@@ -14,7 +14,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data.read.messages import Message, Tools, messages_of, require_targets, tools_of
-from stillhouse.data.record import RecordError, TemplateLimitError, require_encodable, require_length
+from stillhouse.data.record import (
+    RecordError,
+    TemplateLimitError,
+    column_value,
+    describe,
+    require_encodable,
+    require_length,
+)
 from stillhouse.data.render.conversations import Conversations
 from stillhouse.data.render.isolation import Isolated, LimitError
 from stillhouse.data.render.templates import BosFrom, Encoded, Rendered, Template, Tokens
@@ -95,6 +102,27 @@ class ChatTemplate(Template):
         if problem:
             raise RecordError(problem)
         return Rendered(body, spans=tuple((begin, end) for begin, end in spans))
+
+
+class ChatPromptTemplate(ChatTemplate):
+    """Conversations up to the assistant's turn that is to be written; the assistant's turns at the end are not read.
+
+    A prompt ends with the beginning of that turn, as the chat template writes it for generation.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...]):
+        super().__init__(tokenizer, columns, "completion", prompts=True)
+
+    def render(self, fields: dict[str, Any]) -> Rendered:
+        for column in self.columns:
+            column_value(fields, column)
+        column = self.columns[0]
+        messages = messages_of(fields, column)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise RecordError(f"'{column}' has only turns of the assistant, got {describe(fields[column])}")
+        return self.conversation(fields, messages, 0)
 
 
 def _with_targets(ids: list[int], offsets: list[Span], spans: tuple[Span, ...]) -> Encoded:

@@ -1,17 +1,19 @@
 """The forms of record, of which a dataset's first record decides which one the dataset has.
 
-text                    plain documents; every token is a target
-prompt + completion     two strings, or two lists of messages; the completion is the target
-messages                a conversation; the assistant's turns are the target
+    text                    plain documents; every token is a target
+    prompt + completion     two strings, or two lists of messages; the completion is the target
+    messages                a conversation; the assistant's turns are the target
+
+Where a model writes the completions, a record is only read up to what it writes after: `prompt` (a string, or a list
+of messages), or `messages` without the assistant's turns at their end.
 """
 
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.render.chat_template import ChatTemplate
-from stillhouse.data.render.prompt_templates import ChatPromptTemplate, PromptTemplate
-from stillhouse.data.render.templates import CompletionTemplate, Template, TextTemplate, Tokens
+from stillhouse.data.render.chat_template import ChatPromptTemplate, ChatTemplate
+from stillhouse.data.render.templates import CompletionTemplate, PromptTemplate, Template, TextTemplate, Tokens
 from stillhouse.display import name_list
 
 EXPECTED_COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"  # `columns.py` adds those of other projects

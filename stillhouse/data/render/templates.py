@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.data.record import string_value
+from stillhouse.data.record import column_value, string_value
 from stillhouse.data.render.tokenizers import tokenize
 from stillhouse.data.render.turns import Span
 
@@ -135,6 +135,22 @@ class CompletionTemplate(_StringTemplate):
         encoded = tokenize(self.tokenizer, list(prompts), special=True)
         # Only an end of sequence that the tokenizer appends is removed from the prompt, never one in its text.
         return [ids[:-1] for ids in encoded] if self.framed[-1] == self.eos else encoded
+
+
+class PromptTemplate(CompletionTemplate):
+    """Prompts as strings, tokenized as those of `CompletionTemplate`; a completion beside them is not read."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...]):
+        super().__init__(tokenizer, "completion")
+        self.columns = columns
+
+    def render(self, fields: dict[str, Any]) -> Rendered:
+        for column in self.columns:
+            column_value(fields, column)
+        return Rendered("", prompt=string_value(fields, "prompt", may_be_empty=True))
+
+    def encode(self, rendered: Sequence[Rendered]) -> list[Encoded]:
+        return [with_targets(ids, []) for ids in self.encode_prompts([record.prompt for record in rendered])]
 
 
 def with_targets(prompt: list[int], completion: list[int], every: bool = False) -> Encoded:
