@@ -13,7 +13,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,8 @@ class RunFolder:
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
 
     def write_json(self, name: str, content: Any) -> None:
-        self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False))
+        """content: what JSON can hold, and dataclasses of it."""
+        self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False, default=asdict))
 
     def write_text(self, name: str, content: str) -> None:
         """Write a file under a temporary name and rename it, so that a reader never sees half of it."""

@@ -15,8 +15,8 @@ from stillhouse.checkpoint.integrity import verified
 from stillhouse.config import load_config
 from stillhouse.output.files import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
+from stillhouse.output.metrics_file import MetricsLine, read_metrics
 from stillhouse.output.progress import Progress, read_state
-from stillhouse.output.report.reading import Line, read_metrics
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _metrics(path: Path, newest: Progress | None) -> Finding:
     return Finding(path.name, "; ".join([f"{steps}; {len(evaluated)} evaluations", *notes]))
 
 
-def _is_training(line: Line) -> bool:
+def _is_training(line: MetricsLine) -> bool:
     return "train/learning_rate" in line.values
 
 

@@ -23,6 +23,12 @@ def load(path, *, encoding="utf-8"):
 '''
 
 
+EVAL_SAMPLE = {
+    "step": 0, "number": 0, "source": "eval.jsonl:0", "prompt": "<b>Two & three</b>\n", "reference": " is five",
+    "completion": " is", "tokens": 3, "finish": "length",
+}  # fmt: skip
+
+
 def make_run(folder: Path, *, terms=("forward_kl",), steps=300, every=50, seed=0, documents=(TEXT, HOSTILE)) -> Path:
     """Write the folder of a complete run with the given loss terms."""
     rng = random.Random(seed)

@@ -26,7 +26,7 @@ from stillhouse.output.folder import RunFolder
 from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
 from stillhouse.output.trackers import require_trackers
-from stillhouse.output.trackers.state import FILE
+from stillhouse.output.trackers.tracker_state import FILE
 
 Curves = dict[str, list[tuple[int, float]]]
 MLFLOW = ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")

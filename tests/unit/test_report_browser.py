@@ -11,8 +11,9 @@ from kit.browser import CHROMIUM, Browser
 from kit.report_runs import HOSTILE, Page, make_run
 from kit.rollout_runs import make_on_policy_run
 
-from stillhouse.output.report import curves, write_report
-from stillhouse.output.report.held_out import shade
+from stillhouse.output.report import write_report
+from stillhouse.output.report.page import ASSETS
+from stillhouse.output.report.token_text import shade
 from stillhouse.output.report.watch import ReportServer, WatchedReport
 
 QUIET = (
@@ -63,7 +64,7 @@ def opened(path: Path, width: int, theme: str) -> tuple[dict[str, str], list[str
 
 
 def page_colour(theme: str) -> str:
-    style = (Path(curves.__file__).parent / "assets" / "report.css").read_text()
+    style = (ASSETS / "report.css").read_text()
     colour = re.findall(r"--page: #([0-9a-f]{6});", style)[theme == "dark"]
     return "rgb({}, {}, {})".format(*bytes.fromhex(colour))
 

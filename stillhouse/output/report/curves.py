@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from stillhouse.output.report.reading import Line, Run
+from stillhouse.output.metrics_file import MetricsLine
+from stillhouse.output.report.run_files import Run
 
 NATS = "nats per token"
 TOTAL = "loss/total_nats_per_token"
@@ -217,7 +218,7 @@ def _is_close(one: float | None, other: float | None) -> bool:
     return one == other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)
 
 
-def _series(lines: Sequence[Line], key: str, run: int, side: str) -> Series:
+def _series(lines: Sequence[MetricsLine], key: str, run: int, side: str) -> Series:
     points = _with_gaps([(line.step, line.values[key]) for line in lines if key in line.values])
     shown = _thin(points)
     return Series(

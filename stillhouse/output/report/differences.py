@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stillhouse.display import escaped
-from stillhouse.output.report.reading import Run
+from stillhouse.output.report.run_files import Run
 
 ABSENT, NULL = "not set", "null"
 

@@ -13,26 +13,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
-from stillhouse.output.report.curves import (
-    LENGTH,
-    NATS,
-    TASK,
-    Drawing,
-    draw,
-)
+from stillhouse.output.report.curves import LENGTH, NATS, TASK, Drawing, draw
 from stillhouse.output.report.differences import differences
-from stillhouse.output.report.eval_samples import over_time
-from stillhouse.output.report.held_out import (
-    SHADES,
-    readouts,
-    shade_documents,
-    term_names,
-)
-from stillhouse.output.report.reading import Run, read_run
-from stillhouse.output.report.rollouts import show
+from stillhouse.output.report.run_files import Run, read_run
+from stillhouse.output.report.shown_completions import over_time, shown_step, staleness_rows
+from stillhouse.output.report.timeline import timeline
+from stillhouse.output.report.token_text import SHADES, mean_kl, pieces, readouts, shade_class, term_names
 
 ASSETS = Path(__file__).parent / "assets"
 COLOURS = 8  # the style sheet's --run-0 … --run-7
+RECENT_STEPS = 4  # whose samples are listed directly; earlier ones are folded away
 
 _DATA_LABELS = {
     "read": "documents read",
@@ -99,7 +89,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
     """Return the page of the first run, compared with the other runs. watching: it asks its server for later ones."""
-    run = runs[0]
+    run, rollouts = runs[0], runs[0].rollouts
     drawings = draw(runs)
     names = run_names([one.path for one in runs])
     scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))}
@@ -113,8 +103,12 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         objective=objective(run),
         figures=figures(runs),
         groups=_groups(drawings),
-        documents=shade_documents(run.held_out) if run.held_out else [],
-        rollouts=show(run.rollouts) if run.rollouts else None,
+        documents=run.held_out.documents if run.held_out else [],
+        rollouts=rollouts,
+        timeline=timeline(rollouts.spans) if rollouts else None,
+        steps=[shown_step(step, samples) for step, samples in reversed(rollouts.samples.items())] if rollouts else [],
+        recent_steps=RECENT_STEPS,
+        staleness=staleness_rows(rollouts.staleness) if rollouts else [],
         prompts=over_time(run.eval_samples),
         shades=SHADES,
         terms=term_names(run.held_out) if run.held_out else [],
@@ -122,9 +116,7 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         data_notes=data_notes(run.data or {}),
         environment=[(key, _plain(value)) for key, value in (run.environment or {}).items() if key != "objective"],
         embedded=_embedded(run, names, drawings),
-        styles=[
-            _asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if run.rollouts else []))
-        ],
+        styles=[_asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if rollouts else []))],
         scripts=scripts,
         policy=_policy(scripts.values(), watching=watching),
     )
@@ -135,7 +127,9 @@ def _template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["duration"] = _duration
+    environment.filters |= {
+        "duration": _duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class
+    }  # fmt: skip
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html.jinja")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from stillhouse.libraries import imported, reading
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.trackers.state import TrackerState
+from stillhouse.output.trackers.tracker_state import TrackerState
 
 EXPERIMENT = "stillhouse"
 _LONGEST = 500  # characters of a parameter that every version of mlflow stores
