@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 import stillhouse
 from stillhouse.config import RunConfig, dump_config
 from stillhouse.display import escaped
-from stillhouse.output.files import (
+from stillhouse.output.disk import (
     UNFINISHED,
     hashes,
     remove_unfinished,

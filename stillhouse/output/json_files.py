@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
-from stillhouse.output.files import UNFINISHED, explained_write_errors, flush
+from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
 
 T = TypeVar("T")
 

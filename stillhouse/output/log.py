@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from stillhouse.output.files import explained_write_errors
+from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.json_files import append
 from stillhouse.output.metrics_file import MetricsLine, without_infinity

@@ -13,7 +13,7 @@ from pathlib import Path
 from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.config import load_config
-from stillhouse.output.files import UNFINISHED
+from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
 from stillhouse.output.metrics_file import MetricsLine, read_metrics
 from stillhouse.output.progress import Progress, read_state
