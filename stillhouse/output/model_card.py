@@ -95,8 +95,8 @@ def _license(config: RunConfig) -> dict[str, Any]:
         return {}
     with reading(f"the model card of {student.model} cannot be read"):
         data = ModelCard.load(path, ignore_metadata_errors=True).data
-    found = {key: data.get(key) for key in ("license", "license_name", "license_link")}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    values = {key: data.get(key) for key in ("license", "license_name", "license_link")}
+    return {key: value for key, value in values.items() if isinstance(value, str)}
 
 
 def _summary(config: RunConfig, exported: Exported) -> str:

@@ -102,8 +102,8 @@ class Timeline:
             spans = self._trainer.get(step, [])
             self._trainer = {later: kept for later, kept in self._trainer.items() if later >= step}
         waited = sum(stop - start for what, start, stop in spans if what.startswith(WAIT))
-        whole = max((stop for *_, stop in spans), default=0.0) - min((start for _, start, _ in spans), default=0.0)
-        return waited / whole if whole > 0 else 0.0
+        seconds = max((stop for *_, stop in spans), default=0.0) - min((start for _, start, _ in spans), default=0.0)
+        return waited / seconds if seconds > 0 else 0.0
 
     def write(self) -> None:
         with self._lock:

@@ -39,19 +39,19 @@ def verify(path: Path) -> Iterator[Finding]:
         raise ValueError(f"{path} contains no run: it has no config.yaml. Give the `out` folder of a run")
     yield _configuration(path / "config.yaml")
     newest: Progress | None = None
-    for each in checkpoints(folder.checkpoints):
-        finding = _checkpoint(each)
+    for checkpoint in checkpoints(folder.checkpoints):
+        finding = _checkpoint(checkpoint)
         if finding.problem is None:
-            newest = read_state(each).progress
+            newest = read_state(checkpoint).progress
         yield finding
     yield _metrics(folder.metrics, newest)
     if folder.complete:
         yield _model(folder)
-    for each in sorted([*path.iterdir(), *folder.checkpoints.glob("*")]):
-        if each.name.endswith(UNFINISHED):
-            yield Finding(each.name, "left over from a process that was killed; removed when the run is resumed")
-        if DAMAGED in each.name:
-            yield Finding(each.name, "a damaged checkpoint that checkpoint.fallback has renamed")
+    for file in sorted([*path.iterdir(), *folder.checkpoints.glob("*")]):
+        if file.name.endswith(UNFINISHED):
+            yield Finding(file.name, "left over from a process that was killed; removed when the run is resumed")
+        if DAMAGED in file.name:
+            yield Finding(file.name, "a damaged checkpoint that checkpoint.fallback has renamed")
 
 
 def _configuration(path: Path) -> Finding:

@@ -111,8 +111,8 @@ def _whole_steps(spans: Sequence[Span]) -> list[Span]:
     """One span for each of the trainer's steps. An evaluation or a checkpoint lies between two steps."""
     steps = dict[int, Span]()
     for span in spans:
-        whole = steps.get(span.step, span)
-        steps[span.step] = replace(span, start=min(whole.start, span.start), stop=max(whole.stop, span.stop))
+        step = steps.get(span.step, span)
+        steps[span.step] = replace(span, start=min(step.start, span.start), stop=max(step.stop, span.stop))
     return list(steps.values())
 
 
@@ -134,5 +134,5 @@ def _ticks(seconds: float) -> list[tuple[float, str]]:
     ]
 
 
-def _percent(part: float, whole: float) -> float:
-    return round(100 * part / whole, 3)
+def _percent(part: float, total: float) -> float:
+    return round(100 * part / total, 3)

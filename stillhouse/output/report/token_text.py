@@ -61,13 +61,12 @@ def term_names(held_out: HeldOutTokens) -> list[str]:
     return list(dict.fromkeys(name for token in tokens for name in token.terms))
 
 
-def readouts(held_out: HeldOutTokens) -> list[list[list[object]]]:
+def readouts(held_out: HeldOutTokens, terms: list[str]) -> list[list[list[object]]]:
     """Return what the page shows for the token under the pointer.
 
-    [label, KL, teacher's top, student's top, for each of `term_names` (value, gradient, raises, lowers) or null]
+    [label, KL, teacher's top, student's top, for each of `terms` (value, gradient, raises, lowers) or null]
     """
-    names = term_names(held_out)
-    return [[_readout(token, names) for token in document.tokens] for document in held_out.documents]
+    return [[_readout(token, terms) for token in document.tokens] for document in held_out.documents]
 
 
 def _readout(token: Token, names: list[str]) -> list[object]:

@@ -40,14 +40,14 @@ class WatchedReport:
 
     def _stamp(self) -> str:
         """Changes with the size or the time of any file that the page shows."""
-        found = []
+        files = []
         for path in (folder / name for folder in self._paths for name in (METRICS, *OPTIONAL_FILES)):
             try:
                 state = path.stat()
             except FileNotFoundError:
                 continue
-            found.append((str(path), state.st_size, state.st_mtime_ns))
-        return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+            files.append((str(path), state.st_size, state.st_mtime_ns))
+        return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
 
 
 class ReportServer(ThreadingHTTPServer):

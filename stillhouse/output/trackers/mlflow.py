@@ -52,8 +52,8 @@ def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any
 
 def _experiment(client: Any) -> str:
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
-    found = client.get_experiment_by_name(name)
-    return str(client.create_experiment(name) if found is None else found.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    return str(client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
 
 def _name(key: str) -> str:

@@ -66,8 +66,8 @@ class TrackerState(BaseModel):
         folder.write_text(FILE, self.model_dump_json(indent=1))
 
 
-def _later(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {key: max(one.get(key, -1), other.get(key, -1)) for key in one | other}
+def _later(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {key: max(a.get(key, -1), b.get(key, -1)) for key in a | b}
 
 
 def _steps(folder: RunFolder, log_bytes: int) -> dict[str, int]:
