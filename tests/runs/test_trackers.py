@@ -172,23 +172,6 @@ def test_a_copy_of_a_run_folder_does_not_write_into_the_original_curves(tmp_path
         write(tmp_path / "b", ["mlflow"], range(1, 4))
 
 
-def test_a_tracker_that_fails_in_the_middle_is_left_out_with_one_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with RunLog(RunFolder(folder), Progress(), 9, ["mlflow"], VALUES) as log:
-        log.train(1, 10, {"speed/tokens_per_second": 1.0})
-        mlflow.MlflowClient().delete_run(json.loads((folder / FILE).read_text())["mlflow"])
-        for step in (2, 3):
-            log.train(step, 10, {"speed/tokens_per_second": 1.0})
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert len(warnings) == 1
-    assert re.match(r"warning: track: mlflow failed at step 2 \(MlflowException: .*metrics\.jsonl has", warnings[0])
-    assert (folder / "metrics.jsonl").read_text().count("\n") == 3
-
-
 @pytest.mark.parametrize("last", [5, 9])
 def test_steps_that_were_made_without_a_tracker_are_not_taken_for_sent(tmp_path: Path, last: int) -> None:
     """Tracked to step 7, made again without it to step 5 or 9, and tracked to step 10: each step is there once."""
@@ -202,7 +185,7 @@ def test_steps_that_were_made_without_a_tracker_are_not_taken_for_sent(tmp_path:
     assert runs == 1
 
 
-def test_steps_that_a_tracker_did_not_get_because_it_failed_are_sent_by_the_next_process(
+def test_a_tracker_that_fails_is_left_out_with_one_warning_and_the_next_process_sends_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """mlflow's store of files is lost after step 4; then its library raises `Exception` itself."""
@@ -219,7 +202,9 @@ def test_steps_that_a_tracker_did_not_get_because_it_failed_are_sent_by_the_next
                 at_checkpoint = log.position[0]
     store.unlink()
     gone.rename(store)
-    assert capsys.readouterr().out.count("warning: track: mlflow failed at step 5 (Exception: ") == 1
+    (warning,) = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
+    assert re.match(r"warning: track: mlflow failed at step 5 \(Exception: .*metrics\.jsonl has everything", warning)
+    assert (folder / "metrics.jsonl").read_text().count("\n") == 7
     with RunLog(RunFolder(folder), Progress(step=3, log_bytes=at_checkpoint), 9, ["mlflow"], VALUES) as log:
         for step in range(4, 10):
             log.train(step, 10 * step, {"a": step, "speed/tokens_per_second": 1.0})
@@ -326,22 +311,18 @@ def test_a_silent_server_of_wandb_does_not_hold_up_the_end_of_a_run(tmp_path: Pa
     assert printed.count("warning: track: wandb failed at the end (TimeoutError: ") == 1
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
 @pytest.mark.parametrize("name", READERS)
-def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(sys, "path", [])
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_folder: bool
+) -> None:
+    """A folder of its name is no library: wandb writes one where it runs, and `python -m` imports from there."""
+    if has_folder:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "path_importer_cache", {})
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ConfigError, match=rf"^track: {name} is not installed; pip install 'stillhouse\[{name}\]'$"):
-        require_trackers([name])
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_folder_of_its_name_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """wandb writes a folder `wandb` where it runs, and `python -m` imports from there."""
-    (tmp_path / name).mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(ConfigError, match=rf"^track: {name} is not installed"):
         require_trackers([name])
 
 

@@ -21,31 +21,15 @@ from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
 from stillhouse.tools.check import check
 
-TRAIN_KEYS = {
-    "step",
-    "tokens",
-    "seconds",
-    "loss/total_nats_per_token",
-    "loss/cross_entropy_nats_per_token",
-    "loss/jsd(0.5)_nats_per_token",
-    "train/student_entropy_nats",
-    "train/teacher_entropy_nats",
-    "train/agreement",
-    "train/learning_rate",
-    "train/gradient_norm",
-    "speed/tokens_per_second",
-    "speed/chunk_tokens",
+COMMON_KEYS = {"step", "tokens", "seconds"}
+TRAIN_KEYS = COMMON_KEYS | {
+    *(f"loss/{name}_nats_per_token" for name in ("total", "cross_entropy", "jsd(0.5)")),
+    *("train/student_entropy_nats", "train/teacher_entropy_nats", "train/agreement", "train/learning_rate"),
+    *("train/gradient_norm", "speed/tokens_per_second", "speed/chunk_tokens"),
 }
-EVAL_KEYS = {"step", "tokens", "seconds", "eval/tokens"} | {
-    f"eval/{name}"
-    for name in (
-        "cross_entropy",
-        "forward_kl",
-        "agreement",
-        "student_entropy",
-        "teacher_entropy",
-        "teacher_cross_entropy",
-    )
+EVAL_KEYS = COMMON_KEYS | {
+    *("eval/tokens", "eval/cross_entropy", "eval/forward_kl", "eval/agreement", "eval/student_entropy"),
+    *("eval/teacher_entropy", "eval/teacher_cross_entropy"),
 }
 ENVIRONMENT_KEYS = ["objective", "stillhouse", "python", "torch", "transformers", "platform", "cpu", "cores"]
 ENVIRONMENT_KEYS += ["threads", "device", "gpu", "commit", "date", "seed"]
@@ -133,28 +117,32 @@ class Terminal(io.StringIO):
         return True
 
 
+FIGURES = {"loss/total_nats_per_token": 1.5, "loss/forward_kl_nats_per_token": 1.25, "speed/tokens_per_second": 1e4}
+
+
 def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    figures = {"loss/total_nats_per_token": 1.5, "loss/forward_kl_nats_per_token": 1.25}
     with RunLog(RunFolder(tmp_path), Progress(), 4, []) as log:
         for step in range(1, 3):
-            log.train(step, step, figures | {"speed/tokens_per_second": 12345.0})
+            log.train(step, step, FIGURES)
         log._bar.refresh()
     last = terminal.getvalue().rstrip().rpartition("\r")[2]
     assert "2/4" in last
-    assert "12,345 tokens/s, total 1.5000, forward_kl 1.2500" in last
+    assert "10,000 tokens/s, total 1.5000, forward_kl 1.2500" in last
     assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "expected the elapsed and the remaining time"
 
 
-def test_steps_that_are_not_printed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal, a step is printed every ten seconds; the lines say how many others there were."""
+def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step is printed every ten seconds; its line says how many others there were, and has figures of rollouts."""
+    rollout = {"rollout/reward": 0.125, "rollout/completion_tokens": 1311.6, "speed/waiting": 0.314}
     with RunLog(RunFolder(tmp_path), Progress(), 9, []) as log:
         for step in range(1, 10):
-            log.train(step, step, {"loss/total_nats_per_token": 1.5, "speed/tokens_per_second": 12345.0})
+            log.train(step, step, FIGURES | (rollout if step > 1 else {}))
     first, last = capsys.readouterr().out.splitlines()
-    assert first.endswith("? left")
-    assert last.endswith("00:00 left (steps not shown before it: 7)")
+    assert first == "step 1/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, ? left"
+    assert last.startswith("step 9/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, reward 0.125, length 1,312, ")
+    assert last.endswith("waiting 31%, 00:00 left (steps not shown before it: 7)")
 
 
 def test_the_stages_of_a_check_are_announced(tmp_path: Path) -> None:
@@ -198,7 +186,7 @@ def test_tensorboard_has_what_the_log_has(tmp_path: Path) -> None:
     write_run(tmp_path, track=["tensorboard"])
     run("distill", tmp_path / "run.yaml")
     found = scalars(tmp_path / "out" / "tensorboard")
-    assert found.keys() == (TRAIN_KEYS | EVAL_KEYS) - {"step", "tokens", "seconds"}
+    assert found.keys() == (TRAIN_KEYS | EVAL_KEYS) - COMMON_KEYS
     for key, values in found.items():
         expected = [(line["step"], line[key]) for line in metrics(tmp_path / "out") if key in line]
         assert values == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]

@@ -119,8 +119,8 @@ def test_a_section_that_only_one_run_has_is_compared_once(tmp_path: Path) -> Non
 )
 def test_options_that_do_not_fit(run_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "b").mkdir()
-    given = [str(tmp_path / "b") if each == "b" else each for each in arguments]
-    result = CliRunner().invoke(cli, ["report", str(run_dir), *given])
+    arguments = [str(tmp_path / "b") if argument == "b" else argument for argument in arguments]
+    result = CliRunner().invoke(cli, ["report", str(run_dir), *arguments])
     assert result.exit_code == 2
     assert message in result.output
 

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.log import NoLog, RunLog
+from stillhouse.output.log import NoLog
 from stillhouse.output.progress import Progress
 from stillhouse.output.records import CHARACTERS, Sample, SampleToken
 from stillhouse.output.rollout_log import TOKENS, RolloutLog, open_rollout_log
@@ -143,14 +143,3 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
         log.write([sample()])
         assert log.timeline.waiting(1) == 0
     assert not list(tmp_path.iterdir())
-
-
-def test_the_live_line_shows_reward_length_and_waiting(tmp_path, capsys):
-    figures = {"loss/total_nats_per_token": 1.5, "speed/tokens_per_second": 10.0}
-    rollout = {"rollout/reward": 0.125, "rollout/completion_tokens": 1311.6, "speed/waiting": 0.314}
-    with RunLog(RunFolder(tmp_path), Progress(), 2, []) as log:
-        log.train(1, 1, figures)
-        log.train(2, 2, figures | rollout)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "step 1/2: 10 tokens/s, total 1.5000, ? left"
-    assert "total 1.5000, reward 0.125, length 1,312, waiting 31%, 0" in second
