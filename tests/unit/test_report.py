@@ -60,19 +60,6 @@ def test_each_term_has_a_chart_beside_the_total(tmp_path):
     assert page.titles[4:7] == ["Total loss", "Loss: cross_entropy", "Loss: jsd(0.5)"]
 
 
-def test_compared_runs_share_the_charts(tmp_path):
-    distilled = make_run(tmp_path / "distilled")
-    control = make_run(tmp_path / "cross_entropy_only", terms=("cross_entropy",), seed=1)
-    path = write_report(distilled, compare=[control])
-    assert path == distilled / "compare.html"  # the run's own page stays
-    page = Page(path)
-    assert page.data["runs"] == ["distilled", "cross_entropy_only"]
-    assert [series["run"] for series in page.data["charts"][0]["series"]] == [0, 1]
-    last = json.loads((control / "metrics.jsonl").read_text().splitlines()[-1])
-    assert f"→ {last['eval/cross_entropy']:.3f}" in page.text
-    assert "cross_entropy_only" in page.text
-
-
 def test_compared_runs_of_one_name_get_their_parents(tmp_path):
     runs = [make_run(tmp_path / seed / "run", steps=2) for seed in ("seed-0", "seed-1")]
     assert page_of(*runs).data["runs"] == ["seed-0/run", "seed-1/run"]
@@ -106,14 +93,6 @@ def test_hostile_text_stays_text(run_dir):
     assert "</script" not in page.scripts[0]
 
 
-def test_half_a_surrogate_pair_is_shown_as_a_replacement(run_dir):
-    tokens = {"step": 1, "documents": [{"source": "x:1", "tokens": [entry("\ud83d"), entry("", kl=0.5)]}]}
-    (run_dir / "tokens.json").write_text(json.dumps(tokens))
-    page = page_of(run_dir)
-    assert "\ufffd" in page.text
-    assert {"data-mark": "∅"} in page.all("i")
-
-
 def test_page_loads_nothing(run_dir):
     page = page_of(run_dir)
     loading = {"src", "srcset", "href", "poster", "data", "action", "background", "formaction", "xlink:href"}
@@ -139,9 +118,9 @@ def test_library_carries_its_licence():
 def test_a_resumed_run_is_one_curve(run_dir):
     """The trainer removes the lines after the checkpoint and continues; it evaluates step 150 a second time."""
     path = run_dir / "metrics.jsonl"
-    whole = [json.loads(line) for line in path.read_text().splitlines()]
-    again = [line for line in whole if line["step"] == 150 and "eval/forward_kl" in line]
-    resumed = [line for line in whole if line["step"] <= 150] + again + [line for line in whole if line["step"] > 150]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    again = [line for line in lines if line["step"] == 150 and "eval/forward_kl" in line]
+    resumed = sorted([*lines, *again], key=lambda line: line["step"])
     path.write_text("".join(json.dumps(line) + "\n" for line in resumed))
     for chart in page_of(run_dir).data["charts"]:
         for series in chart["series"]:
@@ -157,10 +136,6 @@ def test_numbers_that_are_not_finite_are_gaps(run_dir):
     assert chart["series"][0]["values"] == [None, 2.0, None]
 
 
-def points(steps):
-    return [(step, 1.0) for step in steps]
-
-
 @pytest.mark.parametrize(
     ("steps", "gaps"),
     [
@@ -173,7 +148,7 @@ def points(steps):
     ],
 )
 def test_missing_steps_are_gaps(steps, gaps):
-    assert [step for step, value in curves._with_gaps(points(steps)) if value is None] == gaps
+    assert [step for step, value in curves._with_gaps([(step, 1.0) for step in steps]) if value is None] == gaps
 
 
 def test_long_curves_keep_their_extremes():
@@ -188,10 +163,6 @@ def test_long_curves_keep_their_extremes():
     assert thin == sorted(thin, key=lambda point: point[0])
 
 
-def entry(text, *, target=True, kl=None):
-    return {"text": text, "target": target, "kl": kl, "teacher": [], "student": []}
-
-
 @pytest.mark.parametrize(
     ("kl", "number"), [(-1e-7, 0), (0.0, 0), (0.04, 1), (0.5, 5), (0.99, 5), (1.0, 6), (3.9, 7), (40.0, 8)]
 )
@@ -199,20 +170,31 @@ def test_shades_double(kl, number):
     assert shade(kl) == number
 
 
-def test_prompt_is_dimmed_and_whitespace_kept(run_dir):
-    tokens = [entry("def", target=False), entry("\n\n    ", target=False, kl=3.0), entry(" x", kl=3.0)]
+def test_prompt_is_dimmed_and_text_kept(run_dir):
+    """Whitespace stays; an empty token has a mark; half of a surrogate pair, which UTF-8 lacks, is replaced."""
+    texts = {
+        "def": (False, None),
+        "\n\n    ": (False, 3.0),
+        " x": (True, 3.0),
+        "": (True, 0.5),
+        "\ud83d": (True, None),
+    }
+    tokens = [
+        {"text": text, "target": target, "kl": kl, "teacher": [], "student": []}
+        for text, (target, kl) in texts.items()
+    ]
     (run_dir / "tokens.json").write_text(json.dumps({"step": 7, "documents": [{"source": "e:1", "tokens": tokens}]}))
     page = page_of(run_dir)
     text = re.search(r'<div class="text".*?</div>', page.source, re.DOTALL).group()
-    classes = re.findall(r'<span class="(.*?)"', text)
-    assert [one.split() for one in classes] == [["prompt"], ["prompt"], ["k7"]]
-    assert html.unescape(re.sub("<[^>]*>", "", text)) == "def\n\n     x"
-    assert [token[0] for token in page.data["documents"][0]] == ["def", "↵↵␣␣␣␣", "␣x"]
+    assert re.findall(r'<span class=" ?(.*?)"', text) == ["prompt", "prompt", "k7", "k5", ""]
+    assert html.unescape(re.sub("<[^>]*>", "", text)) == "def\n\n     x\ufffd"
+    assert [token[0] for token in page.data["documents"][0]][:4] == ["def", "↵↵␣␣␣␣", "␣x", "∅"]
+    assert {"data-mark": "∅"} in page.all("i")
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(*colours: str) -> float:
     """Return the contrast ratio of WCAG 2 between two #rrggbb colours."""
-    low, high = sorted(map(luminance, (one, other)))
+    low, high = sorted(map(luminance, colours))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -230,8 +212,8 @@ def test_colours_are_readable_and_ordered(theme):
     for text in ("text", "muted", *(f"run-{index}" for index in range(8))):
         assert contrast(colour[text], colour["page"]) >= 4.5, text
     shades = [colour[f"kl-{index}"] for index in range(len(SHADES) + 1)]
-    assert all(contrast(colour["on-shade"], one) >= 4.5 for one in shades)
-    distances = [contrast(colour["page"], one) for one in shades]
+    assert all(contrast(colour["on-shade"], shade_colour) >= 4.5 for shade_colour in shades)
+    distances = [contrast(colour["page"], shade_colour) for shade_colour in shades]
     assert distances == sorted(distances)
 
 

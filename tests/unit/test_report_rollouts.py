@@ -141,12 +141,13 @@ def write_samples(folder: Path, steps, text=TEXT, **changes) -> None:
 
 
 def test_at_most_200_steps_are_shown(run_dir):
-    write_samples(run_dir, range(1, 451), "a b")
+    """In the order of steps, which the lines of the file do not have."""
+    write_samples(run_dir, [*range(226, 451), *range(1, 226)], "a b")
     page = Page(write_report(run_dir))
     shown = [int(step) for step in re.findall(r"<summary>step (\d+)", page.source)]
     assert len(shown) == 200
     assert shown[0] == 450
-    assert max(a - b for a, b in itertools.pairwise(shown)) <= 3
+    assert {a - b for a, b in itertools.pairwise(shown)} <= {1, 2, 3}
     assert "200 of 450 recorded steps" in page.text
 
 
@@ -182,12 +183,6 @@ def test_half_of_a_surrogate_pair_and_no_token(run_dir):
     write_report(run_dir)
     write_samples(run_dir, [1], "", tokens=[], length=0, completion="", reward=None, advantage=None)
     assert "0 tokens, ended by itself" in Page(write_report(run_dir)).text
-
-
-def test_lines_of_later_steps_may_come_first(run_dir):
-    write_samples(run_dir, [3, 1, 2])
-    page = Page(write_report(run_dir))
-    assert re.findall(r"<summary>step (\d+)", page.source) == ["3", "2", "1"]
 
 
 def test_compared_on_policy_runs_share_the_curves(run_dir, tmp_path):
