@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 from kit.fork_server import fork_server
-from kit.ranks import Ranks
+from kit.ranks import Ranks, under_torchrun
 from kit.runs import Command, wait_for, write_run
-from test_train_layouts import under_torchrun
 
 from stillhouse.config import ConfigError, TrainConfig
 from stillhouse.output.folder import RunFolder
@@ -29,7 +28,8 @@ from stillhouse.output.trackers import require_trackers
 from stillhouse.output.trackers.tracker_state import FILE
 
 Curves = dict[str, list[tuple[int, float]]]
-MLFLOW = ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")
+JSD = "loss/jsd(0.5)_nats_per_token"
+JSD_IN_MLFLOW = "loss/jsd_0.5__nats_per_token"
 VALUES = {"student.model": "a/b", "train.learning_rate": 2e-5, "eval.tasks": ["sums"], "seed": 0}
 
 
@@ -47,6 +47,10 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+def mlflow_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
+
+
 def write(folder: Path, track: list[str], steps: range, log_bytes: int = 0) -> int:
     """Log these steps as a process of a run does; returns the length of the log after step 3."""
     folder.mkdir(exist_ok=True)
@@ -54,7 +58,7 @@ def write(folder: Path, track: list[str], steps: range, log_bytes: int = 0) -> i
     with RunLog(RunFolder(folder), Progress(step=steps[0], log_bytes=log_bytes), 9, track, VALUES) as log:
         for step in steps:
             speed = {"speed/tokens_per_second": 1.0}
-            log.train(step, 10 * step, {"loss/jsd(0.5)_nats_per_token": step / 2, "nan": float("nan")} | speed)
+            log.train(step, 10 * step, {JSD: step / 2, "nan": float("nan")} | speed)
             if step % 2 == 0:
                 log.evaluation(step, 10 * step, {"eval/cross_entropy": step / 4})
             if step == 3:
@@ -149,8 +153,7 @@ def test_a_resumed_run_continues_its_curves_with_each_step_once(tmp_path: Path, 
     write(folder, [name], range(4, 6), at_checkpoint)
     write(folder, [name], range(4, 9), at_checkpoint)
     curves, runs, config = READERS[name](folder)
-    jsd = "loss/jsd_0.5__nats_per_token" if name == "mlflow" else "loss/jsd(0.5)_nats_per_token"
-    assert curves[jsd] == [(step, step / 2) for step in range(1, 9)]
+    assert curves[JSD_IN_MLFLOW if name == "mlflow" else JSD] == [(step, step / 2) for step in range(1, 9)]
     assert curves["eval/cross_entropy"] == [(step, step / 4) for step in range(2, 9, 2)]
     assert "nan" not in curves
     assert runs == 1
@@ -181,7 +184,7 @@ def test_steps_that_were_made_without_a_tracker_are_not_taken_for_sent(tmp_path:
     write(folder, [], range(4, last + 1), at_checkpoint)
     write(folder, ["mlflow"], range(4, 11), at_checkpoint)
     curves, runs, _ = of_mlflow(folder)
-    assert curves["loss/jsd_0.5__nats_per_token"] == [(step, step / 2) for step in range(1, 11)]
+    assert curves[JSD_IN_MLFLOW] == [(step, step / 2) for step in range(1, 11)]
     assert runs == 1
 
 
@@ -226,7 +229,7 @@ def test_one_that_cannot_start_leaves_no_run_of_another_behind(
     write(folder, ["mlflow"], range(1, 4))
     (run,) = mlflow.search_runs(experiment_names=["stillhouse"], output_format="list")
     assert run.info.status == "FINISHED"
-    assert len(of_mlflow(folder)[0]["loss/jsd_0.5__nats_per_token"]) == 3
+    assert len(of_mlflow(folder)[0][JSD_IN_MLFLOW]) == 3
 
 
 def test_a_tracker_that_cannot_be_reached_is_an_error_at_the_start(
@@ -347,7 +350,7 @@ def test_under_torchrun_one_that_cannot_start_ends_all_ranks_with_one_line(
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error")]
     assert len(errors) == 1, ended.stderr
     assert errors[0].startswith("error: track: mlflow cannot start or continue a run at file:")
-    ranks = Ranks(2, "distill", tmp_path / "run.yaml", environment={name: os.environ[name] for name in MLFLOW})
+    ranks = Ranks(2, "distill", tmp_path / "run.yaml", environment=mlflow_variables())
     assert ranks.wait() == [1, 1]
     assert ranks[1].err == errors[0].replace("error:", "error on rank 1:") + "\n"
 
@@ -357,12 +360,11 @@ def test_under_torchrun_one_that_cannot_start_ends_all_ranks_with_one_line(
 def test_a_whole_run_has_in_mlflow_what_its_log_has(tmp_path: Path, processes: int) -> None:
     pytest.importorskip("mlflow")
     write_run(tmp_path, track=["mlflow"])
-    environment = {name: os.environ[name] for name in MLFLOW}
     if processes == 1:
-        command = Command("distill", tmp_path / "run.yaml", environment=environment)
+        command = Command("distill", tmp_path / "run.yaml", environment=mlflow_variables())
         assert command.wait() == 0, command.err
     else:
-        ranks = Ranks(processes, "distill", tmp_path / "run.yaml", environment=environment)
+        ranks = Ranks(processes, "distill", tmp_path / "run.yaml", environment=mlflow_variables())
         assert ranks.wait() == [0] * processes, ranks[0].err
     curves, runs, params = of_mlflow(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
