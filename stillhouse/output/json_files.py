@@ -122,17 +122,12 @@ def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -
             offset += len(raw)
 
 
-def read_records(path: Path, kind: Callable[..., T], notes: list[str]) -> Iterator[tuple[int, T]]:
-    """Yield (offset, record) of every line, as `read_lines` does; nothing if there is no file.
-
-    Raises ValueError, with file, line and key, for a line that is no record of this kind.
-    """
-    if not path.is_file():
-        return
-    if path.stat().st_size == 0:
-        notes.append(f"{path.name} has no line yet.")
-    for where, offset, value in read_lines(path, _parse_object, notes):
-        yield offset, validated(kind, value, where)
+def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield (file and line number, offset, JSON object) of every line, as `read_lines`; nothing if there is no file."""
+    if path.is_file():
+        if path.stat().st_size == 0:
+            notes.append(f"{path.name} has no line yet.")
+        yield from read_lines(path, _parse_object, notes)
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

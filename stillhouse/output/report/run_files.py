@@ -2,7 +2,7 @@
 
 A killed run may lack any file except metrics.jsonl, and the last line of a file of JSON lines may be incomplete.
 `Run.notes` lists what is missing, and the page shows it. Other malformed content is an error that names the file and
-the place in the file. All completions are checked, but no more of them are held than are shown.
+the place in the file. Of a completion that is not shown, the tokens are neither checked nor held.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from stillhouse.config import ConfigError
 from stillhouse.config.yaml_text import read_yaml
 from stillhouse.libraries import reading
-from stillhouse.output.json_files import read_object, read_records, validated
+from stillhouse.output.json_files import read_object, read_objects, validated
 from stillhouse.output.metrics_file import MetricsLine, read_metrics
 from stillhouse.output.records import EvalSample, HeldOutTokens, Sample, Span
 
@@ -90,7 +90,9 @@ def read_run(path: Path) -> Run:
     expected = _expected_files(config, present)
     notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in OPTIONAL_FILES if name in expected - present]
     held_out = read_object(path / "tokens.json")
-    eval_samples = (sample for _, sample in read_records(path / "eval_samples.jsonl", EvalSample, notes))
+    eval_samples = (
+        validated(EvalSample, value, where) for where, _, value in read_objects(path / "eval_samples.jsonl", notes)
+    )
     return Run(
         path=path,
         lines=lines,
@@ -138,25 +140,27 @@ def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
-    spans = deque((span for _, span in read_records(folder / "timeline.jsonl", Span, notes)), maxlen=SPANS)
+    spans = (validated(Span, value, where) for where, _, value in read_objects(folder / "timeline.jsonl", notes))
+    last_spans = list(deque(spans, maxlen=SPANS))
     path = folder / "samples.jsonl"
-    places: dict[int, list[tuple[int, int]]] = {}  # by step, of each sample: offset, number of tokens
+    places: dict[int, list[tuple[str, int, int]]] = {}  # by step, of each sample: line, offset, number of tokens
     staleness = Counter[int]()
-    for offset, sample in read_records(path, Sample, notes):
-        places.setdefault(sample.step, []).append((offset, len(sample.tokens)))
+    for where, offset, value in read_objects(path, notes):
+        tokens = value.get("tokens")
+        sample = validated(Sample, value | {"tokens": []} if isinstance(tokens, list) else value, where)
+        places.setdefault(sample.step, []).append((where, offset, len(tokens or [])))
         if sample.source == "student":
             staleness[sample.staleness] += 1
     samples: dict[int, list[Sample]] = {}
-    tokens = {step: sum(count for _, count in of_step) for step, of_step in places.items()}
-    for step in shown_steps(tokens):
-        samples[step] = [_sample_at(path, offset) for offset, _ in places[step]]
-    return Rollouts(list(spans), samples, len(places), dict(sorted(staleness.items())))
+    for step in shown_steps({step: sum(count for *_, count in of_step) for step, of_step in places.items()}):
+        samples[step] = [_sample_at(path, where, offset) for where, offset, _ in places[step]]
+    return Rollouts(last_spans, samples, len(places), dict(sorted(staleness.items())))
 
 
-def _sample_at(path: Path, offset: int) -> Sample:
+def _sample_at(path: Path, where: str, offset: int) -> Sample:
     with path.open("rb") as file:
         file.seek(offset)
-        return validated(Sample, json.loads(file.readline()), str(path))
+        return validated(Sample, json.loads(file.readline()), where)
 
 
 def shown_steps(tokens: dict[int, int]) -> list[int]:
