@@ -20,12 +20,13 @@ from pydantic import TypeAdapter, ValidationError
 from stillhouse.display import escaped
 from stillhouse.libraries import reading
 from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
+from stillhouse.output.records import EvalSample, Sample, Span
 
 T = TypeVar("T")
 
 
 class LineFile:
-    """A file of `records`, to which this process appends. step: lines of later steps are removed first."""
+    """A file of JSON lines, to which this process appends. step: lines of later steps are removed first."""
 
     def __init__(self, path: Path, step: int):
         self._path = path
@@ -34,8 +35,7 @@ class LineFile:
             # unbuffered, so that closing the file does not try again to write what failed
             self._file = path.open("ab", buffering=0)
 
-    def append(self, records: Sequence[Any]) -> None:
-        """records: dataclasses whose fields have a `step`."""
+    def append(self, records: Sequence[Span | Sample | EvalSample]) -> None:
         lines = "".join(json.dumps(asdict(record), allow_nan=False) + "\n" for record in records)
         append(self._path, self._file, lines.encode())
 
