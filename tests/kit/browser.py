@@ -78,7 +78,7 @@ class Browser:
         self.mouse("mouseMoved", *start)
         self.mouse("mousePressed", *start, pressed=True)
         for share in (0.3, 0.7, 1.0):
-            at = [one + share * (other - one) for one, other in zip(start, stop, strict=True)]
+            at = [first + share * (last - first) for first, last in zip(start, stop, strict=True)]
             self.mouse("mouseMoved", *at, pressed=True)
         self.mouse("mouseReleased", *stop)
 

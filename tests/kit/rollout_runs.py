@@ -65,8 +65,8 @@ def add_step(timeline: Timeline, step, rng) -> None:
 
 def make_sample(text: str, step, rng, **changes) -> Sample:
     tokens = [
-        SampleToken(each["text"], each["kl"] if index else None, step - 2 + (index > 20), index % 9 != 8)
-        for index, each in enumerate(token_entries(text, rng))
+        SampleToken(token["text"], token["kl"] if index else None, step - 2 + (index > 20), index % 9 != 8)
+        for index, token in enumerate(token_entries(text, rng))
     ]
     values = {
         "step": step, "length": len(tokens),

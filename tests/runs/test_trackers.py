@@ -73,7 +73,7 @@ def of_mlflow(_: Path) -> tuple[Curves, int, dict[str, Any]]:
     runs = client.search_runs([experiment.experiment_id])
     curves = {}
     for key in runs[0].data.metrics:
-        curves[key] = [(each.step, each.value) for each in client.get_metric_history(runs[0].info.run_id, key)]
+        curves[key] = [(point.step, point.value) for point in client.get_metric_history(runs[0].info.run_id, key)]
     return curves, len(runs), runs[0].data.params
 
 
@@ -106,8 +106,8 @@ def of_wandb(folder: Path) -> tuple[Curves, int, dict[str, Any]]:
         return [records.Record.FromString(data) for data in leveldb_records(path)]
 
     def is_complete(path: Path) -> bool:
-        found = read(path)
-        return bool(found) and found[-1].WhichOneof("record_type") == "exit"
+        records_of_run = read(path)
+        return bool(records_of_run) and records_of_run[-1].WhichOneof("record_type") == "exit"
 
     paths = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.parent.stat().st_ctime_ns)
     wait_for(lambda: all(map(is_complete, paths)))  # wandb's own process writes the end of a file later
@@ -115,9 +115,9 @@ def of_wandb(folder: Path) -> tuple[Curves, int, dict[str, Any]]:
         for record in read(path):
             if record.WhichOneof("record_type") == "run":
                 ids.add((record.run.run_id, record.run.display_name, record.run.project))
-                config |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
+                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
             if record.WhichOneof("record_type") == "history":
-                items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
                 for key, value in items.items():
                     if not key.startswith("_"):
                         curves[key].append((items["_step"], value))

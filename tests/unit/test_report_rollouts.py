@@ -54,7 +54,9 @@ def test_the_files_add_three_parts_to_the_page_and_change_nothing_else(run_dir):
     without = write_report(run_dir).read_text()
     style = f"<style>{(ASSETS / 'rollouts.css').read_text()}</style>\n"
     sections = re.search(r"<section>\n  <h2>Timeline</h2>.*?(?=\n*<section>\n  <h2>Held-out text)", page, re.DOTALL)
-    squeezed = [re.sub(r"\n+", "\n", each) for each in (page.replace(style, "").replace(sections[0], ""), without)]
+    squeezed = [
+        re.sub(r"\n+", "\n", source) for source in (page.replace(style, "").replace(sections[0], ""), without)
+    ]
     assert squeezed[0] == squeezed[1]
     assert style in page
     assert not any(word in without for word in ("timeline", "rollout-", 'class="completions"', "<details"))

@@ -54,11 +54,11 @@ def test_the_page_is_sent_again_only_when_a_file_has_changed(server: ReportServe
 
 
 def test_a_damaged_file_is_named_until_it_is_whole_again(server: ReportServer, run_dir: Path) -> None:
-    whole = (run_dir / "data.json").read_bytes()
+    intact = (run_dir / "data.json").read_bytes()
     (run_dir / "data.json").write_text("[")
     status, text, _ = answer_of(server)
     assert (status, "data.json: not JSON" in text) == (503, True)
-    (run_dir / "data.json").write_bytes(whole)
+    (run_dir / "data.json").write_bytes(intact)
     assert answer_of(server)[0] == 200
 
 
@@ -151,7 +151,7 @@ def test_the_teacher_and_named_sets_have_curves(run_dir: Path) -> None:
 def test_smoothing_of_a_long_curve_starts_from_means(run_dir: Path) -> None:
     values = [1.0 if step % 5 else 11.0 for step in range(5000)]
     path = run_dir / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "eval/forward_kl": {one}}}\n' for step, one in enumerate(values)))
+    path.write_text("".join(f'{{"step": {step}, "eval/forward_kl": {value}}}\n' for step, value in enumerate(values)))
     (chart,) = Page(write_report(run_dir)).data["charts"]
     (series,) = chart["series"]
     shown = sum(series["values"]) / len(series["values"])

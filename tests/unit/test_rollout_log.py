@@ -55,12 +55,12 @@ def test_samples_are_bounded_and_without_nan(tmp_path):
     long = sample(prompt="p" * 5000 + "end", completion="c" * 5000, tokens=[token] * 600, length=600, reward=math.inf)
     with opened(tmp_path) as log:
         log.write([long] * 7)
-    found = lines(tmp_path / "samples.jsonl")
-    assert len(found) == 4
-    assert (len(found[0]["tokens"]), found[0]["length"]) == (TOKENS, 600)
-    assert len(found[0]["prompt"]) == len(found[0]["completion"]) == CHARACTERS
-    assert found[0]["prompt"].endswith("end")
-    assert found[0]["reward"] is found[0]["tokens"][0]["divergence"] is None
+    samples = lines(tmp_path / "samples.jsonl")
+    assert len(samples) == 4
+    assert (len(samples[0]["tokens"]), samples[0]["length"]) == (TOKENS, 600)
+    assert len(samples[0]["prompt"]) == len(samples[0]["completion"]) == CHARACTERS
+    assert samples[0]["prompt"].endswith("end")
+    assert samples[0]["reward"] is samples[0]["tokens"][0]["divergence"] is None
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2, 2]), (3, [1, 3, 2, 2]), (9, [1, 3, 2, 4, 2])])
@@ -129,8 +129,8 @@ def test_threads_lose_no_span(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-    found = lines(tmp_path / "timeline.jsonl")
-    assert sorted((line["what"], line["step"]) for line in found) == [
+    spans = lines(tmp_path / "timeline.jsonl")
+    assert sorted((line["what"], line["step"]) for line in spans) == [
         (str(n), i) for n in range(4) for i in range(300)
     ]
 
