@@ -123,7 +123,7 @@ def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -
 
 
 def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield (file and line number, offset, JSON object) of every line, as `read_lines`; nothing if there is no file."""
+    """Yield (file and line number, offset, object) of every line, as `read_lines`; nothing if there is no file."""
     if path.is_file():
         if path.stat().st_size == 0:
             notes.append(f"{path.name} has no line yet.")
