@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from stillhouse.output.files import UNFINISHED
+from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.progress import PREFIX, DamagedCheckpointError, read_state
 
 #: in the name of a checkpoint that `set_aside` has renamed

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from stillhouse.engine.state import stored_tensors
-from stillhouse.output.files import (
+from stillhouse.output.disk import (
     file_names,
     hashes,
 )

@@ -22,7 +22,7 @@ from stillhouse.checkpoint.queue_file import write_queue
 from stillhouse.engine.engine import Engine
 from stillhouse.engine.state import RANDOM, stored_tensors
 from stillhouse.generation import QueueState
-from stillhouse.output.files import file_names, hashes, require_space, written_together
+from stillhouse.output.disk import file_names, hashes, require_space, written_together
 from stillhouse.output.progress import Progress, State, folder_name, write_state
 from stillhouse.parallel import Ranks
 

@@ -72,7 +72,7 @@ def evaluate(
     )
     results = found["results"]
     if out is not None:
-        from stillhouse.output.files import replace_text
+        from stillhouse.output.disk import replace_text
 
         replace_text(out, json.dumps(results, indent=2) + "\n")
     for name, figures in results.items():

@@ -35,7 +35,7 @@ def task(name: str, *, count: int, seed: int, lengths: str | None, held_out: boo
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is not a folder: expected one for {out.name}")
     from stillhouse.data.problems import problem
-    from stillhouse.output.files import replace_text
+    from stillhouse.output.disk import replace_text
 
     records = (problem(spec, seed, number, held_out=held_out).record(name) for number in range(count))
     replace_text(out, "".join(json.dumps(record) + "\n" for record in records))

@@ -30,6 +30,7 @@ from stillhouse.objective.head import Projection, common_vocabulary, operand_dty
 from stillhouse.objective.keys import unique_names
 from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.objective.vocab import AsyncAllGather
+from stillhouse.output.records import Document, HeldOutTokens, TermAtToken, Token
 from stillhouse.run.session import Session
 
 DOCUMENTS = 4
@@ -45,14 +46,14 @@ Ranked = list[tuple[int, float]]
 #: of one term of the objective at one row: its value in nats, the norm of the gradient of scale · value with respect
 #: to the student's logits, and the entries of that gradient that raise and lower a logit most
 OfTerm = tuple[float, float, Ranked, Ranked]
-#: for a row: the document, the position of the token that it predicts, the KL, the likeliest tokens of the teacher
-#: and of the student, and the terms by name
+#: for a row: the document, the position of the token that it predicts, the KL, the most probable tokens of teacher
+#: and student, and the terms by name
 Entry = tuple[int, int, float, Ranked, Ranked, dict[str, OfTerm]]
 
 
 @torch.no_grad()
-def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
-    """The content of tokens.json: for every token its text, its KL(teacher‖student), the five likeliest tokens of
+def held_out_tokens(session: Session, step: int) -> HeldOutTokens | None:
+    """The content of tokens.json: for every token its text, its KL(teacher‖student), the five most probable tokens of
     teacher and student and, if it is a target, the gradient of each term of the objective.
 
     All of them describe the distributions that predicted the token, so the first token of a document has none. Terms
@@ -67,12 +68,11 @@ def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
     micro_batches = session.shard(sequences.micro_batches(_sequences_with(sequences, chosen)), training=False)
     signals = session.source.request(micro_batches).result()
     processor = _ShownTokens(tuple(chosen), _without_rollouts(session.spec))
-    found = session.engine.process(processor, micro_batches, signals)
-    own = [entry for entries in found for entry in entries]
-    all_ranks = session.ranks.gather(own)
-    entries = {(document, position): entry for each in all_ranks for document, position, *entry in each}
+    of_micro_batches = session.engine.process(processor, micro_batches, signals)
+    all_ranks = session.ranks.gather([entry for entries in of_micro_batches for entry in entries])
+    entries = {(document, position): entry for of_rank in all_ranks for document, position, *entry in of_rank}
     documents = [_document(session, sequences.documents, document, entries) for document in chosen]
-    return {"step": step, "documents": documents}
+    return HeldOutTokens(step, documents)
 
 
 def _choose(documents: Documents) -> list[int]:
@@ -90,28 +90,22 @@ def _sequences_with(sequences: PackedSequences, documents: list[int]) -> list[np
 
 def _document(
     session: Session, documents: Documents, document: int, entries: dict[tuple[int, int], list[Any]]
-) -> dict[str, Any]:
+) -> Document:
     def texts(pairs: Ranked) -> list[tuple[str, float]]:
         rounded = [(token, round(value, 6)) for token, value in pairs]
         return [(session.tokenizer.decode([token]), value) for token, value in rounded if value]
 
     tokens = []
+    targets = documents.targets(document).tolist()
     for position, token in enumerate(documents.tokens(document)[:TOKENS].tolist()):
         kl, teacher, student, terms = entries[document, position] if position else (None, [], [], {})
-        tokens.append(
-            {
-                "text": session.tokenizer.decode([token]),
-                "target": bool(documents.targets(document)[position]),
-                "kl": kl,
-                "teacher": texts(teacher),
-                "student": texts(student),
-                "terms": {
-                    name: {"value": value, "gradient": norm, "raises": texts(up), "lowers": texts(down)}
-                    for name, (value, norm, up, down) in terms.items()
-                },
-            }
-        )
-    return {"source": documents.sources[document], "tokens": tokens}
+        by_name = {
+            name: TermAtToken(value, norm, texts(raised), texts(lowered))
+            for name, (value, norm, raised, lowered) in terms.items()
+        }
+        text = session.tokenizer.decode([token])
+        tokens.append(Token(text, targets[position], kl, texts(teacher), texts(student), by_name))
+    return Document(documents.sources[document], tokens)
 
 
 def _without_rollouts(spec: ObjectiveSpec) -> ObjectiveSpec | None:
@@ -152,7 +146,7 @@ class _ShownTokens:
         head = student.head
         kl_C = linear_objective(student.hidden_TE, head, [Distill(teacher, forward_kl())]).per_token["forward_kl"]
         vocabulary = common_vocabulary([head, teacher.head])
-        student_top = likeliest(student, vocabulary, head.shard)
+        student_top = most_probable(student, vocabulary, head.shard)
         assert context.weights_T is not None
         assert context.document_T is not None
         assert context.position_ids_BS is not None
@@ -161,7 +155,7 @@ class _ShownTokens:
         if self.objective is not None:
             terms = gradients_by_term(self.objective, student, teacher, labels_C, weights_C)
         with torch.autocast(kl_C.device.type, enabled=False):
-            teacher_top = likeliest(teacher, vocabulary, head.shard)
+            teacher_top = most_probable(teacher, vocabulary, head.shard)
         documents, positions = context.document_T[index_C], context.position_ids_BS.flatten()[index_C] + 1
         return list(
             zip(documents.tolist(), positions.tolist(), kl_C.tolist(), teacher_top, student_top, terms, strict=True)
@@ -181,18 +175,18 @@ def gradients_by_term(
     if shard is not None and vocabulary < shard.rows:
         shard = replace(shard, start=shard.within(vocabulary)[0], stop=shard.within(vocabulary)[1])
     projection = Projection(head, vocabulary, operand_dtype(student.hidden_TE, head.weight_VD), shard)
-    found: list[dict[str, OfTerm]] = []
+    by_row: list[dict[str, OfTerm]] = []
     for rows in torch.arange(len(labels_C), device=labels_C.device).split(ROWS) if len(labels_C) else ():
         logits_CV = projection.logits(student.hidden_TE[rows])
         terms = spec.terms(labels_C[rows], {TEACHER: teacher.rows(rows)})
-        own = [_gradient(term, logits_CV, weights_C[rows], shard) for term in terms]
+        by_term = [_gradient(term, logits_CV, weights_C[rows], shard) for term in terms]
         names = unique_names(terms)
         counts = (weights_C[rows] != 0).tolist()
-        found += [
+        by_row += [
             dict(zip(names, of_row, strict=True)) if counted else {}
-            for counted, of_row in zip(counts, zip(*own, strict=True), strict=True)
+            for counted, of_row in zip(counts, zip(*by_term, strict=True), strict=True)
         ]
-    return found
+    return by_row
 
 
 def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShard | None) -> list[OfTerm]:
@@ -205,14 +199,17 @@ def _gradient(term: Term, logits_CV: Tensor, weights_C: Tensor, shard: VocabShar
     start = 0 if shard is None else shard.start
     count = min(PUSHED, logits_CV.shape[1] if shard is None else shard.rows)
     raised, lowered = (
-        [[(token, value) for token, value in of_row if value > 0] for of_row in largest(each_CV, start, shard, count)]
-        for each_CV in (-gradient_CV, gradient_CV)
+        [
+            [(token, value) for token, value in of_row if value > 0]
+            for of_row in largest(values_CV, start, shard, count)
+        ]
+        for values_CV in (-gradient_CV, gradient_CV)
     )
     return list(zip(output.per_token[term.name].tolist(), norms_C.tolist(), raised, lowered, strict=True))
 
 
-def likeliest(signal: FullVocab, vocabulary: int, shard: VocabShard | None) -> list[Ranked]:
-    """The likeliest tokens of each row with their probabilities, from the same logits that the objective uses."""
+def most_probable(signal: FullVocab, vocabulary: int, shard: VocabShard | None) -> list[Ranked]:
+    """The `TOP` tokens of each row with their probabilities, from the same logits that the objective uses."""
     dtype = operand_dtype(signal.hidden_TE, signal.head.weight_VD)
     projection = Projection(signal.head, vocabulary, dtype, shard)
     start = 0 if shard is None else shard.within(vocabulary)[0]

@@ -57,7 +57,7 @@ def train(session: Session, folder: RunFolder, checkpoint: IntactCheckpoint | No
                 output = engine.forward_backward(micro_batches, signals, micro_batches.whole.normalizer)
                 run.update(step, micro_batches, output)
                 rollouts.trained(step)
-            log.write(step + 1, shown_samples(session, step, samples, micro_batches, output))
+            log.write(shown_samples(session, step, samples, micro_batches, output))
             measured = metrics.of(step, samples, micro_batches, output, timeline, run.seconds)
             run.end(step, micro_batches, output, measured)
     return run.progress

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,11 +11,11 @@ from stillhouse.data import Documents
 from stillhouse.generation import GenerationRequest
 from stillhouse.generation.in_process import InProcessEngine
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.lines import LineFile
+from stillhouse.output.json_files import LineFile
+from stillhouse.output.records import CHARACTERS, EvalSample
 from stillhouse.parallel import is_first
 from stillhouse.run.session import Session
 
-CHARACTERS = 4000  # of a prompt, from its end; of a completion, from its start
 PROMPT_TOKENS = 32  # at most, of a document that is no prompt and completion
 
 
@@ -41,31 +40,31 @@ class EvalSamples:
         self._tokenizer, self._engine, self._file = session.tokenizer, engine, file
         self._prompts = choose_prompts(session.evaluation.documents, settings.samples)
         self._requests = [
-            GenerationRequest(number, each.prompt_N, number, min(settings.task_tokens, most - len(each.prompt_N)))
-            for number, each in enumerate(self._prompts)
+            GenerationRequest(number, prompt.prompt_N, number, min(settings.task_tokens, most - len(prompt.prompt_N)))
+            for number, prompt in enumerate(self._prompts)
         ]
 
     def write(self, step: int) -> None:
         """Complete the prompts and append the lines. A collective of all processes."""
-        completions = [each.result() for each in self._engine.generate(self._requests)]
+        completions = [pending.result() for pending in self._engine.generate(self._requests)]
         if self._file is None:
             return
-        records: list[dict[str, Any]] = []
-        for number, (each, completion) in enumerate(zip(self._prompts, completions, strict=True)):
-            reference_N = each.reference_N[: self._requests[number].max_new_tokens]
-            records.append(
-                {
-                    "step": step,
-                    "number": number,
-                    "source": each.source,
-                    "prompt": self._tokenizer.decode(each.prompt_N.tolist())[-CHARACTERS:],
-                    "reference": self._tokenizer.decode(reference_N.tolist())[:CHARACTERS],
-                    "completion": self._tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
-                    "tokens": len(completion.ids_N),
-                    "finish": completion.finish,
-                }
-            )
-        self._file.append(records)
+        decode = self._tokenizer.decode
+        self._file.append(
+            [
+                EvalSample(
+                    step=step,
+                    number=request.number,
+                    source=prompt.source,
+                    prompt=decode(prompt.prompt_N.tolist())[-CHARACTERS:],
+                    reference=decode(prompt.reference_N[: request.max_new_tokens].tolist())[:CHARACTERS],
+                    completion=decode(completion.ids_N.tolist())[:CHARACTERS],
+                    tokens=len(completion.ids_N),
+                    finish=completion.finish,
+                )
+                for request, prompt, completion in zip(self._requests, self._prompts, completions, strict=True)
+            ]
+        )
 
 
 @contextmanager
@@ -96,7 +95,7 @@ def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
         if len(documents.tokens(document)) > 1:
             of_set = 0 if documents.set_D is None else int(documents.set_D[document])
             by_set.setdefault(of_set, []).append(document)
-    turns = sorted((turn, of_set, each) for of_set, own in by_set.items() for turn, each in enumerate(own))
+    turns = sorted((turn, of_set, document) for of_set, row in by_set.items() for turn, document in enumerate(row))
     return [_prompt(documents, document) for _, _, document in turns[:count]]
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from stillhouse.engine.engine import StepOutput
-from stillhouse.generation import Sample
-from stillhouse.output.rollout_log import SAMPLES, SampleToken
-from stillhouse.output.rollout_log import Sample as ShownSample
+from stillhouse.generation import Sample as GeneratedSample
+from stillhouse.output.records import Sample, SampleToken
+from stillhouse.output.rollout_log import SAMPLES
 from stillhouse.parallel import ShardedMicroBatches
 from stillhouse.run.session import Session
 
@@ -16,12 +16,16 @@ _NO_DIVERGENCES = ("log_ratio", "cross_entropy", "entropy", "policy_gradient", "
 
 
 def shown_samples(
-    session: Session, step: int, samples: Sequence[Sample], micro_batches: ShardedMicroBatches, output: StepOutput
-) -> list[ShownSample]:
+    session: Session,
+    step: int,
+    samples: Sequence[GeneratedSample],
+    micro_batches: ShardedMicroBatches,
+    output: StepOutput,
+) -> list[Sample]:
     """Some samples of a step, of different prompts if there are enough. A collective of all processes."""
-    shown = {number: samples[number] for number in range(0, len(samples), max(1, len(samples) // SAMPLES))}
-    divergences = _divergences(session, list(shown), micro_batches, output)
-    return [_shown(session, step, each, divergences, number) for number, each in shown.items()]
+    numbers = list(range(0, len(samples), max(1, len(samples) // SAMPLES)))
+    divergences = _divergences(session, numbers, micro_batches, output)
+    return [_shown(session, step, samples[number], divergences, number) for number in numbers]
 
 
 def _divergences(
@@ -31,48 +35,49 @@ def _divergences(
 
     numbers: of the documents in the step; samples are numbered as `step_documents` does.
     """
-    own: list[tuple[int, int, float]] = []
-    for micro_batch, each in zip(micro_batches, output.outputs, strict=False):
-        divergences = [value_T for name, value_T in each.per_token.items() if not name.startswith(_NO_DIVERGENCES)]
+    rows_here: list[tuple[int, int, float]] = []
+    for micro_batch, processed in zip(micro_batches, output.outputs, strict=False):
+        per_token = processed.per_token.items()
+        divergences = [value_T for name, value_T in per_token if not name.startswith(_NO_DIVERGENCES)]
         if not divergences:
             continue
         documents_T = micro_batch.document_T
         is_shown_T = torch.isin(documents_T, torch.tensor(numbers, device=documents_T.device))
         is_shown_T &= micro_batch.weights_T > 0
         rows = is_shown_T.nonzero()[:, 0]
-        documents = micro_batch.document_T[rows].tolist()
+        documents = documents_T[rows].tolist()
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
-        own += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
-    everyone = session.ranks.gather(own)
-    return {(document, position): value for each in everyone for document, position, value in each}
+        rows_here += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
+    all_ranks = session.ranks.gather(rows_here)
+    return {(document, position): value for of_rank in all_ranks for document, position, value in of_rank}
 
 
 def _shown(
-    session: Session, step: int, sample: Sample, divergences: dict[tuple[int, int], float], number: int
-) -> ShownSample:
+    session: Session, step: int, sample: GeneratedSample, divergences: dict[tuple[int, int], float], number: int
+) -> Sample:
     assert session.config.rollout is not None
     completion, tokenizer = sample.completion, session.tokenizer
     prompt_ids = session.train.documents.tokens(sample.prompt)
     by_student = session.config.rollout.writer == "student"
-    tokens = []
-    for at, (token, version) in enumerate(
-        zip(completion.ids_N.tolist(), completion.versions_N.tolist(), strict=True)
-    ):
-        divergence = divergences.get((number, len(prompt_ids) + at))
-        is_written = bool(sample.is_written_N[at])
-        tokens.append(
-            SampleToken(
-                text=tokenizer.decode([token]),
-                divergence=divergence,
-                version=version if is_written and by_student else None,
-                target=is_written,
-            )
+    generated = zip(
+        completion.ids_N.tolist(), completion.versions_N.tolist(), sample.is_written_N.tolist(), strict=True
+    )
+    tokens = [
+        SampleToken(
+            text=tokenizer.decode([token]),
+            divergence=divergences.get((number, position)),
+            version=version if is_generated and by_student else None,
+            target=is_generated,
         )
+        for position, (token, version, is_generated) in enumerate(generated, start=len(prompt_ids))
+    ]
     oldest = int(completion.versions_N[sample.is_written_N].min())
-    return ShownSample(
+    return Sample(
+        step=step + 1,
         prompt=tokenizer.decode(prompt_ids),
         completion=tokenizer.decode(completion.ids_N),
         tokens=tokens,
+        length=len(tokens),
         reward=sample.reward,
         advantage=None if sample.reward is None else sample.advantage,
         finish=completion.finish,

@@ -32,7 +32,7 @@ from stillhouse.loops.weights_probe import (
     require_weights_in_use,
     rounding,
 )
-from stillhouse.output.files import explained_write_errors
+from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.rollout_log import Timeline
 from stillhouse.parallel import ShardedMicroBatches, is_first, watchdog

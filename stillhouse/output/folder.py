@@ -13,7 +13,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,7 @@ from filelock import FileLock, Timeout
 import stillhouse
 from stillhouse.config import RunConfig, dump_config
 from stillhouse.display import escaped
-from stillhouse.output.files import (
-    UNFINISHED,
-    hashes,
-    remove_unfinished,
-    replace_text,
-)
+from stillhouse.output.disk import UNFINISHED, hashes, remove_unfinished, replace_text
 
 LOCK = ".lock"
 #: the file that tells a run from all others
@@ -100,7 +95,8 @@ class RunFolder:
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
 
     def write_json(self, name: str, content: Any) -> None:
-        self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False))
+        """content: what JSON can hold, and dataclasses of it."""
+        self.write_text(name, json.dumps(content, indent=1, ensure_ascii=False, default=asdict))
 
     def write_text(self, name: str, content: str) -> None:
         """Write a file under a temporary name and rename it, so that a reader never sees half of it."""
@@ -110,8 +106,8 @@ class RunFolder:
 def init_run_dir(folder: RunFolder, config: RunConfig) -> None:
     """Prepare the folder for this run, after `candidates` has found that the run may use it."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    for each in (folder.path, folder.checkpoints):
-        remove_unfinished(each)  # before anything is written, since these files may fill the disk
+    for path in (folder.path, folder.checkpoints):
+        remove_unfinished(path)  # before anything is written, since these files may fill the disk
     folder.write_text("config.yaml", dump_config(config))  # from now on the folder belongs to this run
     folder.checkpoints.mkdir(exist_ok=True)
 
@@ -169,14 +165,14 @@ def require_intact_model(folder: RunFolder) -> str:
         expected = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    found = hashes(folder.path, sorted(expected))
-    wrong = [name for name, each in found.items() if each != expected[name]]
+    actual = hashes(folder.path, sorted(expected))
+    wrong = [name for name, file_hash in actual.items() if file_hash != expected[name]]
     if wrong:
         raise ValueError(
             f"{folder.model} is damaged: these files are not what was written: {', '.join(wrong[:5])}; remove "
             "that folder, and the same command writes the model again if the last checkpoint still exists"
         )
-    return f"{len(found)} files"
+    return f"{len(actual)} files"
 
 
 def environment(objective: str, seed: int, device: torch.device) -> dict[str, Any]:

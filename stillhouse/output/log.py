@@ -1,7 +1,6 @@
 """The output of a run: metrics.jsonl always, a live line on a terminal, and the trackers that `track` names."""
 
 import hashlib
-import json
 import math
 import os
 import sys
@@ -15,9 +14,10 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from stillhouse.output.files import explained_write_errors
+from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.lines import append
+from stillhouse.output.json_files import append
+from stillhouse.output.metrics_file import MetricsLine, without_infinity
 from stillhouse.output.progress import Progress
 from stillhouse.output.trackers import open_trackers
 from stillhouse.parallel import Ranks, watchdog
@@ -154,9 +154,8 @@ class RunLog:
             self._bar.write(line)
 
     def _write(self, step: int, tokens: int, metrics: dict[str, float]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # no NaN in JSON
-        record = {"step": step, "tokens": tokens, "seconds": round(self.seconds, 3), **finite}
-        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        values = {"tokens": tokens, "seconds": round(self.seconds, 3), **metrics}
+        line = MetricsLine(step, without_infinity(values)).encoded()
         append(self._path, self._file, line)
         self._digest.update(line)
         if self._board is not None:

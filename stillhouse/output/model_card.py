@@ -5,7 +5,6 @@ checkpoint proves. Of a path on the trainer's machine, only the last part is nam
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,50 +16,57 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import cached_file
 
 import stillhouse
-from stillhouse.checkpoint.identity import configuration_hash
-from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint, stored_tensors
 from stillhouse.config import RunConfig, TeacherConfig
-from stillhouse.engine.state import RANDOM
 from stillhouse.libraries import reading
+from stillhouse.output.json_files import read_object
+from stillhouse.output.metrics_file import parse_metrics
 from stillhouse.output.progress import Progress
-from stillhouse.run.in_words import in_words, loss_in_words
-from stillhouse.run.session import objective_spec
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHORT = 16  # characters of a fingerprint on the page
+_UNREADABLE = "{} cannot be read; restore it, or export without a model card (--no-card)"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What is exported. dtype: of the weights. adapter: "", "merged" or "alone". has_template: a chat template."""
+    """What is exported, besides what the run's folder and the checkpoint say.
 
+    objective: in words. processes: how many wrote the checkpoint. dtype: of the weights. adapter: "", "merged" or
+    "alone". has_template: whether there is a chat template.
+    """
+
+    objective: str
+    processes: int
     command: str
     dtype: str
     adapter: str
     has_template: bool
 
 
-def model_card(run: Path, config: RunConfig, checkpoint: IntactCheckpoint, exported: Exported) -> str:
+def model_card(run: Path, config: RunConfig, progress: Progress, exported: Exported) -> str:
     """The text of README.md. Raises ValueError if a file of the run that it quotes is not the checkpoint's."""
-    progress = checkpoint.state.progress
-    if progress.configuration != configuration_hash(config):
-        raise ValueError(
-            f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, or is of "
-            "another version of stillhouse: restore it, or export without a model card (--no-card)"
-        )
     sections = [
         f"# {_short_name(config.student.model)}, distilled",
-        _summary(run, config, exported),
+        _summary(config, exported),
         "## Sources",
         _sources(run, config, progress),
         "## Training",
-        _training(config, checkpoint),
+        _training(config, progress, exported.processes),
         "## Results",
         _results(run, progress),
         "## How it was made",
         f"Exported with stillhouse {stillhouse.__version__}:\n\n    {exported.command}",
     ]
     return f"---\n{_front_matter(config, exported)}\n---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def quoted_file(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of the run that the card quotes. Raises ValueError if there is none."""
+    with reading(_UNREADABLE.format(path)):
+        content = read_object(path)
+        if content is None:
+            raise ValueError("there is no such file")
+    return content
 
 
 def _front_matter(config: RunConfig, exported: Exported) -> str:
@@ -89,59 +95,43 @@ def _license(config: RunConfig) -> dict[str, Any]:
         return {}
     with reading(f"the model card of {student.model} cannot be read"):
         data = ModelCard.load(path, ignore_metadata_errors=True).data
-    found = {key: data.get(key) for key in ("license", "license_name", "license_link")}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    values = {key: data.get(key) for key in ("license", "license_name", "license_link")}
+    return {key: value for key, value in values.items() if isinstance(value, str)}
 
 
-def _summary(run: Path, config: RunConfig, exported: Exported) -> str:
-    objective = _objective(run, config).partition(f": {config.student.model}")[0]
+def _summary(config: RunConfig, exported: Exported) -> str:
+    objective = exported.objective.partition(f": {config.student.model}")[0]
     kinds = {
         "": "All weights were trained.",
         "merged": "A LoRA was trained and is merged into the weights of its base.",
         "alone": "These files are a LoRA, which peft loads on top of its base.",
     }
-    given = config.data.chat_template
-    own = "the student's own" if given is None else f"of {Path(given).name}, as in training"
-    template = own if exported.has_template else "none, because the student has none"
+    path = config.data.chat_template
+    template = "the student's own" if path is None else f"of {Path(path).name}, as in training"
+    if not exported.has_template:
+        template = "none, because the student has none"
     return (
         f"Objective: {objective}.\n\n{kinds[exported.adapter]} The weights here are {exported.dtype}. Chat template: "
         f"{template}."
     )
 
 
-def _objective(run: Path, config: RunConfig) -> str:
-    """The objective in words. What a cache or a server gives is known from the run's own file alone."""
-    spec = objective_spec(config)
-    if all(each.cache is None and each.url is None for each in config.teacher_sections.values()):
-        return in_words(config, spec, {})
-    path, expected = run / "environment.json", loss_in_words(config, spec)
-    words = _read_json(path).get("objective")
-    if not isinstance(words, str) or not words.startswith(f"{expected}, "):
-        raise ValueError(
-            f"{path} has the objective {words!r}: expected the run's own file, with '{expected}'; restore it,"
-            " or export without a model card (--no-card)"
-        )
-    return words
-
-
 def _sources(run: Path, config: RunConfig, progress: Progress) -> str:
     rows = [("student before training", _short_name(config.student.model), progress.models.get("student"))]
     for section, teacher in config.teacher_sections.items():
         rows.append((section.replace("teachers.", "teacher "), _teacher_name(teacher), progress.models.get(section)))
-    counts = _read_json(run / "data.json")
-    for which, fingerprint in progress.data.items():
-        with reading(f"{run / 'data.json'} cannot be read; restore it, or export without a model card (--no-card)"):
-            rows.append((f"data, {which}", _counts(counts.get(which)), fingerprint))
+    counts = quoted_file(run / "data.json")
+    with reading(_UNREADABLE.format(run / "data.json")):
+        rows += [(f"data, {name}", _counts(counts.get(name)), mark) for name, mark in progress.data.items()]
     lines = [f"| {what} | {name} | {f'`{mark[:_SHORT]}`' if mark else 'none'} |" for what, name, mark in rows]
     head = ["| | | fingerprint |", "| --- | --- | --- |"]
     return "\n".join(head + lines) + "\n\nA fingerprint is the beginning of a sha256 of the files or documents."
 
 
-def _training(config: RunConfig, checkpoint: IntactCheckpoint) -> str:
-    train, progress = config.train, checkpoint.state.progress
+def _training(config: RunConfig, progress: Progress, processes: int) -> str:
+    train = config.train
     degrees = {key: value for key, value in config.parallel.model_dump().items() if isinstance(value, int)}
     used = ", ".join(f"{key} {value}" for key, value in degrees.items() if value > 1)
-    processes = _processes(checkpoint, config.parallel.tensor)
     layout = f"{processes} process{'es' if processes > 1 else ''}" + (f" ({used})" if used else "")
     return (
         f"{progress.step:,} optimizer steps of {train.tokens_per_step:,} tokens; {progress.tokens:,} target tokens "
@@ -154,18 +144,21 @@ def _results(run: Path, progress: Progress) -> str:
     if not progress.metrics:
         return "The run had no held-out data."
     before = _first_evaluation(run, progress)
-    columns = {"step 0": before} if before else {}  # a run that began with a checkpoint has not evaluated before it
-    columns |= {f"step {progress.step}": progress.metrics}
+    columns: dict[str, Mapping[str, float | None]] = {f"step {progress.step}": progress.metrics}
+    if before:  # a run that began with a checkpoint has not evaluated before it
+        columns = {"step 0": before} | columns
     names = [name for name in sorted(progress.metrics) if not name.endswith("/tokens")]
     rows = [["held-out metric", *columns], ["---"] * (1 + len(columns))]
-    rows += [[name, *(f"{each[name]:.4f}" if name in each else "" for each in columns.values())] for name in names]
+    for name in names:
+        values = [metrics.get(name) for metrics in columns.values()]
+        rows.append([name, *("" if value is None else f"{value:.4f}" for value in values)])
     return (
         "\n".join(f"| {' | '.join(row)} |" for row in rows)
         + "\n\nCross-entropies, divergences and entropies are in nats per token."
     )
 
 
-def _first_evaluation(run: Path, progress: Progress) -> Mapping[str, float]:
+def _first_evaluation(run: Path, progress: Progress) -> dict[str, float | None]:
     """The held-out metrics before training; empty if there are none. The checkpoint proves the log by a hash."""
     path = run / "metrics.jsonl"
     beginning = path.read_bytes()[: progress.log_bytes] if path.is_file() else b""
@@ -174,15 +167,8 @@ def _first_evaluation(run: Path, progress: Progress) -> Mapping[str, float]:
             f"{path} is damaged: it does not begin with the lines that it had when step {progress.step} was saved; "
             "restore it, or export without a model card (--no-card)"
         )
-    lines = map(json.loads, beginning.splitlines())
-    return next((line for line in lines if line["step"] == 0 and "eval/cross_entropy" in line), {})
-
-
-def _processes(checkpoint: IntactCheckpoint, tensor: int) -> int:
-    """The number of processes that wrote the checkpoint. Each tensor group of them has one random state."""
-    name = f"{RANDOM}cpu."
-    states = [each for each in stored_tensors(checkpoint.path / RESUME) if each.startswith(name)]
-    return len(states) * tensor or 1
+    lines = (parse_metrics(line, str(path)) for line in beginning.splitlines())
+    return next((line.values for line in lines if line.step == 0 and "eval/cross_entropy" in line.values), {})
 
 
 def _teacher_name(teacher: TeacherConfig) -> str:
@@ -199,14 +185,6 @@ def _counts(report: Any) -> str:
     if not isinstance(report, dict):
         return "documents not counted"
     return f"{report['documents']:,} documents, {report['tokens']:,} tokens"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with reading(f"{path} cannot be read; restore it, or export without a model card (--no-card)"):
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
-    return content
 
 
 def _is_hub_id(name: str) -> bool:

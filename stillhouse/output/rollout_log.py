@@ -10,52 +10,19 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Self
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.lines import LineFile
+from stillhouse.output.json_files import LineFile
 from stillhouse.output.log import NoLog, RunLog
 from stillhouse.output.progress import Progress
+from stillhouse.output.records import CHARACTERS, WAIT, Lane, Sample, Span
 from stillhouse.parallel import is_first
-
-Lane = Literal["rollout", "teacher", "trainer", "weights"]
 
 SAMPLES = 4  # of a step
 TOKENS = 512  # of a sample
-CHARACTERS = 4000  # of a prompt, from its end; of a completion, from its start
-#: what the trainer does while it waits begins with this word
-WAIT = "wait"
-
-
-@dataclass(frozen=True)
-class SampleToken:
-    """One token of a completion.
-
-    divergence: between teacher and student, in nats; None if it was not computed. version: of the weights that wrote
-    the token; None if the student did not write it. target: whether it is trained on.
-    """
-
-    text: str
-    divergence: float | None
-    version: int | None
-    target: bool
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One completion of a step. reward, advantage: None without a reward. staleness: optimizer steps between the
-    weights that wrote the completion and those that learn from it."""
-
-    prompt: str
-    completion: str
-    tokens: Sequence[SampleToken]
-    reward: float | None
-    advantage: float | None
-    finish: Literal["stop", "length"]
-    source: Literal["student", "dataset", "teacher"]
-    staleness: int
 
 
 def open_rollout_log(folder: RunFolder, progress: Progress, log: RunLog | NoLog) -> "RolloutLog":
@@ -74,11 +41,11 @@ class RolloutLog:
         self._samples = None if folder is None else LineFile(folder.samples, step)
         self.timeline = Timeline(clock, None if folder is None else LineFile(folder.timeline, step))
 
-    def write(self, step: int, samples: Sequence[Sample] = ()) -> None:
-        """Write the spans that have been added so far, and the first `SAMPLES` samples of this step."""
+    def write(self, samples: Sequence[Sample] = ()) -> None:
+        """Write the spans that have been added so far, and the first `SAMPLES` samples, cut to what is shown."""
         self.timeline.write()
         if self._samples is not None and samples:
-            self._samples.append([_sample_record(step, sample) for sample in samples[:SAMPLES]])
+            self._samples.append([_shortened(sample) for sample in samples[:SAMPLES]])
 
     def __enter__(self) -> Self:
         return self
@@ -103,10 +70,10 @@ class Timeline:
     The clock is the host's. Work that a GPU does after its launch counts for what waits for it.
     """
 
-    def __init__(self, clock: Callable[[], float], file: "LineFile | None" = None):
+    def __init__(self, clock: Callable[[], float], file: LineFile | None = None):
         self._clock, self._file = clock, file
         self._lock = threading.Lock()
-        self._unwritten: list[dict[str, Any]] = []
+        self._unwritten: list[Span] = []
         self._trainer: dict[int, list[tuple[str, float, float]]] = {}  # its spans, by step
 
     @property
@@ -122,10 +89,9 @@ class Timeline:
 
     def add(self, step: int, lane: Lane, what: str, start: float, stop: float) -> None:
         """Add a span of the run's seconds. step: the optimizer step that the work is for."""
-        record = {"step": step, "lane": lane, "what": what, "start": round(start, 4), "stop": round(stop, 4)}
         with self._lock:
             if self._file is not None:
-                self._unwritten.append(record)
+                self._unwritten.append(Span(step, lane, what, round(start, 4), round(stop, 4)))
             if lane == "trainer":
                 self._trainer.setdefault(step, []).append((what, start, stop))
 
@@ -136,8 +102,8 @@ class Timeline:
             spans = self._trainer.get(step, [])
             self._trainer = {later: kept for later, kept in self._trainer.items() if later >= step}
         waited = sum(stop - start for what, start, stop in spans if what.startswith(WAIT))
-        whole = max((stop for *_, stop in spans), default=0.0) - min((start for _, start, _ in spans), default=0.0)
-        return waited / whole if whole > 0 else 0.0
+        seconds = max((stop for *_, stop in spans), default=0.0) - min((start for _, start, _ in spans), default=0.0)
+        return waited / seconds if seconds > 0 else 0.0
 
     def write(self) -> None:
         with self._lock:
@@ -150,24 +116,16 @@ class Timeline:
             self._file.close()
 
 
-def _sample_record(step: int, sample: Sample) -> dict[str, Any]:
-    """The line of a sample. Numbers that are not finite become null, because JSON has none of them."""
-    tokens = [
-        {"text": each.text, "divergence": _finite(each.divergence), "version": each.version, "target": each.target}
-        for each in sample.tokens[:TOKENS]
-    ]
-    return {
-        "step": step,
-        "prompt": sample.prompt[-CHARACTERS:],
-        "completion": sample.completion[:CHARACTERS],
-        "tokens": tokens,
-        "length": len(sample.tokens),  # also of what is cut off
-        "reward": _finite(sample.reward),
-        "advantage": _finite(sample.advantage),
-        "finish": sample.finish,
-        "source": sample.source,
-        "staleness": sample.staleness,
-    }
+def _shortened(sample: Sample) -> Sample:
+    """The sample as it is written. Numbers that are not finite become None, because JSON has none of them."""
+    return replace(
+        sample,
+        prompt=sample.prompt[-CHARACTERS:],
+        completion=sample.completion[:CHARACTERS],
+        tokens=[replace(token, divergence=_finite(token.divergence)) for token in sample.tokens[:TOKENS]],
+        reward=_finite(sample.reward),
+        advantage=_finite(sample.advantage),
+    )
 
 
 def _finite(value: float | None) -> float | None:

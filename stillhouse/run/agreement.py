@@ -19,7 +19,7 @@ import transformers
 import stillhouse
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.config.read_config import dotted_values
-from stillhouse.output.files import UNFINISHED, explained_write_errors
+from stillhouse.output.disk import UNFINISHED, explained_write_errors
 from stillhouse.parallel import Ranks
 
 #: how long it may take until a file written by another machine is visible through a network file system's cache

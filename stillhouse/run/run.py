@@ -10,7 +10,7 @@ from stillhouse.checkpoint.resume import candidates, open_checkpoint
 from stillhouse.config import ConfigError, RunConfig
 from stillhouse.loops import off_policy, on_policy
 from stillhouse.loops.held_out_tokens import held_out_tokens
-from stillhouse.output.files import (
+from stillhouse.output.disk import (
     UNFINISHED,
     atomic_folder,
     explained_write_errors,

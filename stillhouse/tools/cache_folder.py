@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from stillhouse.output.files import (
+from stillhouse.output.disk import (
     UNFINISHED,
     explained_write_errors,
     file_names,

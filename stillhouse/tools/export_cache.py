@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from stillhouse.config import RunConfig, yaml_text
-from stillhouse.output.files import atomic_folder
+from stillhouse.output.disk import atomic_folder
 from stillhouse.run.inputs import load_run_data
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.exchange.distillkit import CONFIGURATION, Compression, write_parquet

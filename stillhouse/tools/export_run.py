@@ -21,17 +21,21 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from stillhouse.checkpoint.checkpoint_folder import best_checkpoint, checkpoints
 from stillhouse.checkpoint.export_weights import write_weights
-from stillhouse.checkpoint.integrity import IntactCheckpoint, stored_tensors, verified
+from stillhouse.checkpoint.identity import configuration_hash
+from stillhouse.checkpoint.integrity import RESUME, IntactCheckpoint, stored_tensors, verified
 from stillhouse.config import RunConfig, load_config
+from stillhouse.engine.state import RANDOM
 from stillhouse.libraries import reading
 from stillhouse.models.adapter import merged
 from stillhouse.models.loading import auto_class, load_causal_lm, parse_dtype
 from stillhouse.models.mtp_names import without_mtp
-from stillhouse.output.files import atomic_folder, file_names
+from stillhouse.output.disk import atomic_folder, file_names
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.model_card import Exported, model_card
+from stillhouse.output.model_card import Exported, model_card, quoted_file
 from stillhouse.output.progress import STATE, folder_name
+from stillhouse.run.in_words import in_words, loss_in_words
 from stillhouse.run.models import source_fingerprint
+from stillhouse.run.session import objective_spec
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _STUDENT = ".safetensors", "student/"
@@ -88,8 +92,17 @@ def export_run(path: Path, out: Path, step: str | None, settings: ExportSettings
         if settings.card:
             assert config is not None
             adapter = "merged" if merges else "alone" if has_adapter else ""
-            found = Exported(_command(run, checkpoint, settings), _dtype_of(folder), adapter, _has_template(folder))
-            (folder / "README.md").write_text(model_card(run, config, checkpoint, found), encoding="utf-8")
+            _require_same_configuration(run, config, checkpoint)
+            exported = Exported(
+                _objective(run, config),
+                _processes(checkpoint, config.parallel.tensor),
+                _command(run, checkpoint, settings),
+                _dtype_of(folder),
+                adapter,
+                _has_template(folder),
+            )
+            card = model_card(run, config, checkpoint.state.progress, exported)
+            (folder / "README.md").write_text(card, encoding="utf-8")
     return checkpoint
 
 
@@ -259,6 +272,36 @@ def _dtype_of(folder: Path) -> str:
 def _has_template(folder: Path) -> bool:
     with reading(f"the tokenizer of {folder} cannot be read"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).chat_template is not None
+
+
+def _require_same_configuration(run: Path, config: RunConfig, checkpoint: IntactCheckpoint) -> None:
+    if checkpoint.state.progress.configuration != configuration_hash(config):
+        raise ValueError(
+            f"{run / 'config.yaml'} is not the configuration that {checkpoint.path.name} was trained with, or is of "
+            "another version of stillhouse: restore it, or export without a model card (--no-card)"
+        )
+
+
+def _objective(run: Path, config: RunConfig) -> str:
+    """The objective in words. What a cache or a server gives is known from the run's own file alone."""
+    spec = objective_spec(config)
+    if all(teacher.cache is None and teacher.url is None for teacher in config.teacher_sections.values()):
+        return in_words(config, spec, {})
+    path, expected = run / "environment.json", loss_in_words(config, spec)
+    words = quoted_file(path).get("objective")
+    if not isinstance(words, str) or not words.startswith(f"{expected}, "):
+        raise ValueError(
+            f"{path} has the objective {words!r}: expected the run's own file, with '{expected}'; restore it,"
+            " or export without a model card (--no-card)"
+        )
+    return words
+
+
+def _processes(checkpoint: IntactCheckpoint, tensor: int) -> int:
+    """The number of processes that wrote the checkpoint. Each tensor group of them has one random state."""
+    name = f"{RANDOM}cpu."
+    states = [stored for stored in stored_tensors(checkpoint.path / RESUME) if stored.startswith(name)]
+    return len(states) * tensor or 1
 
 
 def _command(run: Path, checkpoint: IntactCheckpoint, settings: ExportSettings) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stillhouse.output.files import flush
+from stillhouse.output.disk import flush
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.format import TEACHER, Manifest
 from stillhouse.signals.compare import row_differences

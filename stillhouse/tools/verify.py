@@ -13,10 +13,10 @@ from pathlib import Path
 from stillhouse.checkpoint.checkpoint_folder import DAMAGED, checkpoints
 from stillhouse.checkpoint.integrity import verified
 from stillhouse.config import load_config
-from stillhouse.output.files import UNFINISHED
+from stillhouse.output.disk import UNFINISHED
 from stillhouse.output.folder import RunFolder, require_intact_model
+from stillhouse.output.metrics_file import MetricsLine, read_metrics
 from stillhouse.output.progress import Progress, read_state
-from stillhouse.output.report.reading import Line, read_metrics
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ def verify(path: Path) -> Iterator[Finding]:
         raise ValueError(f"{path} contains no run: it has no config.yaml. Give the `out` folder of a run")
     yield _configuration(path / "config.yaml")
     newest: Progress | None = None
-    for each in checkpoints(folder.checkpoints):
-        finding = _checkpoint(each)
+    for checkpoint in checkpoints(folder.checkpoints):
+        finding = _checkpoint(checkpoint)
         if finding.problem is None:
-            newest = read_state(each).progress
+            newest = read_state(checkpoint).progress
         yield finding
     yield _metrics(folder.metrics, newest)
     if folder.complete:
         yield _model(folder)
-    for each in sorted([*path.iterdir(), *folder.checkpoints.glob("*")]):
-        if each.name.endswith(UNFINISHED):
-            yield Finding(each.name, "left over from a process that was killed; removed when the run is resumed")
-        if DAMAGED in each.name:
-            yield Finding(each.name, "a damaged checkpoint that checkpoint.fallback has renamed")
+    for file in sorted([*path.iterdir(), *folder.checkpoints.glob("*")]):
+        if file.name.endswith(UNFINISHED):
+            yield Finding(file.name, "left over from a process that was killed; removed when the run is resumed")
+        if DAMAGED in file.name:
+            yield Finding(file.name, "a damaged checkpoint that checkpoint.fallback has renamed")
 
 
 def _configuration(path: Path) -> Finding:
@@ -96,7 +96,7 @@ def _metrics(path: Path, newest: Progress | None) -> Finding:
     return Finding(path.name, "; ".join([f"{steps}; {len(evaluated)} evaluations", *notes]))
 
 
-def _is_training(line: Line) -> bool:
+def _is_training(line: MetricsLine) -> bool:
     return "train/learning_rate" in line.values
 
 

@@ -25,7 +25,7 @@ from stillhouse.data import load_tokenizer
 from stillhouse.generation.published import read_manifest
 from stillhouse.generation.weights import publish, version_folder
 from stillhouse.models import Decoder
-from stillhouse.output.files import explained_write_errors
+from stillhouse.output.disk import explained_write_errors
 from stillhouse.output.log import RunLog
 from stillhouse.parallel import single_process_runner
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,29 +110,29 @@ def test_the_file_has_the_terms_of_targets(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"objective.loss": "0.5*cross_entropy + 2*forward_kl"})
     tokens = held_out_tokens(session, 0)
     assert tokens is not None
-    json.dumps(tokens, allow_nan=False)
+    json.dumps(asdict(tokens), allow_nan=False)
     assert session.evaluation is not None
     documents = session.evaluation.documents
-    for entry in tokens["documents"]:
-        document = documents.sources.index(entry["source"])
+    for entry in tokens.documents:
+        document = documents.sources.index(entry.source)
         ids = torch.from_numpy(documents.tokens(document).astype("int64"))
         log_q_TV, log_p_TV = (log_probs(tmp_path, name, documents, document) for name in ("student", "teacher"))
-        assert entry["tokens"][0]["terms"] == {}
-        for row, each in enumerate(entry["tokens"][1:]):
-            if not each["target"]:
-                assert each["terms"] == {}
+        assert entry.tokens[0].terms == {}
+        for row, token in enumerate(entry.tokens[1:]):
+            if not token.target:
+                assert token.terms == {}
                 continue
             q_V, p_V = log_q_TV[row].exp(), log_p_TV[row].exp()
             one_hot_V = torch.zeros_like(q_V).index_fill(0, ids[row + 1], 1.0)
             for name, gradient_V in (("cross_entropy", 0.5 * (q_V - one_hot_V)), ("forward_kl", 2 * (q_V - p_V))):
-                term = each["terms"][name]
-                assert term["gradient"] == pytest.approx(float(gradient_V.norm()), rel=1e-3, abs=1e-5)
-                assert term["raises"][0][1] == pytest.approx(float(-gradient_V.min()), rel=1e-3, abs=1e-5)
-                assert term["lowers"][0][1] == pytest.approx(float(gradient_V.max()), rel=1e-3, abs=1e-5)
-            of_label = each["terms"]["cross_entropy"]
+                term = token.terms[name]
+                assert term.gradient == pytest.approx(float(gradient_V.norm()), rel=1e-3, abs=1e-5)
+                assert term.raises[0][1] == pytest.approx(float(-gradient_V.min()), rel=1e-3, abs=1e-5)
+                assert term.lowers[0][1] == pytest.approx(float(gradient_V.max()), rel=1e-3, abs=1e-5)
+            of_label = token.terms["cross_entropy"]
             q = float(q_V[ids[row + 1]])
-            assert of_label["raises"] == [(each["text"], pytest.approx(0.5 - 0.5 * q, abs=1e-5))]
-            assert of_label["value"] == pytest.approx(-math.log(q), rel=1e-4)
+            assert of_label.raises == [(token.text, pytest.approx(0.5 - 0.5 * q, abs=1e-5))]
+            assert of_label.value == pytest.approx(-math.log(q), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_terms_of_the_students_own_completions_have_no_gradient_here(
     session = replace(session, spec=parse_objective(loss))
     tokens = held_out_tokens(session, 0)
     assert tokens is not None
-    assert [list(each["terms"]) for each in tokens["documents"][0]["tokens"] if each["target"]][1:2] == [names]
+    assert [list(token.terms) for token in tokens.documents[0].tokens if token.target][1:2] == [names]

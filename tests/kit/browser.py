@@ -3,7 +3,6 @@
 The protocol goes over a pipe: messages are JSON, each with a zero byte at its end. No port and no library is needed.
 """
 
-import base64
 import json
 import os
 import shutil
@@ -50,11 +49,9 @@ class Browser:
         self._in.close()
         self._out.close()
 
-    def open(self, url: str, width: int, *, dark: bool = False, height: int = 1000) -> None:
+    def open(self, url: str, width: int, height: int = 1000) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._send("Emulation.setDeviceMetricsOverride", **size)
-        theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._send("Emulation.setEmulatedMedia", features=[theme])
         self._send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && 'charts' in document.documentElement.dataset")
 
@@ -81,7 +78,7 @@ class Browser:
         self.mouse("mouseMoved", *start)
         self.mouse("mousePressed", *start, pressed=True)
         for share in (0.3, 0.7, 1.0):
-            at = [one + share * (other - one) for one, other in zip(start, stop, strict=True)]
+            at = [first + share * (last - first) for first, last in zip(start, stop, strict=True)]
             self.mouse("mouseMoved", *at, pressed=True)
         self.mouse("mouseReleased", *stop)
 
@@ -102,10 +99,6 @@ class Browser:
         box = self.box(selector)
         return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        found = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
-
     def _send(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
@@ -122,13 +115,13 @@ class Browser:
                 self._rest += part
             raw, _, self._rest = self._rest.partition(b"\0")
             answer = json.loads(raw)
-            method, given = answer.get("method"), answer.get("params", {})
+            method, parameters = answer.get("method"), answer.get("params", {})
             if method == "Runtime.exceptionThrown":
-                self.errors.append(str(given["exceptionDetails"]))
-            elif method == "Runtime.consoleAPICalled" and given["type"] == "error":
-                self.errors.append(str(given["args"]))
-            elif method == "Log.entryAdded" and given["entry"]["level"] == "error":
-                self.errors.append(given["entry"]["text"])
+                self.errors.append(str(parameters["exceptionDetails"]))
+            elif method == "Runtime.consoleAPICalled" and parameters["type"] == "error":
+                self.errors.append(str(parameters["args"]))
+            elif method == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+                self.errors.append(parameters["entry"]["text"])
             if wanted(answer):
                 assert "error" not in answer, answer
                 return answer.get("result", {})

@@ -9,16 +9,22 @@ The ranks connect to a store of this test process, as ranks of torchrun connect 
 `store_in_rank_0` the store is in rank 0, as with TORCH_DISABLE_SHARE_RDZV_TCP_STORE.
 """
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from kit.runs import Command
 from torch.distributed import TCPStore
 
 HOST = "127.0.0.1"
+#: starts two ranks of what follows
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 class Ranks:
@@ -107,3 +113,10 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return listener.getsockname()[1]
+
+
+def under_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a `stillhouse` command to its end, as two ranks of torchrun."""
+    command = [*TORCHRUN, "-m", "stillhouse", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)

@@ -23,6 +23,12 @@ def load(path, *, encoding="utf-8"):
 '''
 
 
+EVAL_SAMPLE = {
+    "step": 0, "number": 0, "source": "eval.jsonl:0", "prompt": "<b>Two & three</b>\n", "reference": " is five",
+    "completion": " is", "tokens": 3, "finish": "length",
+}  # fmt: skip
+
+
 def make_run(folder: Path, *, terms=("forward_kl",), steps=300, every=50, seed=0, documents=(TEXT, HOSTILE)) -> Path:
     """Write the folder of a complete run with the given loss terms."""
     rng = random.Random(seed)
@@ -91,7 +97,7 @@ def token_entries(text, rng) -> list[dict]:
         if index:
             others = [" the", "\n", " a", ".", piece][:: rng.choice([1, -1])]
             probabilities = [0.52, 0.21, 0.09, 0.04, 0.0004]
-            sides = [[[one, p] for one, p in zip(others, probabilities, strict=True)] for _ in range(2)]
+            sides = [[list(pair) for pair in zip(others, probabilities, strict=True)] for _ in range(2)]
             tokens[-1] |= {"kl": rng.lognormvariate(-1.5, 1.8), "teacher": sides[0], "student": sides[1]}
         if index >= 8:
             tokens[-1]["terms"] = {name: term_entry(piece, others, rng) for name in ("cross_entropy", "jsd(0.5)")}
@@ -99,7 +105,7 @@ def token_entries(text, rng) -> list[dict]:
 
 
 def term_entry(piece, others, rng) -> dict:
-    pushed = {"raises": [[piece, rng.uniform(0, 0.5)]], "lowers": [[one, 0.05] for one in others[:3]]}
+    pushed = {"raises": [[piece, rng.uniform(0, 0.5)]], "lowers": [[other, 0.05] for other in others[:3]]}
     return {"value": rng.lognormvariate(-0.5, 1.5), "gradient": rng.lognormvariate(-2, 1.2), **pushed}
 
 

@@ -7,12 +7,8 @@ from pathlib import Path
 from kit.report_runs import HOSTILE, TEXT, make_run, token_entries
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.rollout_log import (
-    RolloutLog,
-    Sample,
-    SampleToken,
-    Timeline,
-)
+from stillhouse.output.records import Sample, SampleToken
+from stillhouse.output.rollout_log import RolloutLog, Timeline
 
 CONFIG = (
     "student:\n  model: models/small-student\nteacher:\n  model: Example/Teacher-5M\nrollout:\n  schedule: async\n"
@@ -33,7 +29,7 @@ def make_on_policy_run(folder: Path, *, steps=60, texts=(TEXT, HOSTILE), seed=0)
     with RolloutLog(RunFolder(folder), 0, lambda: 0.0) as log:
         for step in range(1, steps + 1):
             add_step(log.timeline, step, rng)
-            log.write(step, [make_sample(text, step, rng) for text in texts])
+            log.write([make_sample(text, step, rng) for text in texts])
     return folder
 
 
@@ -69,10 +65,11 @@ def add_step(timeline: Timeline, step, rng) -> None:
 
 def make_sample(text: str, step, rng, **changes) -> Sample:
     tokens = [
-        SampleToken(each["text"], each["kl"] if index else None, step - 2 + (index > 20), index % 9 != 8)
-        for index, each in enumerate(token_entries(text, rng))
+        SampleToken(token["text"], token["kl"] if index else None, step - 2 + (index > 20), index % 9 != 8)
+        for index, token in enumerate(token_entries(text, rng))
     ]
     values = {
+        "step": step, "length": len(tokens),
         "prompt": f"Write a function.\n{HOSTILE}\n", "completion": text, "tokens": tokens, "reward": rng.random(),
         "advantage": rng.gauss(0, 1), "finish": "stop", "source": "student", "staleness": step % 3,
     }  # fmt: skip

@@ -95,7 +95,7 @@ def kill_at(instant: int) -> None:
     import os
     import signal
 
-    from stillhouse.output import files
+    from stillhouse.output import disk
     from stillhouse.tools import cache_folder, write_cache
 
     cache_folder.SHARD_BYTES = SHARD_BYTES
@@ -113,7 +113,7 @@ def kill_at(instant: int) -> None:
 
         setattr(holder, name, wrapped)
 
-    counted(files, "flush")
+    counted(disk, "flush")
     counted(cache_folder, "flush")
     counted(cache_folder, "save_file")
     counted(write_cache, "save_teacher")

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.odd_lines import LINE, vanished, vanishing, with_odd_line
-from kit.ranks import Ranks
+from kit.ranks import TORCHRUN, Ranks, under_torchrun
 from kit.runs import Command, metrics, save_model, wait_for, write_run
 from safetensors.torch import load_file
 
@@ -27,7 +26,6 @@ from stillhouse.cli import USAGE
 from stillhouse.libraries import FEATURES, is_supported
 
 LIMIT = 180
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -373,12 +371,6 @@ def start(
             stdout=subprocess.DEVNULL,
             stderr=stderr,
         )
-
-
-def under_torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [*TORCHRUN, "-m", "stillhouse", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def ranks_after_first_checkpoint(job: subprocess.Popen[bytes], run: Path) -> list[int]:

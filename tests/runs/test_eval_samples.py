@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,41 +11,38 @@ from kit.ranks import Ranks
 from kit.runs import Command, run, session_of, write_records, write_run
 from transformers import AutoModelForCausalLM
 
-from stillhouse.config import ConfigError, load_config
 from stillhouse.loops.sampled_completions import PROMPT_TOKENS, choose_prompts
+from stillhouse.output.records import EvalSample
 
 SETTINGS = {"eval.samples": 3, "eval.task_tokens": 7, "eval.every": 2, "checkpoint.every": 2, "checkpoint.keep": 9}
 
 
-def samples(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
+def samples(out: Path) -> list[EvalSample]:
+    return [EvalSample(**json.loads(line)) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
 
 
 def test_completions_are_the_greedy_ones_of_the_saved_students(tmp_path: Path) -> None:
     write_run(tmp_path, **SETTINGS)
     run("distill", tmp_path / "run.yaml")
-    found = samples(tmp_path / "out")
-    assert [(each["step"], each["number"]) for each in found] == [
-        (step, n) for step in (0, 2, 4, 6) for n in range(3)
-    ]
+    shown = samples(tmp_path / "out")
+    assert [(sample.step, sample.number) for sample in shown] == [(step, n) for step in (0, 2, 4, 6) for n in range(3)]
     session = session_of(tmp_path, **SETTINGS)
     assert session.evaluation is not None
     chosen = choose_prompts(session.evaluation.documents, 3)
     folders = {0: tmp_path / "student", 6: tmp_path / "out" / "model"}
     models = {step: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for step, path in folders.items()}
-    for each in found:
-        prompt = chosen[each["number"]]
-        assert each["source"] == prompt.source
-        assert each["prompt"] == session.tokenizer.decode(prompt.prompt_N)
-        assert each["reference"] == session.tokenizer.decode(prompt.reference_N[:7])
-        if each["step"] in models:
+    for sample in shown:
+        prompt = chosen[sample.number]
+        assert sample.source == prompt.source
+        assert sample.prompt == session.tokenizer.decode(prompt.prompt_N)
+        assert sample.reference == session.tokenizer.decode(prompt.reference_N[:7])
+        if sample.step in models:
             ids = torch.from_numpy(prompt.prompt_N.astype(np.int64))[None]
-            model = models[each["step"]]
-            written = model.generate(
+            generated = models[sample.step].generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False, pad_token_id=0
             )
-            assert session.tokenizer.decode(written[0, ids.shape[1] :]) == each["completion"]
-    assert found[0]["completion"] != found[-3]["completion"]
+            assert session.tokenizer.decode(generated[0, ids.shape[1] :]) == sample.completion
+    assert shown[0].completion != shown[-3].completion
 
 
 @pytest.mark.slow
@@ -55,19 +51,19 @@ def test_two_processes_write_what_one_writes(tmp_path: Path, layout: str) -> Non
     write_run(tmp_path, **SETTINGS)
     run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'one'}")
     ranks = Ranks(2, "distill", tmp_path / "run.yaml", f"out={tmp_path / 'two'}", layout)
-    assert ranks.wait() == [0, 0], "".join(each.err for each in ranks)
+    assert ranks.wait() == [0, 0], "".join(rank.err for rank in ranks)
     assert samples(tmp_path / "two") == samples(tmp_path / "one")
 
 
 @pytest.mark.slow
 def test_a_resumed_run_has_each_evaluation_once(tmp_path: Path) -> None:
     write_run(tmp_path, **SETTINGS)
-    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'whole'}")
+    run("distill", tmp_path / "run.yaml", f"out={tmp_path / 'undisturbed'}")
     assert Command("distill", tmp_path / "run.yaml", hook=end_after_an_evaluation).wait() == 9
-    assert {each["step"] for each in samples(tmp_path / "out")} == {0, 2, 4}
-    assert sorted(each.name for each in (tmp_path / "out" / "checkpoints").iterdir()) == ["step-00000002"]
+    assert {sample.step for sample in samples(tmp_path / "out")} == {0, 2, 4}
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == ["step-00000002"]
     run("distill", tmp_path / "run.yaml")
-    assert samples(tmp_path / "out") == samples(tmp_path / "whole")
+    assert samples(tmp_path / "out") == samples(tmp_path / "undisturbed")
 
 
 def end_after_an_evaluation() -> None:
@@ -94,17 +90,17 @@ def test_prompts_are_those_of_the_data_or_beginnings_of_texts(tmp_path: Path) ->
     assert session.evaluation is not None
     documents = session.evaluation.documents
     chosen = choose_prompts(documents, 99)
-    assert sorted(each.source for each in chosen) == sorted(documents.sources)
-    assert [each.source for each in choose_prompts(documents, 3)] == [each.source for each in chosen[:3]]
-    for each in chosen:
-        document = documents.sources.index(each.source)
+    assert sorted(prompt.source for prompt in chosen) == sorted(documents.sources)
+    assert [prompt.source for prompt in choose_prompts(documents, 3)] == [prompt.source for prompt in chosen[:3]]
+    for prompt in chosen:
+        document = documents.sources.index(prompt.source)
         ids_N, targets_N = documents.tokens(document), documents.targets(document)
-        assert np.array_equal(np.concatenate([each.prompt_N, each.reference_N]), ids_N)
+        assert np.array_equal(np.concatenate([prompt.prompt_N, prompt.reference_N]), ids_N)
         if targets_N[1]:
-            assert len(each.prompt_N) == min(PROMPT_TOKENS, len(ids_N) // 2)
+            assert len(prompt.prompt_N) == min(PROMPT_TOKENS, len(ids_N) // 2)
         else:
-            assert not targets_N[: len(each.prompt_N)].any()
-            assert targets_N[len(each.prompt_N)]
+            assert not targets_N[: len(prompt.prompt_N)].any()
+            assert targets_N[len(prompt.prompt_N)]
 
 
 def test_several_sets_take_turns(tmp_path: Path) -> None:
@@ -113,5 +109,5 @@ def test_several_sets_take_turns(tmp_path: Path) -> None:
     sets = {"many": str(tmp_path / "eval.jsonl"), "few": str(tmp_path / "few.jsonl")}
     session = session_of(tmp_path, **{"data.eval": sets})
     assert session.evaluation is not None
-    sources = [Path(each.source).name for each in choose_prompts(session.evaluation.documents, 6)]
-    assert [each.partition(":")[0] for each in sources] == ["eval.jsonl", "few.jsonl"] * 2 + ["eval.jsonl"] * 2
+    sources = [Path(prompt.source).name for prompt in choose_prompts(session.evaluation.documents, 6)]
+    assert [source.partition(":")[0] for source in sources] == ["eval.jsonl", "few.jsonl"] * 2 + ["eval.jsonl"] * 2

@@ -20,7 +20,7 @@ from test_train_resume import signal_at
 from stillhouse.checkpoint.integrity import ROLLOUTS
 from stillhouse.checkpoint.queue_file import read_queue, write_queue
 from stillhouse.generation import QueueState, RolloutQueue, Sample
-from stillhouse.output.files import hashes
+from stillhouse.output.disk import hashes
 from stillhouse.output.progress import read_state, write_state
 
 #: the steps that are made before the checkpoint; the first groups of the next step are those from FIRST on

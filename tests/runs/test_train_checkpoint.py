@@ -29,8 +29,8 @@ from stillhouse.engine.optimizer import OptimizerSettings
 from stillhouse.engine.torch_engine import TorchEngine
 from stillhouse.loops.off_policy import train
 from stillhouse.models import Decoder
-from stillhouse.output import files
-from stillhouse.output.files import atomic_folder, remove_unfinished
+from stillhouse.output import disk
+from stillhouse.output.disk import atomic_folder, remove_unfinished
 from stillhouse.output.folder import RunFolder, init_run_dir
 from stillhouse.output.progress import Progress, State, write_state
 from stillhouse.parallel import empty_decoder, single_process_runner
@@ -264,7 +264,7 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def kill_while_saving(function: str, step: int) -> None:
     """Make the process kill itself while it writes the checkpoint of `step`, at a call of `function`."""
-    module = checkpoint if hasattr(checkpoint, function) else files
+    module = checkpoint if hasattr(checkpoint, function) else disk
     original = getattr(module, function)
 
     @functools.wraps(original)

@@ -18,7 +18,7 @@ from stillhouse.loops.held_out_tokens import (
     DOCUMENTS,
     TOP,
     held_out_tokens,
-    likeliest,
+    most_probable,
 )
 from stillhouse.loops.off_policy import train
 from stillhouse.objective import FullVocab, OutputHead, VocabShard
@@ -176,36 +176,34 @@ def test_the_held_out_text(tmp_path: Path, precision: str) -> None:
     assert session.evaluation is not None
     tokens = held_out_tokens(session, 7)
     assert tokens is not None
-    assert json.loads(json.dumps(tokens))["step"] == 7
+    assert tokens.step == 7
     documents = session.evaluation.documents
-    assert len(tokens["documents"]) == min(DOCUMENTS, len(documents))
-    for entry in tokens["documents"]:
-        document = documents.sources.index(entry["source"])
+    assert len(tokens.documents) == min(DOCUMENTS, len(documents))
+    for shown in tokens.documents:
+        document = documents.sources.index(shown.source)
         ids = documents.tokens(document)
         q, p = (log_probs(tmp_path, name, documents, document) for name in ("student", "teacher"))
         kl_T = (p.exp() * (p - q)).sum(1)
         near = {"rel": 1e-4} if precision == "fp32" else {"rel": 0.1, "abs": 0.05}
-        assert [each["text"] for each in entry["tokens"]] == [session.tokenizer.decode([each]) for each in ids]
-        assert [each["target"] for each in entry["tokens"]] == documents.targets(document).tolist()
-        assert [each["kl"] for each in entry["tokens"]] == [
-            None,
-            *(pytest.approx(float(kl), **near) for kl in kl_T[:-1]),
-        ]
-        first, *others = entry["tokens"]
-        assert (first["teacher"], first["student"]) == ([], [])
-        for row, each in enumerate(others):
-            for side, log_p in (("teacher", p[row]), ("student", q[row])):
-                if side == "student" and precision == "bf16":
+        assert [token.text for token in shown.tokens] == [session.tokenizer.decode([token_id]) for token_id in ids]
+        assert [token.target for token in shown.tokens] == documents.targets(document).tolist()
+        expected_kl = [None, *(pytest.approx(float(kl), **near) for kl in kl_T[:-1])]
+        assert [token.kl for token in shown.tokens] == expected_kl
+        first, *others = shown.tokens
+        assert (first.teacher, first.student) == ([], [])
+        for row, token in enumerate(others):
+            for pairs, log_p in ((token.teacher, p[row]), (token.student, q[row])):
+                if pairs is token.student and precision == "bf16":
                     continue
                 best = log_p.exp().topk(TOP)
-                assert [text for text, _ in each[side]] == [session.tokenizer.decode([t]) for t in best.indices]
-                assert [value for _, value in each[side]] == pytest.approx(best.values.tolist(), abs=2e-6)
+                assert [text for text, _ in pairs] == [session.tokenizer.decode([t]) for t in best.indices]
+                assert [value for _, value in pairs] == pytest.approx(best.values.tolist(), abs=2e-6)
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(251, 2), (251, 4), (11, 4), (3, 2)])
-def test_the_likeliest_over_vocabulary_shards(rows: int, ranks: int) -> None:
+def test_the_most_probable_over_vocabulary_shards(rows: int, ranks: int) -> None:
     """Some ranks have fewer rows than the requested number of tokens, or no rows."""
-    for found in shared_pool(4).call(likeliest_of_shards, (rows, ranks)):
+    for found in shared_pool(4).call(most_probable_of_shards, (rows, ranks)):
         if found is not None:
             sharded, whole = ([pair for row in each for pair in row] for each in found)
             assert len(whole) == 6 * min(TOP, rows)
@@ -213,7 +211,7 @@ def test_the_likeliest_over_vocabulary_shards(rows: int, ranks: int) -> None:
             assert [value for _, value in sharded] == pytest.approx([value for _, value in whole], rel=1e-5)
 
 
-def likeliest_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:
+def most_probable_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | None:
     rows, ranks = job
     if rank.number >= ranks:
         return None
@@ -223,8 +221,8 @@ def likeliest_of_shards(rank: Rank, job: tuple[int, int]) -> tuple[Any, Any] | N
     start, stop = (min(rows, place * size) for place in (rank.number, rank.number + 1))
     shard = VocabShard(start, stop, rank.groups[ranks])
     head = OutputHead(weight_VE[start:stop], shard=shard)
-    sharded = likeliest(FullVocab(hidden_TE, head), rows, shard)
-    return sharded, likeliest(FullVocab(hidden_TE, OutputHead(weight_VE)), rows, None)
+    sharded = most_probable(FullVocab(hidden_TE, head), rows, shard)
+    return sharded, most_probable(FullVocab(hidden_TE, OutputHead(weight_VE)), rows, None)
 
 
 def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:
@@ -234,7 +232,7 @@ def test_the_held_out_text_agrees_with_the_evaluation(tmp_path: Path) -> None:
     session = session_of(tmp_path, **{"train.precision": "bf16"})
     tokens = held_out_tokens(session, 0)
     assert tokens is not None
-    kl = [each["kl"] for each in tokens["documents"][0]["tokens"][1:]]
+    kl = [token.kl for token in tokens.documents[0].tokens[1:]]
     assert sum(kl) / len(kl) == pytest.approx(evaluate(session)["eval/forward_kl"], rel=1e-5)
 
 

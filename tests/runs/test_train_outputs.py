@@ -21,31 +21,15 @@ from stillhouse.output.log import RunLog
 from stillhouse.output.progress import Progress
 from stillhouse.tools.check import check
 
-TRAIN_KEYS = {
-    "step",
-    "tokens",
-    "seconds",
-    "loss/total_nats_per_token",
-    "loss/cross_entropy_nats_per_token",
-    "loss/jsd(0.5)_nats_per_token",
-    "train/student_entropy_nats",
-    "train/teacher_entropy_nats",
-    "train/agreement",
-    "train/learning_rate",
-    "train/gradient_norm",
-    "speed/tokens_per_second",
-    "speed/chunk_tokens",
+COMMON_KEYS = {"step", "tokens", "seconds"}
+TRAIN_KEYS = COMMON_KEYS | {
+    *(f"loss/{name}_nats_per_token" for name in ("total", "cross_entropy", "jsd(0.5)")),
+    *("train/student_entropy_nats", "train/teacher_entropy_nats", "train/agreement", "train/learning_rate"),
+    *("train/gradient_norm", "speed/tokens_per_second", "speed/chunk_tokens"),
 }
-EVAL_KEYS = {"step", "tokens", "seconds", "eval/tokens"} | {
-    f"eval/{name}"
-    for name in (
-        "cross_entropy",
-        "forward_kl",
-        "agreement",
-        "student_entropy",
-        "teacher_entropy",
-        "teacher_cross_entropy",
-    )
+EVAL_KEYS = COMMON_KEYS | {
+    *("eval/tokens", "eval/cross_entropy", "eval/forward_kl", "eval/agreement", "eval/student_entropy"),
+    *("eval/teacher_entropy", "eval/teacher_cross_entropy"),
 }
 ENVIRONMENT_KEYS = ["objective", "stillhouse", "python", "torch", "transformers", "platform", "cpu", "cores"]
 ENVIRONMENT_KEYS += ["threads", "device", "gpu", "commit", "date", "seed"]
@@ -62,33 +46,39 @@ def test_the_first_line_is_the_objective_in_words(tmp_path: Path) -> None:
         )
 
 
-def test_the_run_folder(tmp_path: Path) -> None:
-    config = write_run(tmp_path, seed=3)
-    done = run("distill", tmp_path / "run.yaml")
-    out = tmp_path / "out"
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A complete run's folder, and what the run has printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_run(folder, seed=3, track=["tensorboard"])
+    return folder / "out", run("distill", folder / "run.yaml").out
+
+
+def test_the_run_folder(finished: tuple[Path, str]) -> None:
+    out, printed = finished
     lines = metrics(out)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6, 6]
     assert all(line.keys() == (EVAL_KEYS if "eval/tokens" in line else TRAIN_KEYS) for line in lines)
-    assert [line["tokens"] for line in lines] == sorted(line["tokens"] for line in lines)
-    assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
+    for key in ("tokens", "seconds"):
+        assert [line[key] for line in lines] == sorted(line[key] for line in lines)
     assert all(0 <= line[key] <= 1 for line in lines for key in line if key.endswith("agreement"))
-    assert load_config(out / "config.yaml") == config
-    assert list(json.loads((out / "environment.json").read_text())) == ENVIRONMENT_KEYS
-    assert json.loads((out / "environment.json").read_text())["seed"] == 3
+    assert load_config(out / "config.yaml") == load_config(out.parent / "run.yaml")
+    environment = json.loads((out / "environment.json").read_text())
+    assert (list(environment), environment["seed"]) == (ENVIRONMENT_KEYS, 3)
     data = json.loads((out / "data.json").read_text())
     assert (data["train"]["records"], data["eval"]["documents"]) == (40, 8)
     assert json.loads((out / "tokens.json").read_text())["step"] == 6
     assert {path.name for path in out.iterdir()} >= {"checkpoints", "model"}
     assert not list(out.rglob("*.partial"))
-    assert f"train: {tmp_path}/train.jsonl: 40 documents, " in done.out
-    assert f"model: {out}/model" in done.out
+    assert f"train: {out.parent}/train.jsonl: 40 documents, " in printed
+    assert f"model: {out}/model" in printed
     assert re.search(
         r"^step 6/6: [\d,]+ tokens/s, total \d\.\d{4}, cross_entropy \d\.\d{4}, jsd\(0\.5\) \d\.\d{4}, 00:00 left"
         r"( \(steps not shown before it: \d\))?$",
-        done.out,
+        printed,
         re.MULTILINE,
     )
-    assert re.search(r"^step 6: held-out cross entropy \d\.\d{4}, forward kl ", done.out, re.MULTILINE)
+    assert re.search(r"^step 6: held-out cross entropy \d\.\d{4}, forward kl ", printed, re.MULTILINE)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path) -> None:
@@ -133,28 +123,32 @@ class Terminal(io.StringIO):
         return True
 
 
+FIGURES = {"loss/total_nats_per_token": 1.5, "loss/forward_kl_nats_per_token": 1.25, "speed/tokens_per_second": 1e4}
+
+
 def test_the_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    figures = {"loss/total_nats_per_token": 1.5, "loss/forward_kl_nats_per_token": 1.25}
     with RunLog(RunFolder(tmp_path), Progress(), 4, []) as log:
         for step in range(1, 3):
-            log.train(step, step, figures | {"speed/tokens_per_second": 12345.0})
+            log.train(step, step, FIGURES)
         log._bar.refresh()
     last = terminal.getvalue().rstrip().rpartition("\r")[2]
     assert "2/4" in last
-    assert "12,345 tokens/s, total 1.5000, forward_kl 1.2500" in last
+    assert "10,000 tokens/s, total 1.5000, forward_kl 1.2500" in last
     assert re.search(r"\d\d:\d\d<\d\d:\d\d", last), "expected the elapsed and the remaining time"
 
 
-def test_steps_that_are_not_printed_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal, a step is printed every ten seconds; the lines say how many others there were."""
+def test_without_a_terminal_some_steps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step is printed every ten seconds; its line says how many others there were, and has figures of rollouts."""
+    rollout = {"rollout/reward": 0.125, "rollout/completion_tokens": 1311.6, "speed/waiting": 0.314}
     with RunLog(RunFolder(tmp_path), Progress(), 9, []) as log:
         for step in range(1, 10):
-            log.train(step, step, {"loss/total_nats_per_token": 1.5, "speed/tokens_per_second": 12345.0})
+            log.train(step, step, FIGURES | (rollout if step > 1 else {}))
     first, last = capsys.readouterr().out.splitlines()
-    assert first.endswith("? left")
-    assert last.endswith("00:00 left (steps not shown before it: 7)")
+    assert first == "step 1/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, ? left"
+    assert last.startswith("step 9/9: 10,000 tokens/s, total 1.5000, forward_kl 1.2500, reward 0.125, length 1,312, ")
+    assert last.endswith("waiting 31%, 00:00 left (steps not shown before it: 7)")
 
 
 def test_the_stages_of_a_check_are_announced(tmp_path: Path) -> None:
@@ -189,18 +183,16 @@ def test_lines_after_the_checkpoint_and_half_lines_are_cut(tmp_path: Path, kept:
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder))
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_has_what_the_log_has(tmp_path: Path) -> None:
-    write_run(tmp_path, track=["tensorboard"])
-    run("distill", tmp_path / "run.yaml")
-    found = scalars(tmp_path / "out" / "tensorboard")
-    assert found.keys() == (TRAIN_KEYS | EVAL_KEYS) - {"step", "tokens", "seconds"}
-    for key, values in found.items():
-        expected = [(line["step"], line[key]) for line in metrics(tmp_path / "out") if key in line]
+def test_tensorboard_has_what_the_log_has(finished: tuple[Path, str]) -> None:
+    curves = scalars(finished[0])
+    assert curves.keys() == (TRAIN_KEYS | EVAL_KEYS) - COMMON_KEYS
+    for key, values in curves.items():
+        expected = [(line["step"], line[key]) for line in metrics(finished[0]) if key in line]
         assert values == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
 
 
@@ -213,7 +205,7 @@ def test_tensorboard_after_an_interruption_has_each_step_once(tmp_path: Path, ev
     command.send(signal.SIGTERM)
     assert command.wait() != 0
     run("distill", tmp_path / "run.yaml")
-    steps = [step for step, _ in scalars(tmp_path / "out" / "tensorboard")["train/gradient_norm"]]
+    steps = [step for step, _ in scalars(tmp_path / "out")["train/gradient_norm"]]
     assert steps == list(range(1, 41))
 
 

@@ -11,9 +11,12 @@ from kit.browser import CHROMIUM, Browser
 from kit.report_runs import HOSTILE, Page, make_run
 from kit.rollout_runs import make_on_policy_run
 
-from stillhouse.output.report import curves, write_report
-from stillhouse.output.report.held_out import shade
+from stillhouse.output.report import write_report
+from stillhouse.output.report.page import ASSETS
+from stillhouse.output.report.token_text import shade
 from stillhouse.output.report.watch import ReportServer, WatchedReport
+
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")]
 
 QUIET = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -58,28 +61,34 @@ def opened(path: Path, width: int, theme: str) -> tuple[dict[str, str], list[str
     profile = f"--user-data-dir={path.parent / 'profile'}"
     arguments = [CHROMIUM, *QUIET.split(), THEMES[theme], "--window-size=1800,1000", profile, frame.as_uri()]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    found = dict(re.findall(r'data-(\w+)="([^"]*)"', result.stdout.partition("<iframe")[2].partition(">")[0]))
-    return found, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+    measured = dict(re.findall(r'data-(\w+)="([^"]*)"', result.stdout.partition("<iframe")[2].partition(">")[0]))
+    return measured, [line for line in result.stderr.splitlines() if "CONSOLE" in line]
 
 
 def page_colour(theme: str) -> str:
-    style = (Path(curves.__file__).parent / "assets" / "report.css").read_text()
+    style = (ASSETS / "report.css").read_text()
     colour = re.findall(r"--page: #([0-9a-f]{6});", style)[theme == "dark"]
     return "rgb({}, {}, {})".format(*bytes.fromhex(colour))
 
 
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+def compared_runs(folder: Path) -> Path:
+    distilled = make_run(folder / "distilled", terms=("cross_entropy", "jsd(0.5)"))
+    return write_report(distilled, [make_run(folder / "control", terms=("cross_entropy",), every=75)])
+
+
+def on_policy_run(folder: Path) -> Path:
+    return write_report(make_on_policy_run(folder / "on_policy", steps=30, texts=(HOSTILE, "a" * 400, "word " * 600)))
+
+
+@pytest.mark.parametrize("make_page", [compared_runs, on_policy_run])
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", [400, 1600])
-def test_a_browser_draws_every_chart_without_complaint(tmp_path, width, theme):
-    distilled = make_run(tmp_path / "distilled", terms=("cross_entropy", "jsd(0.5)"))
-    control = make_run(tmp_path / "control", terms=("cross_entropy",), every=75)
-    path = write_report(distilled, [control])
-    found, complaints = opened(path, width, theme)
+def test_a_browser_draws_every_chart_without_complaint(tmp_path, width, theme, make_page):
+    path = make_page(tmp_path)
+    measured, complaints = opened(path, width, theme)
     assert not complaints
     charts = str(len(Page(path).data["charts"]))
-    assert found == {
+    assert measured == {
         "charts": charts,
         "drawn": charts,
         "injected": "0",
@@ -87,21 +96,6 @@ def test_a_browser_draws_every_chart_without_complaint(tmp_path, width, theme):
         "overflow": "0",
         "background": page_colour(theme),
     }
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", [400, 1600])
-def test_a_browser_shows_an_on_policy_run_without_complaint(tmp_path, width, theme):
-    path = write_report(
-        make_on_policy_run(tmp_path / "on_policy", steps=30, texts=(HOSTILE, "a" * 400, "word " * 600))
-    )
-    found, complaints = opened(path, width, theme)
-    assert not complaints
-    charts = str(len(Page(path).data["charts"]))
-    assert (found["charts"], found["drawn"], found["injected"]) == (charts, charts, "0")
-    assert (found["width"], found["overflow"]) == (str(width), "0")
 
 
 def reload(browser: Browser) -> None:
@@ -116,8 +110,6 @@ def wait_until_drawn(browser: Browser) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
 @pytest.mark.parametrize("width", [400, 900, 1600])
 def test_a_reader_points_zooms_smooths_and_comes_back(tmp_path, width):
     run = make_run(tmp_path / "distilled", terms=("cross_entropy", "jsd(0.5)"))
@@ -157,8 +149,6 @@ def test_a_reader_points_zooms_smooths_and_comes_back(tmp_path, width):
 
 
 @pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
 @pytest.mark.parametrize("width", [400, 900, 1600])
 def test_a_token_shows_what_each_term_does_there(tmp_path, width):
     url = write_report(make_run(tmp_path / "distilled")).as_uri()
@@ -190,8 +180,6 @@ def test_a_token_shows_what_each_term_does_there(tmp_path, width):
 
 
 @pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
 def test_a_watched_page_follows_the_run_and_keeps_the_view(tmp_path):
     run = make_run(tmp_path / "distilled")
     server = ReportServer(WatchedReport(run))
@@ -214,4 +202,4 @@ def test_a_watched_page_follows_the_run_and_keeps_the_view(tmp_path):
         server.shutdown()
         server.server_close()
         browser.wait("document.querySelector('.live').textContent.includes('has ended')")
-        assert all("503" in each or "ERR_CONNECTION" in each for each in browser.errors)
+        assert all("503" in error or "ERR_CONNECTION" in error for error in browser.errors)

@@ -30,7 +30,7 @@ def server(run_dir: Path) -> Iterator[ReportServer]:
         server.shutdown()
 
 
-def asked(server: ReportServer, path: str = "/", **headers: str) -> tuple[int, str, str | None]:
+def answer_of(server: ReportServer, path: str = "/", **headers: str) -> tuple[int, str, str | None]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
     connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
@@ -40,34 +40,34 @@ def asked(server: ReportServer, path: str = "/", **headers: str) -> tuple[int, s
 
 
 def test_the_page_is_sent_again_only_when_a_file_has_changed(server: ReportServer, run_dir: Path) -> None:
-    status, page, version = asked(server)
+    status, page, version = answer_of(server)
     assert status == 200
     assert "connect-src &#39;self&#39;" in page
     assert version is not None
-    assert asked(server, If_None_Match=version)[:2] == (304, "")
+    assert answer_of(server, If_None_Match=version)[:2] == (304, "")
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "later/metric": 7}\n')
-    status, page, later = asked(server, If_None_Match=version)
+    status, page, later = answer_of(server, If_None_Match=version)
     assert (status, later != version) == (200, True)
     assert "later/metric" in page
     assert not (run_dir / "report.html").exists()
 
 
 def test_a_damaged_file_is_named_until_it_is_whole_again(server: ReportServer, run_dir: Path) -> None:
-    whole = (run_dir / "data.json").read_bytes()
+    intact = (run_dir / "data.json").read_bytes()
     (run_dir / "data.json").write_text("[")
-    status, text, _ = asked(server)
+    status, text, _ = answer_of(server)
     assert (status, "data.json: not JSON" in text) == (503, True)
-    (run_dir / "data.json").write_bytes(whole)
-    assert asked(server)[0] == 200
+    (run_dir / "data.json").write_bytes(intact)
+    assert answer_of(server)[0] == 200
 
 
 def test_only_this_machine_by_its_name_gets_the_page(server: ReportServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
-    status, text, _ = asked(server, Host="attacker.example")
+    status, text, _ = answer_of(server, Host="attacker.example")
     assert (status, "distilled" in text) == (403, False)
-    assert asked(server, Host=f"localhost:{server.server_port}")[0] == 200
-    assert asked(server, "/metrics.jsonl")[0] == 404
+    assert answer_of(server, Host=f"localhost:{server.server_port}")[0] == 200
+    assert answer_of(server, "/metrics.jsonl")[0] == 404
 
 
 def test_a_port_that_is_taken_and_a_folder_without_a_run(server: ReportServer, run_dir: Path, tmp_path: Path) -> None:
@@ -81,12 +81,17 @@ def test_several_runs_have_a_page_of_their_own(run_dir: Path, tmp_path: Path) ->
     others = [make_run(tmp_path / f"run-{seed}", steps=10, every=5, seed=seed) for seed in (1, 2)]
     config = others[1] / "config.yaml"
     config.write_text(config.read_text().replace("2e-5", "3e-5").replace("seed: 0", "seed: 2\ndata: {train: '<b>'}"))
-    out = tmp_path / "compared.html"
-    arguments = ["report", str(run_dir), "--compare", *map(str, others), "--out", str(out)]
-    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
-    assert result.output == f"{out}\n"
+    arguments = ["report", str(run_dir), "--compare", *map(str, others)]
+    out = run_dir / "compare.html"  # the run's own page stays
+    for options, path in (([], out), (["--out", str(tmp_path / "compared.html")], tmp_path / "compared.html")):
+        result = CliRunner().invoke(cli, [*arguments, *options], catch_exceptions=False)
+        assert result.output == f"{path}\n"
+    assert (tmp_path / "compared.html").read_bytes() == out.read_bytes()
     page = Page(out)
     assert page.data["runs"] == ["distilled", "run-1", "run-2"]
+    assert [series["run"] for series in page.data["charts"][0]["series"]] == [0, 1, 2]
+    last = json.loads((others[0] / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"→ {last['eval/cross_entropy']:.3f}" in page.text
     table = page.source.partition('<table class="differences">')[2].partition("</table>")[0]
     rows = [[cell.partition("<")[0] for cell in row.split("<td>")[1:]] for row in table.split("<tr>")[2:]]
     assert rows == [["2e-05", "2e-05", "3e-05"], ["0", "0", "2"], ["not set", "not set", "&lt;b&gt;"]]
@@ -119,40 +124,34 @@ def test_a_section_that_only_one_run_has_is_compared_once(tmp_path: Path) -> Non
 )
 def test_options_that_do_not_fit(run_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "b").mkdir()
-    given = [str(tmp_path / "b") if each == "b" else each for each in arguments]
-    result = CliRunner().invoke(cli, ["report", str(run_dir), *given])
+    arguments = [str(tmp_path / "b") if argument == "b" else argument for argument in arguments]
+    result = CliRunner().invoke(cli, ["report", str(run_dir), *arguments])
     assert result.exit_code == 2
     assert message in result.output
 
 
 def test_the_teacher_and_named_sets_have_curves(run_dir: Path) -> None:
-    path = run_dir / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if "eval/cross_entropy" in line:
-            line |= {"eval/teacher_cross_entropy": 3.0, "eval/code/cross_entropy": 4.0, "eval/code/agreement": 0.5}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = {"eval/teacher_cross_entropy": 3.0, "eval/code/cross_entropy": 4.0, "eval/code/agreement": 0.5}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 10, **values}) + "\n")
     page = Page(write_report(run_dir))
     first = page.data["charts"][0]
     assert first["sides"] == ["student", "teacher"]
-    assert [(one["side"], set(one["values"]) == {3.0}) for one in first["series"]] == [
+    assert [(series["side"], series["values"] == [3.0]) for series in first["series"]] == [
         ("student", False),
         ("teacher", True),
     ]
     titles = [chart["title"] for chart in page.data["charts"]]
-    at = titles.index("Held out: code: Held-out cross-entropy")
-    assert titles[at : at + 2] == [
-        "Held out: code: Held-out cross-entropy",
-        "Held out: code: Held-out agreement",
-    ]
-    assert page.data["charts"][at]["sides"] == [""]
-    assert titles.index("Training: Learning rate") > at
+    start = titles.index("Held out: code: Held-out cross-entropy")
+    assert titles[start + 1] == "Held out: code: Held-out agreement"
+    assert page.data["charts"][start]["sides"] == [""]
+    assert titles.index("Training: Learning rate") > start
 
 
 def test_smoothing_of_a_long_curve_starts_from_means(run_dir: Path) -> None:
     values = [1.0 if step % 5 else 11.0 for step in range(5000)]
     path = run_dir / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "eval/forward_kl": {one}}}\n' for step, one in enumerate(values)))
+    path.write_text("".join(f'{{"step": {step}, "eval/forward_kl": {value}}}\n' for step, value in enumerate(values)))
     (chart,) = Page(write_report(run_dir)).data["charts"]
     (series,) = chart["series"]
     shown = sum(series["values"]) / len(series["values"])

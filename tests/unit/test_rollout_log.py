@@ -8,21 +8,16 @@ from threading import Thread
 import pytest
 
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.log import NoLog, RunLog
+from stillhouse.output.log import NoLog
 from stillhouse.output.progress import Progress
-from stillhouse.output.rollout_log import (
-    CHARACTERS,
-    TOKENS,
-    RolloutLog,
-    Sample,
-    SampleToken,
-    open_rollout_log,
-)
+from stillhouse.output.records import CHARACTERS, Sample, SampleToken
+from stillhouse.output.rollout_log import TOKENS, RolloutLog, open_rollout_log
 
 
 def sample(**changes) -> Sample:
     values = {
-        "prompt": "1+1=", "completion": "2", "tokens": [SampleToken("2", 0.25, 3, True)], "reward": 1.0,
+        "step": 4, "prompt": "1+1=", "completion": "2", "length": 1,
+        "tokens": [SampleToken("2", 0.25, 3, True)], "reward": 1.0,
         "advantage": -0.5, "finish": "stop", "source": "student", "staleness": 1,
     }  # fmt: skip
     return Sample(**values | changes)
@@ -42,7 +37,7 @@ def test_the_lines_of_both_files(tmp_path):
         with log.timeline.span(4, "trainer", "update"):
             pass
         assert lines(tmp_path / "timeline.jsonl") == []
-        log.write(4, [sample()])
+        log.write([sample()])
         assert lines(tmp_path / "timeline.jsonl") == [
             {"step": 4, "lane": "trainer", "what": "update", "start": 1.0, "stop": 2.5}
         ]
@@ -57,15 +52,15 @@ def test_the_lines_of_both_files(tmp_path):
 
 def test_samples_are_bounded_and_without_nan(tmp_path):
     token = SampleToken("a", math.nan, None, True)
-    long = sample(prompt="p" * 5000 + "end", completion="c" * 5000, tokens=[token] * 600, reward=math.inf)
+    long = sample(prompt="p" * 5000 + "end", completion="c" * 5000, tokens=[token] * 600, length=600, reward=math.inf)
     with opened(tmp_path) as log:
-        log.write(1, [long] * 7)
-    found = lines(tmp_path / "samples.jsonl")
-    assert len(found) == 4
-    assert (len(found[0]["tokens"]), found[0]["length"]) == (TOKENS, 600)
-    assert len(found[0]["prompt"]) == len(found[0]["completion"]) == CHARACTERS
-    assert found[0]["prompt"].endswith("end")
-    assert found[0]["reward"] is found[0]["tokens"][0]["divergence"] is None
+        log.write([long] * 7)
+    samples = lines(tmp_path / "samples.jsonl")
+    assert len(samples) == 4
+    assert (len(samples[0]["tokens"]), samples[0]["length"]) == (TOKENS, 600)
+    assert len(samples[0]["prompt"]) == len(samples[0]["completion"]) == CHARACTERS
+    assert samples[0]["prompt"].endswith("end")
+    assert samples[0]["reward"] is samples[0]["tokens"][0]["divergence"] is None
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2, 2]), (3, [1, 3, 2, 2]), (9, [1, 3, 2, 4, 2])])
@@ -75,7 +70,7 @@ def test_a_resumed_run_removes_the_lines_of_later_steps(tmp_path, step, kept, ha
         (tmp_path / name).write_text("".join(json.dumps({"step": n}) + "\n" for n in (1, 3, 2, 4, 2)) + half)
     with opened(tmp_path, step) as log:
         log.timeline.add(7, "teacher", "score", 1, 2)
-        log.write(7, [sample()])
+        log.write([sample(step=7)])
     for name in ("timeline.jsonl", "samples.jsonl"):
         assert [line["step"] for line in lines(tmp_path / name)] == [*kept, 7]
     assert not list(tmp_path.glob("*.partial"))
@@ -96,7 +91,7 @@ def test_a_file_that_is_removed_meanwhile_is_an_error(tmp_path):
         log.timeline.add(1, "trainer", "update", 0, 1)
         (tmp_path / "timeline.jsonl").unlink()
         with pytest.raises(ValueError, match=r"timeline\.jsonl cannot be written"):
-            log.write(1)
+            log.write()
 
 
 def test_waiting_is_a_share_of_the_trainers_time(tmp_path):
@@ -116,7 +111,7 @@ def test_a_block_that_fails_is_no_span(tmp_path):
     with opened(tmp_path) as log:
         with pytest.raises(RuntimeError), log.timeline.span(1, "weights", "publish"):
             raise RuntimeError
-        log.write(1)
+        log.write()
     assert not lines(tmp_path / "timeline.jsonl")
 
 
@@ -134,8 +129,8 @@ def test_threads_lose_no_span(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-    found = lines(tmp_path / "timeline.jsonl")
-    assert sorted((line["what"], line["step"]) for line in found) == [
+    spans = lines(tmp_path / "timeline.jsonl")
+    assert sorted((line["what"], line["step"]) for line in spans) == [
         (str(n), i) for n in range(4) for i in range(300)
     ]
 
@@ -145,17 +140,6 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
     with open_rollout_log(RunFolder(tmp_path), Progress(), NoLog()) as log:
         with log.timeline.span(1, "trainer", "wait"):
             pass
-        log.write(1, [sample()])
+        log.write([sample()])
         assert log.timeline.waiting(1) == 0
     assert not list(tmp_path.iterdir())
-
-
-def test_the_live_line_shows_reward_length_and_waiting(tmp_path, capsys):
-    figures = {"loss/total_nats_per_token": 1.5, "speed/tokens_per_second": 10.0}
-    rollout = {"rollout/reward": 0.125, "rollout/completion_tokens": 1311.6, "speed/waiting": 0.314}
-    with RunLog(RunFolder(tmp_path), Progress(), 2, []) as log:
-        log.train(1, 1, figures)
-        log.train(2, 2, figures | rollout)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "step 1/2: 10 tokens/s, total 1.5000, ? left"
-    assert "total 1.5000, reward 0.125, length 1,312, waiting 31%, 0" in second

@@ -1,7 +1,7 @@
 """Which charts are drawn from the metrics of runs: their order, titles, units, and one series per run and side.
 
-Every metric of every run is drawn, except `NOT_DRAWN`: the known ones in the order of `CHARTS`, one chart for each
-term of the loss, and at the end all unknown metrics (for example of a later version), with their keys as titles.
+Every metric of every run is drawn, except `NOT_DRAWN`: the known ones in the order of the tables below, one chart for
+each term of the loss, and at the end all unknown metrics (for example of a later version), with their keys as titles.
 """
 
 import itertools
@@ -9,9 +9,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypedDict
 
-from stillhouse.output.report.reading import Line, Run
+from stillhouse.output.metrics_file import MetricsLine
+from stillhouse.output.report.run_files import Run
 
 NATS = "nats per token"
 TOTAL = "loss/total_nats_per_token"
@@ -38,9 +40,9 @@ class Series(TypedDict):
 
 @dataclass(frozen=True)
 class Chart:
+    group: str
     title: str
     unit: str
-    group: str
     keys: dict[str, str]  # side (first drawn solid, second dashed) → metric; most charts have one unnamed side
     log: bool = False  # the axis is logarithmic if the values span a large enough range
     percent: bool = False
@@ -58,7 +60,7 @@ class Drawing:
     @property
     def positive(self) -> bool:
         """Whether a logarithmic axis can show all values."""
-        return all(value > 0 for one in self.series for value in one["values"] if value is not None)
+        return all(value > 0 for value in _values(self.series))
 
 
 def _sides(key: str) -> dict[str, str]:
@@ -69,60 +71,49 @@ def _means(key: str) -> dict[str, str]:
     return {"mean": key, "largest": f"{key}_max"}
 
 
-CHARTS = (
-    Chart(
-        "Held-out cross-entropy",
-        NATS,
-        "Held out",
-        {"student": "eval/cross_entropy", "teacher": "eval/teacher_cross_entropy"},
+_held_out, _tasks, _training, _rollouts = (
+    partial(Chart, group) for group in ("Held out", "Tasks", "Training", "Rollouts")
+)
+
+HELD_OUT = (
+    _held_out(
+        "Held-out cross-entropy", NATS, {"student": "eval/cross_entropy", "teacher": "eval/teacher_cross_entropy"}
     ),
-    Chart("Held-out forward KL", NATS, "Held out", {"": "eval/forward_kl"}, log=True),
-    Chart("Held-out agreement", "of tokens, top 1", "Held out", {"": "eval/agreement"}, percent=True),
-    Chart("Held-out entropy", NATS, "Held out", _sides("eval/{}_entropy")),
-    Chart("Held-out ULD", "per token", "Held out", {"": "eval/uld"}),
-    Chart("Cut answers", "of answers", "Tasks", {"": "eval/tasks_truncated"}, percent=True),
-    Chart("Total loss", NATS, "Training", {"": TOTAL}),
-    Chart("Training entropy", NATS, "Training", _sides("train/{}_entropy_nats")),
-    Chart("Training agreement", "of tokens, top 1", "Training", {"": "train/agreement"}, percent=True),
-    Chart(
-        "Mass of the teacher's ids",
-        "of the teacher's distribution",
-        "Training",
-        {"": "train/teacher_mass"},
-        percent=True,
-    ),
-    Chart("Gradient norm", "before clipping", "Training", {"": "train/gradient_norm"}, log=True),
-    Chart("Learning rate", "per step", "Training", {"": "train/learning_rate"}),
-    Chart("Throughput", "tokens per second", "Training", {"": "speed/tokens_per_second"}),
-    Chart("Rows of a logits tile", "tokens, at most", "Training", {"": "speed/chunk_tokens"}),
-    Chart("Reward", "mean of a step's completions", "Rollouts", {"": "rollout/reward"}),
-    Chart("Reward, spread", "standard deviation", "Rollouts", {"": "rollout/reward_std"}),
-    Chart("Completion length", "tokens, mean", "Rollouts", {"": "rollout/completion_tokens"}),
-    Chart("Cut completions", "of completions", "Rollouts", {"": "rollout/truncated"}, percent=True),
-    Chart("Own completions", "of completions", "Rollouts", {"": "rollout/share"}, percent=True),
-    Chart("Staleness", "optimizer steps", "Rollouts", _means("rollout/staleness")),
-    Chart(
-        "Training against engine",
-        "nats, |log-ratio| at drawn tokens",
-        "Rollouts",
-        _means("rollout/log_ratio"),
-        log=True,
-    ),
-    Chart(
+    _held_out("Held-out forward KL", NATS, {"": "eval/forward_kl"}, log=True),
+    _held_out("Held-out agreement", "of tokens, top 1", {"": "eval/agreement"}, percent=True),
+    _held_out("Held-out entropy", NATS, _sides("eval/{}_entropy")),
+    _held_out("Held-out ULD", "per token", {"": "eval/uld"}),
+)
+CUT_ANSWERS = _tasks("Cut answers", "of answers", {"": "eval/tasks_truncated"}, percent=True)
+TOTAL_LOSS = _training("Total loss", NATS, {"": TOTAL})
+TRAINING = (
+    _training("Training entropy", NATS, _sides("train/{}_entropy_nats")),
+    _training("Training agreement", "of tokens, top 1", {"": "train/agreement"}, percent=True),
+    _training("Mass of the teacher's ids", "of the teacher's distribution", {"": "train/teacher_mass"}, percent=True),
+    _training("Gradient norm", "before clipping", {"": "train/gradient_norm"}, log=True),
+    _training("Learning rate", "per step", {"": "train/learning_rate"}),
+    _training("Throughput", "tokens per second", {"": "speed/tokens_per_second"}),
+    _training("Rows of a logits tile", "tokens, at most", {"": "speed/chunk_tokens"}),
+)
+ROLLOUTS = (
+    _rollouts("Reward", "mean of a step's completions", {"": "rollout/reward"}),
+    _rollouts("Reward, spread", "standard deviation", {"": "rollout/reward_std"}),
+    _rollouts("Completion length", "tokens, mean", {"": "rollout/completion_tokens"}),
+    _rollouts("Cut completions", "of completions", {"": "rollout/truncated"}, percent=True),
+    _rollouts("Own completions", "of completions", {"": "rollout/share"}, percent=True),
+    _rollouts("Staleness", "optimizer steps", _means("rollout/staleness")),
+    _rollouts("Training against engine", "nats, |log-ratio| at drawn tokens", _means("rollout/log_ratio"), log=True),
+    _rollouts(
         "Training against engine, same weights",
         "nats, mean |log-ratio| at drawn tokens",
-        "Rollouts",
         {"": "rollout/log_ratio_fresh"},
         log=True,
     ),
-    Chart("Importance ratio", "mean at drawn tokens", "Rollouts", {"": "rollout/ratio"}),
-    Chart("Limited ratios", "of drawn tokens", "Rollouts", {"": "rollout/clipped"}, percent=True),
-    Chart("Waiting", "of the trainer's time", "Rollouts", {"": "speed/waiting"}, percent=True),
-    Chart("Sampling", "tokens per second", "Rollouts", {"": "speed/sampled_tokens_per_second"}),
+    _rollouts("Importance ratio", "mean at drawn tokens", {"": "rollout/ratio"}),
+    _rollouts("Limited ratios", "of drawn tokens", {"": "rollout/clipped"}, percent=True),
+    _rollouts("Waiting", "of the trainer's time", {"": "speed/waiting"}, percent=True),
+    _rollouts("Sampling", "tokens per second", {"": "speed/sampled_tokens_per_second"}),
 )
-
-#: before this chart come the charts of held-out sets that have names
-_OF_SETS = next(number for number, chart in enumerate(CHARTS) if chart.group == "Tasks")
 
 
 def draw(runs: Sequence[Run]) -> list[Drawing]:
@@ -132,7 +123,7 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
         series = [
             _series(run.lines, key, index, side) for index, run in enumerate(runs) for side, key in chart.keys.items()
         ]
-        series = [one for one in series if any(value is not None for value in one["values"])]
+        series = [curve for curve in series if _values([curve])]
         if series:
             chart, series = _without_unused_sides(chart, series)
             drawings.append(Drawing(chart, series, chart.log and _spans(series), _label(chart, series, runs)))
@@ -141,16 +132,37 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
 
 def _without_unused_sides(chart: Chart, series: list[Series]) -> tuple[Chart, list[Series]]:
     """Leave out the sides that no run has. If only the first is left, it needs no name."""
-    keys = {side: key for side, key in chart.keys.items() if any(one["side"] == side for one in series)}
+    keys = {side: key for side, key in chart.keys.items() if any(curve["side"] == side for curve in series)}
     if list(keys) == list(chart.keys)[:1]:
         (key,) = keys.values()
-        return replace(chart, keys={"": key}), [Series({**one, "side": ""}) for one in series]
+        return replace(chart, keys={"": key}), [Series({**curve, "side": ""}) for curve in series]
     return replace(chart, keys=keys), series
+
+
+def _charts(runs: Sequence[Run]) -> list[Chart]:
+    keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values if key not in NOT_DRAWN)
+    tasks = sorted((key for key in keys if key.startswith(TASK)), key=lambda key: LENGTH in key)
+    terms = [key for key in keys if key.startswith("loss/") and key != TOTAL]
+    charts = [
+        *(_tasks(_task_title(key), "of answers", {"": key}, percent=True) for key in tasks),
+        *HELD_OUT,
+        *_charts_of_sets(keys),
+        CUT_ANSWERS,
+        *([] if _total_repeats(runs) else [TOTAL_LOSS]),
+        *(_training(_term_title(key), _unit(key), {"": key}, log=True) for key in terms),
+        *TRAINING,
+        *ROLLOUTS,
+    ]
+    for draft in filter(None, map(DRAFTS.fullmatch, keys)):
+        sides = {"greedy": draft[0], "sampled": draft[0].replace("/acceptance", "/sampled_acceptance")}
+        charts.append(_held_out(f"Accepted drafts, depth {draft[1]}", "of tokens", sides, percent=True))
+    known = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
+    return charts + [Chart("Other", key, "", {"": key}) for key in keys if key not in known]
 
 
 def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
     """The charts of held-out sets that have names, each set under a heading of its own."""
-    names = dict.fromkeys(found[1] for key in keys if (found := SET.fullmatch(key)))
+    names = dict.fromkeys(match[1] for match in map(SET.fullmatch, keys) if match)
     return [
         replace(
             chart,
@@ -158,32 +170,8 @@ def _charts_of_sets(keys: Iterable[str]) -> list[Chart]:
             keys={side: key.replace("eval/", f"eval/{name}/", 1) for side, key in chart.keys.items()},
         )
         for name in names
-        for chart in CHARTS
-        if chart.group == "Held out"
+        for chart in HELD_OUT
     ]
-
-
-def _charts(runs: Sequence[Run]) -> list[Chart]:
-    keys = dict.fromkeys(key for run in runs for line in run.lines for key in line.values if key not in NOT_DRAWN)
-    terms = [key for key in keys if key.startswith("loss/") and key != TOTAL]
-    tasks = [key for key in keys if key.startswith(TASK)]
-    charts = [
-        Chart(_task_title(key), "of answers", "Tasks", {"": key}, percent=True)
-        for key in sorted(tasks, key=lambda key: LENGTH in key)
-    ]
-    for chart in CHARTS:
-        is_total = TOTAL in chart.keys.values()
-        if chart is CHARTS[_OF_SETS]:
-            charts += _charts_of_sets(keys)
-        if not (is_total and _total_repeats(runs)):
-            charts.append(chart)
-        if is_total:
-            charts += [Chart(_term_title(key), _unit(key), "Training", {"": key}, log=True) for key in terms]
-    for found in filter(None, map(DRAFTS.fullmatch, keys)):
-        sides = {"greedy": found[0], "sampled": found[0].replace("/acceptance", "/sampled_acceptance")}
-        charts.append(Chart(f"Accepted drafts, depth {found[1]}", "of tokens", "Held out", sides, percent=True))
-    drawn = {key for chart in charts for key in chart.keys.values()} | {TOTAL}
-    return charts + [Chart(key, "", "Other", {"": key}) for key in keys if key not in drawn]
 
 
 def _task_title(key: str) -> str:
@@ -212,12 +200,12 @@ def _total_repeats(runs: Sequence[Run]) -> bool:
     return True
 
 
-def _is_close(one: float | None, other: float | None) -> bool:
+def _is_close(a: float | None, b: float | None) -> bool:
     """Whether two values differ by no more than the rounding of float32."""
-    return one == other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)
+    return a == b if a is None or b is None else math.isclose(a, b, rel_tol=1e-6)
 
 
-def _series(lines: Sequence[Line], key: str, run: int, side: str) -> Series:
+def _series(lines: Sequence[MetricsLine], key: str, run: int, side: str) -> Series:
     points = _with_gaps([(line.step, line.values[key]) for line in lines if key in line.values])
     shown = _thin(points)
     return Series(
@@ -273,8 +261,12 @@ def _sections(points: Points) -> Iterator[Points]:
 
 
 def _spans(series: list[Series]) -> bool:
-    values = [value for one in series for value in one["values"] if value is not None]
+    values = _values(series)
     return min(values) > 0 and max(values) / min(values) >= LOG_FROM
+
+
+def _values(series: Iterable[Series]) -> list[float]:
+    return [value for curve in series for value in curve["values"] if value is not None]
 
 
 def _rounded(value: float | None) -> float | None:
@@ -284,9 +276,9 @@ def _rounded(value: float | None) -> float | None:
 def _label(chart: Chart, series: list[Series], runs: Sequence[Run]) -> str:
     """Return the chart in words, for readers who cannot see it."""
     parts = []
-    for one in series:
-        points = [(s, v) for s, v in zip(one["steps"], one["values"], strict=True) if v is not None]
-        name = " ".join(part for part in (runs[one["run"]].path.resolve().name, one["side"]) if part)
+    for curve in series:
+        points = [(s, v) for s, v in zip(curve["steps"], curve["values"], strict=True) if v is not None]
+        name = " ".join(part for part in (runs[curve["run"]].path.resolve().name, curve["side"]) if part)
         (first_step, first), (last_step, last) = points[0], points[-1]
         parts.append(f"{name} {first:.4g} at step {first_step:g}, {last:.4g} at step {last_step:g}")
     unit = f", {chart.unit}" if chart.unit else ""

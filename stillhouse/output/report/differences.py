@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stillhouse.display import escaped
-from stillhouse.output.report.reading import Run
+from stillhouse.output.report.run_files import Run
 
 ABSENT, NULL = "not set", "null"
 
@@ -15,9 +15,9 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
     A run without config.yaml has no configuration to compare, and differs in every key.
     """
-    flat = [_flat(run.config) for run in runs]
-    keys = dict.fromkeys(key for each in flat for key in each)
-    rows = [(key, [each.get(key, ABSENT) for each in flat]) for key in keys]
+    configs = [_flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [(key, [config.get(key, ABSENT) for config in configs]) for key in keys]
     return [
         (escaped(key), texts)
         for key, texts in rows
@@ -27,16 +27,16 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def _is_section(key: str, keys: Iterable[str]) -> bool:
     """Whether a key that is null in one run is a section in another, whose values have rows of their own."""
-    return any(other.startswith(f"{key}.") for other in keys)
+    return any(nested.startswith(f"{key}.") for nested in keys)
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
     """The values by their dotted keys, as text. A section that is null has no keys."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{before}{key}.")
+            values |= _flat(value, f"{before}{key}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            found[f"{before}{key}"] = escaped(text)
-    return found
+            values[f"{before}{key}"] = escaped(text)
+    return values

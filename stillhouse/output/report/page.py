@@ -13,26 +13,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from stillhouse.display import escaped
-from stillhouse.output.report.curves import (
-    LENGTH,
-    NATS,
-    TASK,
-    Drawing,
-    draw,
-)
+from stillhouse.output.report.curves import LENGTH, NATS, TASK, Drawing, draw
 from stillhouse.output.report.differences import differences
-from stillhouse.output.report.eval_samples import over_time
-from stillhouse.output.report.held_out import (
-    SHADES,
-    readouts,
-    shade_documents,
-    term_names,
-)
-from stillhouse.output.report.reading import Run, read_run
-from stillhouse.output.report.rollouts import show
+from stillhouse.output.report.run_files import Run, read_run
+from stillhouse.output.report.shown_completions import over_time, shown_step, staleness_rows
+from stillhouse.output.report.timeline import timeline
+from stillhouse.output.report.token_text import SHADES, mean_kl, pieces, readouts, shade_class, term_names
 
 ASSETS = Path(__file__).parent / "assets"
 COLOURS = 8  # the style sheet's --run-0 … --run-7
+RECENT_STEPS = 4  # whose samples are listed directly; earlier ones are folded away
 
 _DATA_LABELS = {
     "read": "documents read",
@@ -99,10 +89,18 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def render(runs: Sequence[Run], *, watching: bool = False) -> str:
     """Return the page of the first run, compared with the other runs. watching: it asks its server for later ones."""
-    run = runs[0]
+    run, rollouts, held_out = runs[0], runs[0].rollouts, runs[0].held_out
     drawings = draw(runs)
-    names = run_names([one.path for one in runs])
-    scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))}
+    names = run_names([run.path for run in runs])
+    terms = term_names(held_out) if held_out else []
+    embedded = {
+        "runs": names,
+        "charts": [_chart_data(drawing) for drawing in drawings],
+        "documents": readouts(held_out, terms) if held_out else [],
+        "terms": terms,
+        "shades": SHADES,
+    }
+    scripts = [_asset(name) for name in ("uplot.min.js", "report.js", *(["watch.js"] if watching else []))]
     return _template().render(
         run=run,
         names=names,
@@ -113,20 +111,22 @@ def render(runs: Sequence[Run], *, watching: bool = False) -> str:
         objective=objective(run),
         figures=figures(runs),
         groups=_groups(drawings),
-        documents=shade_documents(run.held_out) if run.held_out else [],
-        rollouts=show(run.rollouts) if run.rollouts else None,
+        documents=held_out.documents if held_out else [],
+        rollouts=rollouts,
+        timeline=timeline(rollouts.spans) if rollouts else None,
+        steps=[shown_step(step, samples) for step, samples in reversed(rollouts.samples.items())] if rollouts else [],
+        recent_steps=RECENT_STEPS,
+        staleness=staleness_rows(rollouts.staleness) if rollouts else [],
         prompts=over_time(run.eval_samples),
         shades=SHADES,
-        terms=term_names(run.held_out) if run.held_out else [],
+        terms=terms,
         data_table=data_table(run.data or {}),
         data_notes=data_notes(run.data or {}),
         environment=[(key, _plain(value)) for key, value in (run.environment or {}).items() if key != "objective"],
-        embedded=_embedded(run, names, drawings),
-        styles=[
-            _asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if run.rollouts else []))
-        ],
+        embedded=embedded,
+        styles=[_asset(name) for name in ("uplot.min.css", "report.css", *(["rollouts.css"] if rollouts else []))],
         scripts=scripts,
-        policy=_policy(scripts.values(), watching=watching),
+        policy=_policy(scripts, watching=watching),
     )
 
 
@@ -135,18 +135,20 @@ def _template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["duration"] = _duration
+    environment.filters |= {
+        "duration": _duration, "mean_kl": mean_kl, "pieces": pieces, "shade_class": shade_class
+    }  # fmt: skip
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("report.html.jinja")
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Return folder names, with as many parent folders as are needed to make them different."""
-    parts = [path.resolve().parts for path in paths]
+    resolved = [path.resolve().parts for path in paths]
     depth = 1
-    while len({one[-depth:] for one in parts}) < len(parts):
+    while len({parts[-depth:] for parts in resolved}) < len(resolved):
         depth += 1
-    return ["/".join(one[-depth:]) for one in parts]
+    return ["/".join(parts[-depth:]) for parts in resolved]
 
 
 def title(run: Run) -> str:
@@ -156,7 +158,7 @@ def title(run: Run) -> str:
         return run.path.resolve().name
     several = run.config.get("teachers")
     if isinstance(several, dict):
-        teacher = ", ".join(sorted(name for name, each in several.items() if isinstance(each, dict)))
+        teacher = ", ".join(sorted(name for name, section in several.items() if isinstance(section, dict)))
     return f"{student} ← {teacher}" if teacher else student
 
 
@@ -173,58 +175,49 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     steps = [f"{line.step:,}" if line else None for line in last]
     tokens = [_count(line.values.get("tokens")) if line else None for line in last]
     seconds = [_duration(line.values.get("seconds")) if line else None for line in last]
-    held_out = [
-        Figure("Held-out cross-entropy", NATS, _change(runs, "eval/cross_entropy", ".3f")),
-        Figure("Held-out forward KL", NATS, _change(runs, "eval/forward_kl", ".3f")),
-        Figure("Held-out agreement", "top 1", _change(runs, "eval/agreement", ".1f", scale=100, sign=" %")),
+    results = []
+    if any(run.has_held_out_data for run in runs):
+        results = [
+            Figure("Held-out cross-entropy", NATS, _change(runs, "eval/cross_entropy")),
+            Figure("Held-out forward KL", NATS, _change(runs, "eval/forward_kl")),
+            Figure("Held-out agreement", "top 1", _change(runs, "eval/agreement", percent=True)),
+        ]
+    metrics = dict.fromkeys(key for line in runs[0].lines for key in line.values)
+    results += [
+        Figure(f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, percent=True))
+        for key in metrics
+        if key.startswith(TASK) and LENGTH not in key
     ]
+    if runs[0].first_and_last("rollout/reward"):
+        results.append(Figure("Reward", "mean of a step", _change(runs, "rollout/reward")))
     return [
-        *(held_out if any(run.has_held_out_data for run in runs) else []),
-        *_on_policy_figures(runs),
+        *results,
         Figure("Tokens", "predicted in training", tokens),
         Figure("Steps", "of the optimizer", steps),
         Figure("Time", "", seconds),
     ]
 
 
-def _on_policy_figures(runs: Sequence[Run]) -> list[Figure]:
-    """Return the reward, and the exact match of each task, as far as the page's own run has them."""
-    keys = dict.fromkeys(
-        key for line in runs[0].lines for key in line.values if key.startswith(TASK) and LENGTH not in key
-    )
-    found = [
-        Figure(
-            f"Exact match, {key.removeprefix(TASK)}", "of answers", _change(runs, key, ".1f", scale=100, sign=" %")
-        )
-        for key in keys
-    ]
-    if runs[0].first_and_last("rollout/reward"):
-        found.append(Figure("Reward", "mean of a step", _change(runs, "rollout/reward", ".3f")))
-    return found
+def _change(runs: Sequence[Run], key: str, *, percent: bool = False) -> list[str | None]:
+    """Return the first and the last value of a metric in each run; None for a run without it."""
 
+    def text(value: float) -> str:
+        return f"{100 * value:.1f} %" if percent else f"{value:.3f}"
 
-def _change(runs: Sequence[Run], key: str, form: str, *, scale: float = 1, sign: str = "") -> list[str | None]:
     pairs = [run.first_and_last(key) for run in runs]
-    return [" → ".join(f"{scale * value:{form}}{sign}" for value in pair) if pair else None for pair in pairs]
+    return [" → ".join(map(text, pair)) if pair else None for pair in pairs]
 
 
 def data_table(data: dict[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Return the data reports side by side: (names of the splits, rows of a label and one value per split)."""
     reports = {name: report for name, report in data.items() if isinstance(report, dict)}
-    counts = dict.fromkeys(
-        key
-        for report in reports.values()
-        for key, value in report.items()
-        if not _is_note(value) and value not in (None, "")
-    )
-    rows = [
-        (
-            _DATA_LABELS.get(key, _words(key)),
-            ["" if report.get(key) is None else _plain(report[key]) for report in reports.values()],
-        )
-        for key in counts
-    ]
-    return list(reports), rows
+    items = [item for report in reports.values() for item in report.items()]
+    keys = dict.fromkeys(key for key, value in items if not _is_note(value) and value not in (None, ""))
+
+    def row(key: str) -> list[str]:
+        return ["" if report.get(key) is None else _plain(report[key]) for report in reports.values()]
+
+    return list(reports), [(_DATA_LABELS.get(key, _words(key)), row(key)) for key in keys]
 
 
 def data_notes(data: dict[str, Any]) -> list[tuple[str, str]]:
@@ -252,25 +245,15 @@ def _groups(drawings: list[Drawing]) -> dict[str, list[tuple[int, Drawing]]]:
     return groups
 
 
-def _embedded(run: Run, names: list[str], drawings: list[Drawing]) -> dict[str, object]:
-    charts = [
-        {
-            "title": f"{one.chart.group}: {one.chart.title}",
-            "log": one.log,
-            "positive": one.positive,
-            "percent": one.chart.percent,
-            "sides": list(one.chart.keys),
-            "series": one.series,
-        }
-        for one in drawings
-    ]
-    held_out = run.held_out
-    of_tokens = {
-        "documents": readouts(held_out) if held_out else [],
-        "terms": term_names(held_out) if held_out else [],
-        "shades": SHADES,
+def _chart_data(drawing: Drawing) -> dict[str, object]:
+    return {
+        "title": f"{drawing.chart.group}: {drawing.chart.title}",
+        "log": drawing.log,
+        "positive": drawing.positive,
+        "percent": drawing.chart.percent,
+        "sides": list(drawing.chart.keys),
+        "series": drawing.series,
     }
-    return {"runs": names, "charts": charts, **of_tokens}
 
 
 def _policy(scripts: Iterable[str], *, watching: bool) -> str:
@@ -278,8 +261,8 @@ def _policy(scripts: Iterable[str], *, watching: bool) -> str:
 
     watching: it may ask the server that it comes from.
     """
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{script_hash}'" for script_hash in hashes)
     connect = "; connect-src 'self'" if watching else ""
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}{connect}"
 

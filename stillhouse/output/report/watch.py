@@ -13,13 +13,9 @@ from pathlib import Path
 
 from stillhouse.display import escaped
 from stillhouse.output.report.page import read_runs, render
+from stillhouse.output.report.run_files import METRICS, OPTIONAL_FILES
 
 ADDRESS = "127.0.0.1"
-#: the files of a run's folder that the page shows
-FILES = (
-    *("metrics.jsonl", "config.yaml", "environment.json", "data.json", "tokens.json"),
-    *("timeline.jsonl", "samples.jsonl", "eval_samples.jsonl"),
-)
 
 
 class WatchedReport:
@@ -44,14 +40,14 @@ class WatchedReport:
 
     def _stamp(self) -> str:
         """Changes with the size or the time of any file that the page shows."""
-        found = []
-        for path in (folder / name for folder in self._paths for name in FILES):
+        files = []
+        for path in (folder / name for folder in self._paths for name in (METRICS, *OPTIONAL_FILES)):
             try:
                 state = path.stat()
             except FileNotFoundError:
                 continue
-            found.append((str(path), state.st_size, state.st_mtime_ns))
-        return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+            files.append((str(path), state.st_size, state.st_mtime_ns))
+        return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
 
 
 class ReportServer(ThreadingHTTPServer):

@@ -16,7 +16,7 @@ from stillhouse.config import ConfigError
 from stillhouse.libraries import reading
 from stillhouse.output.folder import RunFolder
 from stillhouse.output.trackers.mlflow import open_mlflow
-from stillhouse.output.trackers.state import TrackerState
+from stillhouse.output.trackers.tracker_state import TrackerState
 from stillhouse.output.trackers.trackio import open_trackio
 from stillhouse.output.trackers.wandb import open_wandb
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from stillhouse.libraries import imported, reading
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.trackers.state import TrackerState
+from stillhouse.output.trackers.tracker_state import TrackerState
 
 EXPERIMENT = "stillhouse"
 _LONGEST = 500  # characters of a parameter that every version of mlflow stores
@@ -52,8 +52,8 @@ def open_mlflow(folder: RunFolder, state: TrackerState, values: Mapping[str, Any
 
 def _experiment(client: Any) -> str:
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
-    found = client.get_experiment_by_name(name)
-    return str(client.create_experiment(name) if found is None else found.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    return str(client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
 
 def _name(key: str) -> str:

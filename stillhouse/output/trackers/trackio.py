@@ -6,7 +6,7 @@ from typing import Any
 
 from stillhouse.libraries import imported, reading
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.trackers.state import TrackerState
+from stillhouse.output.trackers.tracker_state import TrackerState
 
 
 class TrackioRun:

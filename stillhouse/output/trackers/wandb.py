@@ -6,7 +6,7 @@ from typing import Any
 
 from stillhouse.libraries import imported, reading
 from stillhouse.output.folder import RunFolder
-from stillhouse.output.trackers.state import TrackerState
+from stillhouse.output.trackers.tracker_state import TrackerState
 
 #: how long the end of a run waits until everything is sent; what is not is on the disk, for `wandb sync`
 SECONDS = 120.0

@@ -1,12 +1,12 @@
 """trackers.json: by which names the trackers know a run, and which steps they have already."""
 
-import json
 import uuid
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stillhouse.output.folder import RunFolder
+from stillhouse.output.metrics_file import parse_metrics
 
 FILE = "trackers.json"
 
@@ -66,8 +66,8 @@ class TrackerState(BaseModel):
         folder.write_text(FILE, self.model_dump_json(indent=1))
 
 
-def _later(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {key: max(one.get(key, -1), other.get(key, -1)) for key in one | other}
+def _later(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {key: max(a.get(key, -1), b.get(key, -1)) for key in a | b}
 
 
 def _steps(folder: RunFolder, log_bytes: int) -> dict[str, int]:
@@ -75,15 +75,14 @@ def _steps(folder: RunFolder, log_bytes: int) -> dict[str, int]:
 
     A line is sent after it has been written, so a last line without an end has not been sent.
     """
-    found: dict[str, int] = {}
+    last_steps: dict[str, int] = {}
     if not folder.metrics.is_file():
-        return found
+        return last_steps
     *lines, _ = folder.metrics.read_bytes()[log_bytes:].split(b"\n")
-    for line in lines:
+    for raw in lines:
         try:
-            record = json.loads(line)
-            step = int(record.pop("step"))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{folder.metrics} is damaged after byte {log_bytes:,}: {line[:60]!r}") from error
-        found |= {key: max(step, found.get(key, -1)) for key in record}
-    return found
+            line = parse_metrics(raw, "")
+        except ValueError as error:
+            raise ValueError(f"{folder.metrics} is damaged after byte {log_bytes:,}: {raw[:60]!r}") from error
+        last_steps |= _later(last_steps, dict.fromkeys(line.values, int(line.step)))
+    return last_steps

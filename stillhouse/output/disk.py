@@ -146,7 +146,7 @@ _AFTERWARDS = "all complete files are intact, and the same command continues fro
 
 def _free_bytes(path: Path) -> int:
     """Free space on the disk that contains `path`, or will contain it; the largest int if the disk reports none."""
-    usage = shutil.disk_usage(next(each for each in [path, *path.parents] if each.exists()))
+    usage = shutil.disk_usage(next(parent for parent in [path, *path.parents] if parent.exists()))
     return usage.free if usage.total else sys.maxsize
 
 

@@ -1,0 +1,166 @@
+"""JSON and JSON-lines files of a run's folder.
+
+A run appends lines to a file that stays open, and finds out if they do not arrive there. A reader gets typed values,
+or an error that names the file and the place in it.
+"""
+
+import errno
+import functools
+import json
+import os
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from io import FileIO
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from stillhouse.display import escaped
+from stillhouse.libraries import reading
+from stillhouse.output.disk import UNFINISHED, explained_write_errors, flush
+from stillhouse.output.records import EvalSample, Sample, Span
+
+T = TypeVar("T")
+
+
+class LineFile:
+    """A file of JSON lines, to which this process appends. step: lines of later steps are removed first."""
+
+    def __init__(self, path: Path, step: int):
+        self._path = path
+        _remove_later(path, step)
+        with explained_write_errors(path):
+            # unbuffered, so that closing the file does not try again to write what failed
+            self._file = path.open("ab", buffering=0)
+
+    def append(self, records: Sequence[Span | Sample | EvalSample]) -> None:
+        lines = "".join(json.dumps(asdict(record), allow_nan=False) + "\n" for record in records)
+        append(self._path, self._file, lines.encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def append(path: Path, file: FileIO, lines: bytes) -> None:
+    """Write to an unbuffered file. Raises ValueError if the lines do not fit on the disk, or not to this path."""
+    with explained_write_errors(path, len(lines)):
+        _require_in_place(path, file)
+        if file.write(lines) != len(lines):  # the rest did not fit
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _require_in_place(path: Path, file: FileIO) -> None:
+    """Raise OSError if the path no longer leads to the open file, or if the folder is not writable.
+
+    Without this check, writing would succeed, but into a file that nobody finds at the path any more.
+    """
+    there, opened = os.stat(path), os.fstat(file.fileno())
+    same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
+    if not same and there.st_size != opened.st_size:  # a FUSE file system may change the inode number
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _remove_later(path: Path, step: int) -> None:
+    """Remove all lines of later steps, and a last line without an end, by replacing the file.
+
+    Nothing is kept of a run that begins at step 0. Raises ValueError for another line that this class does not write.
+    """
+    with explained_write_errors(path):
+        if step <= 0:
+            path.unlink(missing_ok=True)
+        if not path.is_file():
+            return
+        partial = path.with_name(f".{path.name}{UNFINISHED}")
+        with path.open("rb") as file, partial.open("wb") as kept:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n") and _step(line, f"{path}:{number}") <= step:
+                    kept.write(line)
+        if partial.stat().st_size == path.stat().st_size:
+            partial.unlink()
+            return
+        flush(partial)
+        os.replace(partial, path)
+
+
+def _step(line: bytes, where: str) -> int:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        step = None
+    if not isinstance(step, int):
+        raise ValueError(
+            f'{where} is damaged: expected a JSON object with an integer "step"; remove this line, or the whole file,'
+            " which only the report reads"
+        )
+    return step
+
+
+def read_lines(path: Path, parse: Callable[[bytes, str], T], notes: list[str]) -> Iterator[tuple[str, int, T]]:
+    """Yield (file and line number, offset, what `parse` makes of the line) of every line.
+
+    parse: gets a line without its newline, and the file and line number for its error. Only a last line without a
+    newline may be unreadable: it is left out, and `notes` gets a note for the page. Raises the error of another line.
+    """
+    offset = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                value = parse(raw.removesuffix(b"\n"), where)
+            except ValueError:
+                if raw.endswith(b"\n"):
+                    raise
+                notes.append(
+                    f"The last line of {path.name} is incomplete and left out: the run was stopped while it wrote it."
+                )
+                return
+            yield where, offset, value
+            offset += len(raw)
+
+
+def read_objects(path: Path, notes: list[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield (file and line number, offset, object) of every line, as `read_lines`; nothing if there is no file."""
+    if path.is_file():
+        if path.stat().st_size == 0:
+            notes.append(f"{path.name} has no line yet.")
+        yield from read_lines(path, _parse_object, notes)
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None if there is no file. Raises ValueError for a file with anything else."""
+    if not path.is_file():
+        return None
+    with reading(f"{path}: not JSON"):
+        value = json.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def validated(kind: Callable[..., T], value: object, where: str) -> T:
+    """Return the value as this type. Raises ValueError that begins with `where` and names the key."""
+    try:
+        record: T = _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        shown = reprlib.repr(first["input"])
+        raise ValueError(f"{where}: {escaped(key)}: {first['msg'].lower()}, got {shown:.60}") from error
+    return record
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    with reading(f"{where}: not a JSON object"):
+        value = json.loads(raw)
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, got {escaped(raw[:80].decode(errors='replace'))}")
+    return value

@@ -1,0 +1,178 @@
+"""Reads the folder of a run into a `Run`: everything that the page shows of it.
+
+A killed run may lack any file except metrics.jsonl, and the last line of a file of JSON lines may be incomplete.
+`Run.notes` lists what is missing, and the page shows it. Other malformed content is an error that names the file and
+the place in the file. Of a completion that is not shown, the tokens are neither checked nor held.
+"""
+
+import json
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stillhouse.config import ConfigError
+from stillhouse.config.yaml_text import read_yaml
+from stillhouse.libraries import reading
+from stillhouse.output.json_files import read_object, read_objects, validated
+from stillhouse.output.metrics_file import MetricsLine, read_metrics
+from stillhouse.output.records import EvalSample, HeldOutTokens, Sample, Span
+
+METRICS = "metrics.jsonl"
+#: for each other file, what the page lacks without it
+OPTIONAL_FILES = {
+    "config.yaml": "the run's configuration and its models' names",
+    "environment.json": "versions, machine and date",
+    "data.json": "how many documents were read, cut and skipped",
+    "tokens.json": "the held-out text, which the last evaluation writes for one teacher of the full vocabulary",
+    "timeline.jsonl": "what each part of the job did, and when the trainer waited",
+    "samples.jsonl": "some of the completions that the run was trained on",
+    "eval_samples.jsonl": "the student's completions of held-out prompts",
+}
+_ON_POLICY = ("timeline.jsonl", "samples.jsonl")
+
+SPANS = 4000  # the newest ones, of which the page shows those of the last steps
+STEPS = 200  # at most so many steps whose samples are shown
+TOKENS = 40_000  # of all samples that are shown together: more make a page slow
+EVAL_SAMPLES = 4000  # the newest ones
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What an on-policy run recorded.
+
+    spans: the newest ones, in the order of the file. samples: of some steps, in the order of steps. sampled_steps:
+    how many steps have samples. staleness: how many of the student's own completions in the file have which
+    staleness.
+    """
+
+    spans: list[Span]
+    samples: dict[int, list[Sample]]
+    sampled_steps: int
+    staleness: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, with its lines in step order."""
+
+    path: Path
+    lines: list[MetricsLine]
+    config_text: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    held_out: HeldOutTokens | None = None
+    rollouts: Rollouts | None = None
+    eval_samples: list[EvalSample] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def has_held_out_data(self) -> bool:
+        """Whether the run was to have held-out data; True if that is not known."""
+        return _asks_for_held_out_data(self.config)
+
+    def first_and_last(self, key: str) -> tuple[float, float] | None:
+        """Return the first and the last finite value of a metric, or None if there is none."""
+        values = [value for line in self.lines if (value := line.values.get(key)) is not None]
+        return (values[0], values[-1]) if values else None
+
+
+def read_run(path: Path) -> Run:
+    """Read everything that the page needs from a run folder.
+
+    Raises:
+        ValueError: there is no metrics.jsonl, or a file is malformed (with file and line, or file and key).
+    """
+    lines, notes = read_metrics(path / METRICS)
+    config_text, config = _read_config(path / "config.yaml")
+    present = {name for name in OPTIONAL_FILES if (path / name).is_file()}
+    expected = _expected_files(config, present)
+    notes += [f"{name} is missing: {OPTIONAL_FILES[name]}." for name in OPTIONAL_FILES if name in expected - present]
+    held_out = read_object(path / "tokens.json")
+    eval_samples = (
+        validated(EvalSample, value, where) for where, _, value in read_objects(path / "eval_samples.jsonl", notes)
+    )
+    return Run(
+        path=path,
+        lines=lines,
+        config_text=config_text,
+        config=config,
+        environment=read_object(path / "environment.json"),
+        data=read_object(path / "data.json"),
+        held_out=None if held_out is None else validated(HeldOutTokens, held_out, str(path / "tokens.json")),
+        rollouts=_read_rollouts(path, notes) if present & {*_ON_POLICY} else None,
+        eval_samples=list(deque(eval_samples, maxlen=EVAL_SAMPLES)),
+        notes=notes,
+    )
+
+
+def _expected_files(config: dict[str, Any], present: set[str]) -> set[str]:
+    """The files that a run of this configuration, whose folder has the files `present`, should have."""
+    expected = {"config.yaml", "environment.json", "data.json"}
+    if _asks_for_held_out_data(config):
+        expected.add("tokens.json")
+    if isinstance(config.get("rollout"), dict) or present & {*_ON_POLICY}:
+        expected |= {*_ON_POLICY}
+    evaluation = config.get("eval")
+    if isinstance(evaluation, dict) and evaluation.get("samples"):
+        expected.add("eval_samples.jsonl")
+    return expected
+
+
+def _asks_for_held_out_data(config: dict[str, Any]) -> bool:
+    data = config.get("data")
+    return not isinstance(data, dict) or data.get("eval", True) not in (0, None)
+
+
+def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
+    if not path.is_file():
+        return None, {}
+    with reading(f"{path}: not UTF-8 text"):
+        text = path.read_text(encoding="utf-8")
+    try:
+        config = read_yaml(text, str(path))
+    except ConfigError as error:  # ConfigError is for the caller's own configuration, not for a run's file
+        raise ValueError(str(error)) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a mapping of sections, got {type(config).__name__}")
+    return text, config
+
+
+def _read_rollouts(folder: Path, notes: list[str]) -> Rollouts:
+    spans = (validated(Span, value, where) for where, _, value in read_objects(folder / "timeline.jsonl", notes))
+    last_spans = list(deque(spans, maxlen=SPANS))
+    path = folder / "samples.jsonl"
+    places: dict[int, list[tuple[str, int, int]]] = {}  # by step, of each sample: line, offset, number of tokens
+    staleness = Counter[int]()
+    for where, offset, value in read_objects(path, notes):
+        tokens = value.get("tokens")
+        sample = validated(Sample, value | {"tokens": []} if isinstance(tokens, list) else value, where)
+        places.setdefault(sample.step, []).append((where, offset, len(tokens or [])))
+        if sample.source == "student":
+            staleness[sample.staleness] += 1
+    samples: dict[int, list[Sample]] = {}
+    for step in shown_steps({step: sum(count for *_, count in of_step) for step, of_step in places.items()}):
+        samples[step] = [_sample_at(path, where, offset) for where, offset, _ in places[step]]
+    return Rollouts(last_spans, samples, len(places), dict(sorted(staleness.items())))
+
+
+def _sample_at(path: Path, where: str, offset: int) -> Sample:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return validated(Sample, json.loads(file.readline()), where)
+
+
+def shown_steps(tokens: dict[int, int]) -> list[int]:
+    """Choose at most `STEPS` steps with at most `TOKENS` tokens together, evenly. The last step is one of them.
+
+    tokens: how many tokens the samples of each step have.
+    """
+    steps = sorted(tokens)
+    count = min(STEPS, len(steps))
+    while True:
+        # from the end, so that the last step is chosen
+        chosen = [steps[-1 - number * len(steps) // count] for number in range(count)]
+        if count <= 1 or sum(tokens[step] for step in chosen) <= TOKENS:
+            return chosen[::-1]
+        count -= max(1, count // 10)

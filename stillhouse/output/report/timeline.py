@@ -1,0 +1,138 @@
+"""The timeline of an on-policy run: the last steps of the trainer, and who worked or waited in this time.
+
+It has a lane for each part of the job; work that goes on at the same time in one lane is in several rows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from stillhouse.display import escaped
+from stillhouse.output.records import LANES, WAIT, Span
+
+STEPS = 12  # of the trainer
+ROWS = 8  # of a lane; if more work goes on at the same time, boxes overlap
+STEP_LABELS = 8
+SHORTEST = 1e-4  # seconds; nothing is drawn of a shorter time
+WHAT = 60  # characters of a span's name
+
+
+@dataclass(frozen=True)
+class Box:
+    """One span in the timeline; left and width in percent of the time that is shown."""
+
+    left: float
+    width: float
+    row: int
+    label: str
+    title: str
+    waits: bool
+    odd: bool
+
+
+@dataclass(frozen=True)
+class Lane:
+    name: str
+    boxes: list[Box]
+    rows: int
+    busy: float  # share of the time that is shown; of the trainer, as `waited`, share of its steps' time
+    waited: float  # of the trainer: as `speed/waiting`, and as the run prints it
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """first, last: the steps that are shown. start, seconds: of the run. between: the share of the time that is in
+    no step of the trainer. marks, ticks: (left in percent, text).
+    """
+
+    first: int
+    last: int
+    start: float
+    seconds: float
+    between: float
+    lanes: list[Lane]
+    marks: list[tuple[float, str]]
+    ticks: list[tuple[float, str]]
+
+
+def timeline(spans: Sequence[Span]) -> Timeline | None:
+    """Return the timeline of the trainer's last steps, or of the last steps of all lanes if there is no trainer."""
+    of_steps = [span for span in spans if span.lane == "trainer"] or list(spans)
+    shown = sorted({span.step for span in of_steps})[-STEPS:]
+    begins = {step: min(span.start for span in of_steps if span.step == step) for step in shown}
+    if not shown:
+        return None
+    start = min(begins.values())
+    inside = [span for span in spans if span.stop > start]
+    seconds = max((span.stop for span in inside), default=start) - start
+    if seconds < SHORTEST:
+        return None
+    every = math.ceil(len(shown) / STEP_LABELS)
+    marks = [
+        (_percent(begins[step] - start, seconds), f"{step:,}" if index % every == 0 else "")
+        for index, step in enumerate(shown)
+    ]
+    lanes = [_lane(name, [span for span in inside if span.lane == name], start, seconds) for name in LANES]
+    between = 1 - _covered(_whole_steps(of_steps), start) / seconds
+    return Timeline(shown[0], shown[-1], start, seconds, between, lanes, marks, _ticks(seconds))
+
+
+def _lane(name: str, spans: list[Span], start: float, seconds: float) -> Lane:
+    boxes: list[Box] = []
+    free_at: list[float] = []  # of each row, when its last span ends
+    for span in sorted(spans, key=lambda span: (span.start, span.stop)):
+        row = next((row for row, free in enumerate(free_at) if free <= span.start), len(free_at))
+        if row == ROWS:
+            row = free_at.index(min(free_at))
+        free_at[row:] = [span.stop, *free_at[row + 1 :]]
+        begin = max(span.start, start)
+        what = escaped(span.what if len(span.what) <= WHAT else f"{span.what[: WHAT - 3]}...")
+        boxes.append(
+            Box(
+                left=_percent(begin - start, seconds),
+                width=_percent(span.stop - begin, seconds),
+                row=row,
+                label=what,
+                title=f"step {span.step:,}, {what}: {span.stop - span.start:.3g} s, "
+                f"from {span.start:.2f} to {span.stop:.2f}",
+                waits=name == "trainer" and span.what.startswith(WAIT),
+                odd=span.step % 2 == 1,
+            )
+        )
+    rows = max(1, len(free_at))
+    if name != "trainer":
+        return Lane(name, boxes, rows, _covered(spans, start) / seconds, 0.0)
+    waits = _covered([span for span in spans if span.what.startswith(WAIT)], start)
+    waited = waits / (_covered(_whole_steps(spans), start) or 1.0)
+    return Lane(name, boxes, rows, 1 - waited if spans else 0.0, waited)
+
+
+def _whole_steps(spans: Sequence[Span]) -> list[Span]:
+    """One span for each of the trainer's steps. An evaluation or a checkpoint lies between two steps."""
+    steps = dict[int, Span]()
+    for span in spans:
+        step = steps.get(span.step, span)
+        steps[span.step] = replace(span, start=min(step.start, span.start), stop=max(step.stop, span.stop))
+    return list(steps.values())
+
+
+def _covered(spans: list[Span], start: float) -> float:
+    """Return the seconds from `start` on in which at least one of the spans goes on."""
+    covered, until = 0.0, start
+    for span in sorted(spans, key=lambda span: span.start):
+        covered += max(0.0, span.stop - max(span.start, until))
+        until = max(until, span.stop)
+    return covered
+
+
+def _ticks(seconds: float) -> list[tuple[float, str]]:
+    """Return round times since the timeline's start, at most six, with their places."""
+    power = 10 ** math.floor(math.log10(seconds / 5))
+    every = next(size * power for size in (1, 2, 5, 10) if seconds / (size * power) <= 5)
+    return [
+        (_percent(number * every, seconds), f"{number * every:.6g} s") for number in range(int(seconds / every) + 1)
+    ]
+
+
+def _percent(part: float, total: float) -> float:
+    return round(100 * part / total, 3)
