@@ -70,7 +70,7 @@ def held_out_tokens(session: Session, step: int) -> dict[str, Any] | None:
     found = session.engine.process(processor, micro_batches, signals)
     own = [entry for entries in found for entry in entries]
     all_ranks = session.ranks.gather(own)
-    entries = {(document, position): entry for each in all_ranks for document, position, *entry in each}
+    entries = {(document, position): entry for rank in all_ranks for document, position, *entry in rank}
     documents = [_document(session, sequences.documents, document, entries) for document in chosen]
     return {"step": step, "documents": documents}
 

@@ -41,24 +41,24 @@ class EvalSamples:
         self._tokenizer, self._engine, self._file = session.tokenizer, engine, file
         self._prompts = choose_prompts(session.evaluation.documents, settings.samples)
         self._requests = [
-            GenerationRequest(number, each.prompt_N, number, min(settings.task_tokens, most - len(each.prompt_N)))
-            for number, each in enumerate(self._prompts)
+            GenerationRequest(number, prompt.prompt_N, number, min(settings.task_tokens, most - len(prompt.prompt_N)))
+            for number, prompt in enumerate(self._prompts)
         ]
 
     def write(self, step: int) -> None:
         """Complete the prompts and append the lines. A collective of all processes."""
-        completions = [each.result() for each in self._engine.generate(self._requests)]
+        completions = [future.result() for future in self._engine.generate(self._requests)]
         if self._file is None:
             return
         records: list[dict[str, Any]] = []
-        for number, (each, completion) in enumerate(zip(self._prompts, completions, strict=True)):
-            reference_N = each.reference_N[: self._requests[number].max_new_tokens]
+        for number, (prompt, completion) in enumerate(zip(self._prompts, completions, strict=True)):
+            reference_N = prompt.reference_N[: self._requests[number].max_new_tokens]
             records.append(
                 {
                     "step": step,
                     "number": number,
-                    "source": each.source,
-                    "prompt": self._tokenizer.decode(each.prompt_N.tolist())[-CHARACTERS:],
+                    "source": prompt.source,
+                    "prompt": self._tokenizer.decode(prompt.prompt_N.tolist())[-CHARACTERS:],
                     "reference": self._tokenizer.decode(reference_N.tolist())[:CHARACTERS],
                     "completion": self._tokenizer.decode(completion.ids_N.tolist())[:CHARACTERS],
                     "tokens": len(completion.ids_N),
@@ -96,7 +96,11 @@ def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
         if len(documents.tokens(document)) > 1:
             of_set = 0 if documents.set_D is None else int(documents.set_D[document])
             by_set.setdefault(of_set, []).append(document)
-    turns = sorted((turn, of_set, each) for of_set, own in by_set.items() for turn, each in enumerate(own))
+    turns = sorted(
+        (turn, of_set, sample)
+        for of_set, samples_of_set in by_set.items()
+        for turn, sample in enumerate(samples_of_set)
+    )
     return [_prompt(documents, document) for _, _, document in turns[:count]]
 
 

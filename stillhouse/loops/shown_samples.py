@@ -21,7 +21,7 @@ def shown_samples(
     """Some samples of a step, of different prompts if there are enough. A collective of all processes."""
     shown = {number: samples[number] for number in range(0, len(samples), max(1, len(samples) // SAMPLES))}
     divergences = _divergences(session, list(shown), micro_batches, output)
-    return [_shown(session, step, each, divergences, number) for number, each in shown.items()]
+    return [_shown(session, step, sample, divergences, number) for number, sample in shown.items()]
 
 
 def _divergences(
@@ -32,8 +32,10 @@ def _divergences(
     numbers: of the documents in the step; samples are numbered as `step_documents` does.
     """
     own: list[tuple[int, int, float]] = []
-    for micro_batch, each in zip(micro_batches, output.outputs, strict=False):
-        divergences = [value_T for name, value_T in each.per_token.items() if not name.startswith(_NO_DIVERGENCES)]
+    for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
+        divergences = [
+            value_T for name, value_T in of_micro_batch.per_token.items() if not name.startswith(_NO_DIVERGENCES)
+        ]
         if not divergences:
             continue
         documents_T = micro_batch.document_T
@@ -44,7 +46,7 @@ def _divergences(
         positions = (micro_batch.position_ids_BS.flatten()[rows] + 1).tolist()
         own += zip(documents, positions, torch.stack(divergences).sum(0)[rows].tolist(), strict=True)
     everyone = session.ranks.gather(own)
-    return {(document, position): value for each in everyone for document, position, value in each}
+    return {(document, position): value for of_rank in everyone for document, position, value in of_rank}
 
 
 def _shown(

@@ -55,26 +55,28 @@ def step_documents(
 
 def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRules) -> Documents:
     ids, targets, weights, advantages, log_probs, versions = [], [], [], [], [], []
-    for each in samples:
-        prompt_ids, completion = prompts.tokens(each.prompt), each.completion
+    for sample in samples:
+        prompt_ids, completion = prompts.tokens(sample.prompt), sample.completion
         count, before = len(completion.ids_N), np.zeros(len(prompt_ids), dtype=np.float32)
         is_masked = rules.mask_truncated and completion.finish == "length"
         weights_N = _position_weights(count, rules)
-        written_N = each.is_written_N & (not is_masked)
+        written_N = sample.is_written_N & (not is_masked)
         ids.append(np.concatenate([prompt_ids, completion.ids_N]))
         targets.append(np.concatenate([before > 0, written_N]))
         weights.append(np.concatenate([before, weights_N]))
-        advantages.append(np.concatenate([before, np.full(count, each.advantage, np.float32)]))
+        advantages.append(np.concatenate([before, np.full(count, sample.advantage, np.float32)]))
         log_probs.append(np.concatenate([before, completion.log_probs_N]))
-        versions.append(np.concatenate([before - 1, np.where(each.is_written_N, completion.versions_N, -1)]))
-    chosen = prompts.select([each.prompt for each in samples])
+        versions.append(np.concatenate([before - 1, np.where(sample.is_written_N, completion.versions_N, -1)]))
+    chosen = prompts.select([sample.prompt for sample in samples])
     is_sampled_N = np.full(sum(map(len, ids)), float(rules.by_student), np.float32)
     return replace(
         chosen,
         tokens_N=np.concatenate(ids).astype(np.int32),
         targets_N=np.concatenate(targets),
-        offsets=offsets_of([len(each) for each in ids]),
-        sources=[f"{source} (sample {each.number})" for source, each in zip(chosen.sources, samples, strict=True)],
+        offsets=offsets_of([len(ids_N) for ids_N in ids]),
+        sources=[
+            f"{source} (sample {sample.number})" for source, sample in zip(chosen.sources, samples, strict=True)
+        ],
         per_token={
             ADVANTAGES: np.concatenate(advantages),
             OLD_LOG_PROBS: np.concatenate(log_probs).astype(np.float32),
@@ -111,20 +113,20 @@ def _joined(parts: Sequence[Documents]) -> Documents:
     if len(parts) == 1:
         return parts[0]
     prefixes = {
-        name: type(first).joined([each.prefixes[name] for each in parts]) for name, first in parts[0].prefixes.items()
+        name: type(first).joined([part.prefixes[name] for part in parts]) for name, first in parts[0].prefixes.items()
     }
-    weights = [each.weights_N for each in parts if each.weights_N is not None]
+    weights = [part.weights_N for part in parts if part.weights_N is not None]
     assert len(weights) == len(parts)
-    lengths = np.concatenate([each.lengths_D for each in parts])
+    lengths = np.concatenate([part.lengths_D for part in parts])
     return Documents(
-        np.concatenate([each.tokens_N for each in parts]),
-        np.concatenate([each.targets_N for each in parts]),
+        np.concatenate([part.tokens_N for part in parts]),
+        np.concatenate([part.targets_N for part in parts]),
         offsets_of(lengths),
-        np.concatenate([each.keys_D for each in parts]),
-        [source for each in parts for source in each.sources],
+        np.concatenate([part.keys_D for part in parts]),
+        [source for part in parts for source in part.sources],
         DataReport("a step's rollouts"),
-        {name: [value for each in parts for value in each.columns[name]] for name in parts[0].columns},
+        {name: [value for part in parts for value in part.columns[name]] for name in parts[0].columns},
         prefixes,
-        per_token={name: np.concatenate([each.per_token[name] for each in parts]) for name in parts[0].per_token},
+        per_token={name: np.concatenate([part.per_token[name] for part in parts]) for name in parts[0].per_token},
         weights_N=np.concatenate(weights),
     )
