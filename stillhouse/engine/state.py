@@ -208,8 +208,8 @@ def require_fit(
     """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
 
     DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
-    wanted: the tensors that this process will load. is_complete: this process has the whole student, so a stored tensor
-    that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
+    wanted: the tensors that this process will load. is_complete: this process has the whole student, so a stored
+    tensor that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
     """
     shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}

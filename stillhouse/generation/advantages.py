@@ -40,7 +40,8 @@ def with_advantages(
     if max(map(abs, advantages)) > _LARGEST:
         raise ValueError(
             f"rollout.reward gives rewards from {min(raw_rewards):g} to {max(raw_rewards):g} for the completions of "
-            f"a prompt: with rollout.advantage=centered, expected differences below {_LARGEST:.2g}; normalized takes any"
+            f"a prompt: with rollout.advantage=centered, expected differences below {_LARGEST:.2g}; normalized takes "
+            "any"
         )
     return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages, strict=True)]
 

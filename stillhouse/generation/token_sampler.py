@@ -1,9 +1,9 @@
 """Samples the tokens of a batch of completions and records their log-probabilities, inside transformers' `generate`.
 
-`generate` calls a `TokenSampler` with the logits of a step and an `EndOfCompletion` with the tokens so far. The sampler
-chooses the tokens itself and gives `generate` scores that leave it no other choice. So each completion has random
-numbers of its own: it does not depend on the completions that it shares a batch with (but for rounding), and the
-global random state is neither read nor changed.
+`generate` calls a `TokenSampler` with the logits of a step and an `EndOfCompletion` with the tokens so far. The
+sampler chooses the tokens itself and gives `generate` scores that leave it no other choice. So each completion has
+random numbers of its own: it does not depend on the completions that it shares a batch with (but for rounding), and
+the global random state is neither read nor changed.
 
 B completions, S tokens of prompt and completion so far, V rows of the head, N most tokens of a completion, K blocks
 of C tokens.
