@@ -8,7 +8,7 @@ import click
 from stillhouse.cli.arguments import configured, is_override, load, misused, quiet_libraries
 
 if TYPE_CHECKING:
-    from stillhouse.signals.spec import SignalKind
+    from stillhouse.signals.signal_spec import SignalKind
 
 FOLDER = click.Path(path_type=Path)
 SIGNALS: "dict[str, SignalKind]" = {"hidden": "hidden", "top_k": "top_k", "sampled": "sampled"}

@@ -18,12 +18,12 @@ def mtp_objective(config: RunConfig, spec: ObjectiveSpec) -> FurtherTokens | Non
 
     Raises ConfigError if it cannot be parsed, or needs a teacher and has none.
     """
-    mtp, given = config.student.mtp, config.objective
+    mtp, objective = config.student.mtp, config.objective
     if mtp is None:
         return None
     if mtp.objective is not None:
         try:
-            parsed = parse_objective(mtp.objective, given.temperature, given.scale_by_temperature_squared)
+            parsed = parse_objective(mtp.objective, objective.temperature, objective.scale_by_temperature_squared)
         except ValueError as error:
             raise ConfigError("student.mtp.objective", str(error)) from error
         if parsed.needs_rollouts or parsed.uld is not None:
@@ -59,7 +59,7 @@ def mtp_in_words(mtp: MtpConfig, part: Decoder, objective: FurtherTokens) -> str
     """The student's MTP layers. part: this process's part of the student."""
     count = "on the last stage"
     if part.mtp is not None:
-        parameters = sum(each.numel() for each in part.mtp.parameters())
+        parameters = sum(parameter.numel() for parameter in part.mtp.parameters())
         count = f"{parameters:,} parameters, {'new' if part.mtp.is_new else 'from the checkpoint'}"
     signal = " from the student itself" if objective.of_student else ""
     trained = "with the student" if mtp.train == "all" else "alone, the student is frozen"
@@ -73,14 +73,14 @@ def _tokens(mtp: MtpConfig) -> str:
 
 def by_depth(sums: Mapping[str, float]) -> dict[int, dict[str, float]]:
     """The sums of a step or an evaluation by depth, without the prefixes of the depths."""
-    found: dict[int, dict[str, float]] = {0: {}}
+    sums_by_depth: dict[int, dict[str, float]] = {0: {}}
     for name, value in sums.items():
         first, _, rest = name.partition("/")
         if first.startswith(PREFIX):
-            found.setdefault(int(first.removeprefix(PREFIX)), {})[rest] = value
+            sums_by_depth.setdefault(int(first.removeprefix(PREFIX)), {})[rest] = value
         else:
-            found[0][name] = value
-    return found
+            sums_by_depth[0][name] = value
+    return sums_by_depth
 
 
 def depth_key(key: str, depth: int) -> str:
@@ -91,12 +91,12 @@ def depth_key(key: str, depth: int) -> str:
 
 def acceptance(sums: Mapping[str, float]) -> dict[str, float]:
     """The held-out metrics of each depth, per token that it predicts (see `train.engine.ACCEPTANCE`)."""
-    found: dict[str, float] = {}
-    for depth, own in by_depth(sums).items():
-        if depth and own["tokens"]:
-            found |= {
-                depth_key("eval/acceptance", depth): own["agreement"] / own["tokens"],
-                depth_key("eval/sampled_acceptance", depth): 1 - own["total_variation"] / own["tokens"],
-                depth_key("eval/cross_entropy", depth): own["cross_entropy"] / own["tokens"],
+    metrics: dict[str, float] = {}
+    for depth, of_depth in by_depth(sums).items():
+        if depth and of_depth["tokens"]:
+            metrics |= {
+                depth_key("eval/acceptance", depth): of_depth["agreement"] / of_depth["tokens"],
+                depth_key("eval/sampled_acceptance", depth): 1 - of_depth["total_variation"] / of_depth["tokens"],
+                depth_key("eval/cross_entropy", depth): of_depth["cross_entropy"] / of_depth["tokens"],
             }
-    return found
+    return metrics

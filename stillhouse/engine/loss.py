@@ -66,8 +66,8 @@ class StepLoss:
         options: dict[str, Any] = {"weights_T": targets.weights_T, "normalizer": self.normalizer}
         options["chunk_tokens"] = self.chunk_tokens
         with ExitStack() as heads:
-            signals = {name: heads.enter_context(each.opened(head)) for name, each in targets.signals.items()}
-            if routed := {name: each for name, each in signals.items() if isinstance(each, RoutedSignal)}:
+            signals = {name: heads.enter_context(signal.opened(head)) for name, signal in targets.signals.items()}
+            if routed := {name: signal for name, signal in signals.items() if isinstance(signal, RoutedSignal)}:
                 groups = self._routed_terms(routed, targets, head)
                 output = routed_objective(hidden_TD, head, groups, **options)
             else:

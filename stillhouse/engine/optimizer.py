@@ -82,15 +82,15 @@ def make_optimizer(
     Weight decay applies to matrices, not to vectors (norms and biases). embeddings: matrices that Muon leaves to
     AdamW (see `embedding_weights`).
     """
-    trained = [each for each in parameters if each.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if settings.kind == "adafactor":
         groups = _groups(trained, settings)
         return torch.optim.Adafactor(groups, lr=settings.learning_rate)
     if settings.kind == "muon":
-        excluded = {id(each) for each in embeddings}
-        hidden = {id(each) for each in trained if each.dim() == 2 and id(each) not in excluded}
-        muon = [each for each in trained if id(each) in hidden]
-        others = [each for each in trained if id(each) not in hidden]
+        excluded = {id(embedding) for embedding in embeddings}
+        hidden = {id(parameter) for parameter in trained if parameter.dim() == 2 and id(parameter) not in excluded}
+        muon = [parameter for parameter in trained if id(parameter) in hidden]
+        others = [parameter for parameter in trained if id(parameter) not in hidden]
         made: list[torch.optim.Optimizer] = []
         if muon:
             made.append(Muon(muon, settings.learning_rate, settings.weight_decay, settings.momentum))
@@ -100,11 +100,11 @@ def make_optimizer(
 
 def embedding_weights(students: Iterable[Decoder]) -> list[Tensor]:
     """The weights of all embeddings and of the head, on this process."""
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
     for student in students:
-        found += [module.weight for module in student.modules() if isinstance(module, nn.Embedding)]
-        found += [student.output_weight] if student.has_head else []
-    return found
+        weights += [module.weight for module in student.modules() if isinstance(module, nn.Embedding)]
+        weights += [student.output_weight] if student.has_head else []
+    return weights
 
 
 class Muon(torch.optim.Optimizer):
@@ -128,8 +128,8 @@ class Muon(torch.optim.Optimizer):
                     state |= empty_state(self, matrix)
                 state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
                 update = matrix.grad.lerp(state["momentum_buffer"], momentum)
-                whole = update.full_tensor() if isinstance(update, DTensor) else update
-                change = _orthogonal_step(whole, group["lr"])[own_slices(matrix)]
+                full_update = update.full_tensor() if isinstance(update, DTensor) else update
+                change = _orthogonal_step(full_update, group["lr"])[own_slices(matrix)]
                 local(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
 
@@ -148,7 +148,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def part_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         """The optimizer that trains this parameter."""
-        owners = {id(each): part for part in self.parts for group in part.param_groups for each in group["params"]}
+        owners = {
+            id(parameter): part for part in self.parts for group in part.param_groups for parameter in group["params"]
+        }
         return owners[id(parameter)]
 
 
@@ -196,7 +198,7 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
         return state | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     # torchao decides by the size whether a moment has 8 bits
     signed: dict[str, Any] = {"exp_avg": True, "exp_avg_sq": False}
-    return state | {name: optimizer._new_buffer(parameter, each) for name, each in signed.items()}  # type: ignore[attr-defined]
+    return state | {name: optimizer._new_buffer(parameter, value) for name, value in signed.items()}  # type: ignore[attr-defined]
 
 
 def state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:

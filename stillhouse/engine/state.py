@@ -60,7 +60,7 @@ class TrainingState:
         """
         stored = stored_tensors(folder)
         wanted = self.student_weights() | self._empty_moments(without_moments) | self._averages()
-        require_fit(folder.parent, stored, wanted, whole=self.runner.layout.stages == 1)
+        require_fit(folder.parent, stored, wanted, is_complete=self.runner.layout.stages == 1)
         # a state may be absent: the checkpoint was written on another type of device, or by fewer ranks
         tensors = wanted | {name: value for name, value in self._random_states().items() if name in stored}
         with without_distributed_warning():
@@ -203,21 +203,24 @@ class TrainingState:
 
 
 def require_fit(
-    path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], whole: bool
+    path: Path, stored: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, Any], is_complete: bool
 ) -> None:
     """Raise ValueError if a tensor of the checkpoint does not fit the student, naming the first such tensor.
 
     DCP itself reports less, ignores tensors that are not wanted, and raises an error that is not an Exception.
-    wanted: the tensors that this process will load. whole: this process has the whole student, so a stored tensor
-    that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
+    wanted: the tensors that this process will load. is_complete: this process has the whole student, so a stored
+    tensor that is not wanted is an error, too. But a run without an average may leave that of the checkpoint.
     """
-    shapes = {name: tuple(each.size) for name, each in stored.items()}
+    shapes = {name: tuple(entry.size) for name, entry in stored.items()}
     expected = {name: tuple(value.shape) for name, value in wanted.items()}
-    names = shapes.keys() | expected.keys() if whole else expected.keys()
+    names = shapes.keys() | expected.keys() if is_complete else expected.keys()
     if not any(name.startswith(_AVERAGE) for name in expected):
         names = {name for name in names if not name.startswith(_AVERAGE)}
     for name in sorted(name for name in names if name.startswith((WEIGHT, _MOMENT, _AVERAGE))):
-        there, here = (f"of shape {each[name]}" if name in each else "absent" for each in (shapes, expected))
+        there, here = (
+            f"of shape {shapes_of_one[name]}" if name in shapes_of_one else "absent"
+            for shapes_of_one in (shapes, expected)
+        )
         if there != here:
             raise ValueError(
                 f"{path} does not fit this student: '{name}' is {there} in the checkpoint and {here} in the run; "

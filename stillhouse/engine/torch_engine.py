@@ -243,8 +243,8 @@ class TorchEngine:
         """
         for name, parameter in self._runner.named_parameters():
             gradient = parameter.grad
-            whole = None if gradient is None else gathered_tensor(gradient, self.device)
-            yield self._runner.shared_name(name), whole
+            full_gradient = None if gradient is None else gathered_tensor(gradient, self.device)
+            yield self._runner.shared_name(name), full_gradient
 
     # ---- state
 

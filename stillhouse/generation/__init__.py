@@ -1,16 +1,16 @@
 """Rollouts: completions that a model writes, from an engine in this process or from servers, and their rewards."""
 
-from stillhouse.generation.engine import RolloutEngine
-from stillhouse.generation.packing import POLICY_VERSION, TargetRules, step_documents
-from stillhouse.generation.plan import RolloutPlan
 from stillhouse.generation.queue import RolloutQueue, require_versions, staleness
 from stillhouse.generation.queue_state import QueueState
+from stillhouse.generation.rollout_engine import RolloutEngine
+from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import (
     Completion,
     GenerationRequest,
     Sample,
     Sampling,
 )
+from stillhouse.generation.step_documents import POLICY_VERSION, TargetRules, step_documents
 from stillhouse.generation.turns import SampleWriter
 
 __all__ = [

@@ -25,24 +25,25 @@ def with_advantages(
 
     Raises ValueError for centered advantages that float32 cannot represent.
     """
-    given = [each.reward for each in samples if each.reward is not None]
-    if not given:
+    raw_rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if not raw_rewards:
         return list(samples)
-    assert len(given) == len(samples)
-    rewards, exponent = _scaled(given)
+    assert len(raw_rewards) == len(samples)
+    rewards, exponent = _scaled(raw_rewards)
     mean, spread = statistics.fmean(rewards), _deviation(rewards, deviation)
     if spread <= 1e-6 * max(map(abs, rewards)):  # equal but for rounding
         advantages = [0.0 for _ in rewards]
     elif how == "normalized":
-        advantages = [(each - mean) / spread for each in rewards]
+        advantages = [(reward - mean) / spread for reward in rewards]
     else:
-        advantages = [_unscaled(each - mean, exponent) for each in rewards]
+        advantages = [_unscaled(reward - mean, exponent) for reward in rewards]
     if max(map(abs, advantages)) > _LARGEST:
         raise ValueError(
-            f"rollout.reward gives rewards from {min(given):g} to {max(given):g} for the completions of a prompt: "
-            f"with rollout.advantage=centered, expected differences below {_LARGEST:.2g}; normalized takes any"
+            f"rollout.reward gives rewards from {min(raw_rewards):g} to {max(raw_rewards):g} for the completions of "
+            f"a prompt: with rollout.advantage=centered, expected differences below {_LARGEST:.2g}; normalized takes "
+            "any"
         )
-    return [replace(each, advantage=advantage) for each, advantage in zip(samples, advantages, strict=True)]
+    return [replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages, strict=True)]
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
@@ -54,7 +55,7 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
 def _scaled(rewards: Sequence[float]) -> tuple[list[float], int]:
     """The rewards divided by a power of two, so that none is above 1, and its exponent. This changes no digit."""
     exponent = math.frexp(max(map(abs, rewards)))[1]
-    return [math.ldexp(each, -exponent) for each in rewards], exponent
+    return [math.ldexp(reward, -exponent) for reward in rewards], exponent
 
 
 def _unscaled(value: float, exponent: int) -> float:

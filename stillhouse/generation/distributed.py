@@ -69,10 +69,10 @@ class DistributedEngine(InProcessEngine):
     def _write(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self.generator.check(requests)
         batches = self.generator.batches(requests, least=self._ranks.size)
-        written: list[Any] = []
+        numbered: list[Any] = []
         with self._ranks.all_raise(ValueError):
             for batch in self._ranks.share(batches):
                 completions = self.generator.batch([requests[at] for at in batch], self.version)
-                written += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
-        by_number = dict(pair for of_rank in self._ranks.gather(written) for pair in of_rank)
+                numbered += [[at, completion.as_json()] for at, completion in zip(batch, completions, strict=True)]
+        by_number = dict(pair for of_rank in self._ranks.gather(numbered) for pair in of_rank)
         return [Completion.from_json(by_number[at]) for at in range(len(requests))]

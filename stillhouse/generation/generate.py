@@ -1,7 +1,7 @@
 """Completions in this process, with transformers' own `generate`.
 
 The model generates with its key-value cache, in eval mode and without gradients; its weights are those that are
-trained. Of the model's `generation_config`, nothing has an effect: `eos_ids` of the models reads the ends of sequence
+trained. Of the model's `generation_config`, nothing has an effect: `eos_ids` of the models reads the end of sequence
 from it, and the caller passes them in `Sampling`.
 
 B completions, S tokens of the longest prompt.
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from stillhouse.generation.cache import roomy_cache
-from stillhouse.generation.draws import Draws, Ends
+from stillhouse.generation.key_value_cache import roomy_cache
 from stillhouse.generation.sample import Completion, GenerationRequest, Sampling
+from stillhouse.generation.token_sampler import EndOfCompletion, TokenSampler
 from stillhouse.libraries import reading
 from stillhouse.models import Decoder, check_document_length, evaluating
 from stillhouse.models.structure import describe
@@ -71,18 +71,21 @@ class Generator:
         model's positions, and NotFiniteError, a ValueError, for weights that give logits which are not finite.
         """
         self.check(requests)
-        found: dict[int, Completion] = {}
+        completions_by_number: dict[int, Completion] = {}
         for batch in self.batches(requests):
             completions = self.batch([requests[at] for at in batch], version)
-            found.update(zip(batch, completions, strict=True))
-        return [found[at] for at in range(len(requests))]
+            completions_by_number.update(zip(batch, completions, strict=True))
+        return [completions_by_number[at] for at in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], least: int = 1) -> list[list[int]]:
         """Divide requests, by their positions in the sequence, into batches of similar lengths.
 
         least: the least number of batches, if there are so many requests, for as many processes that share them.
         """
-        prompts, limits = [len(each.prompt_ids) for each in requests], [self._limit(each) for each in requests]
+        prompts, limits = (
+            [len(request.prompt_ids) for request in requests],
+            [self._limit(request) for request in requests],
+        )
         most_rows = max(1, -(-len(requests) // least))
         batches: list[list[int]] = []
         prompt = limit = 0
@@ -100,15 +103,18 @@ class Generator:
     @torch.no_grad()
     def batch(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
         """Return the completions of one batch of requests, which `check` has checked."""
-        width, limits = max(len(each.prompt_ids) for each in requests), [self._limit(each) for each in requests]
+        width, limits = (
+            max(len(request.prompt_ids) for request in requests),
+            [self._limit(request) for request in requests],
+        )
         ids_BS = np.zeros((len(requests), width), dtype=np.int64)
         mask_BS = np.zeros_like(ids_BS)
         for row, request in enumerate(requests):
             ids_BS[row, width - len(request.prompt_ids) :] = request.prompt_ids
             mask_BS[row, width - len(request.prompt_ids) :] = 1
-        seeds = [each.seed for each in requests]
-        draws = Draws(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted)
-        ends = Ends(self.sampling, limits, width, self._tokenizer, self.device)
+        seeds = [request.seed for request in requests]
+        sampler = TokenSampler(self.sampling, seeds, max(limits), self._vocabulary, self.device, self._counted)
+        end = EndOfCompletion(self.sampling, limits, width, self._tokenizer, self.device)
         model = self.decoder.pretrained
         settings = GenerationConfig(
             max_new_tokens=max(limits), do_sample=False, use_cache=True, pad_token_id=0, disable_compile=True
@@ -119,10 +125,10 @@ class Generator:
                 generation_config=settings,
                 attention_mask=torch.from_numpy(mask_BS).to(self.device),
                 past_key_values=roomy_cache(model, width + max(limits)),
-                logits_processor=[draws],
-                stopping_criteria=[ends],
+                logits_processor=[sampler],
+                stopping_criteria=[end],
             )
-        return self._completions(draws, ends, version)
+        return self._completions(sampler, end, version)
 
     def _precision(self) -> torch.autocast:
         watchdog.progress()
@@ -146,15 +152,15 @@ class Generator:
                 raise ValueError(
                     f"request {request.number}: token ids {smallest} to {largest}, expected 0 to {rows - 1}"
                 )
-        longest = max((len(each.prompt_ids) + self._limit(each) for each in requests), default=0)
+        longest = max((len(request.prompt_ids) + self._limit(request) for request in requests), default=0)
         check_document_length(model, longest, describe(model))
 
     def _limit(self, request: GenerationRequest) -> int:
         most = self.sampling.max_new_tokens
         return most if request.max_new_tokens is None else min(most, request.max_new_tokens)
 
-    def _completions(self, draws: Draws, ends: Ends, version: int) -> list[Completion]:
-        (ids_BN, log_probs_BN), (lengths, stopped) = draws.result(), ends.result()
+    def _completions(self, sampler: TokenSampler, end: EndOfCompletion, version: int) -> list[Completion]:
+        (ids_BN, log_probs_BN), (lengths, stopped) = sampler.result(), end.result()
         completions = []
         for row, (length, is_stop) in enumerate(zip(lengths, stopped, strict=True)):
             log_probs_N = log_probs_BN[row, :length]
@@ -203,9 +209,9 @@ def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
     transformers fills every setting that a caller of `generate` leaves out from the model's own `generation_config`,
     and models come with penalties, suppressed tokens and limits there.
     """
-    own = model.generation_config
+    settings = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = settings

@@ -255,7 +255,7 @@ def _frames(trace: TracebackType | None) -> str:
     while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
         trace = trace.tb_next
     # without the columns, which would add lines
-    frames = [(each.filename, each.lineno or 0, each.name, each.line) for each in traceback.extract_tb(trace)]
+    frames = [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in traceback.extract_tb(trace)]
     entries = traceback.StackSummary.from_list(frames).format()  # repetitions are one entry
     if len(entries) > _FIRST + _LAST:
         left_out = f"  ... {len(entries) - _FIRST - _LAST} more frames\n"

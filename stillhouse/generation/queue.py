@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from stillhouse.generation.advantages import Deviation, with_advantages
-from stillhouse.generation.plan import RolloutPlan
 from stillhouse.generation.queue_state import QueueState, require_groups, require_samples
+from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Sample
 from stillhouse.generation.turns import SampleWriter
 
@@ -108,7 +108,7 @@ class RolloutQueue:
         self.wait_for(step)
         groups = sorted(self._chosen(step))
         times = [self.writer.times.pop(number, None) for group in groups for number in self._samples[group]]
-        known = [each for each in times if each is not None]  # those of an earlier process are not
+        known = [time_ for time_ in times if time_ is not None]  # those of an earlier process are not
         self.taken_times = (
             min((asked for asked, _ in known), default=0.0),
             max((end for _, end in known), default=0.0),
@@ -136,7 +136,7 @@ class RolloutQueue:
         groups = dict(self._samples)
         for taken in self._taken.values():
             groups |= taken
-        samples = [each for group in sorted(groups) for each in groups[group].values()]
+        samples = [sample for group in sorted(groups) for sample in groups[group].values()]
         return QueueState(samples, dict(self._asked_at), sorted(self._trained))
 
     def restore(self, state: QueueState, step: int) -> None:
@@ -159,9 +159,9 @@ class RolloutQueue:
         self._keep(state.samples)
 
     def _keep(self, samples: Sequence[Sample]) -> None:
-        for each in samples:
-            group = each.number // self.plan.samples_per_prompt
-            self._samples[group][each.number] = each
+        for sample in samples:
+            group = sample.number // self.plan.samples_per_prompt
+            self._samples[group][sample.number] = sample
             if len(self._samples[group]) == self.plan.samples_per_prompt:
                 self._finished.append(group)
 
@@ -205,12 +205,12 @@ class RolloutQueue:
 
 def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -> None:
     """Raise ValueError for a token whose version is newer than the step's, or older than the bound."""
-    for each in samples:
-        written_N = each.completion.versions_N[each.is_written_N]
+    for sample in samples:
+        written_N = sample.completion.versions_N[sample.is_written_N]
         oldest, newest = int(written_N.min()), int(written_N.max())
         if not step - max_staleness <= oldest <= newest <= step:
             raise ValueError(
-                f"sample {each.number} has tokens of versions {oldest} to {newest} in step {step + 1}: expected "
+                f"sample {sample.number} has tokens of versions {oldest} to {newest} in step {step + 1}: expected "
                 f"versions {max(0, step - max_staleness)} to {step}. The engine has other weights than it was given"
             )
 
@@ -218,7 +218,7 @@ def require_versions(samples: Sequence[Sample], step: int, max_staleness: int) -
 def staleness(samples: Sequence[Sample], step: int) -> Mapping[int, int]:
     """How many tokens of the samples were written how many versions ago."""
     counts: dict[int, int] = {}
-    for each in samples:
-        for version in each.completion.versions_N[each.is_written_N].tolist():
+    for sample in samples:
+        for version in sample.completion.versions_N[sample.is_written_N].tolist():
             counts[step - version] = counts.get(step - version, 0) + 1
     return counts

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stillhouse.generation.plan import RolloutPlan
+from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Sample
 from stillhouse.generation.turns import NOT_WRITTEN, SampleWriter
 
@@ -48,8 +48,8 @@ def require_groups(
         for group in plan.groups(at)
     }
     for group, at in asked.items():
-        own = step_of.get(group)
-        if own is None or not max(0, own - ahead) <= at <= min(own, step) or at + max_staleness < step:
+        due = step_of.get(group)
+        if due is None or not max(0, due - ahead) <= at <= min(due, step) or at + max_staleness < step:
             raise ValueError(
                 f"group {group}, asked for at step {at}: after {step} steps, expected a group of the steps "
                 f"{max(0, step - max_staleness)} to {min(step + ahead, last_step)}, asked for at most {ahead} steps "
@@ -88,18 +88,20 @@ def require_samples(
     """
     plan, seen = writer.plan, set[int]()
     vocabulary = max(writer.tokenizer.get_vocab().values()) + 1
-    for each in samples:
-        group = each.number // plan.samples_per_prompt
+    for sample in samples:
+        group = sample.number // plan.samples_per_prompt
         if group not in asked_at:
-            raise ValueError(f"sample {each.number} is of group {group}, which was not asked for or is trained")
-        if each.number in seen:
-            raise ValueError(f"sample {each.number} is there more than once")
-        seen.add(each.number)
-        if each.prompt != (prompt := plan.prompt_of(group)):
-            raise ValueError(f"sample {each.number} has prompt {each.prompt}: expected {prompt}, that of its group")
+            raise ValueError(f"sample {sample.number} is of group {group}, which was not asked for or is trained")
+        if sample.number in seen:
+            raise ValueError(f"sample {sample.number} is there more than once")
+        seen.add(sample.number)
+        if sample.prompt != (prompt := plan.prompt_of(group)):
+            raise ValueError(
+                f"sample {sample.number} has prompt {sample.prompt}: expected {prompt}, that of its group"
+            )
         oldest, newest = (asked_at[group], step) if by_student else (0, 0)
-        if problem := _problem(each, writer, vocabulary, range(oldest, newest + 1)):
-            raise ValueError(f"sample {each.number} {problem}")
+        if problem := _problem(sample, writer, vocabulary, range(oldest, newest + 1)):
+            raise ValueError(f"sample {sample.number} {problem}")
 
 
 def _problem(sample: Sample, writer: SampleWriter, vocabulary: int, versions: range) -> str:

@@ -113,11 +113,11 @@ class Sample:
     advantage: float = 0.0
 
     def as_json(self) -> list[Any]:
-        written = self.is_written_N.tolist()
-        return [self.number, self.prompt, self.completion.as_json(), written, self.reward, self.advantage]
+        is_written = self.is_written_N.tolist()
+        return [self.number, self.prompt, self.completion.as_json(), is_written, self.reward, self.advantage]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        number, prompt, completion, written, reward, advantage = values
-        is_written_N = np.array(written, dtype=bool)
+        number, prompt, completion, is_written, reward, advantage = values
+        is_written_N = np.array(is_written, dtype=bool)
         return cls(number, prompt, Completion.from_json(completion), is_written_N, reward, advantage)

@@ -30,11 +30,14 @@ class StudentCopy:
             allocate(self.decoder, self.mesh.device)
         self.decoder.to(self.mesh.device).eval()
         trained = {
-            name for student in runner.students() for name, each in student.named_parameters() if each.requires_grad
+            name
+            for student in runner.students()
+            for name, parameter in student.named_parameters()
+            if parameter.requires_grad
         }
         self._owners = self._find_owners()
-        everyone = self.mesh.ranks.gather(sorted(trained))
-        self._trained = {name for names in everyone for name in names}
+        trained_of_ranks = self.mesh.ranks.gather(sorted(trained))
+        self._trained = {name for names in trained_of_ranks for name in names}
         self.decoder.requires_grad_(False)
         self._copy(self._owners)
         with self.mesh.ranks.all_raise(ProofError):
@@ -52,25 +55,25 @@ class StudentCopy:
         held = self._held()
         here = self.mesh.weights.get_local_rank("pipeline")
         group = self.mesh.weights.get_group("pipeline")
-        whole = self.decoder.state_dict()
+        weights = self.decoder.state_dict()
         for name, owner in owners.items():
             value = (
                 gathered_tensor(held[name], self.mesh.device).contiguous()
                 if owner == here
-                else torch.empty_like(whole[name])
+                else torch.empty_like(weights[name])
             )
             if group.size() > 1:
                 dist.broadcast(value, group=group, group_src=owner)
-            whole[name].copy_(value)
+            weights[name].copy_(value)
 
     def _held(self) -> dict[str, Tensor]:
-        return {name: each for student in self._runner.students() for name, each in student.state_dict().items()}
+        return {name: tensor for student in self._runner.students() for name, tensor in student.state_dict().items()}
 
     def _find_owners(self) -> dict[str, int]:
         """For each tensor of the copy, the first coordinate on the pipeline axis that holds it."""
-        own = self.mesh.weights.get_local_rank("pipeline"), sorted(self._held())
+        stage_and_names = self.mesh.weights.get_local_rank("pipeline"), sorted(self._held())
         owners: dict[str, int] = {}
-        for coordinate, names in sorted(self.mesh.ranks.gather(own)):
+        for coordinate, names in sorted(self.mesh.ranks.gather(stage_and_names)):
             for name in names:
                 owners.setdefault(name, coordinate)
         wanted = list(self.decoder.state_dict())

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import Documents
 from stillhouse.data.render.tokenizers import tokenize
-from stillhouse.generation.engine import RolloutEngine
 from stillhouse.generation.hooks import UserFunction, checked_reply, checked_reward
-from stillhouse.generation.plan import RolloutPlan
+from stillhouse.generation.rollout_engine import RolloutEngine
+from stillhouse.generation.rollout_plan import RolloutPlan
 from stillhouse.generation.sample import Completion, GenerationRequest, Sample
 from stillhouse.preemption import OverdueError
 
@@ -44,7 +44,7 @@ class _Open:
 
     @property
     def tokens(self) -> int:
-        return sum(len(each.ids_N) for each in self.parts)
+        return sum(len(part.ids_N) for part in self.parts)
 
 
 class SampleWriter:
@@ -77,7 +77,7 @@ class SampleWriter:
     @property
     def under_way(self) -> list[int]:
         """The numbers of the samples that are not finished."""
-        return [each.number for each in self._futures.values()]
+        return [sample.number for sample in self._futures.values()]
 
     def write(self, samples: Sequence[tuple[int, int]]) -> None:
         """Ask for samples. samples: the number of each sample, and the number of its prompt."""
@@ -90,14 +90,14 @@ class SampleWriter:
         Raises ServerError if no server answers in time, ValueError for a reward or an answer that cannot be right,
         OverdueError if one of these functions does not return after a signal.
         """
-        found: list[Sample] = []
-        while self._futures and not found:
+        samples: list[Sample] = []
+        while self._futures and not samples:
             done, _ = wait(self._futures, seconds, FIRST_COMPLETED)
             if not done:
                 break
             # in the order of the requests, so that an engine in this process is always asked for the same batches
             next_turns = []
-            for future in [each for each in self._futures if each in done]:
+            for future in [future for future in self._futures if future in done]:
                 sample = self._futures.pop(future)
                 answered = self._answered.pop(future, time.monotonic())  # its callback may come after `wait`
                 sample.parts.append(future.result())
@@ -106,43 +106,43 @@ class SampleWriter:
                     next_turns.append(sample)
                 else:
                     self.times[sample.number] = sample.asked, answered
-                    found.append(self._sample(sample))
+                    samples.append(self._sample(sample))
             self._ask(next_turns)
-        return found
+        return samples
 
     def salvage(self) -> list[Sample]:
         """The samples that are finished, without waiting, and without the errors of others. For a checkpoint.
 
         A sample that an environment may answer, or whose reward cannot be used, stays under way.
         """
-        found: list[Sample] = []
-        for future in [each for each in self._futures if each.done() and not each.cancelled()]:
+        samples: list[Sample] = []
+        for future in [future for future in self._futures if future.done() and not future.cancelled()]:
             if future.exception() is not None or self.environment is not None:
                 continue
             sample = replace(self._futures[future], parts=[future.result()])
             try:
-                found.append(self._sample(sample))
+                samples.append(self._sample(sample))
             except (ValueError, OverdueError):
                 continue  # raised where the samples are waited for
             del self._futures[future]
             self._answered.pop(future, None)
-        return found
+        return samples
 
     def _ask(self, samples: Sequence[_Open]) -> None:
         if not samples:
             return
         requests = [
             GenerationRequest(
-                each.number * self.max_turns + each.turns,
-                np.concatenate([self.prompts.tokens(each.prompt), *(part.ids_N for part in each.parts)]),
-                self.plan.sample_seed(each.number, each.turns),
-                self.max_new_tokens - each.tokens,
+                sample.number * self.max_turns + sample.turns,
+                np.concatenate([self.prompts.tokens(sample.prompt), *(part.ids_N for part in sample.parts)]),
+                self.plan.sample_seed(sample.number, sample.turns),
+                self.max_new_tokens - sample.tokens,
             )
-            for each in samples
+            for sample in samples
         ]
         futures = self.engine.generate(requests)
-        for each in futures:  # called at once if the future is done already
-            each.add_done_callback(lambda future: self._answered.__setitem__(future, time.monotonic()))
+        for request in futures:  # called at once if the future is done already
+            request.add_done_callback(lambda future: self._answered.__setitem__(future, time.monotonic()))
         self._futures |= dict(zip(futures, samples, strict=True))
 
     def _goes_on(self, sample: _Open) -> bool:
@@ -171,15 +171,15 @@ class SampleWriter:
 
     def _texts(self, sample: _Open) -> tuple[str, str, Any, str]:
         prompt = self.tokenizer.decode(self.prompts.tokens(sample.prompt))
-        ids_N = np.concatenate([each.ids_N for each in sample.parts])
+        ids_N = np.concatenate([part.ids_N for part in sample.parts])
         completion = self.tokenizer.decode(ids_N, skip_special_tokens=True)
         return prompt, completion, self.prompts.records[sample.prompt], self.prompts.sources[sample.prompt]
 
     def _sample(self, sample: _Open) -> Sample:
-        versions_N = np.concatenate([each.versions_N for each in sample.parts])
+        versions_N = np.concatenate([part.versions_N for part in sample.parts])
         completion = Completion(
-            np.concatenate([each.ids_N for each in sample.parts]),
-            np.concatenate([each.log_probs_N for each in sample.parts]),
+            np.concatenate([part.ids_N for part in sample.parts]),
+            np.concatenate([part.log_probs_N for part in sample.parts]),
             versions_N,
             "length" if sample.is_cut else sample.parts[-1].finish,
         )

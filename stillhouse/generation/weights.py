@@ -96,18 +96,18 @@ def version_folder(folder: Path, version: int) -> Path:
 
 
 def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
-    whole = _whole(runner)
-    names = {name: checkpoint_names(whole, name)[0] for name in whole.state_dict()}
+    full_decoder = _whole(runner)
+    names = {name: checkpoint_names(full_decoder, name)[0] for name in full_decoder.state_dict()}
     held = _held(runner, names)
-    shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in held.items()}
-    _require_separable(whole.pretrained, shapes)
+    shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
+    _require_separable(full_decoder.pretrained, shapes)
     buckets = list(
         split_torch_state_dict_into_shards(shapes, max_shard_size=bucket_bytes).filename_to_tensors.values()
     )
     counts = runner.ranks.gather(len(buckets) if _collects(runner) else 0)
     rank = runner.ranks.rank
     before, total = sum(counts[:rank]), sum(counts)
-    written: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     with _written_on_all_ranks(runner) as failed:
         for number, bucket in enumerate(buckets, start=before + 1):
             file = SAFE_WEIGHTS_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
@@ -115,36 +115,39 @@ def _write_model(partial: Path, runner: Runner, bucket_bytes: int) -> None:
             for name in bucket:
                 tensor = _gather(held[name], runner)
                 if _collects(runner):
-                    tensors |= _as_saved(whole.pretrained, {name: tensor})
+                    tensors |= _as_saved(full_decoder.pretrained, {name: tensor})
             # a rank that cannot write goes on with the collectives in which the others wait for it
             if _collects(runner) and not failed:
                 try:
                     save_file(tensors, partial / file, metadata={"format": "pt"})
                 except _WRITE_ERRORS as error:
                     failed.append(error)
-                written |= dict.fromkeys(tensors, file)
-    files = {name: file for own in runner.ranks.gather(written) for name, file in own.items()}
+                file_of |= dict.fromkeys(tensors, file)
+    files = {name: file for file_of_rank in runner.ranks.gather(file_of) for name, file in file_of_rank.items()}
     with _written_on_all_ranks(runner):
         if runner.ranks.is_first:
-            _write_configuration(partial, runner, whole)
-            _write_index(partial, files, whole.pretrained)
-            _require_all(partial, files, whole.pretrained, names)
+            _write_configuration(partial, runner, full_decoder)
+            _write_index(partial, files, full_decoder.pretrained)
+            _require_all(partial, files, full_decoder.pretrained, names)
 
 
 def _write_adapter(partial: Path, runner: Runner, bucket_bytes: int) -> None:
     """Each stage's matrices go through the shared folder to the rank that writes them in peft's format."""
     held = {
-        name: each for student in runner.students() for name, each in student.state_dict().items() if is_lora(name)
+        name: tensor
+        for student in runner.students()
+        for name, tensor in student.state_dict().items()
+        if is_lora(name)
     }
-    own = {name: _gather(each, runner) for name, each in held.items()}
+    matrices = {name: _gather(tensor, runner) for name, tensor in held.items()}
     number = runner.ranks.rank if _collects(runner) else -1
     with _written_on_all_ranks(runner):
         if number >= 0:
-            save_file(own, partial / f"part-{number}")
-    numbers = [each for each in runner.ranks.gather(number) if each >= 0]
+            save_file(matrices, partial / f"part-{number}")
+    numbers = [of_rank for of_rank in runner.ranks.gather(number) if of_rank >= 0]
     with _written_on_all_ranks(runner):
         if runner.ranks.is_first:
-            parts = [partial / f"part-{each}" for each in numbers]
+            parts = [partial / f"part-{number}" for number in numbers]
             save_lora(runner.students()[0], {k: v for part in parts for k, v in load_file(part).items()}, partial)
             for part in parts:
                 part.unlink()
@@ -166,7 +169,7 @@ def _held(runner: Runner, names: Mapping[str, str]) -> dict[str, Tensor]:
     """
     held: dict[str, Tensor] = {}
     for student in runner.students():
-        held |= {names[name]: each for name, each in student.state_dict().items() if name in names}
+        held |= {names[name]: tensor for name, tensor in student.state_dict().items() if name in names}
     return held
 
 
@@ -186,21 +189,21 @@ def _collects(runner: Runner) -> bool:
 
 def _as_saved(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors in the form in which transformers saves them: a stack of experts as one tensor for each expert."""
-    return {name: each.contiguous() for name, each in revert_weight_conversion(model, dict(tensors)).items()}
+    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 def _require_separable(model: PreTrainedModel, shapes: dict[str, Tensor]) -> None:
-    together = {name: each.shape for name, each in _as_saved(model, shapes).items()}
-    alone = [(k, v.shape) for name, each in shapes.items() for k, v in _as_saved(model, {name: each}).items()]
-    if len(alone) != len(together) or dict(alone) != together:
+    together = {name: tensor.shape for name, tensor in _as_saved(model, shapes).items()}
+    one_by_one = [(k, v.shape) for name, shape in shapes.items() for k, v in _as_saved(model, {name: shape}).items()]
+    if len(one_by_one) != len(together) or dict(one_by_one) != together:
         raise ValueError(
             f"the weights of model type '{model.config.model_type}' cannot be published tensor by tensor: "
             "transformers joins several of them when it saves; expected the engine transformers for this student"
         )
 
 
-def _write_configuration(partial: Path, runner: Runner, whole: Decoder) -> None:
-    model = whole.pretrained
+def _write_configuration(partial: Path, runner: Runner, full_decoder: Decoder) -> None:
+    model = full_decoder.pretrained
     (part, *_) = runner.students()
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures, config.dtype = [type(model).__name__], next(part.parameters()).dtype
@@ -221,7 +224,7 @@ def _write_index(partial: Path, files: Mapping[str, str], model: PreTrainedModel
 def _require_all(partial: Path, files: Mapping[str, str], model: PreTrainedModel, names: Mapping[str, str]) -> None:
     """Raise ValueError if a tensor was not written: an engine would keep its old weight, and only log a warning."""
     source = model.state_dict()
-    meta = {name: each.to("meta") for name, each in source.items() if name in set(names.values())}
+    meta = {name: tensor.to("meta") for name, tensor in source.items() if name in set(names.values())}
     expected = set(_as_saved(model, meta)) if len(meta) == len(names) else set(files)
     if missing := sorted(expected ^ files.keys()):
         raise ValueError(f"{partial}: {len(missing)} tensors are missing or not the model's, first '{missing[0]}'")
@@ -243,10 +246,10 @@ def _write_manifest(partial: Path, version: int, run: str, kind: Literal["model"
 
 
 def _remove_others(folder: Path, version: int) -> None:
-    found = {int(path.name.removeprefix(VERSION_PREFIX)): path for path in _versions(folder)}
-    kept = sorted(number for number in found if number <= version)[-KEPT:]
-    for number in found.keys() - set(kept):
-        shutil.rmtree(found[number])
+    versions = {int(path.name.removeprefix(VERSION_PREFIX)): path for path in _versions(folder)}
+    kept = sorted(number for number in versions if number <= version)[-KEPT:]
+    for number in versions.keys() - set(kept):
+        shutil.rmtree(versions[number])
 
 
 def _versions(folder: Path) -> Iterator[Path]:
@@ -268,11 +271,11 @@ def _written_on_all_ranks(runner: Runner) -> Iterator[list[Exception]]:
         yield failed
     except _WRITE_ERRORS as error:
         failed.append(error)
-    own = [
-        [isinstance(each, ValueError), getattr(each, "errno", None), getattr(each, "strerror", None) or str(each)]
-        for each in failed[:1]
+    failures = [
+        [isinstance(error, ValueError), getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)]
+        for error in failed[:1]
     ]
-    for is_wrong, number, text in [each for rank in runner.ranks.gather(own) for each in rank][:1]:
+    for is_wrong, number, text in [failure for rank in runner.ranks.gather(failures) for failure in rank][:1]:
         if is_wrong:
             raise ValueError(text)
         raise OSError(text) if number is None else OSError(number, text)

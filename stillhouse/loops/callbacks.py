@@ -71,7 +71,7 @@ class Callbacks:
             GenerationRequest(number, np.asarray(ids, np.int32), number) for number, ids in enumerate(prompts)
         ]
         completions = self._engine.generate_on_this_rank(requests)  # the other ranks wait for this one's metrics
-        return [tokenizer.decode(each.ids_N.tolist(), skip_special_tokens=True) for each in completions]
+        return [tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True) for completion in completions]
 
 
 def checked_metrics(function: object, returned: Any, known: set[str]) -> dict[str, float]:

@@ -49,30 +49,30 @@ def evaluate(session: Session, *, of_teacher: bool = False) -> dict[str, float]:
         return _metrics(session, session.engine.evaluate(parts, of_teacher=of_teacher))
     sets = [np.flatnonzero(sequences.set_S == number) for number in range(len(names))]
     sums = [session.engine.evaluate(_parts(session, numbers), of_teacher=of_teacher) for numbers in sets]
-    found = _metrics(session, add_up(sums))
-    for name, own in zip(names, sums, strict=True):
-        metrics = _metrics(session, own)
-        found |= {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in metrics.items()}
-    return found
+    metrics = _metrics(session, add_up(sums))
+    for name, sums_of_part in zip(names, sums, strict=True):
+        of_set = _metrics(session, sums_of_part)
+        metrics |= {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in of_set.items()}
+    return metrics
 
 
 def _metrics(session: Session, sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics of some held-out documents, from the sums over their target tokens."""
-    temperatures = {each.signal.temperature or 1.0 for each in session.stores.values()}
-    found = dict[str, float]()
+    temperatures = {store.signal.temperature or 1.0 for store in session.stores.values()}
+    metrics = dict[str, float]()
     known = means(by_depth(sums)[0], session.spec, mixes_temperatures=len(temperatures) > 1)
     for of_teacher in ("", *(f"/{name}" for name in session.config.several)):
         if f"continuation{of_teacher}" in known:  # the forward KL of spans at the rows of their later tokens
             known[f"forward_kl{of_teacher}"] += known[f"continuation{of_teacher}"]
-        found |= {
+        metrics |= {
             f"{key}{of_teacher}": known[name + of_teacher] for name, key in KEYS.items() if name + of_teacher in known
         }
-    return found | acceptance(sums) | {"eval/tokens": sums["tokens"]}
+    return metrics | acceptance(sums) | {"eval/tokens": sums["tokens"]}
 
 
 def has_exact_teacher(session: Session) -> bool:
     """Whether there is one teacher whose signals are exact: the label may be missing among the ids of another one."""
-    is_exact = all(each.signal.is_exact for each in session.stores.values())
+    is_exact = all(store.signal.is_exact for store in session.stores.values())
     return session.config.teacher is not None and is_exact and not isinstance(session.source, NoTeacher)
 
 
@@ -83,7 +83,7 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
     the mean over the teachers that report it: with their weights, or, if every token has one teacher, over tokens.
     mixes_temperatures: the teachers have different ones, so that entropies have no mean.
     """
-    found, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
+    averages, of_one, weights = dict[str, float](), dict[str, float](), dict[str, float]()
     for name, value in sums.items():
         kind, _, teacher = name.partition("/")
         # a part of the loss is per token, as the loss is; what only describes the tokens is their mean, by weight
@@ -92,17 +92,17 @@ def means(sums: Mapping[str, float], objective: ObjectiveSpec, *, mixes_temperat
         if kind in ("loss", "tokens", WEIGHTS, CHUNK_TOKENS) or (name == "student_entropy" and mixes_temperatures):
             continue
         if not teacher:
-            found[name] = value / tokens
+            averages[name] = value / tokens
             continue
         routed = sums.get(f"{count}/{teacher}")
-        own = tokens if routed is None else routed
+        tokens_of_term = tokens if routed is None else routed
         share = objective.teachers[teacher].weight if routed is None else 1.0
-        if own:
-            of_one[name] = value / own
+        if tokens_of_term:
+            of_one[name] = value / tokens_of_term
         if not (mixes_temperatures and kind in ENTROPIES):
-            found[kind] = found.get(kind, 0.0) + share * value
-            weights[kind] = weights.get(kind, 0.0) + share * own
-    return {name: value / (weights.get(name) or 1.0) for name, value in found.items()} | of_one
+            averages[kind] = averages.get(kind, 0.0) + share * value
+            weights[kind] = weights.get(kind, 0.0) + share * tokens_of_term
+    return {name: value / (weights.get(name) or 1.0) for name, value in averages.items()} | of_one
 
 
 def _parts(session: Session, numbers: np.ndarray) -> Iterator[tuple[Sequence[MicroBatch], Sequence[Signals]]]:

@@ -64,17 +64,21 @@ def _losses(session: Session, micro_batches: ShardedMicroBatches, outputs: Seque
 
     outputs: one for each micro-batch; empty on processes without the last stage.
     """
-    own: dict[str, list[int]] = {}
+    documents_of_rank: dict[str, list[int]] = {}
     for micro_batch, output in zip(micro_batches, outputs, strict=True) if outputs else ():
         for name, value_T in output.per_token.items():
-            own.setdefault(name, []).extend(micro_batch.document_T[~value_T.isfinite()].tolist())
-    found: dict[str, set[int]] = {}
-    for each in session.ranks.gather(own):
-        for name, documents in each.items():
-            found.setdefault(name, set()).update(documents)
+            documents_of_rank.setdefault(name, []).extend(micro_batch.document_T[~value_T.isfinite()].tolist())
+    documents_by_name: dict[str, set[int]] = {}
+    for of_rank in session.ranks.gather(documents_of_rank):
+        for name, documents in of_rank.items():
+            documents_by_name.setdefault(name, set()).update(documents)
     assert isinstance(micro_batches.whole, PackedMicroBatches)
     sequences = micro_batches.whole.sequences
-    return [f"{name} on {_sources(session, sequences, documents)}" for name, documents in found.items() if documents]
+    return [
+        f"{name} on {_sources(session, sequences, documents)}"
+        for name, documents in documents_by_name.items()
+        if documents
+    ]
 
 
 def _gradients(session: Session, packed: PackedMicroBatches) -> list[str]:
@@ -95,13 +99,13 @@ def _sources(session: Session, sequences: PackedSequences, documents: Iterable[i
     Each document is run by itself, because a NaN spreads to all documents that are packed into the same row.
     """
     candidates = sorted(set(documents))
-    found: list[int] = []
+    numbers: list[int] = []
     for document in candidates:
-        if len(found) == _NAMED:
+        if len(numbers) == _NAMED:
             break
         if _fails_by_itself(session, sequences, document):
-            found.append(document)
-    named = (found or candidates)[:_NAMED]
+            numbers.append(document)
+    named = (numbers or candidates)[:_NAMED]
     sources = ", ".join(sequences.documents.sources[document] for document in named)
     return f"{sources} and maybe others" if len(named) == _NAMED < len(candidates) else sources
 

@@ -42,14 +42,14 @@ class RolloutMetrics:
         """The metrics of a step, which has taken so many seconds. A collective of all processes."""
         if not samples:
             return {"rollout/share": 0.0}
-        lengths = [len(each.completion.ids_N) for each in samples]
+        lengths = [len(sample.completion.ids_N) for sample in samples]
         metrics = {
             "rollout/completion_tokens": statistics.fmean(lengths),
-            "rollout/truncated": statistics.fmean(each.completion.finish == "length" for each in samples),
+            "rollout/truncated": statistics.fmean(sample.completion.finish == "length" for sample in samples),
         }
         metrics["speed/waiting"] = timeline.waiting(step + 1)
         metrics["speed/sampled_tokens_per_second"] = sum(lengths) / seconds
-        rewards = [each.reward for each in samples if each.reward is not None]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
         if rewards:
             metrics["rollout/reward"], metrics["rollout/reward_std"] = mean_and_deviation(rewards)
         assert self.session.plan is not None
@@ -81,18 +81,18 @@ class RolloutMetrics:
         the weights that learn from them, if there are any. A collective of all processes.
         """
         largest, total, count = 0.0, 0.0, 0
-        for micro_batch, each in zip(micro_batches, output.outputs, strict=False):
-            ratio_T = each.per_token["log_ratio"]
+        for micro_batch, of_micro_batch in zip(micro_batches, output.outputs, strict=False):
+            ratio_T = of_micro_batch.per_token["log_ratio"]
             is_fresh_T = (micro_batch.per_token[POLICY_VERSION] == step) & (micro_batch.weights_T > 0)
             largest = float(np.max([largest, *ratio_T.tolist()]))
             total, count = total + float(ratio_T[is_fresh_T].sum()), count + int(is_fresh_T.sum())
-        found = np.array(self.session.ranks.gather([largest, total, count]))
+        statistics_R3 = np.array(self.session.ranks.gather([largest, total, count]))
         metrics = {
             "rollout/log_ratio": output.sums["log_ratio"] / (output.sums["sampled"] or 1.0),
-            "rollout/log_ratio_max": float(found[:, 0].max()),  # a NaN stays one, unlike with max()
+            "rollout/log_ratio_max": float(statistics_R3[:, 0].max()),  # a NaN stays one, unlike with max()
         }
-        if found[:, 2].sum():
-            metrics["rollout/log_ratio_fresh"] = float(found[:, 1].sum() / found[:, 2].sum())
+        if statistics_R3[:, 2].sum():
+            metrics["rollout/log_ratio_fresh"] = float(statistics_R3[:, 1].sum() / statistics_R3[:, 2].sum())
         return metrics
 
     def _watch(self, metrics: dict[str, float]) -> None:
@@ -100,7 +100,7 @@ class RolloutMetrics:
         cut = metrics["rollout/truncated"]
         if len(self._first) < FIRST_STEPS:
             self._first.append((length, cut))
-        usual, usually_cut = (statistics.fmean(each) for each in zip(*self._first, strict=True))
+        usual, usually_cut = (statistics.fmean(values) for values in zip(*self._first, strict=True))
         if cut > OFTEN_CUT and (length > LONGER * usual or cut > usually_cut + MORE_CUT):
             self._warn(
                 "length",

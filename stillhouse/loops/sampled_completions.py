@@ -95,7 +95,9 @@ def choose_prompts(documents: Documents, count: int) -> list[HeldOutPrompt]:
         if len(documents.tokens(document)) > 1:
             of_set = 0 if documents.set_D is None else int(documents.set_D[document])
             by_set.setdefault(of_set, []).append(document)
-    turns = sorted((turn, of_set, document) for of_set, row in by_set.items() for turn, document in enumerate(row))
+    turns = sorted(
+        (turn, of_set, document) for of_set, of_one in by_set.items() for turn, document in enumerate(of_one)
+    )
     return [_prompt(documents, document) for _, _, document in turns[:count]]
 
 

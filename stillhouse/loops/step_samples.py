@@ -114,12 +114,14 @@ class Rollouts:
         queue = self.queue
         phase = f"the completions of step {step + 1}"
         with timeline.span(step + 1, "trainer", WAIT_FOR_COMPLETIONS), watchdog.untimed(phase):
-            content = self._on_first(lambda: [] if queue is None else [each.as_json() for each in queue.take(step)])
+            content = self._on_first(
+                lambda: [] if queue is None else [sample.as_json() for sample in queue.take(step)]
+            )
         if queue is not None and queue.taken_times != (0.0, 0.0):
             offset = timeline.seconds - time.monotonic()
-            start, stop = (offset + each for each in queue.taken_times)
+            start, stop = (offset + time_ for time_ in queue.taken_times)
             timeline.add(step + 1, "rollout", f"{len(content)} completions", start, stop)
-        samples = [Sample.from_json(each) for each in content]
+        samples = [Sample.from_json(values) for values in content]
         if self.config.writer == "student":
             require_versions(samples, step, self.config.max_staleness)
         return samples
@@ -170,13 +172,13 @@ class Rollouts:
 
         def written() -> list[Any]:
             assert isinstance(engine, ServedEngine)
-            found = engine.probed
-            return [list(found), [each.as_json() for each in probe_samples(prompts, found)]]
+            engines_probed = engine.probed
+            return [list(engines_probed), [sample.as_json() for sample in probe_samples(prompts, engines_probed)]]
 
         urls, content = self._on_first(written)
         if not urls:  # each was started anew at this moment, and is given the weights again
             return
-        samples = [Sample.from_json(each) for each in content]
+        samples = [Sample.from_json(values) for values in content]
         documents = step_documents(self.session.train.documents, samples, TargetRules())
         micro_batches = self._sharded(partial(pack_documents, documents=documents))
         gaps = gaps_of_servers(self.session, micro_batches, len(urls), len(prompts))

@@ -27,7 +27,7 @@ class TaskEvaluation:
         """The metrics of `evaluate_tasks`, with the same result on all ranks."""
         settings = self._session.config.eval
         return evaluate_tasks(
-            lambda requests: [each.result() for each in self._engine.generate(requests)],
+            lambda requests: [future.result() for future in self._engine.generate(requests)],
             self._session.tokenizer,
             settings.tasks,
             settings.task_count,
@@ -68,16 +68,16 @@ def evaluate_tasks(
     if not asked:
         return {}
     # The same tokens as in training; which tokens of a completion are targets does not matter to its prompt.
-    prompts = CompletionTemplate(tokenizer, "completion").encode_prompts([each.prompt for _, each in asked])
+    prompts = CompletionTemplate(tokenizer, "completion").encode_prompts([item.prompt for _, item in asked])
     requests = [
         GenerationRequest(number, np.asarray(ids, dtype=np.int32), seed=number) for number, ids in enumerate(prompts)
     ]
     completions = generate(requests)
     matches: dict[str, list[float]] = {}
-    for (name, each), completion in zip(asked, completions, strict=True):
+    for (name, item), completion in zip(asked, completions, strict=True):
         text = tokenizer.decode(completion.ids_N.tolist(), skip_special_tokens=True)
-        matched = exact_match(each.prompt, text, each.record(name))
-        for key in (f"{EXACT_MATCH}/{name}", f"{EXACT_MATCH}/{name}/length_{each.length}"):
+        matched = exact_match(item.prompt, text, item.record(name))
+        for key in (f"{EXACT_MATCH}/{name}", f"{EXACT_MATCH}/{name}/length_{item.length}"):
             matches.setdefault(key, []).append(matched)
-    truncated = sum(each.finish == "length" for each in completions) / len(completions)
+    truncated = sum(completion.finish == "length" for completion in completions) / len(completions)
     return {key: float(np.mean(values)) for key, values in matches.items()} | {TRUNCATED: truncated}

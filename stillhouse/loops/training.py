@@ -289,8 +289,8 @@ def _lacks_evaluation(session: Session, progress: Progress) -> bool:
     return is_due and not progress.metrics
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
 
 
 def _train_metrics(
@@ -298,9 +298,9 @@ def _train_metrics(
 ) -> dict[str, float]:
     """A step's log record: each unscaled term and their scaled total, in nats per target token, and other metrics."""
     metrics = {"loss/total_nats_per_token": sums["loss"]}
-    temperatures = {each.temperature or objective.temperature for each in objective.teachers.values()}
-    for depth, own in by_depth(sums).items():
-        for name, mean in means(own, objective, mixes_temperatures=len(temperatures) > 1).items():
+    temperatures = {teacher_spec.temperature or objective.temperature for teacher_spec in objective.teachers.values()}
+    for depth, sums_of_depth in by_depth(sums).items():
+        for name, mean in means(sums_of_depth, objective, mixes_temperatures=len(temperatures) > 1).items():
             kind, slash, teacher = name.partition("/")
             if kind.partition("#")[0] in _OF_DRAWS:
                 continue

@@ -28,15 +28,19 @@ _CHOICE = 256
 
 def probe_prompts(prompts: Documents) -> list[int]:
     """The numbers of the prompts that servers complete."""
-    return [int(each) for each in np.argsort(prompts.lengths_D[:_CHOICE], kind="stable")[:PROBES]]
+    return [int(number) for number in np.argsort(prompts.lengths_D[:_CHOICE], kind="stable")[:PROBES]]
 
 
-def probe_samples(numbers: Sequence[int], written: Mapping[str, Sequence[Completion]]) -> list[Sample]:
+def probe_samples(numbers: Sequence[int], by_server: Mapping[str, Sequence[Completion]]) -> list[Sample]:
     """What servers have written for these prompts, one server after the other."""
-    completions = [(prompt, each) for own in written.values() for prompt, each in zip(numbers, own, strict=True)]
+    completions = [
+        (prompt, completion)
+        for completions_of_server in by_server.values()
+        for prompt, completion in zip(numbers, completions_of_server, strict=True)
+    ]
     return [
-        Sample(at, prompt, each, np.ones(len(each.ids_N), dtype=bool))
-        for at, (prompt, each) in enumerate(completions)
+        Sample(at, prompt, completion, np.ones(len(completion.ids_N), dtype=bool))
+        for at, (prompt, completion) in enumerate(completions)
     ]
 
 
@@ -47,13 +51,13 @@ def gaps_of_servers(
 
     micro_batches: of `probe_samples`, of which each server has so many probes. A collective of all processes.
     """
-    found: list[list[float]] = []
+    entries: list[list[float]] = []
     for micro_batch, log_probs_T in zip(micro_batches, session.engine.log_probs(micro_batches), strict=False):
         rows = micro_batch.valid_index
         gaps = (log_probs_T - micro_batch.per_token[OLD_LOG_PROBS])[rows].abs()
-        found += torch.stack([(micro_batch.document_T[rows] // probes).to(gaps.dtype), gaps], 1).tolist()
-    every = [each for rank in session.ranks.gather(found) for each in rank]
-    return [[gap for server, gap in every if server == number] for number in range(servers)]
+        entries += torch.stack([(micro_batch.document_T[rows] // probes).to(gaps.dtype), gaps], 1).tolist()
+    all_entries = [entry for rank in session.ranks.gather(entries) for entry in rank]
+    return [[gap for server, gap in all_entries if server == number] for number in range(servers)]
 
 
 def rounding(session: Session, rollout: RolloutConfig) -> float:
@@ -69,12 +73,12 @@ def rounding(session: Session, rollout: RolloutConfig) -> float:
 
 def require_weights_in_use(version: int, gaps: Mapping[str, Sequence[float]], most: float) -> None:
     """Raise SignalsLostError for a server whose log-probabilities are those of other weights."""
-    for url, own in gaps.items():
-        median = statistics.median(own)
+    for url, gaps_of_server in gaps.items():
+        median = statistics.median(gaps_of_server)
         if not median <= most:  # a NaN is none
             raise SignalsLostError(
                 f"{url} says that it writes with version {version}, and its log-probabilities are those of other "
-                f"weights: they differ from the trainer's by {median:.3g} nats (the median of {len(own)} tokens), "
-                f"and rounding is at most {most:g}: expected a server that reads the folder that it is given, loads "
-                "all of it, and computes the same model"
+                f"weights: they differ from the trainer's by {median:.3g} nats (the median of {len(gaps_of_server)} "
+                f"tokens) and rounding is at most {most:g}: expected a server that reads the folder "
+                "that it is given, loads all of it, and computes the same model"
             )

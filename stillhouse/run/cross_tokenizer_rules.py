@@ -8,7 +8,7 @@ from stillhouse.objective.spec import ObjectiveSpec
 from stillhouse.run.models import load_model, model_fingerprints, teacher_is_base
 from stillhouse.signals.cross_tokenizer import CrossTokenizerStore
 from stillhouse.signals.in_job import TeacherInJob
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.signal_spec import SignalSpec
 
 
 def open_cross_tokenizer(config: RunConfig, section: str, temperature: float) -> CrossTokenizerStore:

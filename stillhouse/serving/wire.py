@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stillhouse.libraries import reading
-from stillhouse.signals.spec import DocumentRows, SignalKind, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalKind, SignalSpec
 
 T = TypeVar("T")
 

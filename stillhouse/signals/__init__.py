@@ -1,4 +1,4 @@
-"""Sources of the teacher's signals (see `source.py`)."""
+"""Sources of the teacher's signals (see `signal_source.py`)."""
 
 from stillhouse.signals.cache import SignalCache
 from stillhouse.signals.chosen import ChosenTeacher
@@ -7,14 +7,14 @@ from stillhouse.signals.in_job import TeacherInJob
 from stillhouse.signals.in_stage import InStageTeacher, NoTeacher
 from stillhouse.signals.self_teacher import SelfTeacher
 from stillhouse.signals.separate import SeparateTeacher
-from stillhouse.signals.several import SeveralTeachers
-from stillhouse.signals.source import (
+from stillhouse.signals.several_teachers import SeveralTeachers
+from stillhouse.signals.signal_source import (
     PendingSignals,
     ReadySignals,
     SignalSource,
     request_ahead,
 )
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.stored import SignalsLostError, SignalStore, StoredTeacher
 from stillhouse.signals.weight_average import WeightAverage
 

@@ -16,8 +16,8 @@ from stillhouse.objective import OutputHead
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs
 from stillhouse.signals.extract import Extract
-from stillhouse.signals.source import PendingSignals
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.signal_source import PendingSignals
+from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.signals.stored import SignalStore, StoredTeacher
 
 
@@ -44,18 +44,18 @@ class ChosenTeacher(StoredTeacher):
         self._autocast = autocast
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
-        return self._request(micro_batches, self._likeliest(micro_batches))
+        return self._request(micro_batches, self._student_top_k(micro_batches))
 
-    def _likeliest(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
-        """The student's likeliest ids of each micro-batch's rows with a weight; empty without the last stage."""
+    def _student_top_k(self, micro_batches: ShardedMicroBatches) -> list[Tensor]:
+        """The student's top-k ids of each micro-batch's rows with a weight; empty without the last stage."""
         with ExitStack() as modes:
             for student in self._runner.students():
                 modes.enter_context(evaluating(student))
-            inputs = [StageInputs(each, {}, self._processor, autocast=self._autocast) for each in micro_batches]
-            found = self._runner.forward(inputs)
+            inputs = [StageInputs(batch, {}, self._processor, autocast=self._autocast) for batch in micro_batches]
+            top_k = self._runner.forward(inputs)
         if not self._runner.has_results:
             return []
-        return [each["ids"].masked_fill(each["ids"] >= self._vocabulary, -1) for each in found]
+        return [tensors["ids"].masked_fill(tensors["ids"] >= self._vocabulary, -1) for tensors in top_k]
 
 
 @dataclass(frozen=True)

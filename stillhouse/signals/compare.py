@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 
-def largest_difference(found: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]]) -> float:
+def largest_difference(answers: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]]) -> float:
     """The largest difference of any row; NaN if one of them is NaN."""
-    return float(torch.cat([row_differences(*each) for each in zip(found, expected, strict=True)]).max())
+    return float(torch.cat([row_differences(*pair) for pair in zip(answers, expected, strict=True)]).max())
 
 
 def row_differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:

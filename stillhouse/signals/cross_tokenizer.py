@@ -39,7 +39,7 @@ from stillhouse.data.render.alignment import ABSENT, AlignedDocument, Aligner, S
 from stillhouse.objective import Signal, SortedTopK, SpanSignal, TopK
 from stillhouse.objective.signals import Tail
 from stillhouse.signals.in_job import TeacherInJob
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 Method = Literal["gold", "uld"]
 
@@ -60,20 +60,20 @@ class AlignedSpec(SignalSpec):
     def tensors(self, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         assert self.top_k is not None
         entries = self.top_k + 2 if self.method == "gold" else self.top_k
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "log_probs": ((entries,), torch.float32),
             "tail_log_prob": ((), torch.float32),
             "weight": ((), torch.float32),
         }
         if self.method == "gold":
-            found |= {"ids": ((entries,), torch.int32), "continuation": ((), torch.float32)}
-        return found
+            forms |= {"ids": ((entries,), torch.int32), "continuation": ((), torch.float32)}
+        return forms
 
-    def as_signal(self, found: dict[str, Tensor], tail: Tail) -> Signal:
+    def as_signal(self, tensors: dict[str, Tensor], tail: Tail) -> Signal:
         if self.method == "uld":
-            return SortedTopK(found["log_probs"], found["tail_log_prob"], found["weight"])
-        first = TopK(found["ids"], found["log_probs"], tail, found["tail_log_prob"], self.temperature)
-        return SpanSignal(first, found["weight"], found["continuation"])
+            return SortedTopK(tensors["log_probs"], tensors["tail_log_prob"], tensors["weight"])
+        first = TopK(tensors["ids"], tensors["log_probs"], tail, tensors["tail_log_prob"], self.temperature)
+        return SpanSignal(first, tensors["weight"], tensors["continuation"])
 
     def __str__(self) -> str:
         what = "merged probabilities of spans of text" if self.method == "gold" else "sorted probabilities"
@@ -135,20 +135,20 @@ class CrossTokenizerStore:
         self.inner.require(self.aligner.translate(documents), what)
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
-        aligned = self.aligner.align([each.tokens for each in wanted])
-        spans = [_needed(each.rows, document.spans) for each, document in zip(wanted, aligned, strict=True)]
-        asked = [at for at, found in enumerate(spans) if found]
+        aligned = self.aligner.align([request.tokens for request in wanted])
+        spans = [_needed(request.rows, document.spans) for request, document in zip(wanted, aligned, strict=True)]
+        asked = [at for at, needed in enumerate(spans) if needed]
         teacher_rows = {at: _teacher_rows(spans[at]) for at in asked}
         questions = [DocumentRows(aligned[at].teacher_tokens, teacher_rows[at]) for at in asked]
         answers = self.inner.read(questions) if questions else []
-        found = [self._empty(len(each.rows)) for each in wanted]
+        signals = [self._empty(len(request.rows)) for request in wanted]
         for at, answer in zip(asked, answers, strict=True):
             teacher = _TeacherRows.of(answer, aligned[at], teacher_rows[at])
             if self.signal.method == "gold":
-                self._merge(found[at], wanted[at], spans[at], teacher, aligned[at].begins)
+                self._merge(signals[at], wanted[at], spans[at], teacher, aligned[at].begins)
             else:
-                _sort(found[at], wanted[at].rows, spans[at], teacher)
-        return found
+                _sort(signals[at], wanted[at].rows, spans[at], teacher)
+        return signals
 
     def close(self) -> None:
         self.inner.close()

@@ -23,7 +23,7 @@ from stillhouse.objective.head import Projection, operand_dtype
 from stillhouse.objective.signals import first_occurrence
 from stillhouse.objective.stable import log_sum_exp
 from stillhouse.objective.vocab import AsyncAllGather
-from stillhouse.signals.spec import DTYPES, SignalSpec
+from stillhouse.signals.signal_spec import DTYPES, SignalSpec
 
 #: rows whose logits are in memory at a time
 ROWS = 256
@@ -180,7 +180,7 @@ class _Best:
             1,
         )
         all_RCS = _gathered(own_CS, head)
-        values_CS, ids_CS = (each.transpose(0, 1).flatten(1) for each in all_RCS[..., :-2].chunk(2, 2))
+        values_CS, ids_CS = (part.transpose(0, 1).flatten(1) for part in all_RCS[..., :-2].chunk(2, 2))
         best_CK, columns_CK = values_CS.topk(top_k)
         largest_C = best_CK[:, 0]
         # the candidates of the other ranks that are not among the K likeliest of all are outside of them, too
@@ -238,7 +238,7 @@ def _gathered(own_CS: Tensor, head: OutputHead) -> Tensor:
 
 
 def _joined(parts: Sequence[dict[str, Tensor]], empty: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.cat([each, *(part[name] for part in parts)]) for name, each in empty.items()}
+    return {name: torch.cat([start, *(part[name] for part in parts)]) for name, start in empty.items()}
 
 
 def _empty(top_k: int, dtype: torch.dtype) -> dict[str, Tensor]:

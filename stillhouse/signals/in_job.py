@@ -16,7 +16,7 @@ from stillhouse.models import Decoder, check_document_length
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.cache.content import problem_in
 from stillhouse.signals.scorer import NotFiniteError, Part, Scorer
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 
 class TeacherInJob:
@@ -57,25 +57,25 @@ class TeacherInJob:
 
     def read(self, wanted: Sequence[DocumentRows]) -> list[dict[str, Tensor]]:
         assert self._decoder is not None
-        decoder, found = self._decoder, list[dict[str, Tensor]]()
+        decoder, signals = self._decoder, list[dict[str, Tensor]]()
         device = next(decoder.parameters()).device
         with self._running, torch.no_grad():
             scorer = Scorer(single_process_runner(decoder, None), device)
             for batch in self._batches(wanted):
                 for outcome in scorer.score(batch):
-                    found.append(self._checked(outcome, decoder.vocabulary_rows))
-        return found
+                    signals.append(self._checked(outcome, decoder.vocabulary_rows))
+        return signals
 
     def close(self) -> None:
         """Nothing is under way between two reads."""
 
     def _batches(self, wanted: Sequence[DocumentRows]) -> Iterator[list[Part]]:
         batch: list[Part] = []
-        for each in wanted:
-            if batch and sum(part.tokens for part in batch) + len(each.tokens) > self._tokens:
+        for document in wanted:
+            if batch and sum(part.tokens for part in batch) + len(document.tokens) > self._tokens:
                 yield batch
                 batch = []
-            batch.append(Part(each, self.signal))
+            batch.append(Part(document, self.signal))
         if batch:
             yield batch
 

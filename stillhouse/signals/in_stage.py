@@ -2,7 +2,7 @@
 
 from stillhouse.objective import TEACHER
 from stillhouse.parallel import InStage, Runner, ShardedMicroBatches
-from stillhouse.signals.source import ReadySignals
+from stillhouse.signals.signal_source import ReadySignals
 
 
 class InStageTeacher:

@@ -14,7 +14,7 @@ from stillhouse.objective import OutputHead
 from stillhouse.objective.head import Projection, operand_dtype
 from stillhouse.objective.stable import log_sum_exp
 from stillhouse.signals.extract import ROWS
-from stillhouse.signals.spec import DTYPES, SignalSpec
+from stillhouse.signals.signal_spec import DTYPES, SignalSpec
 
 
 class LabelledRows(NamedTuple):

@@ -18,11 +18,11 @@ from stillhouse.data import DataReport, Documents, PackedSequences
 from stillhouse.models.proof import packs_one_row
 from stillhouse.objective import OutputHead
 from stillhouse.parallel import Runner, StageInputs
-from stillhouse.signals.cache.format import document_id
+from stillhouse.signals.cache.files import document_id
 from stillhouse.signals.extract import ChosenRows, Extract, ranked_log_probs
 from stillhouse.signals.labelled import ExtractLabelled, LabelledRows
-from stillhouse.signals.sampling import Draw, DrawRows, uniform_numbers
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.sampled_ids import Draw, DrawRows, uniform_numbers
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 
 class Ranked(NamedTuple):
@@ -90,12 +90,14 @@ class Scorer:
         starts_D = torch.empty(len(parts), dtype=torch.int64)
         starts_D[micro_batch.document_T[is_first_T]] = is_first_T.nonzero()[:, 0]
         groups = _groups(parts, starts_D.tolist())
-        (found,) = self._runner.forward([StageInputs(micro_batch.to(self._device), {}, _Processor(groups))])
+        (tensors_by_group,) = self._runner.forward(
+            [StageInputs(micro_batch.to(self._device), {}, _Processor(groups))]
+        )
         outcomes: dict[int, Outcome] = {}
-        for group, tensors in zip(groups, found, strict=True):
-            divided = {name: each.split(group.lengths) for name, each in tensors.items()}
+        for group, tensors in zip(groups, tensors_by_group, strict=True):
+            by_document = {name: tensor.split(group.lengths) for name, tensor in tensors.items()}
             for at, member in enumerate(group.members):
-                outcomes[member] = _checked({name: each[at] for name, each in divided.items()})
+                outcomes[member] = _checked({name: part_of_group[at] for name, part_of_group in by_document.items()})
         return [outcomes[number] for number in range(len(parts))]
 
 
@@ -129,7 +131,7 @@ class _Processor:
 
 def _documents(tokens: Sequence[np.ndarray]) -> Documents:
     tokens_N = np.concatenate(tokens).astype(np.int32)
-    offsets = np.concatenate([[0], np.cumsum([len(each) for each in tokens])]).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum([len(token) for token in tokens])]).astype(np.int64)
     keys_D = np.zeros(len(tokens), dtype=np.uint64)
     targets_N = np.zeros(len(tokens_N), dtype=bool)
     return Documents(tokens_N, targets_N, offsets, keys_D, [""] * len(tokens), DataReport("requests"))
@@ -144,14 +146,16 @@ def _groups(parts: Sequence[Part], starts: Sequence[int]) -> list[_Group]:
     for wanted, numbers in members.items():
         rows = [parts[number].document.rows for number in numbers]
         index_C = [
-            torch.arange(each.start, each.stop) + starts[number] for each, number in zip(rows, numbers, strict=True)
+            torch.arange(row.start, row.stop) + starts[number] for row, number in zip(rows, numbers, strict=True)
         ]
         ids = [_ids(parts[number]) for number in numbers]
-        ids_CK = None if ids[0] is None else torch.cat([each for each in ids if each is not None])
+        ids_CK = (
+            None if ids[0] is None else torch.cat([ids_of_part for ids_of_part in ids if ids_of_part is not None])
+        )
         uniform_CM = None
         if isinstance(wanted, SignalSpec) and wanted.kind == "sampled":
             uniform_CM = torch.cat([_uniform(parts[number].document, wanted) for number in numbers])
-        lengths = [len(each) for each in rows]
+        lengths = [len(row) for row in rows]
         groups.append(_Group(wanted, numbers, lengths, torch.cat(index_C), ids_CK, uniform_CM))
     return groups
 
@@ -171,8 +175,8 @@ def _uniform(document: DocumentRows, spec: SignalSpec) -> Tensor:
 
 
 def _checked(tensors: dict[str, Tensor]) -> Outcome:
-    for name, each in tensors.items():
-        if each.isnan().any() or (name == "hidden" and each.isinf().any()):
+    for name, tensor in tensors.items():
+        if tensor.isnan().any() or (name == "hidden" and tensor.isinf().any()):
             return NotFiniteError(f"the teacher's {name} are not finite")
     if "counts" in tensors and not (tensors["ids"][:, :1] >= 0).all():
         return NotFiniteError("the teacher's logits are not finite, so that nothing can be drawn")

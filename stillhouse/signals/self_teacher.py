@@ -14,7 +14,7 @@ from stillhouse.models import OutputProcessor, evaluating
 from stillhouse.models.processors import full_vocab, replicated_hidden
 from stillhouse.objective import TEACHER, FullVocab, OutputHead, StudentHidden
 from stillhouse.parallel import Runner, ShardedMicroBatches, StageInputs
-from stillhouse.signals.source import ReadySignals
+from stillhouse.signals.signal_source import ReadySignals
 from stillhouse.signals.weight_average import WeightAverage
 
 
@@ -34,8 +34,8 @@ class SelfTeacher:
         On processes with the student's last stage, they are `StudentHidden`, or `FullVocab` with the averaged head.
         """
         processor: OutputProcessor = _hidden if self._average is None else _WithHead()
-        read = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in micro_batches]
-        inputs = [StageInputs(each, {}, processor, autocast=self._autocast) for each in read]
+        read = [replace(batch, inputs=batch.teacher_inputs or batch.inputs) for batch in micro_batches]
+        inputs = [StageInputs(micro_batch, {}, processor, autocast=self._autocast) for micro_batch in read]
         with ExitStack() as modes:
             for student in self._runner.students():
                 modes.enter_context(evaluating(student))

@@ -42,7 +42,7 @@ from stillhouse.signals.routing import (
     route,
     shapes_of,
 )
-from stillhouse.signals.source import ReadySignals
+from stillhouse.signals.signal_source import ReadySignals
 
 
 class SeparateTeacher:
@@ -71,16 +71,16 @@ class SeparateTeacher:
         keep_head: bool = False,
     ):
         self._head = head
-        own = source if keep_head else replace(source, build=only_layers(source.build))
-        self._runner = build_runner(layout, mesh, own, None, prove=False)
+        layers = source if keep_head else replace(source, build=only_layers(source.build))
+        self._runner = build_runner(layout, mesh, layers, None, prove=False)
         self._device, self._width = mesh.device, self.decoder.config.get_text_config().hidden_size
         self._dtype = next(self.decoder.parameters()).dtype
         self._weights: WaitingWeights | None = None
         if layout.offload and mesh.ranks.size == 1:
             self._weights = WaitingWeights(self.decoder, mesh.device)
-        if mesh.ranks.size > 1 or not own.is_proven:
+        if mesh.ranks.size > 1 or not layers.is_proven:
             with self._on_device():
-                prove_runner(self._runner, own, None, teacher_in_stages=False)
+                prove_runner(self._runner, layers, None, teacher_in_stages=False)
         self._mesh = mesh
         self._exchange: _Exchange | None = None
         if student_mesh.ranks.size > 1:
@@ -102,19 +102,19 @@ class SeparateTeacher:
     @torch.no_grad()
     def request_some(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> ReadySignals:
         """The same, but the teacher runs only on the chosen micro-batches of the whole step; the others get zeros."""
-        exchange, own = self._exchange, self._own(micro_batches, chosen)
-        own = [replace(each, inputs=each.teacher_inputs or each.inputs) for each in own]
-        inputs = [StageInputs(each, {}, _hidden_states) for each in own]
+        exchange, teacher_micro_batches = self._exchange, self._own(micro_batches, chosen)
+        read = [replace(batch, inputs=batch.teacher_inputs or batch.inputs) for batch in teacher_micro_batches]
+        inputs = [StageInputs(batch, {}, _hidden_states) for batch in read]
         with self._on_device():
             hidden = self._runner.forward(inputs) if inputs else []
         if exchange is not None:
-            return ReadySignals([self._signals(each) for each in exchange(hidden, chosen, micro_batches)])
+            return ReadySignals([self._signals(hidden_BSE) for hidden_BSE in exchange(hidden, chosen, micro_batches)])
         computed: dict[int, Tensor] = dict(zip(chosen, hidden, strict=True))
         absent = torch.zeros((), dtype=self._dtype, device=self._device)
         return ReadySignals(
             [
-                self._signals(computed[at] if at in computed else absent.expand(*each.shape_BS, self._width))
-                for at, each in enumerate(micro_batches)
+                self._signals(computed[at] if at in computed else absent.expand(*batch.shape_BS, self._width))
+                for at, batch in enumerate(micro_batches)
             ]
         )
 
@@ -129,12 +129,12 @@ class SeparateTeacher:
 
     def _own(self, micro_batches: ShardedMicroBatches, chosen: Sequence[int]) -> Sequence[MicroBatch]:
         """This process's part of the chosen micro-batches in the teacher's layout."""
-        whole, has_all = micro_batches.whole, len(chosen) == len(micro_batches.whole)
+        all_micro_batches, has_all = micro_batches.whole, len(chosen) == len(micro_batches.whole)
         if not chosen:
             return ()
         if has_all and self._exchange is None:
             return micro_batches
-        part = whole if has_all else StepMicroBatches([whole[number] for number in chosen])
+        part = all_micro_batches if has_all else StepMicroBatches([all_micro_batches[number] for number in chosen])
         return shard_micro_batches(part, self._mesh)
 
 
@@ -164,8 +164,8 @@ class _Exchange:
         """
         whole_BS, uniform_shapes = micro_batches.whole.shapes_BS, micro_batches.uniform_shapes
         shapes = shapes_of(whole_BS, chosen, self.mesh, self._student_mesh, uniform_shapes=uniform_shapes)
-        mine = range(self.mesh.coordinate("data"), len(chosen), self.mesh.degrees.data)
-        sent = dict(zip((chosen[place] for place in mine), hidden, strict=False))
+        local_numbers = range(self.mesh.coordinate("data"), len(chosen), self.mesh.degrees.data)
+        sent = dict(zip((chosen[place] for place in local_numbers), hidden, strict=False))
         received: dict[int, Tensor] = {}
         numbers = _numbers(self._student_mesh, len(shapes))
         if dist.get_rank() in self._last_stages[1].ranks_DCT:
@@ -180,28 +180,28 @@ class _Exchange:
         self, sent: dict[int, Tensor], received: dict[int, Tensor], shapes: Sequence[MicroBatchShape]
     ) -> None:
         """Send this process's hidden states, and receive those of the other processes into `received`."""
-        rank, everyone = dist.get_rank(), self.mesh.ranks.group
+        rank, all_ranks = dist.get_rank(), self.mesh.ranks.group
         operations: list[dist.P2POp] = []
         arriving: list[tuple[Tensor, Tensor]] = []
-        for each in route(shapes, *self._last_stages):
-            shape = shapes[each.micro_batch]
-            if rank == each.source:
+        for transfer in route(shapes, *self._last_stages):
+            shape = shapes[transfer.micro_batch]
+            if rank == transfer.source:
                 first = columns(shape.teacher_BS, self.mesh).start
                 sent_BSE = (
-                    sent[each.micro_batch][: shape.rows, each.start - first : each.stop - first]
+                    sent[transfer.micro_batch][: shape.rows, transfer.start - first : transfer.stop - first]
                     .to(self._dtype)
                     .contiguous()
                 )
-                if each.target != rank:
-                    operations.append(dist.P2POp(dist.isend, sent_BSE, each.target, everyone))
-            if rank == each.target:
+                if transfer.target != rank:
+                    operations.append(dist.P2POp(dist.isend, sent_BSE, transfer.target, all_ranks))
+            if rank == transfer.target:
                 first = columns(shape.student_BS, self._student_mesh).start
-                part = received[each.micro_batch][: shape.rows, each.start - first : each.stop - first]
-                if each.source == rank:
+                part = received[transfer.micro_batch][: shape.rows, transfer.start - first : transfer.stop - first]
+                if transfer.source == rank:
                     part.copy_(sent_BSE)
                 else:
                     arriving.append((part, torch.empty(part.shape, dtype=self._dtype, device=self.mesh.device)))
-                    operations.append(dist.P2POp(dist.irecv, arriving[-1][1], each.source, everyone))
+                    operations.append(dist.P2POp(dist.irecv, arriving[-1][1], transfer.source, all_ranks))
         for request in dist.batch_isend_irecv(operations) if operations else ():
             request.wait()
         for part, arrived in arriving:

@@ -24,8 +24,8 @@ from stillhouse.objective import TEACHER, Signals
 from stillhouse.objective.signals import Tail
 from stillhouse.parallel import Runner, ShardedMicroBatches, TeacherHead, TeacherHidden, watchdog
 from stillhouse.preemption import requested
-from stillhouse.signals.source import PendingSignals
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_source import PendingSignals
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: while signals are waited for: seconds between two looks whether the process is to stop, and how long it waits on
 SECONDS_BETWEEN_LOOKS, SECONDS_TO_STOP = 0.5, 5.0
@@ -123,16 +123,17 @@ class StoredTeacher:
         Raises SignalsLostError on all processes if one of them could not read.
         """
         with watchdog.untimed("the teacher's signals") if self.store.may_take_long else nullcontext():
-            found = self._waited(reading)
+            tensors = self._waited(reading)
         if not self._runner.has_last_stage:
             return [{}] * len(micro_batches)
         return [
-            self._signals(self._shared(found[at] if found else None, each)) for at, each in enumerate(micro_batches)
+            self._signals(self._shared(tensors[at] if tensors else None, batch))
+            for at, batch in enumerate(micro_batches)
         ]
 
     def _waited(self, reading: "Future[StepTensors] | None") -> StepTensors:
         """What the thread has read, after all processes have it; empty on a process that does not read."""
-        error, found = "", StepTensors()
+        error, tensors = "", StepTensors()
         if reading is not None:
             try:
                 stopping_since = None
@@ -143,7 +144,7 @@ class StoredTeacher:
                             break
                     wait([reading], timeout=SECONDS_BETWEEN_LOOKS)
                 if reading.done():
-                    found = reading.result()
+                    tensors = reading.result()
                 else:
                     error = "a signal came while the run waited for the teacher"
             # torch's errors, too: the other processes wait for this one below
@@ -151,7 +152,7 @@ class StoredTeacher:
                 error = str(problem) or type(problem).__name__
         if error := next(filter(None, self._runner.ranks.gather(error)), ""):
             raise SignalsLostError(error)
-        return found
+        return tensors
 
     def close(self) -> None:
         """Give up the requests that are under way, so that the process can end."""
@@ -163,7 +164,7 @@ class StoredTeacher:
         """The tensors of a step's micro-batches on the CPU; rows without a weight are 0."""
         wanted: list[DocumentRows] = []
         places: list[tuple[dict[str, Tensor], Tensor, np.ndarray]] = []
-        step_tensors = [self._empty(each, pinned=True) for each in step]
+        step_tensors = [self._empty(micro_batch, pinned=True) for micro_batch in step]
         for number, (micro_batch, tensors) in enumerate(zip(step, step_tensors, strict=True)):
             valid_index = micro_batch.valid_index.cpu()
             document_C = micro_batch.document_T.cpu()[valid_index].numpy()
@@ -190,14 +191,14 @@ class StoredTeacher:
             for name, (shape, dtype) in self.store.signal.tensors(self.store.width).items()
         }
 
-    def _shared(self, found: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    def _shared(self, read_tensors: dict[str, Tensor] | None, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """One micro-batch's tensors on the device, sent to all processes that share its tokens."""
         device, group = micro_batch.labels_T.device, self._runner.mesh.group("tensor")
-        own = self._empty(micro_batch, pinned=False) if found is None else found
-        moved = {name: each.to(device, non_blocking=True) for name, each in own.items()}
+        tensors = self._empty(micro_batch, pinned=False) if read_tensors is None else read_tensors
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         if group is not None:
-            for each in moved.values():
-                dist.broadcast(each, group=group, group_src=0)
+            for tensor in moved.values():
+                dist.broadcast(tensor, group=group, group_src=0)
         return moved
 
     def _signals(self, tensors: dict[str, Tensor]) -> Signals:

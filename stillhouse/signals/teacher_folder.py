@@ -31,11 +31,11 @@ def save_teacher(folder: Path, teacher: Decoder, tokenizer: PreTrainedTokenizerB
     if with_head:
         head = teacher.head
         assert isinstance(head, Head)
-        own = {
+        weights = {
             checkpoint_names(teacher, f"head.linear.{name}")[0]: value.detach().cpu().contiguous()
             for name, value in head.linear.named_parameters()
         }
-        save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def head_of(folder: Path | str, dtype: str = "auto") -> Decoder:
@@ -48,5 +48,5 @@ def head_of(folder: Path | str, dtype: str = "auto") -> Decoder:
 def files_of_head(index: Any) -> list[str]:
     """The files with the output head, from the content of `model.safetensors.index.json`; all files if unsure."""
     files = {name: str(file) for name, file in index["weight_map"].items()}
-    found = {file for name, file in files.items() if name.rpartition(".")[0].endswith(_OF_HEADS)}
-    return sorted(found or set(files.values()))
+    names_of_files = {file for name, file in files.items() if name.rpartition(".")[0].endswith(_OF_HEADS)}
+    return sorted(names_of_files or set(files.values()))

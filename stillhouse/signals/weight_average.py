@@ -39,17 +39,17 @@ class WeightAverage:
 
         Meanwhile a copy of the student's trained weights is in memory.
         """
-        parameters = {name: each for name, each in self._runner.named_parameters() if name in self.tensors}
-        kept = {name: local(each.detach()).clone() for name, each in parameters.items()}
+        parameters = {name: parameter for name, parameter in self._runner.named_parameters() if name in self.tensors}
+        kept = {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
         with torch.no_grad():
-            for name, each in parameters.items():
-                local(each.detach()).copy_(local(self.tensors[name]))
+            for name, parameter in parameters.items():
+                local(parameter.detach()).copy_(local(self.tensors[name]))
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, each in parameters.items():
-                    local(each.detach()).copy_(kept[name])
+                for name, parameter in parameters.items():
+                    local(parameter.detach()).copy_(kept[name])
 
 
 def _wide(weight: Tensor) -> Tensor:

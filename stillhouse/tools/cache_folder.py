@@ -28,7 +28,7 @@ from stillhouse.output.disk import (
 from stillhouse.output.folder import folder_lock, is_leftover
 from stillhouse.parallel import ONE_PROCESS, Ranks, is_first, process_count, process_rank, wait_for_all
 from stillhouse.run.agreement import require_shared_folder
-from stillhouse.signals.cache.format import (
+from stillhouse.signals.cache.files import (
     CACHE_KEY,
     INDEX,
     MANIFEST,

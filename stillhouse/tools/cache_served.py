@@ -14,8 +14,8 @@ from stillhouse.run.session import connect_ranks
 from stillhouse.run.stores import open_stores, require_signals
 from stillhouse.serving.client import RemoteSignals
 from stillhouse.signals.cache.content import problem_in
-from stillhouse.signals.cache.format import Manifest
-from stillhouse.signals.spec import DocumentRows
+from stillhouse.signals.cache.files import Manifest
+from stillhouse.signals.signal_spec import DocumentRows
 from stillhouse.signals.teacher_folder import head_of, save_teacher
 from stillhouse.tools.cache_folder import write_documents
 from stillhouse.tools.write_cache import cache_entries

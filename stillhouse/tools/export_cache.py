@@ -11,7 +11,7 @@ from stillhouse.output.disk import atomic_folder
 from stillhouse.run.inputs import load_run_data
 from stillhouse.signals import SignalCache
 from stillhouse.signals.cache.exchange.distillkit import CONFIGURATION, Compression, write_parquet
-from stillhouse.signals.cache.format import document_id
+from stillhouse.signals.cache.files import document_id
 
 
 def export_distillkit(folder: Path, config: RunConfig, out: Path) -> Compression:

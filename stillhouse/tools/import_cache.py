@@ -20,8 +20,8 @@ from stillhouse.parallel.loading import local_folder
 from stillhouse.run.agreement import library_versions
 from stillhouse.signals.cache.exchange.distillkit import Compression, DistillkitFiles
 from stillhouse.signals.cache.exchange.speculators import SpeculatorsFiles
-from stillhouse.signals.cache.format import Manifest, document_id
-from stillhouse.signals.spec import DTYPES, SignalSpec
+from stillhouse.signals.cache.files import Manifest, document_id
+from stillhouse.signals.signal_spec import DTYPES, SignalSpec
 from stillhouse.signals.teacher_folder import save_teacher
 from stillhouse.tools.cache_folder import write_documents
 

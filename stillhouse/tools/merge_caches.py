@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stillhouse.output.disk import flush
 from stillhouse.signals import SignalCache
-from stillhouse.signals.cache.format import TEACHER, Manifest
+from stillhouse.signals.cache.files import TEACHER, Manifest
 from stillhouse.signals.compare import row_differences
 from stillhouse.tools.cache_folder import write_documents
 

@@ -21,7 +21,7 @@ from stillhouse.run.inputs import RunData, load_run_data
 from stillhouse.run.models import load_model, model_fingerprints
 from stillhouse.run.session import connect_ranks
 from stillhouse.signals.cache.content import problem_in
-from stillhouse.signals.cache.format import (
+from stillhouse.signals.cache.files import (
     Manifest,
     document_id,
     documents_hash,
@@ -30,8 +30,8 @@ from stillhouse.signals.cache.format import (
 )
 from stillhouse.signals.extract import Extract
 from stillhouse.signals.labelled import ExtractLabelled, LabelledRows
-from stillhouse.signals.sampling import Draw, DrawRows, uniform_numbers
-from stillhouse.signals.spec import SignalKind, SignalSpec
+from stillhouse.signals.sampled_ids import Draw, DrawRows, uniform_numbers
+from stillhouse.signals.signal_spec import SignalKind, SignalSpec
 from stillhouse.signals.teacher_folder import save_teacher
 from stillhouse.tools import cache_folder
 from stillhouse.tools.cache_folder import CacheFolder, divide

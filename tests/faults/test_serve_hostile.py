@@ -14,7 +14,7 @@ from kit.serving import Server
 from safetensors.torch import save
 
 from stillhouse.serving.wire import JSON, SAFETENSORS, encode_request
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 JSON_LIMIT = 8 * 2**20
 

@@ -28,7 +28,7 @@ from stillhouse.run.session import objective_spec
 from stillhouse.signals import CrossTokenizerStore, TeacherInJob
 from stillhouse.signals.cross_tokenizer import Method
 from stillhouse.signals.labelled import labelled_log_probs
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 TAU = 1.3
 

@@ -17,7 +17,7 @@ from stillhouse.models import Decoder, ProofError, prove_decoder
 from stillhouse.models.proof import ProbeDocuments
 from stillhouse.parallel import single_process_runner
 from stillhouse.signals.scorer import Part, Scorer
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stillhouse.signals.cache.format import CACHE_KEY, INDEX, shard_name
+from stillhouse.signals.cache.files import CACHE_KEY, INDEX, shard_name
 
 
 def resealed(cache: Path, change: Callable[[dict[str, Tensor]], object], number: int = 0) -> None:

@@ -13,7 +13,7 @@ from kit.ranks import Ranks
 from kit.runs import Command
 
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 
 class Server:
@@ -139,12 +139,12 @@ def nan_for_token(token: int) -> None:
 
 def slow_generation(seconds: float) -> None:
     """Each step of a completion takes longer."""
-    from stillhouse.generation.draws import Draws
+    from stillhouse.generation.token_sampler import TokenSampler
 
-    call = Draws.__call__
+    call = TokenSampler.__call__
 
-    def slowly(draws: Draws, *arguments: Any) -> torch.Tensor:
+    def slowly(draws: TokenSampler, *arguments: Any) -> torch.Tensor:
         time.sleep(seconds)
         return call(draws, *arguments)
 
-    Draws.__call__ = slowly  # type: ignore[method-assign]
+    TokenSampler.__call__ = slowly  # type: ignore[method-assign]

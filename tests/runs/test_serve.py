@@ -19,7 +19,7 @@ from safetensors.torch import load
 from kit.serving import Server, nan_for_token, out_of_memory_above, slow_model
 
 from stillhouse.models import Decoder, model_fingerprint
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 HIDDEN = SignalSpec("hidden", "float32")
 TOP_K = SignalSpec("top_k", "float32", 7, 2.0)

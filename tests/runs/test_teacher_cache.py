@@ -19,7 +19,7 @@ from stillhouse.objective import OutputHead, TopK
 from stillhouse.output.folder import folder_lock
 from stillhouse.run.session import Session
 from stillhouse.signals import SignalCache
-from stillhouse.signals.cache.format import shard_name
+from stillhouse.signals.cache.files import shard_name
 from stillhouse.signals.extract import top_k_log_probs
 from stillhouse.tools.write_cache import write_cache
 

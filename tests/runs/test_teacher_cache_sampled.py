@@ -11,8 +11,8 @@ from torch import Tensor
 
 from stillhouse.objective import DenseLogits, Distill, OutputHead, Signal, linear_objective, parse_divergence
 from stillhouse.signals import SignalCache
-from stillhouse.signals.sampling import draw, uniform_numbers
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.sampled_ids import draw, uniform_numbers
+from stillhouse.signals.signal_spec import SignalSpec
 from stillhouse.tools.write_cache import write_cache
 
 VOCABULARY, DRAWS, SHARD_BYTES = 251, 50, 5000

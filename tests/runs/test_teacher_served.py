@@ -40,9 +40,9 @@ from stillhouse.serving.client.pool import ServerError, ServerPool
 from stillhouse.serving.client.stillhouse_api import StillhouseApi
 from stillhouse.serving.wire import KEY
 from stillhouse.signals import SignalsLostError
-from stillhouse.signals.cache.format import document_id
-from stillhouse.signals.sampling import draw, uniform_numbers
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.cache.files import document_id
+from stillhouse.signals.sampled_ids import draw, uniform_numbers
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: requests of the proof at the start of a run
 PROOF = 3

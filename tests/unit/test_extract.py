@@ -13,7 +13,7 @@ from stillhouse.signals.extract import (
     chosen_log_probs,
     ranked_log_probs,
 )
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.signal_spec import SignalSpec
 
 EVEN = ((0, 126), (126, 251))
 UNEVEN = ((0, 200), (200, 203), (203, 251))

@@ -16,8 +16,8 @@ from kit.toy_tokenizer import toy_tokenizer
 from transformers import GenerationConfig
 
 from stillhouse.generation import Completion, GenerationRequest, Sampling
-from stillhouse.generation.draws import Draws, _gumbel
 from stillhouse.generation.generate import Generator, check_generation
+from stillhouse.generation.token_sampler import TokenSampler, _gumbel
 from stillhouse.models import Decoder, add_lora, eos_ids
 
 CPU = torch.device("cpu")
@@ -282,7 +282,7 @@ def test_a_stop_text_that_begins_in_the_prompt_does_not_count() -> None:
 def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
     count = 20_000
     logits_V = torch.tensor([-math.inf, 0.0, 1.0, 2.0, -1.0, -math.inf])
-    draws = Draws(Sampling(max_new_tokens=1), list(range(count)), 1, 6, CPU)
+    draws = TokenSampler(Sampling(max_new_tokens=1), list(range(count)), 1, 6, CPU)
     ids_B = draws(torch.zeros(count, 1), logits_V.repeat(count, 1)).argmax(-1)
     share_V = torch.bincount(ids_B, minlength=6) / count
     probability_V = logits_V.softmax(-1)
@@ -311,7 +311,7 @@ def test_blocks_of_tokens_are_drawn_as_often_as_their_probabilities_say(
     """Tokens in whole blocks, in the last one, which is not whole, and rows that have no token."""
     torch.manual_seed(0)
     logits_V, count = 2 * torch.randn(rows), 20000
-    draws = Draws(Sampling(1, temperature=0.7, top_k=top_k), range(count), 1, vocabulary, CPU)
+    draws = TokenSampler(Sampling(1, temperature=0.7, top_k=top_k), range(count), 1, vocabulary, CPU)
     draws(torch.zeros(count, 1, dtype=torch.int64), logits_V.expand(count, -1).clone())
     (ids_B1, log_probs_B1) = draws.result()
     scores_V = (logits_V / 0.7)[:vocabulary]
@@ -337,7 +337,7 @@ def test_noise_is_finite_where_the_uniform_number_rounds_to_1() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_token_without_probability_is_never_drawn(seed: int) -> None:
-    draws = Draws(Sampling(max_new_tokens=1, top_k=3), [seed], 1, 251, CPU)
+    draws = TokenSampler(Sampling(max_new_tokens=1, top_k=3), [seed], 1, 251, CPU)
     logits_BV = torch.zeros(1, 251).index_fill(1, torch.tensor([17, 33, 128]), 1.0)
     assert int(draws(torch.zeros(1, 1), logits_BV).argmax()) in (17, 33, 128)
 

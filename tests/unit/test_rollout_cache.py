@@ -6,8 +6,8 @@ from kit.families import build
 from test_generate import CPU, SAMPLING, as_lists, requests
 
 from stillhouse.generation import generate
-from stillhouse.generation.cache import RoomyLayer, roomy_cache
 from stillhouse.generation.generate import Generator
+from stillhouse.generation.key_value_cache import RoomyLayer, roomy_cache
 from stillhouse.models import Decoder
 
 #: whether all layers of a family have full attention

@@ -28,7 +28,7 @@ from stillhouse.serving.client import proof
 from stillhouse.serving.client.api import ServerInfo
 from stillhouse.serving.client.vllm_api import VllmApi
 from stillhouse.signals import SignalsLostError
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 RECORDED = Path(__file__).parents[1] / "kit" / "engines"
 TOKENS = np.array([5, 17, 250, 999, 3, 42])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stillhouse.objective.signals import TAIL_FLOOR
 from stillhouse.serving.client.pool import Call, ServerPool
-from stillhouse.signals.spec import DTYPES, DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 #: for each document of a request, the signal's tensors
 Scores = list[dict[str, Tensor]]

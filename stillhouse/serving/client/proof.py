@@ -27,7 +27,7 @@ from stillhouse.serving.client.pool import ServerError
 from stillhouse.serving.client.remote import RemoteSignals
 from stillhouse.signals.compare import largest_difference, row_differences
 from stillhouse.signals.extract import Extract
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: documents that are scored, and how many tokens of each
 PROBES, PROBE_TOKENS = 4, 128

@@ -31,7 +31,7 @@ from stillhouse.serving.client.sglang_api import SglangApi
 from stillhouse.serving.client.stillhouse_api import StillhouseApi
 from stillhouse.serving.client.vllm_api import VllmApi
 from stillhouse.signals.cache.content import problem_in
-from stillhouse.signals.spec import (
+from stillhouse.signals.signal_spec import (
     DTYPES,
     DocumentRows,
     SignalKind,

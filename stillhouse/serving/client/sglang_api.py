@@ -22,7 +22,7 @@ from stillhouse.serving.client.api import (
 )
 from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.serving.wire import JSON
-from stillhouse.signals.spec import DTYPES, DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 #: log-probability, id, text
 _Entry = tuple[float | None, int, Any]

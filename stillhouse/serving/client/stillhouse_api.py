@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from stillhouse.serving.client.api import NumberedCall, Scores, ServerInfo
 from stillhouse.serving.client.pool import Call, RefusedError, ServerPool
 from stillhouse.serving.wire import SAFETENSORS, decode_answer, encode_request
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: tokens of a request, unless a single document has more
 REQUEST_TOKENS = 4096

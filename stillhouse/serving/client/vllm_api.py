@@ -31,7 +31,7 @@ from stillhouse.serving.client.api import (
 )
 from stillhouse.serving.client.pool import Call, ServerPool
 from stillhouse.serving.wire import JSON
-from stillhouse.signals.spec import DTYPES, DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DTYPES, DocumentRows, SignalSpec
 
 _NO_POOLING = (
     "this vLLM generates text; expected one that was started with --runner pooling --convert embed --pooler-config "

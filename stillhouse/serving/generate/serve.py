@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse import __version__
 from stillhouse.data import check_vocabulary, load_tokenizer, tokenizer_fingerprint
-from stillhouse.generation.draws import stop_texts
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.generation.token_sampler import stop_texts
 from stillhouse.models import Decoder, check_finite_weights, eos_ids
 from stillhouse.parallel import choose_device, local_folder, log_rank0, process_count
 from stillhouse.preemption import finishing

@@ -19,7 +19,7 @@ from stillhouse.libraries import reading
 from stillhouse.serving.server.limits import Limits
 from stillhouse.serving.wire import FirstWrong
 from stillhouse.signals.scorer import Part, Ranked
-from stillhouse.signals.spec import DocumentRows
+from stillhouse.signals.signal_spec import DocumentRows
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 

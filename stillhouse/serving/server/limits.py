@@ -8,7 +8,7 @@ import numpy as np
 
 from stillhouse.serving.server.errors import RequestError
 from stillhouse.signals.scorer import Part
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: the signals that a server computes; draws need the whole vocabulary in one process
 SIGNALS = ("hidden", "top_k", "chosen", "sampled")

@@ -20,7 +20,7 @@ from torch import Tensor
 from stillhouse.parallel import Mesh
 from stillhouse.serving.wire import KEY, header_of
 from stillhouse.signals.scorer import Part, Ranked, Scorer
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 #: how often idle ranks hear from rank 0
 BEAT_SECONDS = 60.0

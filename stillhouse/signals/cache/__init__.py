@@ -1,9 +1,9 @@
 """A teacher's signals on disk: written once by `stillhouse cache`, read by any number of runs.
 
-`format.py`: what the files are. `reader.py`: checks and reads them.
+`files.py`: what the files are. `reader.py`: checks and reads them.
 """
 
-from stillhouse.signals.cache.format import Manifest, document_id, target_rows
+from stillhouse.signals.cache.files import Manifest, document_id, target_rows
 from stillhouse.signals.cache.reader import SignalCache
 
 __all__ = ["Manifest", "SignalCache", "document_id", "target_rows"]

@@ -35,11 +35,11 @@ def read_bits(string: np.ndarray, positions: np.ndarray, width: int) -> np.ndarr
     """The values that `write_bits` wrote to these positions. uint64."""
     _require_width(width)
     padded = np.concatenate([string, np.zeros(_REACH, dtype=np.uint8)])
-    found = np.zeros(positions.shape, dtype=np.uint64)
+    values = np.zeros(positions.shape, dtype=np.uint64)
     for at in range(_REACH):
-        found = (found << np.uint64(8)) | padded[(positions >> 3) + at].astype(np.uint64)
+        values = (values << np.uint64(8)) | padded[(positions >> 3) + at].astype(np.uint64)
     shifts = (8 * _REACH - width - (positions & 7)).astype(np.uint64)
-    return (found >> shifts) & np.uint64((1 << width) - 1)
+    return (values >> shifts) & np.uint64((1 << width) - 1)
 
 
 def pack_rows(values: np.ndarray, width: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.signal_spec import SignalSpec
 
 #: how far the mass of a row may be from 1: the rounding of K log-probabilities
 MASS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}

@@ -19,7 +19,7 @@ from torch import Tensor
 from stillhouse.data import Documents
 from stillhouse.libraries import reading
 from stillhouse.signals.cache.content import problem_in
-from stillhouse.signals.cache.format import (
+from stillhouse.signals.cache.files import (
     CACHE_KEY,
     ID_BYTES,
     INDEX,
@@ -32,8 +32,8 @@ from stillhouse.signals.cache.format import (
     shard_name,
     target_rows,
 )
-from stillhouse.signals.cache.layout import StoredRows
-from stillhouse.signals.spec import DocumentRows, SignalSpec
+from stillhouse.signals.cache.shard_layout import StoredRows
+from stillhouse.signals.signal_spec import DocumentRows, SignalSpec
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,12 @@ class SignalCache:
         self._verified: set[int] = set()
         self._lock = Lock()
         self._documents = {
-            each: where for number, file in enumerate(self._files) for each, where in self._table(number, file)
+            document: where
+            for number, file in enumerate(self._files)
+            for document, where in self._table(number, file)
         }
-        found = documents_hash((document, each.rows) for document, each in self._documents.items())
-        if found != self.manifest.documents_hash:
+        digest = documents_hash((document, stored.rows) for document, stored in self._documents.items())
+        if digest != self.manifest.documents_hash:
             raise ValueError(f"{folder}: a shard's table of documents was changed: write the cache again")
 
     @property
@@ -121,7 +123,7 @@ class SignalCache:
         Raises ValueError for rows that the cache lacks, for a shard whose content has changed, and for numbers that
         no teacher can give (`problem_in`).
         """
-        return [self.read_document(document_id(each.tokens), each.rows) for each in wanted]
+        return [self.read_document(document_id(request.tokens), request.rows) for request in wanted]
 
     def documents(self) -> Mapping[bytes, range]:
         """The id and the stored rows of every document, in the cache's order."""
@@ -148,10 +150,10 @@ class SignalCache:
         path, first = self.folder / shard_name(stored.shard), stored.rows.start
         part = StoredRows(stored.number, stored.start, range(rows.start - first, rows.stop - first))
         with reading(f"{path} is damaged: write the cache again"):
-            found = self._layout.read(self._files[stored.shard], part)
-        if problem := problem_in(self.signal, self.manifest.vocabulary, found):
+            tensors = self._layout.read(self._files[stored.shard], part)
+        if problem := problem_in(self.signal, self.manifest.vocabulary, tensors):
             raise ValueError(f"{path}: {problem}: write the cache again")
-        return found
+        return tensors
 
     def _covers(self, documents: Documents, number: int) -> bool:
         rows = target_rows(documents.targets(number))
@@ -179,9 +181,11 @@ class SignalCache:
         if identity != shard_identity(self.manifest, number):
             raise ValueError(f"{path} is not shard {number} of this cache: write the cache again")
         for name, (shape, dtype) in self._layout.forms().items():
-            found, code = shapes.get(name, ((), "absent"))
-            if (found[1:], code) != (shape, _CODES[dtype]):
-                raise ValueError(f"{path}: '{name}' is {code} of shape {found}: expected [rows, *{shape}] of {dtype}")
+            actual, code = shapes.get(name, ((), "absent"))
+            if (actual[1:], code) != (shape, _CODES[dtype]):
+                raise ValueError(
+                    f"{path}: '{name}' is {code} of shape {actual}: expected [rows, *{shape}] of {dtype}"
+                )
         return file
 
     def _table(self, number: int, file: Any) -> list[tuple[bytes, Stored]]:

@@ -28,7 +28,7 @@ from stillhouse.libraries import reading
 from stillhouse.objective.signals import TAIL_FLOOR
 from stillhouse.signals.cache.bits import bytes_for, pack_rows, unpack_rows
 from stillhouse.signals.cache.content import MASS_TOLERANCE
-from stillhouse.signals.spec import DTYPES
+from stillhouse.signals.signal_spec import DTYPES
 
 CONFIGURATION = "compression_config.yaml"
 COLUMNS = ("input_ids", "compressed_logprobs", "bytepacked_indices")
@@ -53,24 +53,24 @@ class Compression:
     delta_encoding: bool
 
     @classmethod
-    def of(cls, given: Any, source: object) -> "Compression":
+    def of(cls, keys: Any, source: object) -> "Compression":
         """Raises ValueError, naming the source and the key, for anything but a configuration of the exact form."""
-        if not isinstance(given, dict):
+        if not isinstance(keys, dict):
             raise ValueError(f"{source}: expected the keys of DistillKit's compression configuration")
         numbers: dict[str, int] = {}
         for key in ("d", "k", "exact_k"):
-            value = given.get(key)
+            value = keys.get(key)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{source}: {key} is {value!r}: expected a positive number")
             numbers[key] = value
         for key in ("polynomial_terms", "residual_bins"):
-            if given.get(key):
+            if keys.get(key):
                 raise ValueError(
                     f"{source}: {key} approximates log-probabilities: expected the exact form, exact_k = k"
                 )
         if numbers["exact_k"] != numbers["k"]:
             raise ValueError(f"{source}: exact_k is {numbers['exact_k']} of k = {numbers['k']}: expected all exact")
-        dtype, delta = given.get("exact_dtype", "float32"), given.get("delta_encoding", True)
+        dtype, delta = keys.get("exact_dtype", "float32"), keys.get("delta_encoding", True)
         if dtype not in DTYPES or type(delta) is not bool:
             raise ValueError(
                 f"{source}: exact_dtype {dtype!r}, delta_encoding {delta!r}: expected {', '.join(DTYPES)}"
@@ -165,8 +165,8 @@ def write_parquet(
     """Write a Parquet file. documents: the token ids and the tensors of "top_k" of each, without the last row."""
     with pq.ParquetWriter(path, SCHEMA) as writer:
         held: list[list[Any]] = []
-        for tokens, found in documents:
-            log_probs, ids = encode(compression, found["ids"], found["log_probs"])
+        for tokens, tensors in documents:
+            log_probs, ids = encode(compression, tensors["ids"], tensors["log_probs"])
             held.append([tokens.astype(np.uint64), list(log_probs), list(ids)])
             if len(held) == GROUP:
                 writer.write_table(_table(held))
@@ -207,7 +207,7 @@ def _checked(
 def _bytes(rows: pa.ListArray, size: int) -> np.ndarray:
     """A list of lists of bytes as an array [rows, size]."""
     lengths = rows.value_lengths()
-    if rows.null_count or (len(rows) and {each.as_py() for each in lengths.unique()} != {size}):
+    if rows.null_count or (len(rows) and {length.as_py() for length in lengths.unique()} != {size}):
         raise ValueError(f"its rows have {lengths.unique().to_pylist()[:5]} bytes")
     flat = rows.flatten()
     if flat.null_count or flat.type != pa.uint8():
@@ -219,7 +219,7 @@ def _table(documents: Sequence[Sequence[Any]]) -> pa.Table:
     columns = zip(*documents, strict=True)
     return pa.Table.from_arrays(
         [
-            pa.array([list(each) for each in column], type=field.type)
+            pa.array([list(row) for row in column], type=field.type)
             for column, field in zip(columns, SCHEMA, strict=True)
         ],
         schema=SCHEMA,
@@ -227,5 +227,5 @@ def _table(documents: Sequence[Sequence[Any]]) -> pa.Table:
 
 
 def _by_number(path: Path) -> tuple[int, str]:
-    digits = "".join(each for each in path.stem if each.isdigit())
+    digits = "".join(character for character in path.stem if character.isdigit())
     return (int(digits) if digits else -1, path.name)

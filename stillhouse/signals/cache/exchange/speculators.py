@@ -70,5 +70,5 @@ class SpeculatorsFiles:
         path = self._paths[document]
         with reading(f"{path} is not a file of hidden states"), safe_open(path, framework="pt") as file:
             part: Any = file.get_slice("hidden_states")
-            found: Tensor = part[rows]
-        return found, found.dtype
+            states: Tensor = part[rows]
+        return states, states.dtype

@@ -55,26 +55,28 @@ def step_documents(
 
 def _of_samples(prompts: Documents, samples: Sequence[Sample], rules: TargetRules) -> Documents:
     ids, targets, weights, advantages, log_probs, versions = [], [], [], [], [], []
-    for each in samples:
-        prompt_ids, completion = prompts.tokens(each.prompt), each.completion
+    for sample in samples:
+        prompt_ids, completion = prompts.tokens(sample.prompt), sample.completion
         count, before = len(completion.ids_N), np.zeros(len(prompt_ids), dtype=np.float32)
         is_masked = rules.mask_truncated and completion.finish == "length"
         weights_N = _position_weights(count, rules)
-        written_N = each.is_written_N & (not is_masked)
+        written_N = sample.is_written_N & (not is_masked)
         ids.append(np.concatenate([prompt_ids, completion.ids_N]))
         targets.append(np.concatenate([before > 0, written_N]))
         weights.append(np.concatenate([before, weights_N]))
-        advantages.append(np.concatenate([before, np.full(count, each.advantage, np.float32)]))
+        advantages.append(np.concatenate([before, np.full(count, sample.advantage, np.float32)]))
         log_probs.append(np.concatenate([before, completion.log_probs_N]))
-        versions.append(np.concatenate([before - 1, np.where(each.is_written_N, completion.versions_N, -1)]))
-    chosen = prompts.select([each.prompt for each in samples])
+        versions.append(np.concatenate([before - 1, np.where(sample.is_written_N, completion.versions_N, -1)]))
+    chosen = prompts.select([sample.prompt for sample in samples])
     is_sampled_N = np.full(sum(map(len, ids)), float(rules.by_student), np.float32)
     return replace(
         chosen,
         tokens_N=np.concatenate(ids).astype(np.int32),
         targets_N=np.concatenate(targets),
-        offsets=offsets_of([len(each) for each in ids]),
-        sources=[f"{source} (sample {each.number})" for source, each in zip(chosen.sources, samples, strict=True)],
+        offsets=offsets_of([len(ids_N) for ids_N in ids]),
+        sources=[
+            f"{source} (sample {sample.number})" for source, sample in zip(chosen.sources, samples, strict=True)
+        ],
         per_token={
             ADVANTAGES: np.concatenate(advantages),
             OLD_LOG_PROBS: np.concatenate(log_probs).astype(np.float32),

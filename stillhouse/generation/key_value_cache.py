@@ -31,15 +31,15 @@ class RoomyLayer(DynamicLayer):
         before = self.get_seq_length()
         after = before + key_BHSW.shape[-2]
         if after > self._tokens:
-            found: tuple[Tensor, Tensor] = super().update(key_BHSW, value_BHSW, *args, **kwargs)
-            return found
+            keys_and_values: tuple[Tensor, Tensor] = super().update(key_BHSW, value_BHSW, *args, **kwargs)
+            return keys_and_values
         if not self.is_initialized:
             self.lazy_initialization(key_BHSW, value_BHSW)
             self._room = (self._empty_like(key_BHSW), self._empty_like(value_BHSW))
         assert self._room is not None
         for room, new in zip(self._room, (key_BHSW, value_BHSW), strict=True):
             room[:, :, before:after] = new
-        self.keys, self.values = (each[:, :, :after] for each in self._room)
+        self.keys, self.values = (room[:, :, :after] for room in self._room)
         return self.keys, self.values
 
     def reset(self) -> None:
@@ -58,7 +58,7 @@ def roomy_cache(model: PreTrainedModel, tokens: int) -> DynamicCache | None:
     if getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
         return None
     cache = DynamicCache(config=model.config)
-    if not cache.layers or any(type(each) is not DynamicLayer for each in cache.layers):
+    if not cache.layers or any(type(layer) is not DynamicLayer for layer in cache.layers):
         return None
     cache.layers = [RoomyLayer(tokens) for _ in cache.layers]
     return cache

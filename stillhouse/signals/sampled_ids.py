@@ -16,7 +16,7 @@ from torch import Tensor
 from stillhouse.objective import OutputHead
 from stillhouse.objective.head import Projection, operand_dtype
 from stillhouse.signals.extract import ROWS
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.signal_spec import SignalSpec
 
 
 class DrawRows(NamedTuple):

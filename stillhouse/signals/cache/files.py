@@ -12,7 +12,7 @@ A shard is one safetensors file. Its tensors are, for D documents with N rows to
     document        [D, 16] uint8       the document's id (`document_id`)
     first_row       [D] int32           the first row of the document that is stored
     offsets         [D+1] int64         the rows of document d are offsets[d]:offsets[d+1] of the following tensors
-    hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`), or its packed form (layout.py)
+    hidden, ids, …  [N, …]              the signal (`SignalSpec.tensors`), or its packed form (shard_layout.py)
 
 Row t of a document is the teacher's distribution of token t + 1. Rows are stored from the first to the last one that
 predicts a target. A document is found by its tokens, so the order, the packing and the number of epochs of a run do
@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stillhouse.signals.cache.layout import ShardLayout, layout_of
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.cache.shard_layout import ShardLayout, layout_of
+from stillhouse.signals.signal_spec import SignalSpec
 
 FORMAT = 2
 MANIFEST, INDEX, TEACHER, SHARDS = "cache.json", "index.json", "teacher", "shards"
@@ -90,8 +90,12 @@ class Manifest:
 
     def differences(self, other: "Manifest") -> list[tuple[str, Any, Any]]:
         """The name and the two values of everything but the versions that differs."""
-        own, others = asdict(self), asdict(other)
-        return [(name, own[name], others[name]) for name in own if name != "versions" and own[name] != others[name]]
+        values, others = asdict(self), asdict(other)
+        return [
+            (name, values[name], others[name])
+            for name in values
+            if name != "versions" and values[name] != others[name]
+        ]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

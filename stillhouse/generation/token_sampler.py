@@ -1,9 +1,9 @@
-"""Draws the tokens of a batch of completions and records their log-probabilities, inside transformers' `generate`.
+"""Samples the tokens of a batch of completions and records their log-probabilities, inside transformers' `generate`.
 
-`generate` calls a `Draws` with the logits of a step and an `Ends` with the tokens so far. `Draws` chooses the tokens
-itself and gives `generate` scores that leave it no other choice. So each completion has random numbers of its own: it
-does not depend on the completions that it shares a batch with (but for rounding), and the global random state is
-neither read nor changed.
+`generate` calls a `TokenSampler` with the logits of a step and an `EndOfCompletion` with the tokens so far. The
+sampler chooses the tokens itself and gives `generate` scores that leave it no other choice. So each completion has
+random numbers of its own: it does not depend on the completions that it shares a batch with (but for rounding), and
+the global random state is neither read nor changed.
 
 B completions, S tokens of prompt and completion so far, V rows of the head, N most tokens of a completion, K blocks
 of C tokens.
@@ -35,8 +35,8 @@ _BLOCK = 64
 _TOKENS = 2**30
 
 
-class Draws(LogitsProcessor):
-    """Draws one token of each completion per call.
+class TokenSampler(LogitsProcessor):
+    """Samples one token of each completion per call.
 
     seeds: of each completion. vocabulary: rows of the head from this one on are never drawn. counted: the rows that
     log-probabilities are over, those of the objective; None: all rows of the head.
@@ -80,17 +80,17 @@ class Draws(LogitsProcessor):
         tokens in the same way. weights_BV: exp(scores_BV).
 
         Every block and token has noise of its own, so a difference in the last digits of the scores, as of another
-        batch or layout, hardly ever draws another token.
+        batch or layout, hardly ever samples another token.
         """
         if self._filters:
             scores_BV = scores_BV.clone()
             scores_BV[:, self._vocabulary :] = -torch.inf
-            for each in self._filters:
-                scores_BV = each(input_ids_BS, scores_BV)
+            for apply_filter in self._filters:
+                scores_BV = apply_filter(input_ids_BS, scores_BV)
             weights_BV = scores_BV.exp()
-        seeds_B2, whole = self._seeds_BN2[:, len(self._ids_B)], self._vocabulary // _BLOCK * _BLOCK
-        sums_BK = weights_BV[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
-        rest_B1 = weights_BV[:, whole : self._vocabulary].sum(-1, keepdim=True)
+        seeds_B2, full_blocks = self._seeds_BN2[:, len(self._ids_B)], self._vocabulary // _BLOCK * _BLOCK
+        sums_BK = weights_BV[:, :full_blocks].unflatten(1, (-1, _BLOCK)).sum(-1)
+        rest_B1 = weights_BV[:, full_blocks : self._vocabulary].sum(-1, keepdim=True)
         blocks_BK = torch.cat([sums_BK, rest_B1], 1).log()
         counters_1K = torch.arange(blocks_BK.shape[1], dtype=torch.int32, device=seeds_B2.device)[None]
         block_B = (blocks_BK + _gumbel(seeds_B2, counters_1K)).argmax(-1)
@@ -106,7 +106,7 @@ class Draws(LogitsProcessor):
         return ids_BN.int().cpu().numpy(), log_probs_BN.float().cpu().numpy()
 
 
-class Ends(StoppingCriteria):
+class EndOfCompletion(StoppingCriteria):
     """Finds where each completion ends: at an end of sequence, a stop text, or its most tokens `limit_B`.
 
     Tokens of the prompt do not count: a prompt may contain the end of sequence and parts of stop texts.
@@ -138,8 +138,8 @@ class Ends(StoppingCriteria):
 
     def _has_stop_text(self, ids_BN: Tensor) -> Tensor:
         assert self._tokenizer is not None
-        found = stop_texts(ids_BN.tolist(), self._stop, self._tokenizer)
-        return torch.tensor([each is not None for each in found], device=ids_BN.device)
+        stop_texts_B = stop_texts(ids_BN.tolist(), self._stop, self._tokenizer)
+        return torch.tensor([stop_text is not None for stop_text in stop_texts_B], device=ids_BN.device)
 
     def result(self) -> tuple[list[int], list[bool]]:
         """For each completion its tokens, and whether it has ended rather than been cut."""
@@ -151,11 +151,11 @@ def stop_texts(
 ) -> list[str | None]:
     """For each sequence of ids, the stop text at whose end it is, or None. No earlier token may have ended one."""
     # every token but special ones is at least one byte of text; a special one is at least its name
-    window = max(len(each.encode()) for each in stop) + 8
+    window = max(len(stop_text.encode()) for stop_text in stop) + 8
     texts = tokenizer.batch_decode(
-        [each[-window:] for each in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        [row[-window:] for row in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
-    return [next((each for each in stop if each in text), None) for text in texts]
+    return [next((stop_text for stop_text in stop if stop_text in text), None) for text in texts]
 
 
 def _gumbel(seeds_B2: Tensor, counters_BC: Tensor) -> Tensor:

@@ -91,14 +91,14 @@ class SignalSpec:
     def bytes_per_token(self, width: int) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(width).values())
 
-    def as_signal(self, found: dict[str, Tensor], tail: Tail) -> Signal:
+    def as_signal(self, tensors: dict[str, Tensor], tail: Tail) -> Signal:
         """The objective's signal from the tensors of "top_k", "chosen" or "sampled"."""
         if self.kind == "sampled":
             assert self.top_k is not None
-            return Sampled(found["ids"], found["counts"].to(torch.float32) / self.top_k)
+            return Sampled(tensors["ids"], tensors["counts"].to(torch.float32) / self.top_k)
         kind = TopK if self.kind == "top_k" else Chosen
-        log_probs_TK = found["log_probs"].to(torch.float32)
-        return kind(found["ids"], log_probs_TK, tail, found["tail_log_prob"], self.temperature)
+        log_probs_TK = tensors["log_probs"].to(torch.float32)
+        return kind(tensors["ids"], log_probs_TK, tail, tensors["tail_log_prob"], self.temperature)
 
     def __str__(self) -> str:
         if self.kind == "hidden":

@@ -12,7 +12,7 @@ from torch import Tensor
 from stillhouse.objective import RoutedSignal, Signals
 from stillhouse.parallel import Runner, ShardedMicroBatches, shard_micro_batches
 from stillhouse.signals.separate import SeparateTeacher
-from stillhouse.signals.source import PendingSignals, SignalSource
+from stillhouse.signals.signal_source import PendingSignals, SignalSource
 from stillhouse.signals.stored import StoredTeacher
 
 
@@ -27,7 +27,7 @@ class SeveralTeachers:
 
     @property
     def steps_ahead(self) -> int:
-        return max(each.steps_ahead for each in self.teachers.values())
+        return max(teacher.steps_ahead for teacher in self.teachers.values())
 
     def request(self, micro_batches: ShardedMicroBatches) -> PendingSignals:
         """Request the signals. Teachers that use the job's own devices begin only when the signals are needed."""
@@ -56,34 +56,34 @@ class SeveralTeachers:
         )
 
     def close(self) -> None:
-        for each in self.teachers.values():
-            if isinstance(each, StoredTeacher):
-                each.close()
+        for teacher in self.teachers.values():
+            if isinstance(teacher, StoredTeacher):
+                teacher.close()
 
     def _rows(self, micro_batches: ShardedMicroBatches, route: str) -> list[dict[str, Tensor]]:
         """For each of this process's micro-batches: each teacher's rows with a weight."""
-        found = []
-        for each in micro_batches:
-            index, document_T = each.valid_index.cpu(), each.document_T.cpu()
+        rows_by_teacher = []
+        for batch in micro_batches:
+            index, document_T = batch.valid_index.cpu(), batch.document_T.cpu()
             documents, place_C = document_T[index].unique(return_inverse=True)
             names = [micro_batches.whole.value(document, route) for document in documents.tolist()]
-            found.append(
+            rows_by_teacher.append(
                 {
                     name: index[torch.tensor([other == name for other in names], dtype=torch.bool)[place_C]].to(
-                        each.valid_index.device
+                        batch.valid_index.device
                     )
                     for name in self.teachers
                 }
             )
-        return found
+        return rows_by_teacher
 
     def _chosen(self, view: ShardedMicroBatches, name: str) -> list[int]:
         """The numbers of the whole step's micro-batches with a document of this teacher."""
         assert self._route is not None
-        whole, chosen = view.whole, []
-        for number in range(len(whole)):
-            documents = whole.documents_of(number)
-            if any(whole.value(document, self._route) == name for document in documents):
+        all_micro_batches, chosen = view.whole, []
+        for number in range(len(all_micro_batches)):
+            documents = all_micro_batches.documents_of(number)
+            if any(all_micro_batches.value(document, self._route) == name for document in documents):
                 chosen.append(number)
         return chosen
 
@@ -91,13 +91,13 @@ class SeveralTeachers:
         self, micro_batches: ShardedMicroBatches, name: str, rows: list[dict[str, Tensor]] | None
     ) -> ShardedMicroBatches:
         """The micro-batches as one teacher reads them: with its inputs, and only its rows."""
-        whole, view = micro_batches.whole.for_teacher(name), micro_batches
-        if whole is not micro_batches.whole:
-            view = shard_micro_batches(whole, self._runner.mesh, uniform_shapes=micro_batches.uniform_shapes)
+        step, view = micro_batches.whole.for_teacher(name), micro_batches
+        if step is not micro_batches.whole:
+            view = shard_micro_batches(step, self._runner.mesh, uniform_shapes=micro_batches.uniform_shapes)
         if rows is None:
             return view
-        own = [replace(each, valid_index=found[name]) for each, found in zip(view, rows, strict=True)]
-        return ShardedMicroBatches(own, view.whole, uniform_shapes=view.uniform_shapes)
+        routed = [replace(batch, valid_index=rows_of[name]) for batch, rows_of in zip(view, rows, strict=True)]
+        return ShardedMicroBatches(routed, view.whole, uniform_shapes=view.uniform_shapes)
 
 
 @dataclass(frozen=True)
@@ -119,4 +119,4 @@ class _Pending:
         ]
         if self.rows is None:
             return signals
-        return [self.teacher.routed(each, rows) for each, rows in zip(signals, self.rows, strict=True)]
+        return [self.teacher.routed(signal, rows) for signal, rows in zip(signals, self.rows, strict=True)]

@@ -29,7 +29,7 @@ from stillhouse.signals.cache.bits import (
     unpack_rows,
     write_bits,
 )
-from stillhouse.signals.spec import SignalSpec
+from stillhouse.signals.signal_spec import SignalSpec
 
 TensorForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -129,10 +129,10 @@ class PackedIds:
         return {**tensors, "ids": torch.from_numpy(strings)}
 
     def read(self, file: Any, part: StoredRows) -> dict[str, Tensor]:
-        found = {name: _rows(file, name, part) for name in self.forms()}
+        tensors = {name: _rows(file, name, part) for name in self.forms()}
         (entries,), _ = self.spec.tensors(0)["ids"]
-        ids = unpack_rows(found["ids"].numpy(), entries, self._bits).astype(np.int64) + self._least
-        return found | {"ids": torch.from_numpy(ids.astype(np.int32))}
+        ids = unpack_rows(tensors["ids"].numpy(), entries, self._bits).astype(np.int64) + self._least
+        return tensors | {"ids": torch.from_numpy(ids.astype(np.int32))}
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class PackedDraws:
         if distinct.size and distinct.max() > self.draws:
             raise ValueError(f"'distinct' has {distinct.max()} ids in a row of {self.draws} draws")
         starts = np.concatenate([[0], np.cumsum(bytes_for_each(distinct, self._bits))])
-        first, stop = (int(each) for each in file.get_slice("pair_offsets")[part.document : part.document + 2])
+        first, stop = (int(offset) for offset in file.get_slice("pair_offsets")[part.document : part.document + 2])
         low, high = int(starts[part.rows.start]), int(starts[part.rows.stop])
         if not 0 <= first <= first + high <= stop:
             raise ValueError(f"'pair_offsets' of document {part.document} does not fit 'distinct'")
@@ -218,10 +218,10 @@ def bytes_for_each(numbers: np.ndarray, width: int) -> np.ndarray:
 
 
 def _rows(file: Any, name: str, part: StoredRows) -> Tensor:
-    found: Tensor = file.get_slice(name)[part.slice]
-    if len(found) != len(part.rows):
+    rows: Tensor = file.get_slice(name)[part.slice]
+    if len(rows) != len(part.rows):
         raise ValueError(f"'{name}' ends before the last row")
-    return found
+    return rows
 
 
 def _require_range(ids: Tensor, least: int, vocabulary: int) -> None:
