@@ -28,9 +28,9 @@ from stillhouse.data import (
     check_vocabulary,
     load_documents,
     load_tokenizer,
-    templates,
     tokenizer_fingerprint,
 )
+from stillhouse.data.render import chat_template
 from stillhouse.generation.published import MANIFEST
 from stillhouse.generation.weights import BUCKET_BYTES, publish, version_folder
 from stillhouse.models import Decoder, check_document_length, check_finite_weights
@@ -44,7 +44,7 @@ from stillhouse.serving.generate.updates import WeightUpdates
 
 Load = Callable[[random.Random], None]
 TOKENS = 32
-templates.TEMPLATE_SECONDS = 2.0  # the campaign loads thousands of templates
+chat_template.TEMPLATE_SECONDS = 2.0  # the campaign loads thousands of templates
 
 
 def configurations(folder: Path) -> Load:
