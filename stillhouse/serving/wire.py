@@ -36,6 +36,8 @@ class _FailFast(FailFast):
 FirstWrong = Annotated[list[T], _FailFast()]
 
 KEY = "score"
+#: the file of the teacher's output head, which `GET /v1/head` gives
+HEAD_FILE = "model.safetensors"
 SAFETENSORS, JSON = "application/vnd.safetensors", "application/json"
 
 
@@ -66,15 +68,22 @@ class ScoreBody(ScoreOptions):
 
 
 def encode_request(signal: SignalSpec, documents: Sequence[DocumentRows]) -> bytes:
-    tensors = {
-        "token_ids": torch.from_numpy(np.concatenate([each.tokens for each in documents]).astype(np.int32)),
-        "offsets": _offsets([len(each.tokens) for each in documents]),
-        "rows": torch.tensor([[each.rows.start, each.rows.stop] for each in documents], dtype=torch.int32),
-    }
-    chosen = [each.ids_NK for each in documents if each.ids_NK is not None]
+    tensors = document_tensors(documents)
+    chosen = [document.ids_NK for document in documents if document.ids_NK is not None]
     if chosen:
         tensors["ids"] = torch.cat(chosen).to(torch.int32)
     return save(tensors, {KEY: json.dumps(_options(signal))})
+
+
+def document_tensors(documents: Sequence[DocumentRows]) -> dict[str, Tensor]:
+    """The tensors `token_ids`, `offsets` and `rows` of a request."""
+    return {
+        "token_ids": torch.from_numpy(np.concatenate([document.tokens for document in documents]).astype(np.int32)),
+        "offsets": _offsets([len(document.tokens) for document in documents]),
+        "rows": torch.tensor(
+            [[document.rows.start, document.rows.stop] for document in documents], dtype=torch.int32
+        ),
+    }
 
 
 def decode_request(content: bytes, content_type: str, most_documents: int) -> tuple[SignalSpec, list[DocumentRows]]:

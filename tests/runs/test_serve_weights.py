@@ -180,7 +180,7 @@ def test_a_folder_that_changes_while_it_is_read_leaves_the_weights(folder: Path,
 
 
 def cut_before_apply(path: str) -> None:
-    from stillhouse.serving.generate.updates import WeightUpdates
+    from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
     apply = WeightUpdates.apply
 
@@ -197,7 +197,7 @@ def cut_before_apply(path: str) -> None:
 
 def load_nothing() -> None:
     """A load that is said to have succeeded, and has changed nothing."""
-    from stillhouse.serving.generate.updates import WeightUpdates
+    from stillhouse.serving.server.generate.weight_updates import WeightUpdates
 
     apply = WeightUpdates.apply
 

@@ -1,4 +1,4 @@
-"""A server of a teacher's exact signals (see `serve.py`). It needs the extra `serve`."""
+"""A server of a teacher's exact signals, or of completions (see `serve.py`). It needs the extra `serve`."""
 
 from stillhouse.serving.server.serve import serve
 

@@ -15,7 +15,7 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stillhouse.serving.server.errors import error_response
+from stillhouse.serving.server.request_errors import error_response
 
 #: the one route without a token and without a limit, for the probes of an orchestrator
 OPEN_PATHS = ("/healthz",)

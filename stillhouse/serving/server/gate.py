@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillhouse.serving.server.connection import OPEN_PATHS
-from stillhouse.serving.server.errors import RequestError, error_response
+from stillhouse.serving.server.request_errors import RequestError, error_response
 
 #: how long a client may take to send a body, and to read each part of an answer
 BODY_SECONDS, SEND_SECONDS = 120.0, 120.0

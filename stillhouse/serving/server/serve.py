@@ -1,7 +1,7 @@
-"""Serves a teacher's exact signals over HTTP: the command `stillhouse serve`.
+"""Serves a model over HTTP: the command `stillhouse serve`.
 
 The model runs in the main thread, which takes batches from the queue. HTTP runs in a thread of its own.
-Under torchrun, the ranks share the model (tensor parallel); rank 0 speaks HTTP, and the other ranks compute the same
+Under torchrun, the ranks share a teacher (tensor parallel); rank 0 speaks HTTP, and the other ranks compute the same
 batches.
 
 The first SIGTERM or Ctrl-C: accept nothing more, answer what was accepted, end with exit code 0. The second one ends
@@ -10,39 +10,26 @@ the process at once.
 
 import socket
 import threading
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from stillhouse.parallel import destroy_process_group, is_first, log_rank0, wait_for_all, watchdog
+from stillhouse.parallel import destroy_process_group, is_first, log_rank0, process_count, wait_for_all, watchdog
 from stillhouse.preemption import finishing
-from stillhouse.serving.server.app import Service, make_app
-from stillhouse.serving.server.batching import RequestQueue
-from stillhouse.serving.server.http import (
-    HttpThread,
-    bound,
-    check_address,
-    check_sizes,
-    ready_line,
-)
-from stillhouse.serving.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
-from stillhouse.serving.server.loop import Loop, is_ending
+from stillhouse.serving.server.application import Application, Service
+from stillhouse.serving.server.generate.completion_writer import load_writer
+from stillhouse.serving.server.http_thread import HttpThread, bound, check_address, ready_line
 from stillhouse.serving.server.metrics import Metrics
-from stillhouse.serving.server.ranks import Ranks
-from stillhouse.serving.server.teacher import (
-    HEAD,
-    ServedTeacher,
-    load_teacher,
-    longest_sequence,
-    with_limits,
-)
-from stillhouse.signals.scorer import Outcome, Part, Scorer
+from stillhouse.serving.server.model_loop import ModelLoop, is_ending
+from stillhouse.serving.server.request_queue import RequestQueue
+from stillhouse.serving.server.role import ModelOptions, Role
+from stillhouse.serving.server.score.served_teacher import load_teacher
 
 
 def serve(
-    teacher: str,
+    model: str,
     *,
+    generate: bool = False,
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
@@ -57,84 +44,61 @@ def serve(
     max_top_k: int = 256,
     stop: threading.Event | None = None,
 ) -> None:
-    """Serve a teacher until a signal comes (see `preemption.handling`) or `stop` is set.
+    """Serve a model until a signal comes (see `preemption.handling`) or `stop` is set.
 
-    teacher: a folder or a hub id. quantize: "int8" or "nf4", for a single process. port: 0 for a free one. token: the
-    bearer token of all routes but /healthz. An address other than loopback needs one, unless require_token is False.
-    batch_tokens: the most tokens of a forward pass, and so of a sequence. queue_tokens: the most tokens of all
-    requests at a time; 16 batches by default. max_top_k: the most ids per token.
+    model: a folder or a hub id. dtype, device, attention, revision, quantize: see `ModelOptions`.
+    generate: write completions; otherwise, give a teacher's exact signals.
+    port: 0 for a free one.
+    token: the bearer token of all routes but /healthz. An address other than loopback needs one, unless require_token
+        is False.
+    batch_tokens: the most tokens of a batch, and so of a sequence.
+    queue_tokens: the most tokens of all requests at a time; 16 batches by default.
+    max_top_k: the most ids per token of a signal.
 
-    Raises ValueError for a teacher that cannot be served, and OSError for an address that cannot be used.
+    Raises ValueError for a model that cannot be served, and OSError for an address that cannot be used.
     """
     check_address(host, token, require_token=require_token)
-    check_sizes(batch_tokens, queue_tokens)
-    if max_top_k < 1:
-        raise ValueError(f"top-k {max_top_k}: expected 1 or more")
+    _check_sizes(batch_tokens, queue_tokens, max_top_k)
+    if generate and process_count() > 1:
+        raise ValueError(
+            f"--generate under {process_count()} processes: expected one process, which has the whole model; start a "
+            "server for each GPU, or vLLM for a model that does not fit on one"
+        )
     queue_tokens = 16 * batch_tokens if queue_tokens is None else queue_tokens
     # before the model is loaded, so that a port in use is reported at once
     sockets = [bound(host, port)] if is_first() else []
-    with TemporaryDirectory(prefix="stillhouse-serve-") as temporary:
-        folder = Path(temporary) / "teacher"
-        served = load_teacher(
-            teacher,
-            folder,
-            dtype=dtype,
-            device=device,
-            attention=attention,
-            revision=revision,
-            quantize=quantize,
-        )
+    options = ModelOptions(model, dtype, device, attention, revision, quantize)
+    with TemporaryDirectory(prefix="stillhouse-serve-") as folder:
+        role: Role
+        if generate:
+            role = load_writer(options, batch_tokens)
+        else:
+            role = load_teacher(options, Path(folder) / "teacher", batch_tokens, queue_tokens, max_top_k)
         wait_for_all()  # a rank that cannot load the model ends the command before it is said to be ready
         watchdog.enter("serving", timed=False)
-        scorer, ranks = Scorer(served.runner, served.device), Ranks(served.mesh)
         with finishing("the requests that were accepted"):
             if is_first():
-                decoder = served.runner.students()[0]
-                longest = longest_sequence(decoder, batch_tokens)
-                most = max(batch_tokens, queue_tokens // 4)
-                signals = SIGNALS if served.mesh.ranks.size == 1 else SIGNALS_OF_SHARDS
-                limits = Limits(decoder.vocabulary_rows, longest, most, max_top_k, signals)
                 queue = RequestQueue(batch_tokens, queue_tokens, partial(is_ending, stop))
-                service = _service(served, limits, queue, token)
-                server = HttpThread(make_app(service), sockets)
-                _print_ready(service, sockets[0], served)
-
-                def score(parts: Sequence[Part]) -> list[Outcome]:
-                    ranks.send(parts)
-                    return scorer.score(parts)
-
-                Loop(score, service, server, between=ranks.beat, at_end=ranks.send_end, survives=ranks.is_alone).run()
+                _run(role, queue, sockets[0], token)
             else:
-                ranks.follow(scorer)
+                role.follow()
         destroy_process_group()
 
 
-def _service(served: ServedTeacher, limits: Limits, queue: RequestQueue, token: str | None) -> Service:
-    info = with_limits(served.info, limits)
-    return Service(
-        name=served.name,
-        identity=served.identity,
-        info=info,
-        folder=served.folder,
-        files=info["files"],
-        head=HEAD,
-        tokenizer=served.tokenizer,
-        limits=limits,
-        queue=queue,
-        metrics=Metrics(queue),
-        token=token,
-    )
+def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str | None) -> None:
+    service = Service(role.name, role.info, role.limits, queue, Metrics(queue), token)
+    application = Application(service)
+    role.add_routes(application)
+    server = HttpThread(application.api, [listening])
+    for line in [*role.description(), ready_line(listening, token)]:
+        log_rank0(line)
+    ModelLoop(role, service, server).run()
 
 
-def _print_ready(service: Service, listening: socket.socket, served: ServedTeacher) -> None:
-    info, mesh = service.info, served.mesh
-    over = "" if mesh.ranks.size == 1 else f" over {mesh.ranks.size} ranks"
-    log_rank0(
-        f"teacher {info['model']}: vocabulary of {info['vocabulary']:,} rows, width {info['width']:,}, "
-        f"{info['quantize'] or info['dtype']} on {served.device.type}{over}"
-    )
-    log_rank0(
-        f"signals: {', '.join(info['signals'])}; at most {info['max_top_k']} ids per token, {info['max_tokens']:,} "
-        f"tokens per sequence, {info['max_request_tokens']:,} per request"
-    )
-    log_rank0(ready_line(listening, service.token))
+def _check_sizes(batch_tokens: int, queue_tokens: int | None, max_top_k: int) -> None:
+    if batch_tokens < 1:
+        raise ValueError(f"batch tokens {batch_tokens}: expected 1 or more")
+    if queue_tokens is not None and queue_tokens < batch_tokens:
+        raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
+    if max_top_k < 1:
+        raise ValueError(f"top-k {max_top_k}: expected 1 or more")

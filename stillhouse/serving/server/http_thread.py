@@ -67,13 +67,6 @@ def check_address(host: str, token: str | None, *, require_token: bool) -> None:
         )
 
 
-def check_sizes(batch_tokens: int, queue_tokens: int | None) -> None:
-    if batch_tokens < 1:
-        raise ValueError(f"batch tokens {batch_tokens}: expected 1 or more")
-    if queue_tokens is not None and queue_tokens < batch_tokens:
-        raise ValueError(f"queue tokens {queue_tokens}: expected at least the {batch_tokens} tokens of a batch")
-
-
 def ready_line(listening: socket.socket, token: str | None) -> str:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
