@@ -40,8 +40,7 @@ from stillhouse.preemption import OverdueError, requested
 from stillhouse.run.rollout_engine import open_engine
 from stillhouse.run.session import Session
 from stillhouse.run.user_functions import ENVIRONMENT, REWARD, function_of
-from stillhouse.serving.client import ServerError
-from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.client import ServedEngine, ServerError
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.stored import SECONDS_TO_STOP
 
@@ -172,7 +171,7 @@ class Rollouts:
 
         def written() -> list[Any]:
             assert isinstance(engine, ServedEngine)
-            engines_probed = engine.probed
+            engines_probed = engine.weights.probed
             return [list(engines_probed), [sample.as_json() for sample in probe_samples(prompts, engines_probed)]]
 
         urls, content = self._on_first(written)
@@ -185,7 +184,7 @@ class Rollouts:
         most = rounding(self.session, self.config)
         require_weights_in_use(step, dict(zip(urls, gaps, strict=True)), most)
         if isinstance(engine, ServedEngine):
-            engine.proved(urls[0], most)
+            engine.weights.set_proved(urls[0], most)
 
     def _on_first(self, action: Callable[[], Result]) -> Result:
         """The result of an action on rank 0, on all ranks. It must be something that JSON can represent.

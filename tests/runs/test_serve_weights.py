@@ -272,9 +272,9 @@ def test_a_server_that_comes_back_is_proved_again(tmp_path: Path) -> None:
         probes = [each.prompt_ids.tolist() for each in requests_of(3)]
         engine = engine_of(server, probes=probes)
         engine.update_weights(1, student.published(1))
-        for prompt, each in zip(requests_of(3), engine.probed[server.url], strict=True):
+        for prompt, each in zip(requests_of(3), engine.weights.probed[server.url], strict=True):
             student.assert_written(prompt, each, temperature=1.0, count=8)
-        engine.proved(server.url, 1e-3)
+        engine.weights.set_proved(server.url, 1e-3)
         server.restart()
         server.writer.load = lambda *_, **__: None  # type: ignore[method-assign]
         [future] = engine.generate(requests_of(1))

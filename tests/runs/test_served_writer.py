@@ -18,7 +18,7 @@ from stillhouse.generation.sample import Sampling
 from stillhouse.output.folder import RunFolder
 from stillhouse.run.run import distill
 from stillhouse.serving.client import ServerError
-from stillhouse.serving.engines.http import ServedEngine
+from stillhouse.serving.client.served_engine import ServedEngine
 from stillhouse.serving.engines.sglang import SglangApi
 from stillhouse.serving.engines.stillhouse import StillhouseApi
 from stillhouse.serving.engines.vllm import VllmApi

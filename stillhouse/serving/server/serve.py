@@ -89,7 +89,7 @@ def _run(role: Role, queue: RequestQueue, listening: socket.socket, token: str |
     service = Service(role.name, role.info, role.limits, queue, Metrics(queue), token)
     application = Application(service)
     role.add_routes(application)
-    server = HttpThread(application.api, [listening])
+    server = HttpThread(application.api, listening)
     for line in [*role.description(), ready_line(listening, token)]:
         log_rank0(line)
     ModelLoop(role, service, server).run()

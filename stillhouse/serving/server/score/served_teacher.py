@@ -28,7 +28,7 @@ from stillhouse.parallel import (
 from stillhouse.serving.server.application import Application
 from stillhouse.serving.server.limits import SIGNALS, SIGNALS_OF_SHARDS, Limits
 from stillhouse.serving.server.role import ModelOptions, longest_sequence, model_info
-from stillhouse.serving.server.score.ranks import Ranks
+from stillhouse.serving.server.score.batch_broadcast import BatchBroadcast
 from stillhouse.serving.server.score.score_routes import add_file_routes, add_signal_routes
 from stillhouse.signals.scorer import Outcome, Part, Scorer
 from stillhouse.signals.teacher_folder import head_of, save_teacher
@@ -48,7 +48,7 @@ class ServedTeacher:
     info: dict[str, Any]
     limits: Limits
     scorer: Scorer
-    ranks: Ranks
+    broadcast: BatchBroadcast
     device: torch.device
     tokenizer: PreTrainedTokenizerBase
     folder: Path
@@ -56,27 +56,27 @@ class ServedTeacher:
 
     @property
     def survives_failures(self) -> bool:
-        return self.ranks.is_single
+        return self.broadcast.is_single
 
     def add_routes(self, application: Application) -> None:
         add_file_routes(application, self.folder)
         add_signal_routes(application, self.tokenizer, self.identity)
 
     def compute(self, parts: Sequence[Part]) -> list[Outcome]:
-        self.ranks.send(parts)
+        self.broadcast.send(parts)
         return self.scorer.score(parts)
 
     def between_batches(self) -> None:
-        self.ranks.beat()
+        self.broadcast.beat()
 
     def end(self) -> None:
-        self.ranks.send_end()
+        self.broadcast.send_end()
 
     def follow(self) -> None:
-        self.ranks.follow(self.scorer)
+        self.broadcast.follow(self.scorer)
 
     def description(self) -> list[str]:
-        info, broadcast = self.info, self.ranks
+        info, broadcast = self.info, self.broadcast
         over = "" if broadcast.is_single else f" over {broadcast.ranks.size} ranks"
         return [
             f"teacher {info['model']}: vocabulary of {info['vocabulary']:,} rows, width {info['width']:,}, "
@@ -135,8 +135,8 @@ def load_teacher(
             "max_sequences": limits.max_sequences,
             "max_top_k": limits.most_ids,
         }
-    scorer, ranks = Scorer(runner, device), Ranks(mesh)
-    return ServedTeacher(options.name, info, limits, scorer, ranks, device, tokenizer, folder, identity)
+    scorer, broadcast = Scorer(runner, device), BatchBroadcast(mesh)
+    return ServedTeacher(options.name, info, limits, scorer, broadcast, device, tokenizer, folder, identity)
 
 
 def _sharded_source(options: ModelOptions, folder: str, device: torch.device) -> ModelSource:

@@ -26,8 +26,8 @@ BEAT_SECONDS = 60.0
 _NOTHING, _END = 0, -1
 
 
-class Ranks:
-    """The ranks that compute the same batches. A process by itself sends nothing."""
+class BatchBroadcast:
+    """Sends batches to the ranks that compute the same batches. A process by itself sends nothing."""
 
     def __init__(self, mesh: Mesh):
         self.ranks, self._device = mesh.ranks, mesh.device
