@@ -7,9 +7,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.data import check_vocabulary, load_tokenizer
-from stillhouse.generation.token_sampler import stop_texts
 from stillhouse.generation.generate import Generator, check_generation
 from stillhouse.generation.sample import Completion, Sampling
+from stillhouse.generation.token_sampler import stop_texts
 from stillhouse.models import Decoder
 from stillhouse.parallel import choose_device, local_folder
 from stillhouse.serving.server.application import Application
