@@ -64,12 +64,13 @@ class Rollouts:
         assert session.plan is not None
         self.session, self.config = session, session.config.rollout
         self.queue: RolloutQueue | None = None
+        self.engine: RolloutEngine | None = None
         #: the run's name in what it publishes, and where; runs that share rollout.weights have folders of their own
         self.run, self.weights = "", folder.path / "weights"
         if self.config.urls and self.config.writer == "student":
             self.run = self._on_first(folder.identity)
             self.weights = Path(self.config.weights) / self.run if self.config.weights else self.weights
-        self.engine: RolloutEngine | None = open_engine(session, self.config, self.run)
+        self.engine = open_engine(session, self.config, self.run)
         steps, prompts = session.step_schedule.steps, session.train.documents
         if is_first():
             assert self.engine is not None

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from kit.runs import save_model
-from safetensors.torch import load_file, save_file
 from kit.serving import Server, slow_generation
+from safetensors.torch import load_file, save_file
 
 from stillhouse.data import load_tokenizer
 from stillhouse.generation import Completion, GenerationRequest, Sampling

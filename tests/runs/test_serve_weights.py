@@ -16,13 +16,13 @@ from kit.ranks import Ranks
 from kit.runs import Command, save_model
 from kit.serving import Server
 from kit.stub_writers import VllmWriter, writing
+from kit.writer_cases import Student, engine_of, requests_of
 from test_on_policy import write
 from test_serve_generate import changed, load, published  # noqa: F401 (a fixture)
-from kit.writer_cases import Student, engine_of, requests_of
 
+from stillhouse.engine import torch_engine
 from stillhouse.generation.published import MANIFEST, read_manifest
 from stillhouse.generation.weights import version_folder
-from stillhouse.loops import step_samples as rollouts
 from stillhouse.output.folder import RunFolder
 from stillhouse.serving.client import ServerError
 
@@ -213,7 +213,7 @@ def load_nothing() -> None:
 
 def older_under_newer_number() -> None:
     """Version 3 has the files of version 2, with right hashes, when the servers are told of it."""
-    publish = rollouts.publish
+    publish = torch_engine.publish
 
     @functools.wraps(publish)
     def publishing(runner: Any, folder: Path, version: int, **options: Any) -> Path:
@@ -225,7 +225,7 @@ def older_under_newer_number() -> None:
             read_manifest(final)
         return final
 
-    rollouts.publish = publishing
+    torch_engine.publish = publishing
 
 
 OTHER_LAYOUTS = [pytest.param(f"{each}=2", marks=pytest.mark.slow) for each in ("tensor", "pipeline", "context")]

@@ -9,9 +9,9 @@ from kit.ranks import Ranks
 from kit.runs import Command
 from kit.serving import Server
 from kit.stub_writers import VllmWriter, writing
+from kit.writer_cases import requests_of, results
 from test_on_policy import losses, weights, write
 from transformers import AutoTokenizer
-from kit.writer_cases import requests_of, results
 
 from stillhouse.checkpoint.served_writer import FILE, require_same_writer
 from stillhouse.generation.sample import Sampling

@@ -26,9 +26,9 @@ from kit.faulty_proxy import (
     with_body,
 )
 from kit.runs import metrics, run, save_model, session_of, write_run
-from safetensors.torch import load, load_file, save
 from kit.serving import Server
 from kit.teacher_gradients import assert_close, gradients, gradients_of_signals, log_probs_TV
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from stillhouse.config import ConfigError
@@ -36,8 +36,8 @@ from stillhouse.data import MicroBatch
 from stillhouse.objective import Chosen, Sampled, Signal, TopK
 from stillhouse.run.run import distill
 from stillhouse.run.session import Session
-from stillhouse.serving.pool import ServerError, ServerPool
 from stillhouse.serving.engines.stillhouse import StillhouseApi
+from stillhouse.serving.pool import ServerError, ServerPool
 from stillhouse.serving.wire import KEY
 from stillhouse.signals import SignalsLostError
 from stillhouse.signals.cache.files import document_id
